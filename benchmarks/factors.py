@@ -8,8 +8,8 @@ from __future__ import annotations
 from results import Benchmark
 
 import lyapunov_prune as lp
-from lyapunov_prune.compression.factors import with_factors
 from lyapunov_prune.evaluation.speed import measure_speed
+from lyapunov_prune.export.factors import with_factors
 
 SPARSITIES = (0.2, 0.4, 0.6)
 PROMPT, STEPS, REPEATS = 256, 48, 3

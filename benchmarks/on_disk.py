@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from lyapunov_prune.checkpoints.outline import Outline, read_outline
 from lyapunov_prune.checkpoints.tensor_files import read_tensors
-from lyapunov_prune.pruning.on_disk import prune_on_disk
+from lyapunov_prune.export.copied import prune_on_disk
 from lyapunov_prune.pruning.plan import PruningPlan
 
 SHAPES = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 5}

@@ -19,11 +19,11 @@ from results import Benchmark
 import lyapunov_prune as lp
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.evaluation.speed import measure_speed
+from lyapunov_prune.export import Cuts, make_compact
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.merging.merge import merge_layers
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.pruning import Cuts, make_compact
 from lyapunov_prune.sensitivity.sweep import Job, Sweep
 
 TOKENS, CONTEXT, REPEATS = 2048, 512, 3

@@ -41,12 +41,12 @@ from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.tensor_files import read_header
 from lyapunov_prune.compression.methods.rtn import symmetric_grid
 from lyapunov_prune.compression.methods.wanda import Wanda
-from lyapunov_prune.compression.on_disk import compress_on_disk
+from lyapunov_prune.export.copied import prune_on_disk
+from lyapunov_prune.export.streamed import compress_on_disk
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.streamed import layer_held, stream_of
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.profile import profile_layers
-from lyapunov_prune.pruning.on_disk import prune_on_disk
 
 SIZES = {
     "7B": {"hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32},

@@ -5,6 +5,7 @@ from . import bounds as bounds
 from . import compression as compression
 from . import data as data
 from . import evaluation as evaluation
+from . import export as export
 from . import healing as healing
 from . import joint as joint
 from . import linalg as linalg

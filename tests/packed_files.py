@@ -14,7 +14,7 @@ from helpers import WEIGHTS, edit_json
 from safetensors.torch import load_file, save_file
 
 from lyapunov_prune.compression.methods.rtn import symmetric_grid
-from lyapunov_prune.compression.packed import Packing
+from lyapunov_prune.export.packed import Packing
 from lyapunov_prune.models.packed import PACK
 
 Spoil = Callable[[dict[str, torch.Tensor]], None]

@@ -30,7 +30,7 @@ def save(model: Model, tokenizer: PreTrainedTokenizerBase, target: str | Path) -
     """Write `model`, changed in memory, to the folder `target`, as the commands do: with tokenizer, history and card.
 
     The folder loads with plain transformers. Raises LyapunovPruneError for a model that cannot be written whole (one
-    wrapped by adapters, or quantised in memory), and as `write_model`. `pruning.write_pruned` also runs the gate.
+    wrapped by adapters, or quantised in memory), and as `write_model`. `export.write_pruned` also runs the gate.
     """
     model = model_of(model)
     plain(model)

@@ -44,7 +44,7 @@ def load_streamed(
     It can be measured by what goes by its states: `measure_contraction`, `block_influence`, `perplexity`, and `rank` by
     rho, bi, blend, angular and kl of layers, by bi of sublayers, and by from-end and random of both. All of their
     windows go through the layers together, and their states are in memory.
-    `compression.compress_on_disk` writes it compressed. Whatever else changes weights, or runs the model once for every
+    `export.compress_on_disk` writes it compressed. Whatever else changes weights, or runs the model once for every
     layer, refuses it.
 
     Raises LyapunovPruneError as `load`, and for what has no safetensors files of its own (GGUF, adapters), for a

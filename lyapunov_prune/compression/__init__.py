@@ -1,12 +1,10 @@
 """What a matrix can be replaced by, and a model with every matrix replaced.
 
 - `methods/`: one file a method; `table` lists them by name; `method`: what each is; `masks`: what several share;
-- `recipe`: what is to be done to every matrix of a model; `compress`: done to a copy of it in memory; `on_disk`: to one
-  larger than memory, a layer read and written at a time; `report`: what came of it;
+- `recipe`: what is to be done to every matrix of a model; `compress`: done to a copy of it in memory; `report`: what
+  came of it;
 - `held_out`: what a compression costs, for schedules that search; `amount`: as much of every matrix as a divergence
-  allows;
-- `packed`: what `rtn` rounds as packed integers, in a checkpoint that is smaller;
-- `factors`: a matrix of low rank as two, in a compact model; `factored`: its checkpoint and gate.
+  allows.
 
 A new method is a file in `methods` and a row in `table.METHODS`; docs/adding/method.md shows one.
 """

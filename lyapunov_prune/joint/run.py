@@ -20,6 +20,8 @@ from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.judging import Comparison, compare
 from lyapunov_prune.evaluation.score import paired_error, score
+from lyapunov_prune.export.compact import Cuts, make_compact
+from lyapunov_prune.export.compact_checkpoint import save_compact
 from lyapunov_prune.forward.hooks import run_through
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.healing.state import KEPT, clear_states
@@ -39,8 +41,6 @@ from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.structure import identify, in_eval_mode
-from lyapunov_prune.pruning.compact import Cuts, make_compact
-from lyapunov_prune.pruning.compact_checkpoint import save_compact
 from lyapunov_prune.pruning.counting import sizes_in_memory
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import describe

@@ -12,11 +12,11 @@ from lyapunov_prune.arguments import require_least
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.speed import now
+from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
-from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 

@@ -1,7 +1,2 @@
-from .checkpoint import write_pruned as write_pruned
-from .compact import Cuts as Cuts
-from .compact import make_compact as make_compact
-from .compact_checkpoint import write_compact as write_compact
-from .compact_gate import verify_compact as verify_compact
 from .gate import GateReport as GateReport
 from .mergekit import MergekitSlices as MergekitSlices

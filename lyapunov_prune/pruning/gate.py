@@ -1,8 +1,8 @@
 """One gate: a result is held against a reference that hooks make compute the same, and handed out if it passes.
 
 `Gate` holds both, and the comparisons that every gate makes: of logits, of decoding through the cache, of what comes
-back from the files. `removal_gate`, `compact_gate`, `disk_gate` and `compression.factored` say what the reference has
-to compute and what else is asked. Each check compares floating-point numbers on some tokens: evidence, not a proof.
+back from the files. `removal_gate`, and in `export` `compact_gate`, `disk_gate` and `factored`, say what the reference
+has to compute and what else is asked. Each check compares floating-point numbers on some tokens: evidence, not a proof.
 """
 
 from __future__ import annotations

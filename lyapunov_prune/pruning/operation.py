@@ -32,7 +32,7 @@ class Operation:
         if given != self.plan.drop_activation:
             raise LyapunovPruneError(
                 f"the plan drops the activations of layers {list(self.plan.drop_activation)}, and merged blocks are "
-                f"given of {list(given)}; a reduction is fitted on a text: write the plan with pruning.write_pruned "
+                f"given of {list(given)}; a reduction is fitted on a text: write the plan with export.write_pruned "
                 "and a batch"
             )
 

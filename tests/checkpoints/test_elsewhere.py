@@ -13,8 +13,8 @@ from helpers import LAYERS, VOCABULARY, edit_json, make_tiny, make_tokenizer, sa
 
 import lyapunov_prune as lp
 from lyapunov_prune.checkpoints.elsewhere import elsewhere_check
+from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.models.compact import MODULE
-from lyapunov_prune.pruning.compact import Cuts, make_compact
 
 
 def test_a_module_that_needs_this_package_fails(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from transformers import BertLMHeadModel, PreTrainedTokenizerFast
 from lyapunov_prune import compress
 from lyapunov_prune.checkpoints.outline import layer_of, read_outline
 from lyapunov_prune.checkpoints.reloading import wrong_packed_keys
-from lyapunov_prune.compression.packed import write_packed
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.packed import write_packed
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import identify
 

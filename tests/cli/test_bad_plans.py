@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from helpers import COMMANDS, QUICK, TEXT, VOCABULARY, Done, make_tiny, wrong_layer_idx
 
+from lyapunov_prune.export import pruned as checkpoint_module
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.pruning import checkpoint as checkpoint_module
 from lyapunov_prune.pruning import surgery
 from lyapunov_prune.pruning.operation import Operation
 

@@ -9,14 +9,14 @@ import pytest
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import require_studies
-from lyapunov_prune.compression import factored, packed
 from lyapunov_prune.data import batch
+from lyapunov_prune.export import factored, packed
+from lyapunov_prune.export import pruned as checkpoint
 from lyapunov_prune.joint.importance import IMPORTANCES
 from lyapunov_prune.models.dispatched import AUTO
 from lyapunov_prune.models.loading import _DTYPES
 from lyapunov_prune.predictions import exits
 from lyapunov_prune.profiles import contraction
-from lyapunov_prune.pruning import checkpoint
 from lyapunov_prune.pruning.plan import FIELDS
 from lyapunov_prune.sensitivity import table as studies
 

@@ -17,6 +17,9 @@ import lyapunov_prune as lp
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.export.compact import Cuts
+from lyapunov_prune.export.compact_gate import cut_by_hooks
+from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.forward.logits import deviation, uncached_logits
 from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.models.compact import MODULE
@@ -27,9 +30,6 @@ from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.predictions.attention_paths import AttentionPaths
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
 from lyapunov_prune.profiles.profile import LayerProfile
-from lyapunov_prune.pruning.checkpoint import write_pruned
-from lyapunov_prune.pruning.compact import Cuts
-from lyapunov_prune.pruning.compact_gate import cut_by_hooks
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.results.history import read_history

@@ -16,10 +16,10 @@ from lyapunov_prune import block_influence, measure_contraction, perplexity, rem
 from lyapunov_prune.cli import demo as demo_module
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.profiles import profile as profile_module
-from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.results.files import folder_digest
 from lyapunov_prune.shrinking import shrink as shrink_module
 from lyapunov_prune.shrinking import texts

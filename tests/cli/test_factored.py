@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from lyapunov_prune.checkpoints.reloading import GateCheck
-from lyapunov_prune.compression import factored
 from lyapunov_prune.compression.amount import BudgetedCompression
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.export import factored
 
 TEXT = ("--tokens", "64", "--context", "32")
 FACTOR = ("compress", "tiny", "--method", "svd", "--format", "compact", "-o", "small")
@@ -21,7 +21,7 @@ FACTOR = ("compress", "tiny", "--method", "svd", "--format", "compact", "-o", "s
 
 @pytest.fixture(autouse=True)
 def here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the process that takes seconds to start: tests/compression/test_factored.py has it."""
+    """Without the process that takes seconds to start: tests/export/test_factored.py has it."""
     passed = GateCheck("reloads without this package", True, 0.0, 1.0, "not run: it takes seconds")
     monkeypatch.setattr(factored, "elsewhere_check", lambda *_: passed)
 

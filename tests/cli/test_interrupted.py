@@ -11,8 +11,8 @@ from helpers import COMMANDS, TEXT, Done
 
 from lyapunov_prune.bounds import check as checks_module
 from lyapunov_prune.cli.inputs import folder_name
+from lyapunov_prune.export import pruned as checkpoint_module
 from lyapunov_prune.healing.state import TrainingState
-from lyapunov_prune.pruning import checkpoint as checkpoint_module
 from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.sweep import Sweep
 

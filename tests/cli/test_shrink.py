@@ -14,8 +14,8 @@ from helpers import Done
 from safetensors.torch import load_file
 
 from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.export import copied as on_disk
 from lyapunov_prune.models import loading
-from lyapunov_prune.pruning import on_disk
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.shrinking import shrink as module
 from lyapunov_prune.shrinking.report import Shrinking

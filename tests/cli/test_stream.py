@@ -14,8 +14,8 @@ from helpers import QUICK, TEXT, make_tiny
 
 from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.export import disk_gate
 from lyapunov_prune.profiles.profile import LayerProfile
-from lyapunov_prune.pruning import disk_gate
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance

@@ -13,7 +13,7 @@ from helpers import digits, make_classifier
 from lyapunov_prune import LyapunovPruneError, TokenBatch
 from lyapunov_prune.data import slices
 from lyapunov_prune.data.unseen import require_unseen
-from lyapunov_prune.pruning.compact import Cuts, make_compact
+from lyapunov_prune.export.compact import Cuts, make_compact
 
 
 def test_every_slice_of_images_holds_every_class_in_its_share() -> None:

@@ -23,17 +23,17 @@ from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.saving import write_model
 from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.compression.compress import compress
-from lyapunov_prune.compression.on_disk import compress_on_disk
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.copied import prune_on_disk
+from lyapunov_prune.export.pruned import write_pruned
+from lyapunov_prune.export.streamed import compress_on_disk
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.healing.heal import heal
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.left_out import left_out
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt
 from lyapunov_prune.models.structure import find_structure, identify
-from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.gate import PICTURED
-from lyapunov_prune.pruning.on_disk import prune_on_disk
 from lyapunov_prune.pruning.plan import PruningPlan
 
 BOTH = sorted(

@@ -15,9 +15,9 @@ from lyapunov_prune.checkpoints import tensor_files
 from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.tensor_files import read_tensors
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.copied import prune_on_disk
 from lyapunov_prune.models import loading
 from lyapunov_prune.models.structure import identify, require_causal
-from lyapunov_prune.pruning.on_disk import prune_on_disk
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import remove_layers
 

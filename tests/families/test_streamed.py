@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from lyapunov_prune.checkpoints import layer_stream as streaming
 from lyapunov_prune.checkpoints.streamed import load_streamed
-from lyapunov_prune.compression.on_disk import compress_on_disk
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.streamed import compress_on_disk
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.loading import load

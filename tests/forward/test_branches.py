@@ -11,7 +11,7 @@ from helpers import OTHERS, PARALLEL, TINY, branches_of, make_other, make_tiny
 
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.compression.compress import compress
-from lyapunov_prune.compression.factors import with_factors
+from lyapunov_prune.export.factors import with_factors
 from lyapunov_prune.forward.branches import matrix_children
 from lyapunov_prune.models.structure import find_structure
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from helpers.tiny_models import VOCABULARY
 from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.export.copied import prune_on_disk
 from lyapunov_prune.models.loading import load
-from lyapunov_prune.pruning.on_disk import prune_on_disk
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 

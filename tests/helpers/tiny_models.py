@@ -11,12 +11,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.compression.compress import compress
-from lyapunov_prune.compression.factors import with_factors
 from lyapunov_prune.data import ImageBatch
+from lyapunov_prune.export.compact import Cuts, make_compact
+from lyapunov_prune.export.factors import with_factors
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning import surgery
-from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 

@@ -54,7 +54,7 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the process that takes seconds to start: `test_compact_checkpoint` has it."""
-    from lyapunov_prune.pruning import compact_checkpoint
+    from lyapunov_prune.export import compact_checkpoint
 
     verify = compact_checkpoint.verify_compact
     monkeypatch.setattr(

@@ -13,11 +13,11 @@ from helpers import LAYERS, make_tiny
 
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.compact import Cuts
 from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.joint import times as module
 from lyapunov_prune.joint.times import REPEATS, Times, measure_times
 from lyapunov_prune.merging.unmerged import Unmerged
-from lyapunov_prune.pruning.compact import Cuts
 
 
 def of_seconds(dense: float, attention: float, activation: float, most: tuple[int, int] = (2, 3)) -> Times:

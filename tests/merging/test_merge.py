@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.calibration.blocks import sum_blocks
 from lyapunov_prune.data import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.merging.merge import Merged, merge_blocks, merge_layers, merge_rounding, product
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.reductions.affine import RIDGE, least_squares
@@ -27,7 +28,6 @@ from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.feedforward import FeedForward, find_feedforward, read_feedforward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.merge_gate import merged_check
 
 PLAIN = ("gpt2", "gpt_neox", "opt", "vit", "deit")

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.compact import Cuts, make_compact
+from lyapunov_prune.export.compact_gate import cut_by_hooks
 from lyapunov_prune.forward.logits import deviation, uncached_logits
 from lyapunov_prune.merging.unmerged import Constant, Unmerged
 from lyapunov_prune.models.structure import find_layers
-from lyapunov_prune.pruning.compact import Cuts, make_compact
-from lyapunov_prune.pruning.compact_gate import cut_by_hooks
 
 PLAIN = ("gpt2", "gpt_neox", "opt", "vit", "deit")
 GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")

@@ -13,11 +13,11 @@ from transformers import DeiTForImageClassificationWithTeacher, PreTrainedModel,
 
 from lyapunov_prune import LyapunovPruneError, load
 from lyapunov_prune.evaluation import score
+from lyapunov_prune.export.compact import Cuts
+from lyapunov_prune.export.compact_checkpoint import write_compact
 from lyapunov_prune.models import load_classifier
 from lyapunov_prune.models.classifier_loading import Normalisation
 from lyapunov_prune.models.compact import MODULE, is_compact
-from lyapunov_prune.pruning.compact import Cuts
-from lyapunov_prune.pruning.compact_checkpoint import write_compact
 
 SETTINGS = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.5], "image_std": [2]}
 

@@ -26,6 +26,7 @@ from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import perplexity
+from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.healing.heal import heal
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.dispatched import Held, bring_weights
@@ -33,7 +34,6 @@ from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import find_layers, identify
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.influence import block_influence
-from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.rank import rank
 from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.cli.app import main
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.models.kinds import LayerKinds, find_kinds
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.plan import PruningPlan
 
 # The kinds of six layers of the families that mix some; every other family has one.

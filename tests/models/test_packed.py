@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lyapunov_prune import compress, heal, load, remove_layers
 from lyapunov_prune.compression.compress import Compressed
-from lyapunov_prune.compression.packed import write_packed
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.packed import write_packed
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles.profile import profile_layers
 

@@ -36,13 +36,13 @@ from lyapunov_prune import (
     verify_removal,
 )
 from lyapunov_prune.bounds import approximate
+from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.profiles import sublayer_influence
-from lyapunov_prune.pruning.checkpoint import write_pruned
 
 DEPTH = 4
 _TEXT: dict[str, Any] = {**SMALL, "num_hidden_layers": DEPTH}

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import PruningPlan, remove_layers
 from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.export import disk_gate
+from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.families import FAMILIES, TRUSTED
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning import disk_gate, removal_gate
-from lyapunov_prune.pruning.checkpoint import write_pruned
+from lyapunov_prune.pruning import removal_gate
 from lyapunov_prune.pruning.curve import evaluate_removals
 
 TRUSTED_ONE, OTHER, WRAPPED = "llama", "olmo2", "gemma3"

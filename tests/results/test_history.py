@@ -16,10 +16,10 @@ from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.copied import prune_on_disk
+from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.models.loading import load_outline
 from lyapunov_prune.profiles.profile import profile_layers
-from lyapunov_prune.pruning.checkpoint import write_pruned
-from lyapunov_prune.pruning.on_disk import prune_on_disk
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.history import HISTORY, History, add_step, history_of, read_history
 

@@ -23,7 +23,7 @@ import lyapunov_prune as lp
 from experiments.common import Inputs, on_each_text
 from experiments.compressions import told
 from experiments.statements import bullets, counted, percent, ratio, runs, table
-from lyapunov_prune.compression.factors import with_factors
+from lyapunov_prune.export.factors import with_factors
 from lyapunov_prune.progress import track
 from lyapunov_prune.ranking.candidates import least
 from lyapunov_prune.results.result import MeasuredOn, Result

@@ -43,6 +43,7 @@ from experiments.statements import bullets, counted, runs, short, table
 from lyapunov_prune.data.examples import Examples, model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.speed import now
+from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order
@@ -52,7 +53,6 @@ from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.profiles.influence import turns
-from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.report.drawing import COLOURS, INK, one_panel, svg
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
 from lyapunov_prune.results.store import Store

@@ -22,6 +22,7 @@ from experiments.common import Device, DType, draw, load, texts
 from experiments.statements import bullets, counted, interval, percent, short, span, table
 from lyapunov_prune.calibration.blocks import Passed, sum_blocks, watched_blocks
 from lyapunov_prune.evaluation.perplexity import interval_of
+from lyapunov_prune.export import Cuts, make_compact
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.linalg import lift
@@ -31,7 +32,6 @@ from lyapunov_prune.merging.reductions.affine import RIDGE, least_squares
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.feedforward import FeedForward, find_feedforward
 from lyapunov_prune.progress import track
-from lyapunov_prune.pruning import Cuts, make_compact
 from lyapunov_prune.report.drawing import COLOURS, depth_axis, log_axis, panels, svg
 from lyapunov_prune.results.result import MeasuredOn, Result
 

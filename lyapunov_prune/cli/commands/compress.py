@@ -83,13 +83,13 @@ def compress(
     from lyapunov_prune.checkpoints.saving import write_model
     from lyapunov_prune.compression.amount import compress_under_budget, require_spendable
     from lyapunov_prune.compression.compress import compress as compress_model
-    from lyapunov_prune.compression.factored import require_low_rank, write_factored
-    from lyapunov_prune.compression.factors import require_smaller
     from lyapunov_prune.compression.masks import as_pattern
-    from lyapunov_prune.compression.on_disk import compress_on_disk, require_streamed
-    from lyapunov_prune.compression.packed import require_packable, require_packed_options, write_packed
     from lyapunov_prune.compression.recipe import require_amount, require_options
     from lyapunov_prune.compression.report import REPORT
+    from lyapunov_prune.export.factored import require_low_rank, write_factored
+    from lyapunov_prune.export.factors import require_smaller
+    from lyapunov_prune.export.packed import require_packable, require_packed_options, write_packed
+    from lyapunov_prune.export.streamed import compress_on_disk, require_streamed
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_unquantised
     from lyapunov_prune.predictions.expectation import expectation

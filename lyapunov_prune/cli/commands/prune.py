@@ -121,6 +121,8 @@ def prune(
     if keep_period and by.what != "layers":
         raise LyapunovPruneError(f"{by.what} alone leaves every layer in its place; leave out --keep-period")
 
+    from lyapunov_prune.export.copied import too_large
+    from lyapunov_prune.export.pruned import write_pruned
     from lyapunov_prune.forward.own_text import SELF
     from lyapunov_prune.models.device import resolve_device
     from lyapunov_prune.models.kinds import find_kinds
@@ -128,8 +130,6 @@ def prune(
     from lyapunov_prune.models.packed import is_unpacked
     from lyapunov_prune.models.plain import require_unquantised
     from lyapunov_prune.predictions.expectation import expectation
-    from lyapunov_prune.pruning.checkpoint import write_pruned
-    from lyapunov_prune.pruning.on_disk import too_large
     from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
     from lyapunov_prune.ranking.budget import remove_under_budget
     from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
@@ -254,9 +254,9 @@ def _prune_on_disk(
     stream: bool,
 ) -> None:
     from lyapunov_prune.checkpoints.outline import read_outline
+    from lyapunov_prune.export.copied import prune_on_disk
     from lyapunov_prune.models.kinds import find_kinds
     from lyapunov_prune.models.loading import checkpoint_folder
-    from lyapunov_prune.pruning.on_disk import prune_on_disk
     from lyapunov_prune.pruning.plan import PruningPlan
 
     if model.endswith(".gguf"):

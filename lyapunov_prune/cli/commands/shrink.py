@@ -70,9 +70,9 @@ def shrink(
     source.require_one_place("shrink")
 
     from lyapunov_prune.data.text import require_source
+    from lyapunov_prune.export.copied import too_large
     from lyapunov_prune.forward.own_text import SELF
     from lyapunov_prune.models.device import resolve_device
-    from lyapunov_prune.pruning.on_disk import too_large
     from lyapunov_prune.results.files import require_empty
     from lyapunov_prune.shrinking.request import Request
     from lyapunov_prune.shrinking.shrink import carry_out

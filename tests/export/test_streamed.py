@@ -25,18 +25,19 @@ from lyapunov_prune.checkpoints.outline import Outline
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.checkpoints.saving import write_model
 from lyapunov_prune.checkpoints.shards import size_of
-from lyapunov_prune.compression import CompressionReport, factored
-from lyapunov_prune.compression.factored import write_factored
-from lyapunov_prune.compression.on_disk import compress_on_disk
-from lyapunov_prune.compression.packed import Packing, write_packed
+from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.export import factored
+from lyapunov_prune.export.compact_checkpoint import GATE
+from lyapunov_prune.export.factored import write_factored
+from lyapunov_prune.export.packed import Packing, write_packed
+from lyapunov_prune.export.streamed import compress_on_disk
 from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import find_structure, identify
 from lyapunov_prune.profiles.contraction import measure_contraction
-from lyapunov_prune.pruning.compact_checkpoint import GATE
 from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.results.history import read_history
 

@@ -18,20 +18,20 @@ from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.shards import Shards, size_of
-from lyapunov_prune.compression.factored import FORMAT as COMPACT
-from lyapunov_prune.compression.factored import NOT_STREAMED, Factoring, require_low_rank
 from lyapunov_prune.compression.masks import Pattern, as_pattern
-from lyapunov_prune.compression.packed import FORMAT as PACKED
-from lyapunov_prune.compression.packed import (
+from lyapunov_prune.compression.recipe import recipe_for
+from lyapunov_prune.compression.report import REPORT, CompressedMatrix, CompressionReport
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.factored import FORMAT as COMPACT
+from lyapunov_prune.export.factored import NOT_STREAMED, Factoring, require_low_rank
+from lyapunov_prune.export.packed import FORMAT as PACKED
+from lyapunov_prune.export.packed import (
     LOADING,
     Packing,
     packed_in,
     require_packable,
     require_packed_options,
 )
-from lyapunov_prune.compression.recipe import recipe_for
-from lyapunov_prune.compression.report import REPORT, CompressedMatrix, CompressionReport
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.decoder import Model, wrap
 from lyapunov_prune.models.left_out import require_whole

@@ -17,6 +17,7 @@ from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.outline import Outline, layer_of
 from lyapunov_prune.checkpoints.tensor_files import Piece, write_tensors
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, first_line
+from lyapunov_prune.export.disk_gate import not_run, verify_files
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.families import family_entry
@@ -25,7 +26,6 @@ from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.models.wrappers import require_levels_stay
 from lyapunov_prune.pruning.counting import renamed, shares_leaving
-from lyapunov_prune.pruning.disk_gate import not_run, verify_files
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe
 from lyapunov_prune.pruning.surgery import without_layers

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.gram import scaled
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.compact import compact_copy, cuts_of
 from lyapunov_prune.linalg import basis, lift
 from lyapunov_prune.models.compact import compact_class
 from lyapunov_prune.models.decoder import Decoder, Model, model_of, wrap_any
@@ -25,7 +26,6 @@ from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.progress import track
-from lyapunov_prune.pruning.compact import compact_copy, cuts_of
 
 Factors = tuple[torch.Tensor, torch.Tensor]
 

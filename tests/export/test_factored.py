@@ -15,18 +15,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import compress
 from lyapunov_prune.checkpoints.reloading import GateCheck
-from lyapunov_prune.compression import factored
 from lyapunov_prune.compression.compress import Compressed
-from lyapunov_prune.compression.factored import require_low_rank, verify_factored, write_factored
-from lyapunov_prune.compression.factors import Factored, find_factored, with_factors
 from lyapunov_prune.compression.report import REPORT, CompressionReport
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.export import factored
+from lyapunov_prune.export.compact import Cuts, make_compact
+from lyapunov_prune.export.compact_checkpoint import GATE
+from lyapunov_prune.export.factored import require_low_rank, verify_factored, write_factored
+from lyapunov_prune.export.factors import Factored, find_factored, with_factors
 from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.modeling_compact import CompactLlama
 from lyapunov_prune.models.structure import find_layers, identify
-from lyapunov_prune.pruning.compact import Cuts, make_compact
-from lyapunov_prune.pruning.compact_checkpoint import GATE
 from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.results.history import read_history
 

@@ -10,10 +10,10 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.images import ImageBatch
+from lyapunov_prune.export.compact import Cuts, make_compact
+from lyapunov_prune.export.compact_gate import verify_compact
 from lyapunov_prune.models.decoder import Decoder, Model, wrap_any
 from lyapunov_prune.models.plain import plain
-from lyapunov_prune.pruning.compact import Cuts, make_compact
-from lyapunov_prune.pruning.compact_gate import verify_compact
 from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.pruning.provenance import gate_table, require_passed, save
 from lyapunov_prune.results.files import require_empty, whole_folder

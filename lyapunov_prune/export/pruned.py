@@ -12,6 +12,8 @@ from lyapunov_prune.data.batch import TokenBatch, Tokens
 from lyapunov_prune.data.examples import Examples, as_examples, model_inputs
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.compact import Cuts, make_compact, require_compact
+from lyapunov_prune.export.compact_checkpoint import save_compact
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.mending.judge import judged_mends
 from lyapunov_prune.mending.mend import Mend
@@ -22,8 +24,6 @@ from lyapunov_prune.models.decoder import Decoder, Model, model_of, wrap_any
 from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import plain
-from lyapunov_prune.pruning.compact import Cuts, make_compact, require_compact
-from lyapunov_prune.pruning.compact_checkpoint import save_compact
 from lyapunov_prune.pruning.mirroring import require_mirrored
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan

@@ -13,14 +13,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.compact import Cuts, make_compact
+from lyapunov_prune.export.compact_gate import cut_by_hooks, verify_compact
 from lyapunov_prune.forward.logits import cached_logits, deviation, last_logits, uncached_logits
 from lyapunov_prune.forward.sublayers import silenced
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.compact import LAYOUTS, compact_classes
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_layers, identify
-from lyapunov_prune.pruning.compact import Cuts, make_compact
-from lyapunov_prune.pruning.compact_gate import cut_by_hooks, verify_compact
 from lyapunov_prune.pruning.gate import GateReport
 
 WIDTH = 32

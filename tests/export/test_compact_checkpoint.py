@@ -18,14 +18,14 @@ import lyapunov_prune
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.export import compact_checkpoint
+from lyapunov_prune.export.compact import Cuts, make_compact
+from lyapunov_prune.export.compact_checkpoint import GATE, write_compact
 from lyapunov_prune.models import modeling_compact
 from lyapunov_prune.models.compact import MODULE, compact_classes
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.pruning import compact_checkpoint
-from lyapunov_prune.pruning.compact import Cuts, make_compact
-from lyapunov_prune.pruning.compact_checkpoint import GATE, write_compact
 from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.results.history import history_of
 from lyapunov_prune.results.result import MeasuredOn
@@ -108,7 +108,7 @@ def test_a_failed_gate_writes_nothing(
     other = Cuts(merged={2: CUTS.merged[1]})
     monkeypatch.setattr(compact_checkpoint, "make_compact", lambda model, cuts: make_compact(model, other))
     passed = GateCheck("reloads without this package", True, 0.0, 1.0, "not run: it takes seconds")
-    monkeypatch.setattr("lyapunov_prune.pruning.compact_gate.elsewhere_check", lambda *_: passed)
+    monkeypatch.setattr("lyapunov_prune.export.compact_gate.elsewhere_check", lambda *_: passed)
     with pytest.raises(CheckFailed, match="same as skipping"):
         write_compact(reader, tokenizer, Cuts(merged={1: CUTS.merged[1]}), tmp_path / "small")
     assert not list(tmp_path.iterdir())

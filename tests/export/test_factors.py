@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from lyapunov_prune import compress
-from lyapunov_prune.compression.factors import find_factored, require_smaller, rounding_of, two_factors, with_factors
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.compact import Cuts, make_compact
+from lyapunov_prune.export.factors import find_factored, require_smaller, rounding_of, two_factors, with_factors
 from lyapunov_prune.forward.logits import deviation
 from lyapunov_prune.models.modeling_compact import LowRank
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_layers, identify
-from lyapunov_prune.pruning.compact import Cuts, make_compact
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 W = 0.2 * torch.randn(32, 32, generator=torch.Generator().manual_seed(0))

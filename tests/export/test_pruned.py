@@ -30,14 +30,14 @@ from lyapunov_prune.cli.app import main
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.export import pruned as module
+from lyapunov_prune.export.compact import make_compact
+from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.influence import block_influence
-from lyapunov_prune.pruning import checkpoint as module
 from lyapunov_prune.pruning import surgery
-from lyapunov_prune.pruning.checkpoint import write_pruned
-from lyapunov_prune.pruning.compact import make_compact
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance

@@ -31,6 +31,9 @@ from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.tensor_files import Piece, read_tensors
 from lyapunov_prune.cli.app import main
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
+from lyapunov_prune.export import copied as shards
+from lyapunov_prune.export.copied import prune_on_disk, too_large
+from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
 from lyapunov_prune.models import device
@@ -38,9 +41,6 @@ from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning import counting
-from lyapunov_prune.pruning import on_disk as shards
-from lyapunov_prune.pruning.checkpoint import write_pruned
-from lyapunov_prune.pruning.on_disk import prune_on_disk, too_large
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import remove_layers

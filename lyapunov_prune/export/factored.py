@@ -33,7 +33,11 @@ from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.checkpoints.shards import size_of
 from lyapunov_prune.compression.compress import Compressed
-from lyapunov_prune.compression.factors import (
+from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
+from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.export.compact_checkpoint import GATE
+from lyapunov_prune.export.factors import (
     Factored,
     Factors,
     factors_of,
@@ -42,15 +46,11 @@ from lyapunov_prune.compression.factors import (
     with_factors,
     with_places,
 )
-from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
-from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.forward.logits import cached_logits, deviation, sample_inputs
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Decoder, Model, wrap
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
-from lyapunov_prune.pruning.compact_checkpoint import GATE
 from lyapunov_prune.pruning.counting import COUNTED, fallen_check, sizes_in_memory
 from lyapunov_prune.pruning.gate import CACHED, Check, Gate, GateReport, OnFiles, attempt, bytes_in
 from lyapunov_prune.pruning.provenance import gate_table

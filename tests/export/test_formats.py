@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.export import pruned as writing
+from lyapunov_prune.export.compact import Cuts, make_compact
+from lyapunov_prune.export.compact_gate import verify_compact
+from lyapunov_prune.export.pruned import Format, write_pruned
 from lyapunov_prune.forward.logits import deviation, uncached_logits
 from lyapunov_prune.merging import merge
 from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import find_layers, identify
-from lyapunov_prune.pruning import checkpoint as writing
-from lyapunov_prune.pruning.checkpoint import Format, write_pruned
-from lyapunov_prune.pruning.compact import Cuts, make_compact
-from lyapunov_prune.pruning.compact_gate import verify_compact
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.results.history import read_history
@@ -44,7 +44,7 @@ def batch(ids: torch.Tensor) -> TokenBatch:
 def _here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the process that takes seconds to start: `test_compact_checkpoint` has it."""
     passed = GateCheck("reloads without this package", True, 0.0, 1.0, "not run: it takes seconds")
-    monkeypatch.setattr("lyapunov_prune.pruning.compact_gate.elsewhere_check", lambda *_: passed)
+    monkeypatch.setattr("lyapunov_prune.export.compact_gate.elsewhere_check", lambda *_: passed)
 
 
 # What is written.

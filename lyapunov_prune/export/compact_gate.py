@@ -27,6 +27,7 @@ from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.images import ImageBatch
+from lyapunov_prune.export.compact import Cuts, cut_places
 from lyapunov_prune.forward.hooks import hidden_of, skipped, with_hidden
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.merging.reduction import HiddenMap
@@ -36,7 +37,6 @@ from lyapunov_prune.models.decoder import Decoder, Model, wrap_any
 from lyapunov_prune.models.feedforward import Affine, FeedForward, read_feedforward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure, in_eval_mode
-from lyapunov_prune.pruning.compact import Cuts, cut_places
 from lyapunov_prune.pruning.counting import COUNTED, fallen_check, held_by, place, sizes_in_memory
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED, Check, Gate, GateReport, OnFiles, bytes_in
 from lyapunov_prune.pruning.merge_gate import MERGED, merged_blocks, merged_check

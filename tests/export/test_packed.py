@@ -20,9 +20,9 @@ from lyapunov_prune import compress
 from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.methods.rtn import symmetric_grid
-from lyapunov_prune.compression.packed import Packing, require_packable, require_packed_options, write_packed
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.export.packed import Packing, require_packable, require_packed_options, write_packed
 from lyapunov_prune.models.packed import PACK
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.results.history import HISTORY, read_history

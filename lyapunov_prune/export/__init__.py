@@ -1,0 +1,14 @@
+"""What a model that was pruned or compressed can be written as, each format with its gate.
+
+- `pruned`: a plan carried out, proven and written; `copied`: layers removed file by file, without loading the model,
+  with `disk_gate`;
+- `streamed`: a compressed model larger than memory, a layer read, compressed and written at a time;
+- `compact`: attentions gone and feed-forward blocks merged, in a format of its own, with `compact_gate`;
+  `compact_checkpoint`: such a cut that no plan tells, written;
+- `factors`: a matrix of low rank as two, in a compact model; `factored`: its checkpoint and gate;
+- `packed`: what `rtn` rounds as packed integers.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
