@@ -19,6 +19,8 @@ from typing import Any
 
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.export.format import Format
+from lyapunov_prune.export.table import FORMATS
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.ranking.table import CRITERIA
 from lyapunov_prune.sensitivity.table import STUDIES
@@ -33,6 +35,7 @@ DOCUMENTS = [
 ]
 TABLES: dict[str, Mapping[str, Any]] = {
     "criteria": CRITERIA,
+    "formats": FORMATS,
     "methods": METHODS,
     "reductions": REDUCTIONS,
     "schedules": SCHEDULES,
@@ -49,15 +52,26 @@ _ASKED = re.compile(r"(<!-- (?:([\w]+):)?([\w. -]+) -->\n?)(.*?)(<!-- end -->)",
 
 
 def markdown(table: Mapping[str, Any]) -> str:
-    """Name, help and reference of every entry."""
-    cells = [("name", "does", "from"), ("---", "---", "---")]
-    cells += [(f"`{name}`", entry.help, entry.reference) for name, entry in table.items()]
+    """Name, help and reference of every entry, of a format also who loads it and which commands write it."""
+    entries = table.values()
+    more = ("loaded by", "written by", "streamed by") if all(issubclass(e, Format) for e in entries) else ()
+    cells: list[tuple[str, ...]] = [("name", "does", "from", *more), ("---",) * (3 + len(more))]
+    for name, entry in table.items():
+        cells.append((f"`{name}`", entry.help, entry.reference, *(_of_format(entry) if more else ())))
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in cells)
 
 
 def module_of(experiment: str) -> str:
     """The name to import the run.py of an experiment by. Raises KeyError for an experiment that is not there."""
     return f"experiments.{HOMES[experiment].parent.name}.{experiment}.run"
+
+
+def _of_format(entry: type[Format]) -> tuple[str, str, str]:
+    wrote = {"prune": entry.card is not None, "compress": bool(entry.units)}
+    return entry.readers, *(
+        ", ".join(f"`{command}`" for command in commands) or "-"
+        for commands in ([c for c, done in wrote.items() if done], entry.streamed)
+    )
 
 
 @functools.cache

@@ -7,6 +7,7 @@ them equal.
 from typing import TYPE_CHECKING, Literal
 
 from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.export.table import formats_of
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.ranking.table import CRITERIA
 from lyapunov_prune.sensitivity.changes import STUDY_METHODS
@@ -14,8 +15,6 @@ from lyapunov_prune.sensitivity.changes import STUDY_METHODS
 Derivative = Literal["difference", "jvp"]
 DeviceMap = Literal["auto"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
-Format = Literal["plain", "compact"]
-Stored = Literal["plain", "compressed-tensors", "compact"]
 Importance = Literal["taylor", "learned"]
 Pooling = Literal["energy", "token"]
 ReadAt = Literal["layer", "branch"]
@@ -24,11 +23,15 @@ What = Literal["layers", "attention", "mlp", "activation"]
 
 if TYPE_CHECKING:
     Criterion = str
+    Format = str
     Method = str
     Reduction = str
     StudyMethod = str
+    Stored = str
 else:  # a type checker cannot read a registry
     Criterion = Literal[tuple(CRITERIA)]
+    Format = Literal[tuple(formats_of("prune"))]
     Method = Literal[tuple(METHODS)]
     Reduction = Literal[tuple(REDUCTIONS)]
     StudyMethod = Literal[tuple(STUDY_METHODS)]
+    Stored = Literal[tuple(formats_of("compress"))]

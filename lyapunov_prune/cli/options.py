@@ -17,6 +17,7 @@ from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.table import formats_of
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.ranking.table import CRITERIA, default_criterion
 
@@ -192,7 +193,7 @@ MergeAdapter = Annotated[
 ]
 Format = Annotated[
     choices.Format,
-    output_option(help="Parts of layers that go: plain keeps their size and saves no time, compact drops them."),
+    output_option(help=one_of(formats_of("prune"), "What is written.")),
 ]
 Mend = Annotated[bool, what_option("--mend", help="Close the gaps by maps fitted on the text, without training.")]
 Judge = Annotated[
@@ -372,11 +373,7 @@ Symmetric = Annotated[
 ]
 Stored = Annotated[
     choices.Stored,
-    output_option(
-        "--format",
-        help="plain: dense. compressed-tensors: what rtn --symmetric rounds to 4 or 8 bits, packed. compact: low ranks "
-        "as two factors.",
-    ),
+    output_option("--format", help=one_of(formats_of("compress"), "What is written.")),
 ]
 
 Output = Annotated[Path | None, output_option("--output", "-o", help="Folder for results; runs/MODEL if not given.")]

@@ -1,5 +1,6 @@
 """What a model that was pruned or compressed can be written as, each format with its gate.
 
+- `formats/`: one file a format; `table` lists them by name; `format`: what each is;
 - `pruned`: a plan carried out, proven and written; `copied`: layers removed file by file, without loading the model,
   with `disk_gate`;
 - `streamed`: a compressed model larger than memory, a layer read, compressed and written at a time;
@@ -7,6 +8,8 @@
   `compact_checkpoint`: such a cut that no plan tells, written;
 - `factors`: a matrix of low rank as two, in a compact model; `factored`: its checkpoint and gate;
 - `packed`: what `rtn` rounds as packed integers.
+
+A new format is a file in `formats` and a row in `table.FORMATS`; docs/adding/format.md shows one.
 """
 
 import lazy_loader

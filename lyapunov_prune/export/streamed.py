@@ -32,6 +32,7 @@ from lyapunov_prune.export.packed import (
     require_packable,
     require_packed_options,
 )
+from lyapunov_prune.export.table import require_streamed_format
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.decoder import Model, wrap
 from lyapunov_prune.models.left_out import require_whole
@@ -42,8 +43,6 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.provenance import gate_table
 from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_with
-
-FORMATS = ("plain", PACKED, COMPACT)
 
 
 def require_streamed(allocation: str | Allocation) -> None:
@@ -72,17 +71,17 @@ def compress_on_disk(
     The numbers are those in memory up to rounding. All windows go through a layer together: once for its statistics,
     and once, compressed, for what enters the next; so the files are read once, after what the schedule reads of them,
     and each layer is written to a file of its own. Memory: one layer and its statistics, and the states of the batch.
-    The folder holds what `write_model` writes; `format` is one of `FORMATS`: `compressed-tensors` packs symmetric `rtn`
-    as `write_packed` does, `compact` makes low ranks two factors as `write_factored` does. The files are read once
-    more: they hold, bit for bit, the weights that were written. Packed ones are those that transformers unpacks, and it
-    finds each tensor that it runs packed; products of factors are the compressed matrices within rounding.
+    The folder holds what `write_model` writes; `format` is a name in `table.FORMATS`: `compressed-tensors` packs
+    symmetric `rtn` as `write_packed` does, `compact` makes low ranks two factors as `write_factored` does. The files
+    are read once more: they hold, bit for bit, the weights that were written. Packed ones are those that transformers
+    unpacks, and it finds each tensor that it runs packed; products of factors are the compressed matrices within
+    rounding.
 
     Raises LyapunovPruneError as `compress`, for a model in memory, a format that cannot hold what the method leaves,
     a schedule that searches, a disk without room and a target that is not empty; CheckFailed for files that would load
     as another model. Then nothing is there.
     """
-    if format not in FORMATS:
-        raise LyapunovPruneError(f"unknown format {format!r}; give one of {', '.join(FORMATS)}")
+    require_streamed_format(format, "compress")
     decoder = wrap(model)
     model = decoder.model
     if decoder.stream is None:

@@ -22,6 +22,7 @@ from lyapunov_prune.evaluation.judging import Comparison, compare
 from lyapunov_prune.evaluation.score import paired_error, score
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.compact_checkpoint import save_compact
+from lyapunov_prune.export.formats.compact import COMPACT
 from lyapunov_prune.forward.hooks import run_through
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.healing.state import KEPT, clear_states
@@ -232,7 +233,7 @@ def remove_jointly(
                 gate,
                 decoder.structure,
                 compact,
-                format="compact",
+                stored=COMPACT,
                 since=card.since(run),
                 sections=card.sections(run),
             )

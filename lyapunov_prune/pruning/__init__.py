@@ -4,7 +4,8 @@
 - `surgery`, `zeroing`, `mirroring`: the cut, which proves nothing;
 - `gate`: a reference and a result held against each other; `removal_gate`: the four checks of a removal, by `counting`
   and `merge_gate` (merged and mended matrices);
-- `removal`: cut and proven, in memory; `provenance`: what a pruned checkpoint says of itself;
+- `removal`: cut and proven, in memory; `provenance`: what a pruned checkpoint says of itself,
+  `stored`: in which words of its format;
 - `curve`: perplexity over layers removed.
 """
 

@@ -18,6 +18,7 @@ from lyapunov_prune.models.kinds import LayerKinds, find_kinds
 from lyapunov_prune.models.structure import Structure, identify
 from lyapunov_prune.pruning.gate import GateReport, crashed
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.stored import PLAIN, Stored
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, Result, versions
 
@@ -108,7 +109,7 @@ def describe(
     structure: Structure,
     pruned: PreTrainedModel,
     not_run: tuple[str, ...] = (),
-    format: str = "plain",
+    stored: Stored = PLAIN,
     mended: MendReport | None = None,
     since: str = "The model has not been\ntrained after the removal.",
     sections: Mapping[str, str] | None = None,
@@ -116,8 +117,8 @@ def describe(
 ) -> Provenance:
     """Write provenance.json and the model card beside the weights in `folder`.
 
-    `structure` is the original's. `since` says whether `pruned` has learnt after the removal, `sections` what the card
-    tells beside plan and gate, `commands` what would make the model by hand.
+    `structure` is the original's, `stored` the format. `since` says whether `pruned` has learnt after the removal,
+    `sections` what the card tells beside plan and gate, `commands` what would make the model by hand.
     """
     provenance = Provenance(
         source=plan.model.name,
@@ -126,7 +127,7 @@ def describe(
         gate=gate,
         versions=versions(),
         not_run=not_run,
-        format=format,
+        format=stored.name,
         mended=mended,
         commands=commands,
     )
@@ -138,11 +139,11 @@ def describe(
         f"left. {since}",
         pruned,
         {
-            "Removed": _removed(plan, format),
+            "Removed": _removed(plan, stored),
             **({} if mended is None else {"Mended": _mended(mended)}),
             **(sections or {}),
             **({"By hand": _by_hand(commands)} if commands else {}),
-            **({"Engines": _engines(find_kinds(structure), plan.kept)} if format == "plain" else {}),
+            **({"Engines": _engines(find_kinds(structure), plan.kept)} if stored.engines else {}),
             "Gate": _checked(provenance),
         },
         tags=("depth-pruning",),
@@ -155,21 +156,23 @@ def _by_hand(commands: tuple[str, ...]) -> str:
     return f"Made by one command, which did what these do one after the other:\n\n{lines}"
 
 
-def _removed(plan: PruningPlan, format: str) -> str:
+def _removed(plan: PruningPlan, stored: Stored) -> str:
     """What is gone, by which measurements, and what that saves in this format."""
     lines = []
     if plan.remove:
         lines.append(f"Layers of the original, counted from 0: {', '.join(map(str, plan.remove))}.")
-    parts = {"Attention": plan.drop_attention, "MLP": plan.drop_mlp}
-    parts[f"Activation of the feed-forward block (reduction {plan.reduction})"] = plan.drop_activation
-    for part, layers in parts.items():
+    activation = f"Activation of the feed-forward block (reduction {plan.reduction})"
+    for part, told, layers in (
+        ("attention", "Attention", plan.drop_attention),
+        ("mlp", "MLP", plan.drop_mlp),
+        ("activation", activation, plan.drop_activation),
+    ):
         if layers:
-            how = _PLAIN[part.partition(" ")[0]] if format == "plain" else _COMPACT[part.partition(" ")[0]]
-            lines.append(f"{part} of layers of the original: {', '.join(map(str, layers))}. {how}")
+            lines.append(f"{told} of layers of the original: {', '.join(map(str, layers))}. {stored.parts[part]}")
     lines += [f"{as_text(line)}." for line in plan.stability().splitlines()]
     lines.append(f"Layer *i* of this model is layer `kept_to_original[i]` of the original (`{PROVENANCE}`).")
-    if format == "compact":
-        lines.append("The list `cuts` in config.json says it layer by layer.")
+    if stored.note:
+        lines.append(stored.note)
     texts = [as_text(m.line()) for m in plan.measured_on] or ["nothing: the layers were given by hand"]
     fitted = ", and the merged blocks fitted," if plan.drop_activation else ""
     lines += ["", f"The scores were measured{fitted} on:", "", *(f"- {text}" for text in texts)]
@@ -196,22 +199,6 @@ def _mended(report: MendReport) -> str:
         lines += ["", "Text that had no part in it judged it:", ""]
         lines += [f"- {as_text(each.told())}" for each in report.judgements]
     return "\n".join(lines)
-
-
-_SIZE = """In this plain checkpoint it saves no time or
-memory; only removing whole layers does."""
-_ZERO = f"""The output projection is zero,
-which computes the same as leaving the branch out. {_SIZE}"""
-_PLAIN = {
-    "Attention": _ZERO,
-    "MLP": _ZERO,
-    "Activation": f"""The block is one linear map, written
-into both of its matrices so that the activation cancels, σ(x) − σ(−x) = x. {_SIZE}""",
-}
-_COMPACT = {
-    "Attention": "It is gone, with the norms that serve it alone.",
-    "Activation": "The block is one linear map, and\nits matrix takes the place of the others.",
-}
 
 
 def _checked(provenance: Provenance) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from helpers import COMMANDS, QUICK, TEXT, VOCABULARY, Done, make_tiny, wrong_layer_idx
 
-from lyapunov_prune.export import pruned as checkpoint_module
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.pruning import surgery
 from lyapunov_prune.pruning.operation import Operation
@@ -48,12 +47,14 @@ def test_a_plan_for_another_model_is_refused_before_its_text_is_read(
 def test_a_failed_gate_is_exit_code_1_and_nothing_written(
     run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    right = surgery.cut
+
     def wrongly(decoder: Decoder, operation: Operation, **how: Any) -> Decoder:
-        pruned = surgery.cut(decoder, operation)
+        pruned = right(decoder, operation)
         wrong_layer_idx(pruned.model)
         return pruned
 
-    monkeypatch.setattr(checkpoint_module, "cut", wrongly)
+    monkeypatch.setattr(surgery, "cut", wrongly)
     done = run(*COMMANDS["prune"], "--criterion", "bi")
     assert done.code == 1
     assert done.err.startswith("error: nothing written: the pruned model fails the gate, cached decoding: ")

@@ -10,8 +10,6 @@ import pytest
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import require_studies
 from lyapunov_prune.data import batch
-from lyapunov_prune.export import factored, packed
-from lyapunov_prune.export import pruned as checkpoint
 from lyapunov_prune.joint.importance import IMPORTANCES
 from lyapunov_prune.models.dispatched import AUTO
 from lyapunov_prune.models.loading import _DTYPES
@@ -24,10 +22,8 @@ TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "derivative": (choices.Derivative, get_args(contraction.Derivative)),
     "device map": (choices.DeviceMap, (AUTO,)),
     "dtype": (choices.DType, _DTYPES),
-    "format": (choices.Format, get_args(checkpoint.Format)),
     "importance": (choices.Importance, IMPORTANCES),
     "where a state is read": (choices.ReadAt, get_args(exits.ReadAt)),
-    "format of compressed weights": (choices.Stored, ("plain", packed.FORMAT, factored.FORMAT)),
     "pooling": (choices.Pooling, get_args(contraction.Pooling)),
     "split": (choices.Split, get_args(batch.Split)),
     "what": (choices.What, FIELDS),

@@ -11,8 +11,8 @@ from helpers import COMMANDS, TEXT, Done
 
 from lyapunov_prune.bounds import check as checks_module
 from lyapunov_prune.cli.inputs import folder_name
-from lyapunov_prune.export import pruned as checkpoint_module
 from lyapunov_prune.healing.state import TrainingState
+from lyapunov_prune.pruning import surgery
 from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.sweep import Sweep
 
@@ -67,7 +67,7 @@ def test_an_interruption_is_exit_code_130(run: Callable[..., Done], monkeypatch:
     def interrupt(*args: Any, **kwargs: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint_module, "cut", interrupt)
+    monkeypatch.setattr(surgery, "cut", interrupt)
     done = run(*COMMANDS["prune"])
     assert (done.code, done.changed) == (130, set())
     assert done.err == "stopped; nothing is kept of what was not finished\n"

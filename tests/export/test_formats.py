@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.export import compact
 from lyapunov_prune.export import pruned as writing
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.compact_gate import verify_compact
-from lyapunov_prune.export.pruned import Format, write_pruned
+from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.forward.logits import deviation, uncached_logits
 from lyapunov_prune.merging import merge
 from lyapunov_prune.models.compact import MODULE
@@ -170,7 +171,7 @@ def next_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The block after the one that was asked for loses its activation."""
     right = make_compact
     shifted = lambda cuts: replace(cuts, merged={i + 1: each for i, each in cuts.merged.items()}, hidden={})  # noqa: E731
-    monkeypatch.setattr(writing, "make_compact", lambda model, cuts, **how: right(model, shifted(cuts), **how))
+    monkeypatch.setattr(compact, "make_compact", lambda model, cuts, **how: right(model, shifted(cuts), **how))
 
 
 def old_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +187,7 @@ def old_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         made.model._forward_pre_hooks.clear()
         return made
 
-    monkeypatch.setattr(writing, "make_compact", unnumbered)
+    monkeypatch.setattr(compact, "make_compact", unnumbered)
 
 
 @pytest.mark.usefixtures("_here_alone")
@@ -256,7 +257,7 @@ def test_a_plan_that_a_format_cannot_hold(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     goes: dict[str, Any],
-    format: Format,
+    format: str,
     message: str,
 ) -> None:
     monkeypatch.setattr(writing, "merge_layers", None)  # before anything is fitted

@@ -30,8 +30,7 @@ from lyapunov_prune.cli.app import main
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
-from lyapunov_prune.export import pruned as module
-from lyapunov_prune.export.compact import make_compact
+from lyapunov_prune.export import compact
 from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
@@ -282,12 +281,14 @@ def test_a_model_that_fails_the_gate_is_not_written(
     target: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    right = surgery.cut
+
     def wrongly(decoder: Decoder, operation: Operation, **how: Any) -> Decoder:
-        pruned = surgery.cut(decoder, operation)
+        pruned = right(decoder, operation)
         fault(pruned.model)
         return pruned
 
-    monkeypatch.setattr(module, "cut", wrongly)
+    monkeypatch.setattr(surgery, "cut", wrongly)
     with pytest.raises(CheckFailed, match="fails the gate") as caught:
         write()
     assert caught.value.exit_code == 1
@@ -407,8 +408,8 @@ def test_the_pruned_model_takes_no_memory_of_its_own_for_what_it_keeps(
 
         return call
 
-    for name, function in (("cut", surgery.cut), ("make_compact", make_compact)):
-        monkeypatch.setattr(module, name, keeping(function))
+    monkeypatch.setattr(surgery, "cut", keeping(surgery.cut))
+    monkeypatch.setattr(compact, "make_compact", keeping(compact.make_compact))
     plan = PruningPlan.given(reader, [0], drop_attention=[1])
     write_pruned(reader, tokenizer, plan, target, batch, format=format)
     pruned = wrap(made[0]).model

@@ -39,6 +39,7 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.table import FORMATS, require_streamed_format
 from lyapunov_prune.predictions.expectation import require_budget
 
 if TYPE_CHECKING:
@@ -80,15 +81,11 @@ def compress(
     With --max-kl the amounts that were tried stand in amounts.json beside it; interrupted, the search goes on with the
     same --output and --resume.
     """
-    from lyapunov_prune.checkpoints.saving import write_model
     from lyapunov_prune.compression.amount import compress_under_budget, require_spendable
     from lyapunov_prune.compression.compress import compress as compress_model
     from lyapunov_prune.compression.masks import as_pattern
     from lyapunov_prune.compression.recipe import require_amount, require_options
-    from lyapunov_prune.compression.report import REPORT
-    from lyapunov_prune.export.factored import require_low_rank, write_factored
-    from lyapunov_prune.export.factors import require_smaller
-    from lyapunov_prune.export.packed import require_packable, require_packed_options, write_packed
+    from lyapunov_prune.export.format import Asked
     from lyapunov_prune.export.streamed import compress_on_disk, require_streamed
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_unquantised
@@ -119,24 +116,20 @@ def compress(
         )
     if pooling is not None and not goes_by_rho(schedule):
         raise LyapunovPruneError(f"allocation {allocation} does not measure rho; leave out --pooling")
-    packed, factored = format == "compressed-tensors", format == "compact"
+    stored = FORMATS.make(format)
     if stream:
         if max_kl is not None:
             raise LyapunovPruneError("--max-kl needs the model in memory; leave it out, or --stream")
         require_streamed(schedule)
-    if packed:
-        require_packed_options(method, bits, symmetric, schedule, keep_of)
-    if factored:
-        require_low_rank(method)
+        require_streamed_format(format, "compress")
+    asked = Asked(method, schedule, rank, bits, keep_of, group_size, symmetric)
+    stored.require_method(asked)
     loaded, batch = (
         load_inputs(model, source, text, stream=stream) if reads else (source.load(model, stream=stream), None)
     )
     require_unquantised(loaded.model)  # before anything is measured
     require_whole(loaded.model)
-    if packed:
-        require_packable(loaded.model, group_size)
-    if factored:
-        require_smaller(loaded.model, rank)
+    stored.require_model(loaded.model, asked)
     profile = profile_for(schedule, loaded, batch, text.batch_size, pooling) if batch is not None else None
     results: dict[str, Result] = {}
     how: dict[str, Any] = {
@@ -162,13 +155,7 @@ def compress(
         if not as_json:
             show(spent, as_json, None, full=full)
             say(expectation().told(float(spent.kl[spent.chosen]), "matrices compressed"))
-    title, report, tokenizer = f"{Path(model).name}, compressed", done.report, loaded.tokenizer
-    if packed:
-        report = write_packed(loaded.model, done, tokenizer, output, title)
-    else:
-        del loaded  # of which nothing is needed where what was written is loaded beside what was compressed
-        if factored:
-            report = write_factored(done, tokenizer, output, title, results)
-        else:
-            write_model(done.model, tokenizer, output, results | {REPORT: report}, title, report.about())
+    tokenizer, dense = loaded.tokenizer, loaded.model if stored.keeps_dense else None
+    del loaded  # what was written is loaded beside what was compressed: no room for a third
+    report = stored.write(done, dense, tokenizer, output, f"{Path(model).name}, compressed", results)
     show(report, as_json, output, full=full)

@@ -38,6 +38,7 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.table import FORMATS
 from lyapunov_prune.predictions.expectation import require_budget
 from lyapunov_prune.ranking.counts import count_of
 from lyapunov_prune.ranking.table import require_ranks
@@ -112,7 +113,8 @@ def prune(
         require_ranks(by.goes_by, by.what, remove=remove, periods=keep_period)
     if (by.what == "activation") != (reduction is not None):
         raise LyapunovPruneError("--what activation and --reduction go together; give both or neither")
-    if mend and (by.what != "layers" or format != "plain"):
+    stored = FORMATS.make(format)
+    if mend and (by.what != "layers" or not stored.mends):
         raise LyapunovPruneError(
             "--mend closes the gaps of whole layers in a plain checkpoint; leave out --what and --format"
         )
@@ -144,7 +146,7 @@ def prune(
             "--remove": remove is not None,
             "--max-kl": max_kl is not None,
             "--what": by.what != "layers",
-            "--format": format != "plain",
+            "--format": "prune" not in stored.streamed,
             "--mend": mend,
             "--dtype": source.dtype,
         }

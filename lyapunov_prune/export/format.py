@@ -1,0 +1,105 @@
+"""What every format is: which results it holds, and how they are written. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.pruning.stored import Stored
+from lyapunov_prune.registry import Choice
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lyapunov_prune.allocation.allocation import Allocation
+    from lyapunov_prune.compression.compress import Compressed
+    from lyapunov_prune.compression.report import CompressionReport
+    from lyapunov_prune.data.examples import Examples
+    from lyapunov_prune.models.decoder import Decoder
+    from lyapunov_prune.pruning.gate import GateReport
+    from lyapunov_prune.pruning.operation import Operation
+    from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.results.result import Result
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How `compress` was asked to compress, as far as a format depends on it."""
+
+    method: str
+    allocation: str | Allocation = "uniform"
+    rank: int | None = None
+    bits: float | None = None
+    pattern: tuple[int, int] | None = None
+    group_size: int | None = None
+    symmetric: bool = False
+
+
+class Format(Choice):
+    """What a checkpoint can be written as. A format is a subclass in a file of its own and a row in `table.FORMATS`.
+
+    `readers` says who can load it. `units` are those of the methods whose results `compress` can write in it. `card` is
+    what the model card of a plan says of it, None for a format that `prune` does not write. `streamed` names the
+    commands that write it without the model in memory. `mends`: it holds layers that maps were folded into.
+    `keeps_dense`: `write` needs the model that was compressed, beside the result.
+    """
+
+    readers: ClassVar[str]
+    units: ClassVar[tuple[str, ...]] = ()
+    card: ClassVar[Stored | None] = None
+    streamed: ClassVar[tuple[str, ...]] = ()
+    mends: ClassVar[bool] = False
+    keeps_dense: ClassVar[bool] = False
+
+    def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
+        """Raise LyapunovPruneError for a plan that the format cannot hold, before anything is fitted."""
+
+    def cut(self, decoder: Decoder, operation: Operation) -> Decoder:
+        """A new model without what `operation` takes out, in the memory of the original."""
+        raise NotImplementedError
+
+    def save(
+        self,
+        folder: Path,
+        decoder: Decoder,
+        pruned: Decoder,
+        tokenizer: PreTrainedTokenizerBase | None,
+        operation: Operation,
+        batch: Examples | None,
+    ) -> GateReport:
+        """Save `pruned`, which `cut` made of `decoder`, and its history in `folder`.
+
+        Raises CheckFailed when what was saved fails the gate: `folder` must be one that goes then (`whole_folder`).
+        """
+        raise NotImplementedError
+
+    def require_method(self, asked: Asked) -> None:
+        """Raise LyapunovPruneError for a compression whose result the format cannot hold, before a model is loaded."""
+        from lyapunov_prune.compression.table import METHODS
+
+        if METHODS[asked.method].unit not in self.units:
+            methods = ", ".join(name for name, known in METHODS.items() if known.unit in self.units)
+            raise LyapunovPruneError(f"--format {self.name} does not hold what {asked.method} leaves; give {methods}")
+
+    def require_model(self, model: PreTrainedModel, asked: Asked) -> None:
+        """Raise LyapunovPruneError for a model whose matrices the format cannot hold, before anything is measured."""
+
+    def write(
+        self,
+        done: Compressed,
+        dense: PreTrainedModel | None,
+        tokenizer: PreTrainedTokenizerBase,
+        target: Path,
+        title: str,
+        results: Mapping[str, Result],
+    ) -> CompressionReport:
+        """Write `done`, its card and `results` (by file name) to `target`; returns the report of what was stored.
+
+        `dense` is the model that was compressed where the format `keeps_dense`. Raises CheckFailed when the files would
+        load as another model, and LyapunovPruneError when the target is not empty or the disk refuses; either way
+        nothing is left there.
+        """
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""One file a format; `export.table` lists them by name."""

@@ -1,0 +1,94 @@
+"""The compact format: what a plan takes out of a layer takes no space, and low ranks are two factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from lyapunov_prune.export.format import Asked, Format
+from lyapunov_prune.pruning.stored import Stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lyapunov_prune.compression.compress import Compressed
+    from lyapunov_prune.compression.report import CompressionReport
+    from lyapunov_prune.data.examples import Examples
+    from lyapunov_prune.models.decoder import Decoder
+    from lyapunov_prune.pruning.gate import GateReport
+    from lyapunov_prune.pruning.operation import Operation
+    from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.results.result import Result
+
+COMPACT: Final = Stored(
+    "compact",
+    {
+        "attention": "It is gone, with the norms that serve it alone.",
+        "activation": "The block is one linear map, and\nits matrix takes the place of the others.",
+    },
+    note="The list `cuts` in config.json says it layer by layer.",
+)
+
+
+@dataclass(frozen=True)
+class Compact(Format):
+    """A class of its own (`models.modeling_compact`), whose config says layer by layer what is gone or factored."""
+
+    name = "compact"
+    help = "attentions that go are gone, blocks without activation one matrix, low ranks two factors"
+    reference = "this package, `models/modeling_compact.py`"
+    readers = "this package, and transformers by the module beside the weights"
+    units = ("rank",)
+    card = COMPACT
+    streamed = ("compress",)
+
+    def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
+        from lyapunov_prune.export.compact import require_compact
+
+        require_compact(decoder, plan)
+
+    def cut(self, decoder: Decoder, operation: Operation) -> Decoder:
+        from lyapunov_prune.export.compact import Cuts, make_compact
+        from lyapunov_prune.models.decoder import wrap_any
+
+        return wrap_any(make_compact(decoder, Cuts.of(operation.plan, operation.merged), shared=True))
+
+    def save(
+        self,
+        folder: Path,
+        decoder: Decoder,
+        pruned: Decoder,
+        tokenizer: PreTrainedTokenizerBase | None,
+        operation: Operation,
+        batch: Examples | None,
+    ) -> GateReport:
+        from lyapunov_prune.export.compact import Cuts
+        from lyapunov_prune.export.compact_checkpoint import save_compact
+
+        cuts = Cuts.of(operation.plan, operation.merged)
+        return save_compact(folder, decoder, pruned.model, tokenizer, cuts, batch)
+
+    def require_method(self, asked: Asked) -> None:
+        from lyapunov_prune.export.factored import require_low_rank
+
+        require_low_rank(asked.method)
+
+    def require_model(self, model: PreTrainedModel, asked: Asked) -> None:
+        from lyapunov_prune.export.factors import require_smaller
+
+        require_smaller(model, asked.rank)
+
+    def write(
+        self,
+        done: Compressed,
+        dense: PreTrainedModel | None,
+        tokenizer: PreTrainedTokenizerBase,
+        target: Path,
+        title: str,
+        results: Mapping[str, Result],
+    ) -> CompressionReport:
+        from lyapunov_prune.export.factored import write_factored
+
+        return write_factored(done, tokenizer, target, title, results)

@@ -1,0 +1,54 @@
+"""The packed format of compressed-tensors: rounded matrices as the integers that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lyapunov_prune.export.format import Asked, Format
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lyapunov_prune.compression.compress import Compressed
+    from lyapunov_prune.compression.report import CompressionReport
+    from lyapunov_prune.results.result import Result
+
+
+@dataclass(frozen=True)
+class CompressedTensors(Format):
+    """Integers of 4 or 8 bits and their scales, `pack-quantized`; a kernel for them makes it faster, nothing else."""
+
+    name = "compressed-tensors"
+    help = "what rtn --symmetric rounds to 4 or 8 bits, as packed integers"
+    reference = "compressed-tensors, `pack-quantized`"
+    readers = "transformers with compressed-tensors installed, vLLM"
+    units = ("bits",)
+    streamed = ("compress",)
+    keeps_dense = True
+
+    def require_method(self, asked: Asked) -> None:
+        from lyapunov_prune.export.packed import require_packed_options
+
+        require_packed_options(asked.method, asked.bits, asked.symmetric, asked.allocation, asked.pattern)
+
+    def require_model(self, model: PreTrainedModel, asked: Asked) -> None:
+        from lyapunov_prune.export.packed import require_packable
+
+        require_packable(model, asked.group_size)
+
+    def write(
+        self,
+        done: Compressed,
+        dense: PreTrainedModel | None,
+        tokenizer: PreTrainedTokenizerBase,
+        target: Path,
+        title: str,
+        results: Mapping[str, Result],
+    ) -> CompressionReport:
+        from lyapunov_prune.export.packed import write_packed
+
+        assert dense is not None  # `keeps_dense`
+        return write_packed(dense, done, tokenizer, target, title)

@@ -1,0 +1,90 @@
+"""The plain format: a checkpoint of the original's own class, every tensor at its full size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.format import Format
+from lyapunov_prune.pruning.stored import PLAIN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lyapunov_prune.compression.compress import Compressed
+    from lyapunov_prune.compression.report import CompressionReport
+    from lyapunov_prune.data.examples import Examples
+    from lyapunov_prune.models.decoder import Decoder
+    from lyapunov_prune.pruning.gate import GateReport
+    from lyapunov_prune.pruning.operation import Operation
+    from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.results.result import Result
+
+
+@dataclass(frozen=True)
+class Plain(Format):
+    """Whole layers are gone; of layers that stay, parts that go are zeroed. Compressed matrices are stored dense."""
+
+    name = "plain"
+    help = "every matrix dense and of its size; parts of layers that go become zeros, which saves no time"
+    reference = "transformers"
+    readers = "transformers, and engines that run the original"
+    units = ("sparsity", "rank", "bits")
+    card = PLAIN
+    streamed = ("prune", "compress")
+    mends = True
+
+    def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
+        from lyapunov_prune.models.classifiers import looks_at_images
+        from lyapunov_prune.pruning.mirroring import require_mirrored
+
+        if looks_at_images(decoder.model):
+            raise LyapunovPruneError(
+                f"{type(decoder.model).__name__} looks at images and is cut to compact only; give that format"
+            )
+        require_mirrored(decoder.structure, plan.drop_activation)
+
+    def cut(self, decoder: Decoder, operation: Operation) -> Decoder:
+        from lyapunov_prune.pruning.surgery import cut
+
+        return cut(decoder, operation, shared=True)
+
+    def save(
+        self,
+        folder: Path,
+        decoder: Decoder,
+        pruned: Decoder,
+        tokenizer: PreTrainedTokenizerBase | None,
+        operation: Operation,
+        batch: Examples | None,
+    ) -> GateReport:
+        from lyapunov_prune.data.images import ImageBatch
+        from lyapunov_prune.pruning.provenance import require_passed, save
+        from lyapunov_prune.pruning.removal_gate import check_removal
+        from lyapunov_prune.results.history import HISTORY, history_of
+
+        assert not isinstance(batch, ImageBatch)  # `require_plan`
+        save(pruned.model, tokenizer, folder)
+        gate = check_removal(decoder, pruned, operation, batch, folder)
+        require_passed(gate)
+        history_of(pruned.model).save(folder / HISTORY)
+        return gate
+
+    def write(
+        self,
+        done: Compressed,
+        dense: PreTrainedModel | None,
+        tokenizer: PreTrainedTokenizerBase,
+        target: Path,
+        title: str,
+        results: Mapping[str, Result],
+    ) -> CompressionReport:
+        from lyapunov_prune.checkpoints.saving import write_model
+        from lyapunov_prune.compression.report import REPORT
+
+        report = done.report
+        write_model(done.model, tokenizer, target, {**results, REPORT: report}, title, report.about())
+        return report

@@ -1,0 +1,29 @@
+"""The formats by name: a new one is a file in `formats` and a row here. Imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.format import Format
+from lyapunov_prune.registry import Registry
+
+_FORMATS = "lyapunov_prune.export.formats"
+FORMATS = Registry[Format](
+    "format",
+    {
+        "plain": f"{_FORMATS}.plain:Plain",
+        "compact": f"{_FORMATS}.compact:Compact",
+        "compressed-tensors": f"{_FORMATS}.compressed_tensors:CompressedTensors",
+    },
+)
+
+
+def formats_of(command: str) -> dict[str, type[Format]]:
+    """The formats that `prune` or `compress` writes."""
+    return {name: known for name, known in FORMATS.items() if (known.card if command == "prune" else known.units)}
+
+
+def require_streamed_format(name: str, command: str) -> None:
+    """Raise LyapunovPruneError for a format that `command` writes of a model in memory only."""
+    if command not in FORMATS[name].streamed:
+        others = ", ".join(other for other, known in FORMATS.items() if command in known.streamed)
+        raise LyapunovPruneError(f"format {name} needs the model in memory; give --format {others}, or load it whole")
