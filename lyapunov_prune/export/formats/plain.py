@@ -29,7 +29,7 @@ class Plain(Format):
     """Whole layers are gone; of layers that stay, parts that go are zeroed. Compressed matrices are stored dense."""
 
     name = "plain"
-    help = "every matrix dense and of its size; parts of layers that go become zeros, which saves no time"
+    help = "dense matrices of the same size; parts that go become zeros"
     reference = "transformers"
     readers = "transformers, and engines that run the original"
     units = ("sparsity", "rank", "bits")
