@@ -19,9 +19,9 @@ from lyapunov_prune.cli.commands.joint import joint
 from lyapunov_prune.cli.commands.measure import check, profile, rank, sensitivity
 from lyapunov_prune.cli.commands.predictions import hierarchy
 from lyapunov_prune.cli.commands.prune import prune
-from lyapunov_prune.cli.commands.shrink import shrink
+from lyapunov_prune.cli.commands.shrink import show_parts, shrink
 from lyapunov_prune.cli.failures import READER_GONE, as_refusal, put_aside, require_sound_process, tell
-from lyapunov_prune.cli.options import Json, Resume, output_option, what_option
+from lyapunov_prune.cli.options import Full, Json, Resume, output_option, what_option
 from lyapunov_prune.cli.records import flattened
 from lyapunov_prune.cli.terminal import note, print_json, say, show, speak_any_language
 
@@ -74,9 +74,10 @@ def demo(
     output: Annotated[Path, output_option("--output", "-o", help="Folder of the run.")] = Path("runs/demo"),
     resume: Resume = False,
     as_json: Json = False,
+    full: Full = False,
 ) -> None:
     """Shrink the built-in model by a quarter, with a look at the profile of its layers (minutes on two cores)."""
-    from lyapunov_prune.cli.demo import run_demo
+    from lyapunov_prune.cli.demo import SMALL, run_demo
 
     document: dict[str, Any] = {}
 
@@ -84,13 +85,15 @@ def demo(
         if as_json:
             document[name] = result.to_json()
         else:
-            show(result, False, None)
+            show(result, False, None, full=full)
             say("")
 
     page = run_demo(output, resume=resume, show=show_part, told=lambda cost: note("\n".join(cost.answer())))
     if as_json:
         print_json(document | {"report": str(page)})
     else:
+        if full:
+            show_parts(output / SMALL)
         say(f"Report: {page}")
 
 

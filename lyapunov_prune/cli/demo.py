@@ -29,6 +29,8 @@ from lyapunov_prune.shrinking.texts import Texts
 SMALL = "small"  # the folder of the checkpoint, in that of the run
 REMOVE = 0.25
 PROFILED = 1024  # tokens
+# Under five minutes on two cores: choosing and healing take most of it, and this is about half of what `shrink` spends.
+SEARCH, STEPS = 24.0, 60  # forwards that choose layers, and steps of healing
 _RECORD = f"{SMALL}.fingerprint"
 _RESULTS = ("profile.json", "best.json", "eval.json", REPORT)
 _WRITTEN = (*_RESULTS, f"{SMALL}/{PROVENANCE}", f"{SMALL}/{HEALING}", f"{SMALL}/{REPORT}")
@@ -66,6 +68,8 @@ def run_demo(
             loaded.tokenizer,
             Target.of(remove=REMOVE),
             Texts(text, None, None, tokens, context),
+            search=SEARCH,
+            steps=STEPS,
             folder=run / "jobs",
             resume=resume,
             words=("--text", "builtin"),

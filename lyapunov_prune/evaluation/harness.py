@@ -241,6 +241,16 @@ def hub_tasks(names: Sequence[str], few_shot: int | None) -> dict[str, Configura
     return tasks
 
 
+def every_second(task: ConfigurableTask, first: int) -> ConfigurableTask:
+    """The task on every second of its items, from number `first` on; `task` stays as it is."""
+    split = task.config.test_split or task.config.validation_split
+    rows = task.dataset[split]
+    part = copy.copy(task)
+    part.dataset = {**task.dataset, split: rows.select(range(first, len(rows), 2))}
+    part.task_docs = part.eval_docs
+    return part
+
+
 @in_eval_mode
 @torch.no_grad()
 def run(

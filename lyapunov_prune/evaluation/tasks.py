@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lyapunov_prune.data.tasks import read_task
 from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.data.unseen import require_unseen_items, strings_of
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.judging import POWER
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.tokenizers import token_ids
@@ -39,6 +40,11 @@ class Task:
     source: str
     sha256: str | None
     harness: Any
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model writes its answers, and does not choose among given ones."""
+        return self.harness.OUTPUT_TYPE == "generate_until"
 
 
 @dataclass(frozen=True)
@@ -180,6 +186,32 @@ def load_tasks(names: Sequence[str | Path], *, few_shot: int | None = None, offl
             f"two tasks are called {twice}; rename a file" if twice is not None else "no tasks are given; name some"
         )
     return tuple(tasks)
+
+
+@checked
+def halves(source: str, *, offline: bool = False) -> tuple[Task, Task]:
+    """The items of one task by turns: those that choose how much of a model goes, and those that are held out.
+
+    `source` is a `.jsonl` file or a name, as for `load_tasks`. Raises LyapunovPruneError as that does, for a group of
+    several tasks, for too few items, and for a task whose first metric is better when it is lower.
+    """
+    tasks = load_tasks([source], offline=offline)
+    task = tasks[0]
+    if len(tasks) > 1:
+        raise LyapunovPruneError(f"{source} is a group of {len(tasks)} tasks; give one of them, as {task.name}")
+    from lyapunov_prune.evaluation import harness
+
+    items = len(task.harness.eval_docs)
+    if items < 2 * POWER:
+        raise LyapunovPruneError(f"{source} has {items} items; give {2 * POWER} or more, half of them choose")
+    metric, higher = next(iter(task.harness.higher_is_better().items()))
+    if not higher:
+        raise LyapunovPruneError(f"{source} is scored by {metric}, better when it is lower; give a task with a score")
+    choose, held_out = (
+        replace(task, source=f"{task.source}, {part}", sha256=None, harness=harness.every_second(task.harness, first))
+        for first, part in enumerate(("choose", "held out"))
+    )
+    return choose, held_out
 
 
 @checked

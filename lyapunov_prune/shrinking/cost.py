@@ -7,10 +7,11 @@ import time
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.checkpoints.shards import size_of
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks
 from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.healing.heal import STEPS
 from lyapunov_prune.models.device import free_memory
@@ -22,6 +23,7 @@ from lyapunov_prune.results.result import ModelIdentity, Result
 _STEP = 5  # forwards that a step of distillation takes: one of the teacher, one of the student, and its backward
 _SAVED = 1e8  # bytes a second that are written, and read again
 _WRITES = 16  # windows that a model writes at once
+TASK = "answering the task"
 LOW_RANK = 16  # of the updates that heal a model in half precision, or one whose optimizer has no room
 
 
@@ -80,6 +82,13 @@ def writing_seconds(model: PreTrainedModel, windows: int, context: int) -> float
     return step * (context - 1) * -(-windows // _WRITES)
 
 
+def answering_seconds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *halves: Task) -> float:
+    """The time in which a model answers every item of `halves`, each as long as the first one."""
+    began = time.perf_counter()
+    evaluate_tasks({"model": model}, tokenizer, halves[:1], limit=1)
+    return (time.perf_counter() - began) * sum(len(half.harness.eval_docs) for half in halves)
+
+
 def estimated(
     model: PreTrainedModel,
     target: str,
@@ -90,22 +99,29 @@ def estimated(
     context: int,
     held_out: int,
     writes: bool,
+    search: float | None = None,
+    steps: int | None = None,
+    answering: float = 0.0,
     minutes: float | None,
 ) -> Estimate:
     """The cost of shrinking by `remove` layers on `windows` windows of `context` tokens, `searched` of which choose.
 
-    `held_out` tokens evaluate. With `writes` the model writes the text itself. `minutes` bound all of it.
+    `held_out` tokens evaluate. With `writes` the model writes the text itself. `search` forwards choose and `steps`
+    heal, as many as usual if None. `answering` are the seconds in which a model answers a whole task, by which layers
+    are chosen. `minutes` bound all of it.
     """
     layers = find_structure(model).num_layers
     goes = as_if(remove, layers)
     searches = 1 if remove is not None else 1 + math.ceil(math.log2(layers))
     window = window_seconds(model, context)
     smaller = smaller_bytes(model, goes)
-    budget = search_budget(layers, goes, mend=True) * searches
+    budget = (search or search_budget(layers, goes, mend=True)) * searches
     seconds = {"writing the text": writing_seconds(model, windows, context) if writes else 0.0}
     seconds["choosing layers"] = budget * window * searched / 2
     seconds["mending"] = budget * window * searched / 16  # as each of the four sets that the search mends
-    seconds["healing"] = STEPS * _STEP * window
+    seconds["healing"] = (steps or STEPS) * _STEP * window
+    if answering:  # one half by the dense model and after every choice, the other half by both at the end
+        seconds[TASK] = answering * (searches + 3) / 2
     seconds["evaluation"] = 2 * window * held_out / context + 16 * window
     seconds["gate and files"] = 2 * smaller / _SAVED + 20 * window
     if minutes is not None:

@@ -12,11 +12,12 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.tasks import Task
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.ranking.counts import search_budget
 from lyapunov_prune.results.store import Store
-from lyapunov_prune.shrinking.cost import Estimate, as_if, estimated
+from lyapunov_prune.shrinking.cost import TASK, Estimate, answering_seconds, as_if, estimated
 from lyapunov_prune.shrinking.target import Target, count_for
 from lyapunov_prune.shrinking.texts import Texts
 
@@ -29,13 +30,18 @@ _LEAST_STEPS = 8  # of healing; in less time it is skipped
 class Request:
     """What `shrink` was asked.
 
-    `words` are the options of the command line that name the texts, `source` those that say how the model is loaded.
+    `items` are of the target's task: those that choose and those that are held out. `search` is how many forwards the
+    choice may spend and `steps` how many healing takes; None leaves both to the model and the minutes. `words` are the
+    options of the command line that name the texts, `source` those that say how the model is loaded.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     target: Target
     texts: Texts
+    items: tuple[Task, Task] | None = None
+    search: float | None = None
+    steps: int | None = None
     minutes: float | None = None
     seed: int = 0
     batch_size: int = 1
@@ -67,6 +73,9 @@ class Request:
             context=self.texts.width,
             held_out=self.texts.evaluated,
             writes=self.texts.learn is None,
+            search=self.search,
+            steps=self.steps,
+            answering=0.0 if self.items is None else answering_seconds(self.model, self.tokenizer, *self.items),
             minutes=self.minutes,
         )
 
@@ -101,7 +110,8 @@ def search_forwards(expected: Estimate, clock: Clock) -> float | None:
     usual = search_budget(layers, as_if(expected.remove, layers), mend=True)
     seconds = expected.seconds
     forward = seconds["choosing layers"] / usual  # in each of the searches
-    fixed = sum(seconds[step] for step in ("writing the text", "mending", "evaluation", "gate and files"))
+    others = ("writing the text", "mending", TASK, "evaluation", "gate and files")
+    fixed = sum(seconds.get(step, 0.0) for step in others)
     affordable = (clock.left() - fixed) / 2 / forward
     if affordable < _LEAST_SEARCH:
         least = (fixed + 2 * _LEAST_SEARCH * forward) / 60

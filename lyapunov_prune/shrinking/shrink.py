@@ -19,7 +19,7 @@ from lyapunov_prune.errors import CheckFailed, Diverged
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
-from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks
+from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks, halves
 from lyapunov_prune.forward.own_text import clear_text
 from lyapunov_prune.healing.heal import STEPS, heal
 from lyapunov_prune.healing.report import REPORT as HEALING
@@ -43,7 +43,7 @@ from lyapunov_prune.shrinking.report import REPORT, Shrinking, Shrunk, Taken
 from lyapunov_prune.shrinking.request import MENDED_SEARCH, Clock, Request, healing_minutes, search_forwards
 from lyapunov_prune.shrinking.target import Target
 from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts
-from lyapunov_prune.shrinking.within import Loss, divergence, drop_of, halves, largest
+from lyapunov_prune.shrinking.within import Loss, divergence, drop_of, largest
 from lyapunov_prune.shrinking.written import by_hand, write_shrunk
 
 
@@ -74,8 +74,9 @@ def shrink(
     One target says how much goes: `remove` layers (a float below 1: a share of them), as many as leave at most
     `params` of the parameters, as many as make a forward `speedup` times as fast on this machine, or the most that
     keep KL(dense ‖ pruned) within `max_kl` nats a token, on windows that no step learns from, or that let the score of
-    a task fall by no more than `max_drop` says, as `gsm8k.jsonl:0.02`: every second item chooses, the others are
-    reported.
+    a task fall by no more than `max_drop` says, as `gsm8k:0.02`, by name or by file as `evaluation.load_tasks` takes
+    them: every second item chooses, the others are reported. Multiple choice hides what arithmetic loses; a task with
+    generated answers shows it.
 
     Layers are chosen by criterion `best` (`ranking.best`), their gaps mended (`mending`), the result healed from
     `model` (`healing`). Mending and healing are kept only where windows that they did not learn from say that they pay,
@@ -94,7 +95,18 @@ def shrink(
     place = None if folder is None else Path(folder)
     texts = Texts(batch, judge, evaluation, tokens, context)
     target = Target.of(remove, params, speedup, max_kl, max_drop)
-    request = Request(model, tokenizer, target, texts, minutes, seed, batch_size, place, resume)
+    request = Request(
+        model,
+        tokenizer,
+        target,
+        texts,
+        items=None if target.task is None else halves(target.task),
+        minutes=minutes,
+        seed=seed,
+        batch_size=batch_size,
+        folder=place,
+        resume=resume,
+    )
     return carry_out(request, None if output is None else Path(output))
 
 
@@ -106,6 +118,7 @@ def carry_out(request: Request, output: Path | None, told: Callable[[Estimate], 
     texts = request.texts
     about = {"model": identify(request.model).weights, "target": request.target.option(), "seed": request.seed}
     about |= {"text": "self" if texts.learn is None else texts.learn.text_hash}
+    about |= {"search": request.search, "steps": request.steps}
     about |= {"tokens": texts.tokens, "context": texts.context, "minutes": request.minutes}
     with Store(request.folder, "shrinking", about, resume=request.resume) as store:
         done = in_eval_mode(_run)(request.model, request, output, told, Clock(request.minutes, store))
@@ -117,13 +130,13 @@ def carry_out(request: Request, output: Path | None, told: Callable[[Estimate], 
 def _run(
     model: PreTrainedModel, request: Request, output: Path | None, told: Callable[[Estimate], Any], clock: Clock
 ) -> Shrunk:
-    items = None if request.target.task is None else halves(request.target.task)
+    items = request.items
     remove = clock.once("remove", request.count)
     expected = request.estimate(remove)
     for place in (output, request.folder):
         if place is not None:
             require_disk(place, expected.disk, "the smaller model and the state of its healing")
-    search = clock.once("search", lambda: search_forwards(expected, clock))
+    search = clock.once("search", lambda: request.search or search_forwards(expected, clock))
     told(expected)
     learn, judge, held_out = request.texts.filled(model, request.tokenizer, request.folder, request.resume)
     searched = request.texts.searched(model)
@@ -205,7 +218,7 @@ def _healed(
             pruned,
             request.model,
             learn,
-            steps=STEPS if minutes is None else None,
+            steps=(request.steps or STEPS) if minutes is None else None,
             minutes=minutes,
             rank=expected.rank,
             seed=request.seed,
@@ -221,7 +234,7 @@ def _healed(
 
 
 def _heal_words(request: Request, expected: Estimate, minutes: float | None) -> list[str]:
-    words = ["--steps", f"{STEPS}"] if minutes is None else ["--minutes", f"{minutes:g}"]
+    words = ["--steps", f"{request.steps or STEPS}"] if minutes is None else ["--minutes", f"{minutes:g}"]
     if expected.rank is not None:
         words += ["--update-rank", f"{expected.rank}"]
     dtype = str(request.model.dtype).removeprefix("torch.")

@@ -23,7 +23,7 @@ OPTIONS = {
     "params": "--params 0.8",
     "speedup": "--speedup 1.2",
     "max_kl": "--max-kl 0.5",
-    "max_drop": "--max-drop TASK:0.02",
+    "max_drop": "--max-drop gsm8k:0.02",
 }
 _REPEATS = 3  # of a timed forward of each model
 
@@ -73,7 +73,7 @@ class Target:
         except ValueError:
             value = math.nan
         if not (task and colon) or not 0 < value < 1:
-            raise LyapunovPruneError(f"{max_drop!r} is no task and drop; write it as TASK:0.02")
+            raise LyapunovPruneError(f"{max_drop!r} is no task and drop; write it as gsm8k:0.02")
         return cls("max_drop", value, task)
 
     @property

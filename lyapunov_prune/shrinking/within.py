@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.data.rows import file_text
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.judging import POWER, apart
-from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks, load_tasks
+from lyapunov_prune.evaluation.judging import apart
+from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.mending.mend import Mend, mapped
 from lyapunov_prune.models.plain import plain
@@ -70,28 +65,6 @@ def divergence(model: PreTrainedModel, chooser: Chooser, choice: Chosen) -> floa
 def _without(reading: Reading, removed: Sequence[int], mends: Sequence[Mend]) -> Iterator[None]:
     with reading.prefix.without(removed), mapped(reading.structure.layers, mends):
         yield
-
-
-def halves(path: str) -> tuple[Task, Task]:
-    """The items of a .jsonl file by turns: those that choose how much goes, and those that are held out.
-
-    Raises LyapunovPruneError for anything else, and for too few items; and as `load_tasks`.
-    """
-    if Path(path).suffix != ".jsonl":
-        raise LyapunovPruneError(f"{path} is no .jsonl file of items, half of which choose; give one")
-    load_tasks([path])  # what is wrong with it is told by the file's own lines
-    lines = [line for line in file_text(Path(path)).split("\n") if line.strip()]
-    if len(lines) < 2 * POWER:
-        raise LyapunovPruneError(f"{path} has {len(lines)} items; give {2 * POWER} or more, half of them choose")
-    tasks = []
-    with TemporaryDirectory(prefix="lyapunov-prune-items-") as folder:
-        for name, part in (("choose", lines[::2]), ("held out", lines[1::2])):
-            place = Path(folder) / name / Path(path).name
-            place.parent.mkdir()
-            place.write_text("".join(f"{json.dumps(json.loads(line))}\n" for line in part), encoding="utf-8")
-            (task,) = load_tasks([place])
-            tasks.append(replace(task, source=f"{path}, {name}"))
-    return tasks[0], tasks[1]
 
 
 def drop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, batch_size: int) -> Loss:

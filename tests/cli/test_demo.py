@@ -21,7 +21,6 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.profiles import profile as profile_module
 from lyapunov_prune.results.files import folder_digest
-from lyapunov_prune.shrinking import shrink as shrink_module
 from lyapunov_prune.shrinking import texts
 from lyapunov_prune.shrinking.report import Shrinking
 
@@ -46,7 +45,7 @@ def tiny_demo(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     """The demo in `run`, on a tiny model."""
     loaded = load(checkpoint)
     monkeypatch.setattr(demo_module, "load", lambda name: loaded)
-    monkeypatch.setattr(shrink_module, "STEPS", 2)
+    monkeypatch.setattr(demo_module, "STEPS", 2)
     monkeypatch.setattr(texts, "EVALUATED", 256)
 
     def demo(resume: bool = False, tokens: int = 32 * 24) -> Path:
@@ -162,7 +161,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Decoder) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_module, "load", lambda name: smollm2)
         patch.setattr(demo_module, "PROFILED", 256)
-        patch.setattr(shrink_module, "STEPS", 8)
+        patch.setattr(demo_module, "STEPS", 8)
         demo_module.run_demo(folder, tokens=32 * 64, context=64, show=lambda *_: None)
     return folder
 

@@ -17,6 +17,7 @@ from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.export import copied as on_disk
 from lyapunov_prune.models import loading
 from lyapunov_prune.pruning.provenance import Provenance
+from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.shrinking import shrink as module
 from lyapunov_prune.shrinking.report import Shrinking
 
@@ -59,6 +60,28 @@ def test_one_document_on_stdout(run: Callable[..., Done]) -> None:
     assert told["folder"] == "out"
     assert "GB of disk" in done.err
     assert Path("out/report.html").is_file()
+
+
+def test_full_shows_what_was_tried_and_the_commands_by_hand(run: Callable[..., Done]) -> None:
+    done = run("shrink", "tiny", "--remove", "2", "-o", "out", "--text", "builtin", "--full", *SMALL)
+    assert done.code == 0, done.err
+    tried = BestRemoval.load("out/best.json").summary()
+    assert all(str(column) in done.out for column in tried.columns)
+    by_hand = done.out[done.out.index("By hand:") :].splitlines()
+    assert tuple(by_hand[1:-1]) == Shrinking.load("out/shrink.json").commands
+
+
+def test_a_task_without_generated_answers_is_told_to_hide_much(run: Callable[..., Done]) -> None:
+    rows = [{"query": f"{i} is", "choices": ["a", "b"], "gold": i % 2} for i in range(12)]
+    Path("items.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    done = run("shrink", "tiny", "--max-drop", "items.jsonl:0.9", "-o", "out", "--dry-run", *SMALL)
+    assert done.code == 0, done.err
+    assert "as gsm8k" in done.err
+    assert "a score of items.jsonl at most 0.9 lower" in done.out
+    rows = [{"question": f"{i} and 1?", "answer": f"#### {i + 1}"} for i in range(12)]
+    Path("asked.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    done = run("shrink", "tiny", "--max-drop", "asked.jsonl:0.9", "-o", "out", "--dry-run", *SMALL)
+    assert "as gsm8k" not in done.err
 
 
 def test_a_dry_run_says_the_cost_and_writes_nothing(run: Callable[..., Done]) -> None:

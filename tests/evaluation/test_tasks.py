@@ -26,7 +26,7 @@ from lyapunov_prune.cli.app import main
 from lyapunov_prune.evaluation import TaskScores, harness, load_tasks
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.repetition import repetition
-from lyapunov_prune.evaluation.tasks import TaskScore
+from lyapunov_prune.evaluation.tasks import TaskScore, halves
 from lyapunov_prune.forward import reading
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.predictions import compare_choices
@@ -347,6 +347,71 @@ def test_names_come_from_the_hub_or_say_what_to_do(
     ]
     assert found.tasks[0].source == "lm-evaluation-harness"
     assert found.measured_on[0] == found.measured_on[1]  # the same examples, drawn with the same seed
+
+
+# Halves, of which one chooses.
+
+
+def test_every_second_item_is_held_out(files: list[str], tmp_path: Path) -> None:
+    rows = [{"query": f"item {i}\u2028 is", "choices": ["a", "b"], "gold": i % 2} for i in range(11)]
+    path = tmp_path / "items.jsonl"
+    path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
+    choose, held_out = halves(str(path))
+    queries = [[doc["query"] for doc in task.harness.eval_docs] for task in (choose, held_out)]
+    assert queries == [[f"item {i}\u2028 is " for i in range(k, 11, 2)] for k in (0, 1)]
+    assert choose.name == held_out.name == "items"
+    assert not choose.generates
+    assert len(load_tasks([path])[0].harness.eval_docs) == 11
+
+
+def named(monkeypatch: pytest.MonkeyPatch, **tasks: Any) -> None:
+    monkeypatch.setattr(harness, "hub_tasks", lambda names, shots: tasks)
+
+
+def test_halves_of_a_task_by_name(
+    writer: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its items are of the validation split, prepared, and its examples of another one."""
+    rows = [{"q": f"{i}?", "gold": i % 2} for i in range(9)]
+    config: dict[str, Any] = {
+        "task": "named",
+        "output_type": "multiple_choice",
+        "custom_dataset": lambda **_: dict.fromkeys(("train", "validation"), datasets.Dataset.from_list(rows)),
+        "fewshot_split": "train",
+        "validation_split": "validation",
+        "num_fewshot": 1,
+        "process_docs": lambda docs: docs.map(lambda doc: {"query": f"is it {doc['q']}"}),
+        "doc_to_text": "query",
+        "doc_to_choice": ["no", "yes"],
+        "doc_to_target": "gold",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    named(monkeypatch, named=harness.ConfigurableTask(config=config))
+    parts = halves("named")
+    found = [evaluate_tasks({"a": writer}, tokenizer, [part]).tasks[0] for part in parts]
+    assert [(task.items, task.few_shot) for task in found] == [(5, 1), (4, 1)]
+    assert [doc["query"] for doc in parts[1].harness.eval_docs] == [f"is it {i}?" for i in (1, 3, 5, 7)]
+    assert found[0].sha256 != found[1].sha256
+    with pytest.raises(LyapunovPruneError, match="offline"):
+        halves("named", offline=True)
+
+
+def test_what_has_no_two_halves_of_scores_is_refused(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(Path(files[0]).read_text(encoding="utf-8").splitlines(keepends=True)[:1] * 3))
+    with pytest.raises(LyapunovPruneError, match=r"few.jsonl has 3 items; give 8"):
+        halves(str(few))
+    (task,) = load_tasks(files[:1])
+    named(monkeypatch, one=task.harness, two=task.harness)
+    with pytest.raises(LyapunovPruneError, match="group of 2 tasks"):
+        halves("group")
+    named(monkeypatch, one=task.harness)
+    monkeypatch.setattr(harness.ConfigurableTask, "higher_is_better", lambda self: {"word_perplexity": False})
+    monkeypatch.setattr(harness.ConfigurableTask, "eval_docs", [{}] * 8)
+    with pytest.raises(LyapunovPruneError, match="word_perplexity, better when it is lower"):
+        halves("one")
 
 
 def test_without_the_extra_one_line_says_so(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

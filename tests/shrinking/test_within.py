@@ -15,15 +15,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import lyapunov_prune as lp
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation import harness
 from lyapunov_prune.evaluation.judging import apart
-from lyapunov_prune.evaluation.tasks import evaluate_tasks
+from lyapunov_prune.evaluation.tasks import evaluate_tasks, halves, load_tasks
 from lyapunov_prune.forward.reading import read
+from lyapunov_prune.shrinking import request as request_module
 from lyapunov_prune.shrinking import shrink as module
 from lyapunov_prune.shrinking import texts
 from lyapunov_prune.shrinking.choosing import Chooser
 from lyapunov_prune.shrinking.report import main_score
+from lyapunov_prune.shrinking.request import Request
 from lyapunov_prune.shrinking.target import Target
-from lyapunov_prune.shrinking.within import divergence, drop_of, halves, largest
+from lyapunov_prune.shrinking.texts import Texts
+from lyapunov_prune.shrinking.within import divergence, drop_of, largest
 
 SMALL: dict[str, Any] = {"tokens": 32 * 24, "context": 24}
 
@@ -98,13 +102,6 @@ def items(tmp_path: Path) -> Path:
     return path
 
 
-def test_every_second_item_is_held_out(items: Path) -> None:
-    choose, held_out = halves(str(items))
-    queries = [[doc["query"] for doc in task.harness.eval_docs] for task in (choose, held_out)]
-    assert queries == [[f"item {i}\u2028 is " for i in range(k, 12, 2)] for k in (0, 1)]
-    assert choose.name == held_out.name == "items"
-
-
 def test_a_drop_is_of_the_choosing_half(
     items: Path, reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, chooser: Chooser
 ) -> None:
@@ -114,15 +111,6 @@ def test_a_drop_is_of_the_choosing_half(
     scores = evaluate_tasks(models, tokenizer, [choose]).scores
     dense, smaller = (main_score([s for s in scores if s.model == name]).value for name in models)
     assert drop_of(reader, tokenizer, choose, 1)(choice) == pytest.approx(dense - smaller)
-
-
-@pytest.mark.parametrize(("name", "content"), [("t.txt", ""), ("few.jsonl", None), ("missing.jsonl", "")])
-def test_what_is_no_task_of_items_is_refused(name: str, content: str | None, items: Path) -> None:
-    path = items.parent / name
-    if content is None:
-        path.write_text("".join(items.read_text(encoding="utf-8").splitlines(keepends=True)[:1] * 3))
-    with pytest.raises(LyapunovPruneError, match=name):
-        halves(str(path))
 
 
 # From end to end.
@@ -152,3 +140,38 @@ def test_a_task_is_reported_on_the_items_that_are_held_out(
     assert report.evaluation.tasks.tasks[0].items == 6
     assert "items " in report.answer()[2]
     assert f"--tasks {items}" in report.commands[-1]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_task_of_the_harness_is_taken_by_name(
+    items: Path, reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (local,) = load_tasks([items])
+    asked: list[str] = []
+
+    def found(names: list[str], few_shot: int | None) -> dict[str, Any]:
+        asked.extend(names)
+        return {"by_name": local.harness}
+
+    monkeypatch.setattr(harness, "hub_tasks", found)
+    report = lp.shrink(reader, tokenizer, max_drop="items_by_name:0.9", **SMALL).report
+    assert asked == ["items_by_name"]
+    assert report.evaluation.tasks is not None
+    assert [(t.name, t.source, t.items) for t in report.evaluation.tasks.tasks] == [
+        ("by_name", "lm-evaluation-harness, held out", 6)
+    ]
+    assert "--tasks items_by_name" in report.commands[-1]
+
+
+def test_the_cost_counts_the_answers(
+    items: Path, reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_module, "answering_seconds", lambda *_: 10.0)
+    texts_of = Texts(None, None, None, 32 * 24, 24)
+    asked = Request(reader, tokenizer, Target("max_drop", 0.02, str(items)), texts_of, items=halves(str(items)))
+    expected = asked.estimate(None)
+    # The dense model and every choice answer one half, both models the other one.
+    assert expected.seconds["answering the task"] == 10.0 * (1 + expected.searches + 2) / 2
+    assert (
+        "answering the task" not in Request(reader, tokenizer, Target("max_kl", 1.0), texts_of).estimate(None).seconds
+    )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.cli.inputs import draw_report, jobs_folder, load_beside
 from lyapunov_prune.cli.options import (
+    Full,
     Json,
     Judge,
     Model,
@@ -22,6 +24,9 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
+
+if TYPE_CHECKING:
+    from lyapunov_prune.results.result import Result
 
 
 def shrink(
@@ -42,8 +47,9 @@ def shrink(
         str | None,
         what_option(
             metavar="TASK:DROP",
-            help="Instead: the most layers that let the score of a task, a .jsonl file as of eval, fall by DROP; "
-            "every second item chooses, the others are reported. Questions lose before multiple choice does.",
+            help="Instead: the most layers that let the score of a task fall by DROP, as gsm8k:0.02. TASK is one of "
+            "lm-evaluation-harness or a .jsonl file, as of eval --tasks; every second item chooses, the others are "
+            "reported. Take one with generated answers first, as gsm8k: multiple choice hides what arithmetic loses.",
         ),
     ] = None,
     minutes: Annotated[
@@ -59,6 +65,7 @@ def shrink(
     resume: Resume = False,
     output: Target,
     as_json: Json = False,
+    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Make a smaller model: choose layers, remove them, mend, heal, check, evaluate; writes a plain checkpoint.
@@ -70,6 +77,7 @@ def shrink(
     source.require_one_place("shrink")
 
     from lyapunov_prune.data.text import require_source
+    from lyapunov_prune.evaluation.tasks import halves
     from lyapunov_prune.export.copied import too_large
     from lyapunov_prune.forward.own_text import SELF
     from lyapunov_prune.models.device import resolve_device
@@ -78,7 +86,6 @@ def shrink(
     from lyapunov_prune.shrinking.shrink import carry_out
     from lyapunov_prune.shrinking.target import Target as Wanted
     from lyapunov_prune.shrinking.texts import Texts
-    from lyapunov_prune.shrinking.within import halves
 
     wanted = Wanted.of(remove, params, speedup, max_kl, max_drop)
     require_empty(output)
@@ -92,8 +99,12 @@ def shrink(
             )
     else:
         require_source(text.text, text.text_column)  # before minutes of loading
-    if wanted.task is not None:
-        halves(wanted.task)
+    items = None if wanted.task is None else halves(wanted.task, offline=source.offline)
+    if items is not None and not items[0].generates:
+        note(
+            f"{items[0].name} is answered by choosing, which hides what arithmetic and free answers lose; a task with "
+            "generated answers, as gsm8k, shows it"
+        )
     why = too_large(model, resolve_device(source.device), offline=source.offline)
     if why:
         raise LyapunovPruneError(
@@ -115,6 +126,7 @@ def shrink(
         loaded.tokenizer,
         wanted,
         replace(texts, judge=second),
+        items=items,
         minutes=minutes,
         seed=seed,
         batch_size=text.batch_size,
@@ -129,9 +141,23 @@ def shrink(
         return
     done = carry_out(request, output, lambda expected: note("\n".join(expected.answer())))
     draw_report(output)
-    show(done.report, as_json, None)
+    show(done.report, as_json, None, full=full)
     if not as_json:
+        if full:
+            show_parts(output)
         say(f"Report: {output / 'report.html'}")
+
+
+def show_parts(output: Path) -> None:
+    """What `--full` shows beside the steps: every set of layers that was tried, the scores, the commands by hand."""
+    from lyapunov_prune.evaluation.evaluation import Evaluation
+    from lyapunov_prune.ranking.tried import BestRemoval
+    from lyapunov_prune.shrinking.report import REPORT, Shrinking
+
+    parts: tuple[tuple[type[Result], str], ...] = ((BestRemoval, "best.json"), (Evaluation, "eval.json"))
+    for kind, name in parts:
+        show(kind.load(output / name), False, None, full=True, answered=True)
+    say("\n".join(["By hand:", *Shrinking.load(output / REPORT).commands]))
 
 
 def _words(text: TextOptions, judge: str | None, own: bool) -> tuple[str, ...]:
