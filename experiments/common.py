@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import typer
@@ -35,6 +37,37 @@ def is_kept(file: Path, again: bool) -> bool:
         return False
     print(f"already measured, see {file}; give --again to measure it anew")
     return True
+
+
+def run_command(main: Callable[..., None], result: Path, written: Callable[..., dict[str, str]]) -> None:
+    """Run the command of an experiment, `main`, unless its `result` is there and --again is not given.
+
+    What is there is shown instead, by the tables of `written`. `result` lies beside run.py, or of another model in a
+    folder by its name (`of_model`). With `{model}` in its name all models lie beside run.py; `{text}` is a file a text.
+    """
+    options = inspect.signature(main).parameters
+    default = options["model"].default if "model" in options else BUILT_IN
+
+    @functools.wraps(main)
+    def command(*, again: bool = False, **given: Any) -> None:
+        model = given.get("model", default)
+        texts = (given.get("text") or ["builtin"]) if "{text}" in result.name else [""]
+        folder = result.parent if "{model}" in result.name else of_model(result.parent, model, default)
+        name = result.name.replace("{model}", Path(plain(model)).name)
+        files = {text: folder / name.replace("{text}", Path(plain(text)).stem) for text in texts}
+        if missing := [text for text, file in files.items() if not is_kept(file, again)]:
+            main(**given | ({"text": missing} if "{text}" in result.name else {}))
+            return
+        tables = written(folder) if inspect.signature(written).parameters else written()
+        print(*(part for part in tables.values() if "\n" in part), sep="\n")
+
+    again = inspect.Parameter("again", inspect.Parameter.KEYWORD_ONLY, default=False)
+    hints = get_type_hints(main, include_extras=True) | {"again": Again}
+    command.__annotations__ = hints
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [each.replace(annotation=hints[each.name]) for each in (*options.values(), again)]
+    )
+    typer.run(command)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import typer
 
 import lyapunov_prune as lp
-from experiments.common import Again, Device, DType, draw, inputs, is_kept, of_model
+from experiments.common import Device, DType, draw, inputs, of_model, run_command
 from experiments.statements import bullets, runs, short, span, table, verdict
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.report.drawing import COLOURS, GREY, depth_axis, log_axis, panels, svg
@@ -32,11 +31,8 @@ def main(
     text: str = "builtin",
     tokens: int = 2048,
     context: int = 512,
-    again: Again = False,
 ) -> None:
     folder = of_model(HERE, model)
-    if is_kept(folder / "jacobian.json", again):
-        return
     given = inputs(model, text, tokens, context, device=device, dtype=dtype)
     profiles = [
         lp.measure_contraction(given.loaded.model, given.calibration, epsilon=epsilon, seeds=range(2))
@@ -155,4 +151,4 @@ def against_the_paper(folder: Path, profile: ContractionProfile, jacobian: lp.pr
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "jacobian.json", written)
