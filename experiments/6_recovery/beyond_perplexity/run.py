@@ -21,7 +21,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, job_folder, load, of_model, plain_tasks, read_text
+from experiments.common import Device, DType, job_folder, load, of_model, plain_tasks, read_text, run_command
 from experiments.statements import bullets, interval, percent, ratio, runs, short, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.evaluation.repetition import repetition
@@ -126,7 +126,15 @@ def makers(
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = Costs.load(folder / "costs.json")
-    return {"setting": setting(found), "costs": costs(found), "text": texts(found), "verdict": verdict(found)}
+    cut, healed = found.states[1], found.states[-1]
+    change = changed(*(together(found.accuracies(state)) for state in (healed, cut)))
+    return {
+        "setting": setting(found),
+        "costs": costs(found),
+        "text": texts(found),
+        "healed-over-cut": ratio(healed.windows - cut.windows),
+        "accuracy-over-cut": "{} ({} to {})".format(*map(points, change)),
+    }
 
 
 def setting(found: Costs) -> str:
@@ -190,30 +198,5 @@ def _tokens(text: GenerationDivergence) -> tuple[tuple[tuple[int, ...], ...], ..
     return text.dense_tokens, text.compressed_tokens
 
 
-def verdict(found: Costs) -> str:
-    dense = found.accuracies(found.dense)
-    lines = []
-    for state in found.states[1:]:
-        own = found.accuracies(state)
-        change, low, high = changed(together(own), together(dense))
-        told = "a loss" if high < 0 else "a gain" if low > 0 else "not told from none"
-        tasks = [task for task in own if changed(own[task], dense[task])[2] < 0]
-        assert state.text is not None
-        lines.append(
-            f"{state.name}: over all items the accuracy changes by {points(change)} points ({points(low)} to "
-            f"{points(high)}, {told}), a loss is told in {', '.join(tasks) or 'no task alone'}; "
-            f"{percent(float(state.text.kept.mean()))} of the dense text reproduced; perplexity "
-            f"{ratio(state.windows - found.dense.windows)} times the dense one's."
-        )
-    cut, healed = found.states[1], found.states[-1]
-    change, low, high = changed(together(found.accuracies(healed)), together(found.accuracies(cut)))
-    told = "better than" if low > 0 else "worse than" if high < 0 else "not told from"
-    lines.append(
-        f"{healed.name} beside {cut.name}: {ratio(healed.windows - cut.windows)} times the perplexity, and an accuracy "
-        f"{told} its ({points(change)} points, {points(low)} to {points(high)})."
-    )
-    return bullets(*lines)
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "costs.json", written)

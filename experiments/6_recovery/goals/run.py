@@ -22,9 +22,9 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, job_folder, load, read_text
+from experiments.common import Device, DType, job_folder, load, read_text, run_command
 from experiments.compressions import told
-from experiments.statements import bullets, counted, ratio, runs, span, table
+from experiments.statements import bullets, ratio, runs, span, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
 from lyapunov_prune.results.store import Store
@@ -182,8 +182,13 @@ def heal(model: PreTrainedModel, removed: tuple[int, ...], learnt: lp.TokenBatch
 
 def written() -> dict[str, str]:
     results = [GoalsOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    parts = {"setting": setting, "goals": goals, "verdict": verdict, "texts": texts}
-    return {name: part(results) for name, part in parts.items()}
+    parts = {"setting": setting, "goals": goals, "states": states, "texts": texts}
+    return {name: part(results) for name, part in parts.items()} | {
+        f"time-{by}": span(
+            w.seconds / r.oracle.seconds for r in results for w in r.ways if (w.criterion, w.state) == (by, "cut")
+        )
+        for by in (*CRITERIA, MENDED)
+    }
 
 
 def setting(results: list[GoalsOnOneText]) -> str:
@@ -205,40 +210,27 @@ def goals(results: list[GoalsOnOneText]) -> str:
     return table(head, rows)
 
 
-def verdict(results: list[GoalsOnOneText]) -> str:
-    """Healing counts where it ends in the oracle's own time."""
-    lines = []
+def states(results: list[GoalsOnOneText]) -> str:
+    """A row a state; healing counts where it ends in the oracle's own time."""
+    rows: list[tuple[object, ...]] = []
     for state, goal in GOALS.items():
         found = [(w, r.oracle) for r in results for w in r.ways[1:] if w.state == state and w.times in (0, 1)]
         over = [float(np.exp((w.windows - oracle.windows).mean())) for w, oracle in found]
         better = sum(told(w, oracle) == "better" for w, oracle in found)
-        lines.append(
-            f"{state.capitalize()}: {span(over)} of the oracle's perplexity in {counted(len(found), 'removal')}, "
-            f"told to be better in {better}; the goal of {goal:g} is met in {sum(x <= goal for x in over)}."
-        )
-    for criterion in (*CRITERIA, MENDED):
-        spent = [
-            w.seconds / r.oracle.seconds
-            for r in results
-            for w in r.ways
-            if (w.criterion, w.state) == (criterion, "cut")
-        ]
-        lines.append(f"`{criterion}` chooses in {span(spent)} of the oracle's time.")
-    return bullets(*lines)
+        rows.append((state, len(found), span(over), better, goal, sum(x <= goal for x in over)))
+    return table(("", "removals", "perplexity / oracle's", "better than the oracle", "goal", "goal met"), rows)
 
 
 def texts(results: list[GoalsOnOneText]) -> str:
-    lines = []
+    """Mended over cut, the same layers gone, by the text that mended."""
+    rows: list[tuple[object, ...]] = []
     for r in results:
         cut, mended = ({w.criterion: w for w in r.ways[1:] if w.state == state} for state in ("cut", "mended"))
         over = [float(np.exp((mended[by].windows - cut[by].windows).mean())) for by in cut]
-        words = sorted({told(mended[by], cut[by]) for by in cut})
-        text = Path(r.calibrated_on.text).stem
-        lines.append(
-            f"Mended by {text}: {span(over)} times the perplexity of the same layers cut, {' or '.join(words)}."
-        )
-    return bullets(*lines)
+        words = " or ".join(sorted({told(mended[by], cut[by]) for by in cut}))
+        rows.append((Path(r.calibrated_on.text).stem, span(over), words))
+    return table(("mended on", "perplexity, mended / cut", ""), rows)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "{model}-{text}.json", written)

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, job_folder, load, of_model, texts
+from experiments.common import Device, DType, draw, job_folder, load, of_model, run_command, texts
 from experiments.statements import table
 from lyapunov_prune.healing.report import HeldOut
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
@@ -91,4 +90,4 @@ def written(folder: Path = HERE) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "full.json", written)

@@ -23,8 +23,8 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text
-from experiments.statements import bullets, ratio, runs, short, table
+from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text, run_command
+from experiments.statements import bullets, percent, ratio, runs, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.report.drawing import COLOURS, INK, log_axis, one_panel, svg
@@ -138,7 +138,7 @@ def figure(found: HealingTime) -> str:
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = HealingTime.load(folder / "minutes.json")
-    return {"setting": setting(found), "minutes": perplexities(found), "verdict": verdict(found)}
+    return {"setting": setting(found), "minutes": perplexities(found)}
 
 
 def setting(found: HealingTime) -> str:
@@ -146,30 +146,18 @@ def setting(found: HealingTime) -> str:
 
 
 def perplexities(found: HealingTime) -> str:
+    """`taken back`: the share of the loss in nats a token that the removal added."""
     rows = []
     for course in found.courses:
+        cut = (course.points[0].windows - found.dense).mean()
         for p in course.points:
-            over = ratio(p.windows - found.dense)
-            rows.append((runs(course.removed), p.state, p.steps or "—", p.seconds / 60, ratio(p.windows), over))
-    return table(("removed", "", "steps", "minutes of one core", "perplexity", "/ dense"), rows)
-
-
-def verdict(found: HealingTime) -> str:
-    """Of what a removal costs in nats a token, the share that is back; and what thrice the steps bring at last."""
-    lines = []
-    for course in found.courses:
-        cut, mended, *healed = (p.windows.mean() - found.dense.mean() for p in course.points)
-        back = [100 * (1 - x / cut) for x in (mended, *healed)]
-        minutes = [p.seconds / 60 for p in course.points[1:]]
-        last = ratio(course.points[-1].windows - course.points[-2].windows)
-        each = ", ".join(f"{short(b)} % after {short(m)} minutes" for b, m in zip(back[1:], minutes[1:], strict=True))
-        lines.append(
-            f"{len(course.removed)} layers: of the loss that the cut costs, mending brings {short(back[0])} % back in "
-            f"{short(minutes[0])} minutes, healing {each}; the last tripling of the steps multiplies the perplexity by "
-            f"{last}."
-        )
-    return bullets(*lines)
+            over = p.windows - found.dense
+            taken = percent(float(1 - over.mean() / cut))
+            rows.append(
+                (runs(course.removed), p.state, p.steps or "—", p.seconds / 60, ratio(p.windows), ratio(over), taken)
+            )
+    return table(("removed", "", "steps", "minutes of one core", "perplexity", "/ dense", "taken back"), rows)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "minutes.json", written)

@@ -24,10 +24,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, job_folder, load, of_model, read_text
+from experiments.common import Device, DType, job_folder, load, of_model, read_text, run_command
 from experiments.statements import bullets, ratio, runs, table
 from lyapunov_prune.data.batch import require_disjoint
-from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.forward.hooks import hidden_of
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.rounds import schedule
@@ -185,7 +184,7 @@ def states_taught(
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = HealingWays.load(folder / "ways.json")
-    return {"setting": setting(found), "ways": ways(found), "verdict": verdict(found)}
+    return {"setting": setting(found), "ways": ways(found)}
 
 
 def setting(found: HealingWays) -> str:
@@ -204,19 +203,5 @@ def ways(found: HealingWays) -> str:
     return table(("", "steps", "perplexity", "/ dense", "/ the usual way"), rows)
 
 
-def verdict(found: HealingWays) -> str:
-    """Paired by window against the usual way; what another order of windows makes is the scale to read it by."""
-    usual, other, *rest = found.healed
-    sides: dict[str, list[str]] = {}
-    for way in rest:
-        low, high = interval_of(way.windows - usual.windows)
-        side = "better" if high < 1 else "worse" if low > 1 else "not told from it"
-        sides.setdefault(side, []).append(f"{way.name} ({ratio(way.windows - usual.windows)})")
-    return bullets(
-        f"Another order of windows alone: {ratio(other.windows - usual.windows)} times the perplexity.",
-        *(f"Against the usual way, {side}: {'; '.join(ways)}." for side, ways in sorted(sides.items())),
-    )
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "ways.json", written)

@@ -9,7 +9,6 @@ all of them say goes into README.md by `make tables`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,13 +18,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-import typer
 
 import lyapunov_prune as lp
-from experiments.common import Inputs, on_each_text
-from experiments.compressions import told
+from experiments.common import Inputs, on_each_text, run_command
+from experiments.compressions import ALIKE, told
 from experiments.gap_maps import WAYS, Hook, closed, one_run, read_gap
-from experiments.statements import bullets, counted, percent, ratio, short, table
+from experiments.statements import bullets, counted, percent, ratio, table
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.mend import fit_mends, mapped
 from lyapunov_prune.models.hooked import hooked
@@ -151,8 +149,15 @@ def losses(given: Inputs, removed: Sequence[int], mended: AbstractContextManager
 
 def written() -> dict[str, str]:
     results = [MendedOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    parts = {"setting": setting, "mended": mended, "others": others, "verdict": verdict, "summary": summary}
-    return {name: part(results) for name, part in parts.items()}
+    words = [told(x.mended, x.cut) for r in results for x in r.removals]
+    parts = {"setting": setting, "mended": mended, "others": others, "back": back, "beside": beside}
+    return {name: part(results) for name, part in parts.items()} | {
+        "removals": str(len(words)),
+        "helped": str(words.count("better")),
+        "harmed": str(words.count("worse")),
+        "models": counted(len({r.measured_on.model.name for r in results}), "model"),
+        "texts": counted(len({Path(r.measured_on.text).stem for r in results}), "text"),
+    }
 
 
 def setting(results: list[MendedOnOneText]) -> str:
@@ -200,58 +205,41 @@ def others(results: list[MendedOnOneText]) -> str:
     return table(("model, text", "removed", "mended / dense", *(f"{way} / dense; mended / it" for way in WAYS)), rows)
 
 
-def summary(results: list[MendedOnOneText]) -> str:
-    """For docs/removing-layers.md."""
-    pairs = [(r, x, told(x.mended, x.cut)) for r in results for x in r.removals]
-    models = counted(len({r.measured_on.model.name for r in results}), "model")
-    texts = counted(len({Path(r.measured_on.text).stem for r in results}), "text")
-    worse = [
-        f"{_name(r)}, {len(x.removed)} layers by `{x.criterion}`, {ratio(x.mended.windows - x.cut.windows)} times the "
-        "perplexity of the cut"
-        for r, x, word in pairs
-        if word == "worse"
-    ]
-    better = sum(word == "better" for *_, word in pairs)
-    harmed = f", and harmed in {len(worse)} ({'; '.join(worse)})" if worse else ""
-    return f"It helped in {better} of {len(pairs)} removals on {models} and {texts}{harmed}.\n"
+def _of_model(results: list[MendedOnOneText]) -> list[tuple[str, list[MendedOnOneText]]]:
+    names = dict.fromkeys(r.measured_on.model.name for r in results)
+    return [(name, [r for r in results if r.measured_on.model.name == name]) for name in names]
 
 
-def verdict(results: list[MendedOnOneText]) -> str:
-    lines = []
-    for name in dict.fromkeys(r.measured_on.model.name for r in results):
-        mine = [r for r in results if r.measured_on.model.name == name]
-        said = Counter(told(x.mended, x.cut) for r in mine for x in r.removals)
-        tally = ", ".join(f"{word} {n}" for word, n in sorted(said.items()))
-        lines.append(
-            f"{name}, {counted(len(mine), 'text')}: mended against cut, over {sum(said.values())} removals: {tally}."
-        )
+def _tally(words: Sequence[str]) -> list[object]:
+    return [words.count(word) for word in ("better", ALIKE, "worse")]
+
+
+def back(results: list[MendedOnOneText]) -> str:
+    """How often mending helped, and the share of the added loss that it takes back: least, median, most."""
+    rows: list[list[object]] = []
+    for name, mine in _of_model(results):
         for count in COUNTS:
+            some = [(r, x) for r in mine for x in r.removals if len(x.removed) == count]
             shares = [
                 float((x.cut.windows - x.mended.windows).mean() / (x.cut.windows - r.dense.windows).mean())
-                for r in mine
-                for x in r.removals
-                if len(x.removed) == count
+                for r, x in some
             ]
-            lines.append(
-                f"{name}, {count} layers removed: of the loss that the cut adds, mending takes back "
-                f"{percent(min(shares))} to {percent(max(shares))}, median {percent(float(np.median(shares)))}."
-            )
+            taken = [percent(share) for share in (min(shares), float(np.median(shares)), max(shares))]
+            rows.append([name, count, *_tally([told(x.mended, x.cut) for _, x in some]), *taken])
+    return table(("model", "removed", "better", ALIKE, "worse", "taken back: least", "median", "most"), rows)
+
+
+def beside(results: list[MendedOnOneText]) -> str:
+    """Mended against each other way, over runs of layers."""
+    rows: list[list[object]] = []
+    for name, mine in _of_model(results):
         for way in WAYS:
-            beside = Counter(told(x.mended, x.others[way]) for r in mine for x in r.removals if way in x.others)
-            if beside:
-                tally = ", ".join(f"{word} {n}" for word, n in sorted(beside.items()))
-                lines.append(
-                    f"{name}: mended against {way}, {counted(sum(beside.values()), 'run')} of layers: {tally}."
-                )
-        maps = Counter(form for r in mine for x in r.removals for form in x.maps)
-        lines.append(
-            f"{name}: of {sum(maps.values())} gaps the held-out loss chose "
-            f"{', '.join(f'{form} in {short(n)}' for form, n in maps.most_common())}."
-        )
-    return bullets(*lines)
+            words = [told(x.mended, x.others[way]) for r in mine for x in r.removals if way in x.others]
+            rows += [[name, way, *_tally(words)]] if words else []
+    return table(("model", "mended against", "better", ALIKE, "worse"), rows)
 
 
 main = on_each_text(measure, HERE)
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "{model}-{text}.json", written)

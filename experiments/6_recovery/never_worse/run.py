@@ -21,13 +21,14 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.by_commands import against, losses, run_once
-from experiments.common import Device, DType, job_folder, load, plain, read_text
-from experiments.statements import counted, ratio, runs, span, table
+from experiments.common import Device, DType, job_folder, load, plain, read_text, run_command
+from experiments.statements import bullets, ratio, runs, span, table
 from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
+WORDS = {"better": "better", "alike": "not told apart", "kept": "kept as it was", "worse": "worse"}
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,16 @@ def _told(output: Path) -> str:
 
 def written() -> dict[str, str]:
     results = [NeverWorse.load(path) for path in sorted(HERE.glob("*.json"))]
-    return {"setting": _setting(results), "table": _table(results), "summary": _summary(results)}
-
-
-def _setting(results: list[NeverWorse]) -> str:
-    lines = dict.fromkeys(f"- {r.measured_on.line()}; dense perplexity {ratio(r.dense)}" for r in results)
-    return "\n".join([*lines, ""])
+    steps = [_verdict(a, b).partition(":")[0] for r in results for a, b in pairwise(r.states)]
+    over = np.array([[float((s.windows - r.dense).mean()) for s in r.states] for r in results])
+    settings = dict.fromkeys(f"{r.measured_on.line()}; dense perplexity {ratio(r.dense)}" for r in results)
+    return {
+        "setting": bullets(*settings),
+        "table": _table(results),
+        "steps": str(len(steps)),
+        **{name: str(steps.count(word)) for name, word in WORDS.items()},
+        **dict(zip(("cut", "mended", "healed"), map(span, np.exp(over).T), strict=True)),
+    }
 
 
 def _table(results: list[NeverWorse]) -> str:
@@ -149,22 +154,6 @@ def _table(results: list[NeverWorse]) -> str:
     return table(head, rows)
 
 
-def _summary(results: list[NeverWorse]) -> str:
-    """How many steps ended better, worse or not told apart on text that nobody had seen, in one sentence."""
-    if not results:
-        return "No result yet."
-    steps = [_verdict(a, b).partition(":")[0] for r in results for a, b in pairwise(r.states)]
-    verdicts = ("better", "not told apart", "kept as it was", "worse")
-    found = ", ".join(f"{steps.count(word)} {word}" for word in verdicts if word in steps)
-    models, texts = ({name(r) for r in results} for name in (lambda r: r.measured_on.model.name, lambda r: r.text))
-    over = [span(np.exp([float((r.states[i].windows - r.dense).mean()) for r in results])) for i in range(3)]
-    return (
-        f"On {counted(len(models), 'model')} and {counted(len(texts), 'calibration text')}, a quarter of the layers "
-        f"removed, {len(steps)} steps (from cut to mended, from there to healed) end on a text that nobody had seen: "
-        f"{found}. Perplexity over that of the dense model: {over[0]} cut, {over[1]} mended, {over[2]} healed."
-    )
-
-
 def _verdict(before: State, after: State) -> str:
     """What the unseen text says of a step: better or worse by the paired interval, or not to be told apart."""
     if not after.written:
@@ -173,4 +162,4 @@ def _verdict(before: State, after: State) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "{model}-{text}.json", written)

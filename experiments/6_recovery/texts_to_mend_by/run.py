@@ -24,7 +24,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import BUILT_IN, Device, DType, job_folder, load, plain, read_text
+from experiments.common import BUILT_IN, Device, DType, job_folder, load, plain, read_text, run_command
 from experiments.statements import bullets, ratio, runs, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
@@ -59,14 +59,10 @@ class TextsToMendBy(Result):
     def over_cut(self, taught: Taught, scored: str = UNSEEN) -> np.ndarray:
         return taught.windows[scored] - self.cut[scored]
 
-    def perplexity(self, taught: Taught) -> float:
-        """On the unseen text, over that of the cut model."""
-        return float(np.exp(self.over_cut(taught).mean()))
-
-    def best(self, healed: bool, *names: str) -> Taught:
-        """The best of those that were mended, or healed, by a text of these names (of any, without)."""
-        some = [t for t in self.taught if t.healed == healed and (not names or t.by.startswith(names))]
-        return min(some, key=self.perplexity)
+    def self_over_builtin(self, healed: bool) -> np.ndarray:
+        """Losses by the text that the model wrote at temperature 1 less those by the built-in text."""
+        own, builtin = (next(t for t in self.taught if t.healed == healed and t.by == by) for by in reversed(HEALED))
+        return own.windows[UNSEEN] - builtin.windows[UNSEEN]
 
     def to_frame(self) -> pd.DataFrame:
         rows = [
@@ -175,7 +171,13 @@ def measure(
 
 def written() -> dict[str, str]:
     results = [TextsToMendBy.load(path) for path in sorted(HERE.glob("*.json"))]
-    return {"setting": setting(results), "taught": taught_by(results), "verdict": verdict(results)}
+    (one,) = results
+    return {
+        "setting": setting(results),
+        "taught": taught_by(results),
+        "mended": ratio(one.self_over_builtin(False)),
+        "healed": ratio(one.self_over_builtin(True)),
+    }
 
 
 def setting(results: list[TextsToMendBy]) -> str:
@@ -197,21 +199,5 @@ def _plain(name: str) -> str:
     return name.removesuffix(".tokens")
 
 
-def verdict(results: list[TextsToMendBy]) -> str:
-    lines = []
-    for r in results:
-        model = r.measured_on.model.name
-        for healed, state in ((False, "mended"), (True, "healed")):
-            if not any(t.healed == healed for t in r.taught):
-                continue
-            best, own, builtin = (r.best(healed, *names) for names in ((), ("self",), ("builtin",)))
-            lines.append(
-                f"{model}, {state}: {ratio(r.over_cut(best))} of the cut's perplexity by {_plain(best.by)}; without a "
-                f"text of the user's {ratio(r.over_cut(own))} by {own.by} and {ratio(r.over_cut(builtin))} by the "
-                f"built-in text, the former {ratio(own.windows[UNSEEN] - builtin.windows[UNSEEN])} times the latter."
-            )
-    return bullets(*lines)
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "{model}.json", written)

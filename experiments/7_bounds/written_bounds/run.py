@@ -15,6 +15,7 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.common import Again, Device, DType, draw, load, texts
+from experiments.statements import bullets, percent, runs, span, table
 from lyapunov_prune.bounds.distribution import EDGES
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.report.drawing import COLOURS, panels, svg
@@ -107,65 +108,55 @@ def figure(models: dict[str, Any]) -> str:
 
 
 def written() -> dict[str, str]:
-    """Markdown for each `<!-- NAME -->` of README.md, from written.json."""
+    """The tables and numbers of the page, from written.json."""
     models = json.loads(FILE.read_text(encoding="utf-8"))
-    lines = {name: [f"| {head} |", f"|{' --- |' * (head.count('|') + 1)}"] for name, head in _HEADS.items()}
-    for path, measured in models.items():
-        model = Path(path).name
-        for name, of in measured["compressions"].items():
-            lines["ratios"].append(
-                f"| {model} | {name} | {of['matrices']} | {of['inputs']:,} | {of['violations']} | "
-                + " | ".join(f"{of[key]:.3f}" for key in ("least", "median", "quantile_99", "largest"))
-                + " |"
-            )
-            lines["composed"].append(
-                f"| {model} | {name} | {of['error']:.3g} | {of['composed']:.3g} | {of['composed'] / of['error']:.1f} | "
-                f"{of['gamma']:.3g} | {of['certified']} of {of['predictions']} | {of['changed']} |"
-            )
-            lines["theorem-10"].append(
-                f"| {model} | {name} | {_span(of['align'])} | {_span(of['gain'])} | {_span(of['kappa'])} | "
-                f"{sum(of['meets'])} of {of['reached']} | {100 * np.mean(of['share']):.1f} % |"
-            )
-    parts = {name: "\n".join(rows) + "\n" for name, rows in lines.items()}
-    parts["measured-on"] = "".join(f"- {m['line']}; calibration: {m['calibration']}\n" for m in models.values())
-    said = (_verdict(Path(path).name, [*m["compressions"].values()]) for path, m in models.items())
-    parts["verdict"] = "".join(said)
-    return parts
+    named = [(Path(path).name, name, of) for path, m in models.items() for name, of in m["compressions"].items()]
+    every = [of for *_, of in named]
+    ratios = [
+        [model, name, of["matrices"], of["inputs"], of["violations"]]
+        + [float(of[key]) for key in ("least", "median", "quantile_99", "largest")]
+        for model, name, of in named
+    ]
+    composed = [
+        (model, name, of["error"], of["composed"], of["composed"] / of["error"], of["gamma"], _stay(of), of["changed"])
+        for model, name, of in named
+    ]
+    theorem = [
+        [model, name, *(_three(of[key]) for key in ("align", "gain", "kappa")), _met(of), percent(np.mean(of["share"]))]
+        for model, name, of in named
+    ]
+    return {
+        "measured-on": bullets(*(f"{m['line']}; calibration: {m['calibration']}" for m in models.values())),
+        "ratios": table(["model", "compression", *_RATIOS], ratios),
+        "composed": table(["model", "compression", *_COMPOSED], composed),
+        "theorem-10": table(["model", "compression", *_THEOREM], theorem),
+        "violations": str(sum(of["violations"] for of in every)),
+        "inputs": f"{sum(of['inputs'] for of in every):,}",
+        "median": span(of["median"] for of in every),
+        "largest": span(of["largest"] for of in every),
+        "quotient": span(of["composed"] / of["error"] for of in every),
+        "gamma": span(of["gamma"] for of in every),
+        "tokens": span(100 * float(np.mean(of["share"])) for of in every),
+    }
 
 
-_HEADS = {
-    "ratios": "model | compression | matrices | inputs | violations | least | median | 99 % | largest",
-    "composed": "model | compression | error after the last layer | composed estimate | quotient | γ | "
-    "predictions that cannot change | that did",
-    "theorem-10": "model | compression | align, by layer | gain | κ | layers that meet it | tokens that meet it",
-}
+_RATIOS = "matrices", "inputs", "violations", "least", "median", "99 %", "largest"
+_COMPOSED = "error after the last layer", "estimate", "quotient", "γ", "predictions proven to stay", "that changed"
+_THEOREM = "align, by layer", "gain", "κ", "layers that meet it", "tokens that meet it"
 
 
-def _span(numbers: list[float]) -> str:
+def _three(numbers: list[float]) -> str:
     """Least, median and largest of the layers."""
     return " / ".join(f"{value:.2g}" for value in np.quantile(numbers, (0, 0.5, 1)))
 
 
-def _verdict(model: str, every: list[dict[str, Any]]) -> str:
-    """What the numbers of a model say, in sentences."""
-    violations, inputs, reached = (sum(of[key] for of in every) for key in ("violations", "inputs", "reached"))
-    # An error reaches all layers but the first, so the first entry is of layer 1.
-    met = [k for of in every for k, meets in enumerate(of["meets"], start=1) if meets]
-    where = f" (layer {', '.join(map(str, sorted(set(met))))})" if met else ""
-    share = _range([100 * float(np.mean(of["share"])) for of in every])
-    gammas = [of["gamma"] for of in every]
-    eighth = "nothing" if min(gammas) >= 1 else "something where it is below one"
-    return (
-        f"- {model}: {violations} violations on {inputs:,} inputs; the median error is "
-        f"{_range([of['median'] for of in every])} of its bound, the largest "
-        f"{_range([of['largest'] for of in every])}. γ is {_range(gammas)}: "
-        f"Theorem 8 says {eighth}. Theorem 10's condition is met by {len(met)} of {reached} "
-        f"layers{where}, and by {share} % of the tokens, each on its own.\n"
-    )
+def _stay(of: dict[str, Any]) -> str:
+    return f"{of['certified']} of {of['predictions']}"
 
 
-def _range(numbers: list[float]) -> str:
-    return f"{min(numbers):.2g} to {max(numbers):.2g}"
+def _met(of: dict[str, Any]) -> str:
+    """An error reaches all layers but the first, so the first entry is of layer 1."""
+    return f"layer {runs(layer for layer, meets in enumerate(of['meets'], start=1) if meets)}, of {of['reached']}"
 
 
 if __name__ == "__main__":
