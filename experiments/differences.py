@@ -1,4 +1,4 @@
-"""Every statement of the experiments that differs from its paper, in one list: docs/differences.md."""
+"""Every statement of the chapters that differs from its paper, in one list: docs/differences.md."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-_SAID = "**Differs:**"
-_MARKED = re.compile(r"<!-- (?P<name>[\w. -]+) -->\n(?P<text>.*?)<!-- end -->", re.DOTALL)
+_ITEM = re.compile(r"^- \*\*Differs:\*\* (.*\n(?:  .*\n)*)", re.MULTILINE)
 
 
 def written() -> dict[str, str]:
-    """`all`: what the READMEs say between markers, under each experiment's title; `count`: how many they are."""
+    """`all`: what the pages say that differs, under chapter and section; `count`: how many statements these are."""
     parts: list[str] = []
     count = 0
-    for path in sorted(HERE.glob("*/*/README.md")):
+    for path in sorted([*HERE.glob("*/README.md"), *HERE.glob("*/*/README.md")]):
         text = path.read_text(encoding="utf-8")
-        if found := differing(text, path.parent):
-            title = text.partition("\n")[0].removeprefix("# ")
+        for section, found in sections(text).items():
             count += len(found)
-            parts += [f"**[{path.parent.name}](../{path.relative_to(HERE.parent)})**: {title}\n", *found, ""]
+            title = " · ".join(filter(None, [text.partition("\n")[0].removeprefix("# "), section]))
+            parts += [f"**[{title}](../{path.relative_to(HERE.parent)})**\n", *(f"- {line}" for line in found), ""]
     return {"all": "\n".join(parts) + "\n", "count": str(count)}
 
 
-def differing(readme: str, folder: Path) -> list[str]:
-    """List items; what was measured on another model than the built-in one begins with its name."""
-    found = []
-    for marked in _MARKED.finditer(readme):
-        model = marked["name"].partition(" ")[0]
-        on = f"{model}: " if (folder / model).is_dir() else ""
-        lines = (line.lstrip("- ") for line in marked["text"].splitlines())
-        found += [f"- {on}{line.removeprefix(_SAID).strip()}" for line in lines if line.startswith(_SAID)]
+def sections(page: str) -> dict[str, list[str]]:
+    """The list items of a page that begin with Differs, each as one line, by the heading above them."""
+    plain = re.sub(r"<!-- [^\n]+? -->", "", page)
+    found = {}
+    for part in re.split(r"^## ", plain, flags=re.MULTILINE):
+        heading, _, body = part.partition("\n")
+        if items := [" ".join(item.split()) for item in _ITEM.findall(body)]:
+            found["" if heading.startswith("# ") else heading] = items
     return found

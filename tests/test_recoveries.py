@@ -267,28 +267,26 @@ def test_reductions_replace_the_same_layers(tiny: Subject) -> None:
         replace(found, replaced=(replace(found.replaced[0], steps=np.array([2, 5])), *found.replaced[1:]))
 
 
-def test_the_verdict_on_the_default_follows_the_numbers(tiny: Subject) -> None:
+def test_reductions_are_held_against_the_plainest(tiny: Subject) -> None:
     found = REDUCTIONS.measure(tiny, (1,), 1, 1)
     items = found.of("identity", 1).after
     ramp = 0.01 * np.arange(items.shape[1])
 
     def moved(by: float) -> str:
         rows = tuple(replace(r, after=items + (by + ramp if r.reduction == "affine" else 0)) for r in found.replaced)
-        return REDUCTIONS.verdict(replace(found, replaced=rows))
+        row = next(
+            line for line in REDUCTIONS.against(replace(found, replaced=rows)).splitlines() if "`affine`" in line
+        )
+        return row.rpartition(",")[2].strip(" |")
 
-    assert "`affine`, after recovery better than another in" in moved(1.0)
-    assert "`identity`, after recovery better than another in" in moved(-2.0)
-    assert "nothing here speaks against it" in moved(-float(ramp.mean()))
+    assert [moved(by) for by in (1.0, -2.0, -float(ramp.mean()))] == ["better", "worse", "not to be told apart"]
 
 
-def test_the_verdict_on_the_choice_follows_the_numbers(tiny: Subject) -> None:
+def test_the_numbers_on_the_choice_follow_the_scores(tiny: Subject) -> None:
     joint(tiny)
     found = RIVALS.measure(tiny, 1, 1, None)
-    n = found.items.shape[-1]
-    flat = np.tile(0.01 * np.arange(n), (4, 1, 1))
-    first = RIVALS.verdict(replace(found, items=flat - np.array([0, 1, 1, 1])[:, None, None]))
-    assert "is the best measured" in first
-    assert "better than 3 and worse than 0" in first
-    second = RIVALS.verdict(replace(found, items=flat + np.array([0, 1, 0, 0])[:, None, None]))
-    assert "the best measured, (0, 4)," in second
-    assert "more than none" in second
+    flat = np.tile(0.01 * np.arange(found.items.shape[-1]), (4, 1, 1))
+    first = RIVALS.numbers(replace(found, items=flat - np.array([0, 1, 1, 1])[:, None, None]))
+    assert (first["better"], first["worse"], first["regret"].split()[0]) == ("3", "0", "+0")
+    second = RIVALS.numbers(replace(found, items=flat + np.array([0, 1, 0, 0])[:, None, None]))
+    assert (second["better"], second["worse"], second["regret"].split()[0]) == ("0", "1", "+1")

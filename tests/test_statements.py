@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -38,11 +37,7 @@ CLIFF = importlib.import_module("experiments.1_contraction.early_layer_cliff.run
 GREEDY = importlib.import_module("experiments.3_compression.greedy.run")
 METHODS = importlib.import_module("experiments.3_compression.methods.run")
 ALLOCATION = importlib.import_module("experiments.3_compression.allocation.run")
-SPACES = importlib.import_module("experiments.4_hierarchy.spaces.run")
-KINDS = importlib.import_module("experiments.4_hierarchy.two_kinds.run")
 DRIFT = importlib.import_module("experiments.4_hierarchy.drift.run")
-REACH = importlib.import_module("experiments.4_hierarchy.within_reach.run")
-JOINT = importlib.import_module("experiments.5_joint.joint_map.run")
 
 
 def parted(readme: str, written: dict[str, str]) -> list[str]:
@@ -63,32 +58,11 @@ EXAMINED = [
     "early_layer_cliff",
     "greedy",
     "allocation",
-    "drift",
-    "joint_map",
     "three_texts",
-    "reductions",
-    "disparity",
-    "joint",
-    "asymmetry",
-    "constant_bias",
-    "rivals",
-    "equal_time",
-    "reductions_recovered",
-    "mending",
     "best",
-    "goals",
-    "beyond_perplexity",
     "scales",
-    "healing_time",
-    "healed_spaces",
-    "sampled_decoding",
-    "verdicts",
-    "patterns",
-    "healing_ways",
     "search_curve",
-    "within_reach",
     "two_factors",
-    "texts_to_mend_by",
 ]
 
 
@@ -211,19 +185,6 @@ def test_the_verdict_on_bits_follows_the_numbers(allocation: CompressionTable) -
     assert "not to be told apart, 1 (1–1) of 6 bits evenly" in ALLOCATION.verdict_bits(made)
 
 
-def test_the_sign_of_drift_follows_the_numbers() -> None:
-    """The paper's sign is not known: what lies on one side of none agrees by one reading and differs by the other."""
-    heavy = DRIFT.measured()["heavy"]
-    said = "**Not decided:** heavy, token pooling: the correlation of drift with A is"
-    found = DRIFT.verdict({"heavy": heavy})
-    assert f"{said} −0.36" in found
-    assert "the interval holds −0.44." in found
-    turned = DRIFT.verdict({"heavy": replace(heavy, drift=-heavy.drift)})
-    assert f"{said} +0.36" in turned
-    assert "the interval holds +0.44." in turned
-    assert "**Differs:** heavy, energy pooling: the correlation of drift with rho is positive" in turned
-
-
 @pytest.mark.parametrize(
     ("spearman", "low", "high", "said"),
     [
@@ -267,70 +228,6 @@ def test_methods_are_paired_by_window_where_windows_were_kept() -> None:
     assert "**Not decided:** SparseGPT beats Wanda" in METHODS.against_the_papers(older)
     lower = replace(older["sparsegpt"], low=1.0, high=1.1)
     assert "**Agrees:** SparseGPT beats Wanda" in METHODS.against_the_papers(older | {"sparsegpt": lower})
-
-
-def test_the_verdict_on_kinds_of_tasks_follows_the_numbers() -> None:
-    chosen, answered = (KINDS.TaskScores.load(KINDS.HERE / f"{name}.json") for name in ("choices", "answers"))
-
-    def told(cycles: float, p: float) -> str:
-        scores = [replace(s, value=cycles) if s.metric == "collapsed" else s for s in answered.scores]
-        by_chance = {task.name: dict.fromkeys(chosen.models, p) for task in chosen.tasks}
-        return KINDS.against_the_paper(chosen, replace(answered, scores=tuple(scores)), by_chance)
-
-    for cycles, p, said in (
-        (1.0, 0.01, "Agrees"),
-        (1.0, 0.04, "Not decided"),
-        (0.6, 0.01, "Not decided"),
-        (0.0, 0.01, "Differs"),
-    ):
-        assert f"**{said}:** multiple choice hides" in told(cycles, p)
-    adjusted = KINDS.holm({"a": 0.04, "b": 0.01, "c": 0.03})
-    assert list(adjusted) == ["a", "b", "c"]
-    np.testing.assert_allclose(list(adjusted.values()), [0.06, 0.03, 0.06])
-
-
-def test_the_verdict_on_writing_is_one_a_model_and_follows_the_numbers() -> None:
-    found = REACH.Reach.load(REACH.HERE / "reach.json")
-    told = REACH.against_the_paper(found)
-    assert "**Agrees:** attention − 4: writing stays" in told
-    assert "**Not decided:** attention − 8: writing collapses" in told
-    dense, *others = found.rows
-    for right, said in ((dense.copying, ("Agrees", "Differs")), (~dense.copying, ("Differs", "Agrees"))):
-        rows = [replace(row, copying=right, adding=dense.adding) for row in others]
-        turned = REACH.against_the_paper(replace(found, rows=(dense, *rows)))
-        for name, word in zip(("MLP − 4: writing stays", "MLP − 8: writing collapses"), said, strict=True):
-            assert f"**{word}:** {name}" in turned
-
-
-def test_verdicts_of_spaces_follow_the_numbers() -> None:
-    found = SPACES.opened(SPACES.HERE / "spaces.json")
-    assert SPACES.of_the_mean(found).startswith("**Put right:**")
-    name = "attention left out, logits without their mean"
-    found[name] = found[name].assign(logit_without_mean=found[name].logit)
-    assert SPACES.of_the_mean(found).startswith("**Agrees:**")
-    found[name] = found[name].assign(hidden=found[name].logit / 2)
-    assert SPACES.of_the_mean(found).startswith("The logits' mean")
-    cold = found["temperatures"]
-    found["temperatures"] = cold.assign(probability_estimate=cold.probability)
-    assert SPACES.of_temperatures(found, 15).startswith("**Agrees:**")
-    found["violations"] = 3
-    assert "**3 violations**" in SPACES.checked(found)
-
-
-def test_the_published_map_is_held_against_the_numbers() -> None:
-    fitted, decision = (
-        JOINT.JointMap.load(JOINT.HERE / "map.json"),
-        JOINT.JointDecision.load(JOINT.HERE / "decision.json"),
-    )
-    beside = json.loads((JOINT.HERE / "beside.json").read_text(encoding="utf-8"))
-    told = JOINT.verdict(fitted, decision, beside)
-    assert "**Differs:** the leave-two-out RMSE is 0.618 (published: 0.487)" in told
-    assert "**Differs:** the pair kept is (10/12, 6/12) (published: (8/12, 8/12)" in told
-    same = replace(fitted, errors={2: 0.487})
-    theirs = replace(decision, predicted=-np.abs(decision.pairs[:, 0] - 4.0))
-    told = JOINT.verdict(same, theirs, beside)
-    assert "**Agrees:** the leave-two-out RMSE is 0.487" in told
-    assert "**Agrees:** the pair kept is (8/12, 8/12)" in told
 
 
 def test_the_verdict_on_the_greedy_order_follows_the_numbers() -> None:

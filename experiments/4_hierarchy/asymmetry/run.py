@@ -18,12 +18,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import typer
 from scipy import stats
 
-from experiments.common import Device, DType, draw, of_model
+from experiments.common import Device, DType, draw, of_model, run_command
 from experiments.recoveries import VIT
-from experiments.statements import bullets, counted, decided, interval, percent, runs, short, span, table
+from experiments.statements import bullets, counted, interval, percent, short, table
 from experiments.taught import Taught, numbers, taught
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation import score
@@ -355,9 +354,8 @@ def written(folder: Path = HERE) -> dict[str, str]:
     return {
         "setting": setting(found),
         "drop": drops(found),
-        "gap": gaps(found),
         "steps": by_steps(found),
-        "verdict": verdict(found),
+        "regained": regained(found),
     }
 
 
@@ -399,20 +397,9 @@ def drops(found: Asymmetry) -> str:
     )
 
 
-def gaps(found: Asymmetry) -> str:
-    head = ("optimizer", "removed", "gap at the end: attentions", "activations", "activation − attention, 95 % by item")
-    return table(
-        head,
-        [
-            (LABELS[name], depth(p), p.attention, p.activation, between((p.between, p.low, p.high)))
-            for name in found.chosen
-            for p in found.of("gap", name)
-        ],
-    )
-
-
 def by_steps(found: Asymmetry) -> str:
-    head = ("optimizer", "removed", "steps to half: attentions", "activations", "attention / activation, 95 % by item")
+    quotient = ("attention / activation, 95 % by item", "over seeds")
+    head = ("optimizer", "removed", "steps to half: attentions", "activations", *quotient)
 
     def taken(steps: float) -> str:
         """The steps of one type; those of a type that never regains half are not known."""
@@ -424,10 +411,11 @@ def by_steps(found: Asymmetry) -> str:
         for p in found.of("steps", name):
             if p.removed:
                 quotient = bound(found, [p]) + interval(p.between, p.low, p.high) if p in depths else None
-                rows.append((LABELS[name], depth(p), taken(p.attention), taken(p.activation), quotient))
+                rows.append((LABELS[name], depth(p), taken(p.attention), taken(p.activation), quotient, None))
         if depths:
             over = bound(found, depths) + interval(*over_depths(found, name))
-            rows.append((LABELS[name], "all these depths", None, None, over))
+            _, low, high = over_seeds(found, name, "steps")
+            rows.append((LABELS[name], "all these depths", None, None, over, f"{short(low)} to {short(high)}"))
     return table(head, rows)
 
 
@@ -463,95 +451,19 @@ def depth(p: Paired) -> str:
     return str(p.removed) if p.removed else "all depths"
 
 
-def verdict(found: Asymmetry) -> str:
-    model = found.measured_on[1].model
-    whole = found.of("drop")[-1]
-    larger = sum(p.low > 0 for p in found.of("drop")[:-1])
-    smaller = sum(p.high < 0 for p in found.of("drop")[:-1])
-    lines = [
-        f"One model of {model.num_layers} layers ({model.name}) on one set of data; the paper has other vision "
-        "transformers, ImageNet and many epochs. The slice that scores is also the one that chose the rates.",
-        decided(
-            whole.low > 0,
-            whole.high < 0,
-            f"the drop at once: an activation less costs {between((whole.between, whole.low, whole.high))} "
-            f"{unit(found)} more than an attention less, as a mean over depths; significantly more at {larger}, less "
-            f"at {smaller} of {len(found.of('drop')) - 1} depths.",
-        ),
-    ]
-    for name in found.chosen:
-        depths = known(found, name)
-        if not depths:
-            lines.append(
-                f"**Not decided:** {LABELS[name]}: no depth at which both types lose more than noise and half "
-                "of it is regained."
-            )
-            continue
-        by_item, by_seed = over_depths(found, name), over_seeds(found, name, "steps")
-        low, high = np.nanmin([by_item[1], by_seed[1]]), np.nanmax([by_item[2], by_seed[2]])
-        ends = slow(found, depths)
-        lines.append(
-            decided(
-                low > 1 and "activation" not in ends,
-                high < 1 and "attention" not in ends,
-                f"{LABELS[name]}: attentions take {bound(found, depths)}{interval(*by_item)} times as many steps as "
-                f"activations to regain half of the drop ({short(by_seed[1])}–{short(by_seed[2])} over seeds), as a "
-                f"geometric mean over {counted(len(depths), 'depth')}. {capped(found, name)} "
-                f"{claimed(found, depths, low, high)}",
-            )
-        )
-    for name in found.chosen:
-        end, by_seed = found.of("gap", name)[-1], over_seeds(found, name, "gap")
-        low, high = min(end.low, by_seed[1]), max(end.high, by_seed[2])
-        less = "activations end" if high < 0 else "attentions end" if low > 0 else "neither type ends"
-        lines.append(
-            f"{LABELS[name]}: {less} nearer to the dense model: the gap of activations less that of attentions is "
-            f"{between((end.between, end.low, end.high))} {unit(found)} by item and "
-            f"{short(by_seed[1])} to {short(by_seed[2])} over seeds.".replace(" -", " −")
-        )
-    lines.append(share(found))
-    return bullets(*lines)
-
-
-def capped(found: Asymmetry, optimizer: str) -> str:
-    """What is said of recoveries that end before half is regained."""
-    depths = known(found, optimizer)
-    ends = slow(found, depths)
-    counts = " and ".join(f"{ends.count(kind)} of {kind}s" for kind in dict.fromkeys(ends))
-    lines = [f"Half is not regained by {counts}, which count as {found.marks[-1]} steps."] if ends else []
-    if left := [p.removed for p in found.of("steps", optimizer) if p.removed and p not in depths]:
-        lines.append(
-            f"Left out: {runs(left)} removed, where neither type regains half; an interval by item without that was "
-            "not kept."
-        )
-    return " ".join(lines) or "Half is regained everywhere."
-
-
-def claimed(found: Asymmetry, depths: list[Paired], low: float, high: float) -> str:
-    """Whether the proposition's quotient is reached, so far as the recoveries were long enough to tell."""
-    claim = f"the proposition's {CLAIM[0]:g} to {CLAIM[1]:g} times is reached"
-    if found.marks[-1] < CLAIM[0]:
-        return f"Whether {claim} cannot be told: in {found.marks[-1]} steps no quotient is above {found.marks[-1]}."
-    if low < CLAIM[0] and "attention" in slow(found, depths):
-        return f"Whether {claim} cannot be told: attentions were not followed until half is regained."
-    return f"That {claim} is {'wrong here' if high < CLAIM[0] else 'not excluded' if low < CLAIM[0] else 'so here'}."
-
-
-def share(found: Asymmetry) -> str:
-    """How much of the drop is regained in the end."""
+def regained(found: Asymmetry) -> str:
+    """The share of the mean drop that is regained in the end; the gap of activations less that of attentions there."""
     drop = found.of("drop")[-1]
-    parts = []
+    rows = []
     for name in found.chosen:
         gap = found.of("gap", name)[-1]
-        regained = [regained_of(getattr(drop, kind), getattr(gap, kind)) for kind in TYPES]
-        parts.append(f"by {LABELS[name]} attentions {regained[0]}, activations {regained[1]}")
-    depths = [p.removed for p in found.of("drop") if p.removed]
-    return f"Regained of the mean drop over depths of {span(map(float, depths))}: {'; '.join(parts)}."
-
-
-def regained_of(drop: float, gap: float) -> str:
-    return percent(1 - gap / drop) if drop > 0 else "nothing, as nothing was lost"
+        shares = [
+            percent(1 - getattr(gap, kind) / lost) if (lost := getattr(drop, kind)) > 0 else None for kind in TYPES
+        ]
+        rows.append((LABELS[name], *shares, between((gap.between, gap.low, gap.high))))
+    head = ("optimizer", "regained: attentions", "activations", f"gap left, activation − attention, {unit(found)}")
+    return table(head, rows)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / FILE, written)

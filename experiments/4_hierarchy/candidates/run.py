@@ -20,9 +20,9 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, of_model, read_text
+from experiments.common import Device, DType, draw, load, of_model, read_text, run_command
 from experiments.hierarchies import PROMPTS, as_json, cell, interval, kept, makers, opened, percent, records
-from experiments.statements import bullets, decided, short, span, table, verdict
+from experiments.statements import short, span, table
 from lyapunov_prune.data.choices import tokenize
 from lyapunov_prune.predictions.softmax import log_softmax
 from lyapunov_prune.progress import track
@@ -289,7 +289,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "survival": survival(found),
         "shifts": shifts(found),
         "certificate": certificate(found),
-        "verdict": against_the_paper(found),
+        **numbers(found),
     }
 
 
@@ -334,77 +334,26 @@ def shifts(found: dict[str, Any]) -> str:
 
 
 def certificate(found: dict[str, Any]) -> str:
-    answers, violations = found["choices"], found["violations of the certificate"]
-    lines = []
+    """How many choices are proven to stay; how far the state moves of how far it may, medians of the sets of items."""
+    rows = []
     for model in MODELS:
-        part = answers[answers.model == model].dropna(subset=["moved_by_radius_median"])
-        lines.append(
-            f"{model}: {part.certified.sum()} of {part.decided.sum()} proven; the state moves "
-            f"{span(part.moved_by_radius_median)} times the radius in the median of a set of items."
-        )
-    said = "**No violation.**" if violations == 0 else f"**{violations} violations.**"
-    return f"{said}\n\n{bullets(*lines)}"
+        part = found["choices"][found["choices"].model == model].dropna(subset=["moved_by_radius_median"])
+        proven = f"{part.certified.sum()} of {part.decided.sum()}"
+        rows.append([model, proven, int(part.violations.sum()), span(part.moved_by_radius_median)])
+    return table(["", "proven to stay", "violations", "state moved / radius"], rows)
 
 
-def against_the_paper(found: dict[str, Any]) -> str:
-    answers, moved = found["choices"], found["shifts"].set_index("model")
-    letters, words = ({model: pooled(answers, model, form) for model in MODELS} for form in FORMS)
-    exact, strong = moved.loc["8 bits, a row"], moved.drop("8 bits, a row")
-    mlp, n = letters["MLP − 8"], letters["MLP − 8"]["n"]
-    less, log = moved.top_probability / moved.options_probability, moved.options_log / moved.top_log
-    taken = found["likeliest option of all items, dense, letters"]
+def numbers(found: dict[str, Any]) -> dict[str, str]:
+    """By letters: the option that the dense model takes most, and its accuracy on ARC-Easy."""
+    answers, taken = found["choices"], found["likeliest option of all items, dense, letters"]
     letter = max(taken, key=taken.get)
     arc = answers[(answers["items"] == "arc_easy") & (answers.form == "letters")].accuracy_dense.iloc[0]
-    right = "; ".join(
-        f"{items} {short(100 * part.accuracy_dense.iloc[0])} % right, {span(100 * part.accuracy)} % by the five models"
-        for items, part in answers[answers.form == "texts"].groupby("items", sort=False)
-    )
-    stays = {name: span(100 * words[m][name] for m in strong.index) for name in ("same_choice", "same_top")}
-    inside = found[f"items with an option among the {TOP} likeliest tokens, dense, letters"]
-    return bullets(
-        outliving(
-            [letters[m] for m in strong.index],
-            "by letters the choice outlives the likeliest token of the vocabulary, with 8 MLPs gone in "
-            f"{short(100 * mlp['same_choice'])} against {short(100 * mlp['same_top'])} %; the probabilities of options "
-            f"move {span(less)} times less than those of the {TOP} likeliest tokens.",
-        ),
-        verdict(
-            log.max() < 1 / 2,
-            f"in log-probabilities, which decide, options move {span(log)} times as far as the likeliest tokens do. A "
-            "part of it is a shift common to all options, which changes no choice; without it they move "
-            f"{span(strong.options_log_centred)} nats (8 bits: {short(exact.options_log_centred)}), and lie "
-            f"{short(exact.options_spread)} from their mean.",
-            no="Put right",
-        ),
-        verdict(
-            arc > 0.25 + 0.1,
-            f"a choice that survives need not be a good one: by letters the dense model takes {letter} in "
-            f"{taken[letter]} of {n} items (ARC-Easy: {short(100 * arc)} % right, chance is 25 %).",
-            no="Put right",
-        ),
-        outliving(
-            [words[m] for m in strong.index],
-            f"by texts choices survive in {stays['same_choice']} % (8 bits: "
-            f"{short(100 * words[exact.name]['same_choice'])}), the likeliest token in {stays['same_top']} %. "
-            f"{right}: differences within the noise of so few items; experiment 20 has more.",
-        ),
-        verdict(
-            int(inside.split()[0]) * 2 < n,
-            f"options are among the {TOP} likeliest tokens in {inside} items here (the paper: in the tail).",
-        ),
-    )
-
-
-def outliving(pooled: Sequence[dict[str, Any]], statement: str) -> str:
-    """Whether choices stay more often than the likeliest token, where intervals lie apart: no items to pair were kept.
-
-    Of models that change something: where all stays neither outlives the other.
-    """
-    longer = [row["same_choice_low"] > row["same_top_high"] for row in pooled]
-    shorter = any(row["same_choice_high"] < row["same_top_low"] for row in pooled)
-    told = f"By intervals alone, as no items to pair were kept, it is told with {sum(longer)} of {len(longer)} models"
-    return decided(all(longer), shorter, f"{statement} {told} (8 bits left out).")
+    return {
+        "taken": f"{letter} in {taken[letter]} of {sum(taken.values())}",
+        "arc": short(100 * arc),
+        "among": found[f"items with an option among the {TOP} likeliest tokens, dense, letters"],
+    }
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "candidates.json", written)

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import typer
 from scipy import stats
 from transformers import PreTrainedModel
 
-from experiments.common import Again, Device, DType, draw, is_kept, load, read_text
-from experiments.statements import bullets, counted, interval, runs, short, signed, table
+from experiments.common import Device, DType, draw, load, read_text, run_command
+from experiments.statements import bullets, interval, runs, short, signed, table
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.hooks import run_through
 from lyapunov_prune.forward.reading import read
@@ -66,10 +65,7 @@ def main(
     device: Device = "auto",
     dtype: DType = None,
     text: str = "builtin",
-    again: Again = False,
 ) -> None:
-    if is_kept(HERE / f"{model}.json", again):
-        return
     loaded = load(model, device, dtype)
     batch = read_text(loaded, text, GROUPS * WINDOWS * CONTEXT, CONTEXT)
     found = measure(loaded.model, batch)
@@ -129,8 +125,10 @@ def figure(found: Disparity) -> str:
 
 def written() -> dict[str, str]:
     results = [Disparity.load(path) for path in sorted(HERE.glob("*.json"))]
-    return {"setting": bullets(*(r.headline() for r in results)), "disparity": disparity(results)} | {
-        "verdict": verdict(results)
+    return {
+        "setting": bullets(*(r.headline() for r in results)),
+        "disparity": disparity(results),
+        "order": order(results),
     }
 
 
@@ -145,32 +143,18 @@ def disparity(results: list[Disparity]) -> str:
     return table(head, rows)
 
 
-def verdict(results: list[Disparity]) -> str:
-    lines = [f"{counted(len(results), 'model')}, one text each; intervals are over groups of windows."]
+def order(results: list[Disparity]) -> str:
+    """How well orders from two groups of windows agree, and the first that an order across types would take."""
+    head = ("model", "orders agree, attentions", "activations", f"first {TAKEN}: attentions", "activations")
+    rows = []
     for found in results:
-        middle, low, high = spread(found.ratio)
-        says = "attentions have" if low > 1 else "activations have" if high < 1 else "neither type has"
-        lines.append(
-            f"{found.name}: {says} the larger gradient, attention over activation {interval(middle, low, high)}. The "
-            "proposition's numbers give activations a hundred to a thousand times more, its text ten to a hundred, and "
-            "the rebuttal says that attention dominates."
-        )
-        kept = {name: agreement(getattr(found, name)) for name in ("attention", "activation")}
-        lines.append(
-            f"{found.name}: orders from two groups of {found.windows} windows agree by a rank correlation of "
-            f"{signed(kept['attention'])} for attentions and {signed(kept['activation'])} for activations, as "
-            "means over pairs."
-        )
         worth = np.concatenate([found.attention.mean(0), found.activation.mean(0)])
         count = found.attention.shape[1]
         taken = np.argsort(worth, kind="stable")[:TAKEN]
-        lines.append(
-            f"{found.name}: an order across types would take {sum(taken < count)} attentions (layers "
-            f"{runs(taken[taken < count].tolist())}) and {sum(taken >= count)} activations (layers "
-            f"{runs((taken[taken >= count] - count).tolist())}) as the first {TAKEN}."
-        )
-    return bullets(*lines)
+        layers = runs(taken[taken < count].tolist()), runs((taken[taken >= count] - count).tolist())
+        rows.append((found.name, signed(agreement(found.attention)), signed(agreement(found.activation)), *layers))
+    return table(head, rows)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "{model}.json", written)

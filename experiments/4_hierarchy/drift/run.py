@@ -9,10 +9,9 @@ beside this file. What they say goes into README.md by `make tables`.
 from pathlib import Path
 
 import numpy as np
-import typer
 
-from experiments.common import RANK, SPARSITY, Device, DType, inputs, of_model
-from experiments.statements import bullets, short, signed, stated, table
+from experiments.common import RANK, SPARSITY, Device, DType, inputs, of_model, run_command
+from experiments.statements import bullets, signed, stated, table
 from lyapunov_prune.sensitivity import AmplificationDrift, amplification_drift
 from lyapunov_prune.sensitivity.amplification import PAPER
 
@@ -51,7 +50,7 @@ def of_all_models() -> list[tuple[str, AmplificationDrift]]:
 
 def written(folder: Path = HERE) -> dict[str, str]:
     results = measured(folder)
-    return {"setting": setting(results), "correlations": correlations(results), "verdict": verdict(results)}
+    return {"setting": setting(results), "correlations": correlations(results), "first": first(results)}
 
 
 def setting(results: dict[str, AmplificationDrift]) -> str:
@@ -73,25 +72,13 @@ def correlations(results: dict[str, AmplificationDrift]) -> str:
     return table(header, rows)
 
 
-def verdict(results: dict[str, AmplificationDrift]) -> str:
-    """Every correlation with A held against the paper's, and those with ρ alone against its none."""
-    lines = []
+def first(results: dict[str, AmplificationDrift]) -> str:
+    """Mean drift from a component of layer 0, and from one of the others."""
+    rows = []
     for name, result in results.items():
-        for _, row in result.to_frame().iterrows():
-            said = f"{name}, {row.pooling} pooling: the correlation of drift with {row['drift with']} is "
-            if row["drift with"] == "A":
-                lines.append(beside_the_paper(said, row.spearman, row.low, row.high))
-                continue
-            sign = "positive" if row.low > 0 else "negative" if row.high < 0 else "not to be told from none"
-            found = f"{signed(row.spearman)}, {signed(row.low)} to {signed(row.high)}"
-            none = row.low <= 0 <= row.high
-            lines.append(stated(f"{said}{sign}: {found} by layer (the paper: none).", "Agrees" if none else "Differs"))
-        first = np.array(result.layers) == 0
-        lines.append(
-            f"{name}: mean drift {short(result.drift[first].mean())} from a component of layer 0, "
-            f"{short(result.drift[~first].mean())} from one of the others."
-        )
-    return bullets(*lines)
+        of = np.array(result.layers) == 0
+        rows.append([name, float(result.drift[of].mean()), float(result.drift[~of].mean())])
+    return table(["mean drift of a component", "layer 0", "other layers"], rows)
 
 
 def beside_the_paper(said: str, spearman: float, low: float, high: float) -> str:
@@ -112,4 +99,4 @@ def beside_the_paper(said: str, spearman: float, low: float, high: float) -> str
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "heavy.json", written)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-import typer
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from scipy import stats
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments import statements
-from experiments.common import Device, DType, draw, load, of_model, texts
+from experiments.common import Device, DType, draw, load, of_model, run_command, texts
 from experiments.hierarchies import (
     as_json,
     cell,
@@ -36,7 +35,7 @@ from experiments.hierarchies import (
     records,
     summarise,
 )
-from experiments.statements import bullets, goes_with, ranked, short, span, table, verdict
+from experiments.statements import ranked, short, table
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import walk
@@ -60,7 +59,6 @@ SPACES = {"state": COLOURS["blend"], "logits": COLOURS["rho"], "probabilities": 
 MEASURES = (*SPACES, "kl")
 OTHER = "another prompt"
 SHOWN = ("attention − 4", PAPERS, "MLP − 4", "MLP − 8", "layers − 8", "Wanda 50 %", "4 bits, a row")
-ALIKE = 0.15  # how far perplexities may lie apart that are compared as one
 
 
 def main(
@@ -273,7 +271,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "outcomes": outcomes(found),
         "similarity": similarity(found),
         "texts": texts_of(found),
-        "verdict": against_the_paper(found),
+        **numbers(found),
     }
 
 
@@ -335,60 +333,16 @@ def texts_of(found: dict[str, Any]) -> str:
     return table(["", "text"], [[name, re.sub(r"\s+", " ", row[name]).strip()] for name in ("dense", *SHOWN)])
 
 
-def against_the_paper(found: dict[str, Any]) -> str:
-    models, prompts, other = found["models"].set_index("model"), found["prompts"], found[OTHER].iloc[0]
-    own, exact, rounded = (models.loc[name] for name in (PAPERS, "8 bits, a row", "4 bits, a row"))
-    order = found["rank correlation of the first difference with ratio, over models"]
-    alike = models[(models.ratio / rounded.ratio - 1).abs() < ALIKE].drop(rounded.name)
-    lower = (models.kl_before < models.kl_first).sum()
-    upset = (models.logits_before < models.probabilities_before).sum()
-    before = models.prompts_before
-    cycles = ", ".join(f"{n} ({name})" for name, n in models.collapsed.items() if n)
-    return bullets(
-        verdict(
-            all(own[f"{space}_first"] > own[f"{space}_after"] for space in SPACES)
-            and own.probabilities_first < min(own.state_first, own.logits_first),
-            f"{PAPERS}: the first step is more alike than what follows the parting, in every space, and at it the "
-            f"probabilities are the least alike ({short(own.probabilities_first)} against {short(own.state_first)} and "
-            f"{short(own.logits_first)}).",
-        ),
-        goes_with(
-            order[0],
-            len(models),
-            "the median step at which the texts part falls with the perplexity: rank correlation "
-            f"{ranked(order[0], len(models))} over {len(models)} models.",
-            -1,
-        ),
-        verdict(
-            rounded.first_difference > alike.first_difference.max(),
-            f"rounding costs less than pruning, even at the same perplexity: 4 bits a row ({short(rounded.ratio)} × "
-            f"dense) part at step {short(rounded.first_difference)}; {', '.join(alike.index)} ({span(alike.ratio)} × "
-            f"dense) at {span(alike.first_difference)}, medians.",
-        )
-        if len(alike)
-        else f"**Cannot be compared:** rounding with pruning at the same perplexity. 4 bits a row leave "
-        f"{short(rounded.ratio)} × dense, and no other model comes within {statements.percent(ALIKE)} of that.",
-        verdict(
-            2 * lower < len(models),
-            f"while both models read the same text, KL is lower after the first step than at it in {lower} of "
-            f"{len(models)} models: it does not build up, it jumps when the texts part. Then two different texts are "
-            f"compared: {PAPERS} has a cosine of {short(own.logits_after)} in logits and "
-            f"{short(own.probabilities_after)} in probabilities, the dense model on another prompt "
-            f"{short(other.logits)} and {short(other.probabilities)}. Rounding to 8 bits, {short(exact.ratio)} × "
-            f"dense in perplexity, parts in {prompts - exact.same_to_the_end} of {prompts} prompts and then stands at "
-            f"{cell(exact, 'kl_after')} nats.",
-            no="Put right",
-        ),
-        verdict(
-            2 * upset < len(models),
-            "while both models read the same text, after the first step, logits are less alike than probabilities in "
-            f"{upset} of {len(models)} models, on {before.min()} to {before.max()} prompts each: no more than an "
-            "indication.",
-        ),
-        f"Texts of {prompts} that end in a cycle: {cycles}. {PAPERS}: {own.collapsed} end in a cycle, {own.ended} are "
-        "ended early by the model.",
-    )
+def numbers(found: dict[str, Any]) -> dict[str, str]:
+    """`jumps` and `upset` are of the steps at which both models have read the same text, after the first."""
+    models, of = found["models"], len(found["models"])
+    order = found["rank correlation of the first difference with ratio, over models"][0]
+    return {
+        "order": ranked(order, of),
+        "jumps": f"{(models.kl_before < models.kl_first).sum()} of {of}",
+        "upset": f"{(models.logits_before < models.probabilities_before).sum()} of {of}",
+    }
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "generation.json", written)

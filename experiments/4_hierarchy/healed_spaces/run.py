@@ -21,10 +21,9 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, job_folder, load, of_model, read_text
-from experiments.statements import bullets, decided, interval, ratio, runs, short, table
+from experiments.common import Device, DType, job_folder, load, of_model, read_text, run_command
+from experiments.statements import bullets, interval, ratio, runs, table
 from lyapunov_prune.data.batch import require_disjoint
-from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.ranking.table import DEFAULT
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
 from lyapunov_prune.results.store import Store
@@ -120,7 +119,7 @@ def compared(
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = HealedSpaces.load(folder / "spaces.json")
-    return {"setting": setting(found), "spaces": spaces(found), "verdict": verdict(found)}
+    return {"setting": setting(found), "spaces": spaces(found), **left(found)}
 
 
 def setting(found: HealedSpaces) -> str:
@@ -147,35 +146,17 @@ def amplified(state: Spaces) -> np.ndarray:
     return np.log(state.turned[:, 2] / state.turned[:, 0])
 
 
-def verdict(found: HealedSpaces) -> str:
-    """What mending and healing take from each space, paired by prompt."""
+def left(found: HealedSpaces) -> dict[str, str]:
+    """Of what the cut turns, what is left in each space, a geometric mean over prompts; its logits over its state."""
     cut, *others = found.states
-    h, z, p = cut.turned.T
-    logits, probabilities = np.log(z / h), np.log(p / h)
-    less, more = interval_of(logits), interval_of(probabilities)
-    lines = [
-        decided(
-            less[1] < 1 < more[0],
-            less[0] > 1 or more[1] < 1,
-            f"cut, the logits turn {ratio(logits)} times as much as the state, the probabilities "
-            f"{ratio(probabilities)} times (paper: less, and more).",
-        )
-    ]
-    for state in others:
-        left = [ratio(np.log(after / before)) for before, after in zip(cut.turned.T, state.turned.T, strict=True)]
-        change = amplified(state) - amplified(cut)
-        test = stats.ttest_1samp(change, 0)
-        side = "less" if change.mean() < 0 else "more"
-        told = f"{side} than the cut's" if test.pvalue < 0.05 else "not told from the cut's"
-        each = ", ".join(f"{share} of the {space}" for share, space in zip(left, SPACES, strict=True))
-        lines.append(
-            f"{state.state}: of what the cut turns there is left, in the mean over prompts, {each}; the probabilities "
-            f"turn {ratio(amplified(state))} times as much as the state ({told}); KL "
-            f"{short(float(np.exp(np.log(state.kl / cut.kl).mean())))} of the cut's on the dense text, "
-            f"{short(float(np.exp(np.log(state.kl_own / cut.kl_own).mean())))} on its own."
-        )
-    return bullets(*lines)
+    shares = {
+        f"{state.state}-{space.split()[0]}": ratio(np.log(after / before))
+        for state in others
+        for space, before, after in zip(SPACES, cut.turned.T, state.turned.T, strict=True)
+    }
+    h, z, _ = cut.turned.T
+    return {"z-over-h": ratio(np.log(z / h)), **shares}
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "spaces.json", written)

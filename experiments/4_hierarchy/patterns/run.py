@@ -23,17 +23,15 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from scipy import stats
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from experiments.common import Device, DType, job_folder, load, of_model, plain, read_text
+from experiments.common import Device, DType, job_folder, load, of_model, plain, read_text, run_command
 from experiments.hierarchies import interval, patterned, share_kept, taken
-from experiments.statements import bullets, decided, percent, ratio, table
+from experiments.statements import bullets, percent, ratio, table
 from experiments.statements import interval as said
 from lyapunov_prune.data.choices import ChoiceItem, load_items
 from lyapunov_prune.data.text import adds_bos
-from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.linalg import lift
@@ -145,7 +143,7 @@ def measured(
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = Patterns.load(folder / "patterns.json")
-    return {"setting": bullets(found.headline()), "patterns": patterns(found), "verdict": verdict(found)}
+    return {"setting": bullets(found.headline()), "patterns": patterns(found), "chance": percent(found.chance)}
 
 
 def in_percent(values: np.ndarray) -> str:
@@ -153,63 +151,22 @@ def in_percent(values: np.ndarray) -> str:
 
 
 def patterns(found: Patterns) -> str:
-    head = ("", "right", "− dense, points", "the dense option taken", "perplexity of the answer", "dense text kept")
+    answer = ("perplexity of the answer", "× the row before")
+    head = ("", "right", "− dense, points", "the dense option taken", *answer, "dense text kept")
     dense = found.rows[0]
-    rows: list[tuple[object, ...]] = [("dense", in_percent(found.right(dense)), None, None, ratio(dense.losses), None)]
-    for row in found.rows[1:]:
-        right = found.right(row)
-        change = said(*(100 * interval(right - found.right(dense)))).replace("-", "−")
-        same = in_percent((row.taken == dense.taken).astype(float))
-        worse = f"{ratio(row.losses - dense.losses)} × dense"
-        rows.append((row.model, in_percent(right), change, same, worse, in_percent(found.kept(row))))
+    right = in_percent(found.right(dense))
+    rows: list[tuple[object, ...]] = [("dense", right, None, None, ratio(dense.losses), None, None)]
+    for method in METHODS:
+        before = dense
+        for pattern in PATTERNS:
+            row = found.row(f"{method} {pattern}")
+            change = said(*(100 * interval(found.right(row) - found.right(dense)))).replace("-", "−")
+            same = in_percent((row.taken == dense.taken).astype(float))
+            worse = f"{ratio(row.losses - dense.losses)} × dense", ratio(row.losses - before.losses)
+            rows.append((row.model, in_percent(found.right(row)), change, same, *worse, in_percent(found.kept(row))))
+            before = row
     return table(head, rows)
 
 
-def verdict(found: Patterns) -> str:
-    dense = found.rows[0]
-    above = float(found.right(dense).mean()) - found.chance
-    p = float(
-        stats.binomtest(int(found.right(dense).sum()), len(found.gold), found.chance, alternative="greater").pvalue
-    )
-    lines = []
-    for method in METHODS:
-        rows = [found.row(f"{method} {pattern}") for pattern in PATTERNS]
-        left = [(float(found.right(row).mean()) - found.chance) / above for row in rows]
-        each = ", ".join(f"{name} {percent(x)}" for name, x in zip(PATTERNS, left, strict=True))
-        told = [name for name, row in zip(PATTERNS, rows, strict=True) if loses(found, row)]
-        mild = [interval(found.right(row) - found.right(dense)) for row in rows]
-        lines.append(
-            decided(
-                all(low > -above / 2 for _, low, _ in mild),
-                any(high < -above / 2 for *_, high in mild),
-                f"{method}, {found.choices}: the loss is mild; of what the dense model has above guessing "
-                f"({percent(above)}, p {p:.2g}) there is left {each}; a loss is told with {', '.join(told) or 'none'}.",
-            )
-        )
-        steps = [after.losses - before.losses for before, after in zip([dense, *rows], rows, strict=False)]
-        changes = [interval_of(x) for x in steps]
-        lines.append(
-            decided(
-                all(low > 1 for low, _ in changes),
-                any(high < 1 for _, high in changes),
-                f"{method}, {found.questions}: the more structured, the worse; perplexity of the answer "
-                f"{', then '.join(f'{name} {ratio(x)}' for name, x in zip(PATTERNS, steps, strict=True))} times that "
-                "of the one before.",
-            )
-        )
-        same = [percent(float((row.taken == dense.taken).mean())) for row in rows]
-        text = [percent(float(found.kept(row).mean())) for row in rows]
-        lines.append(
-            f"{method}: of the dense model's choices stay {', '.join(same)}, of its text {', '.join(text)} "
-            f"({', '.join(PATTERNS)})."
-        )
-    return bullets(*lines)
-
-
-def loses(found: Patterns, row: Row) -> bool:
-    """Whether accuracy is told to be lower than the dense model's, item by item."""
-    return bool(interval(found.right(row) - found.right(found.rows[0]))[2] < 0)
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "patterns.json", written)

@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import typer
 from scipy import stats
 
 import lyapunov_prune as lp
 from experiments.blend_of_paper import blend_of_paper
-from experiments.common import Device, DType, draw, job_folder, load, of_model, texts
-from experiments.statements import bullets, interval, percent, short, signed, table
+from experiments.common import Device, DType, draw, job_folder, load, of_model, run_command, texts
+from experiments.statements import interval, percent, signed, table
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.predictions.expectation import TABLE
 from lyapunov_prune.progress import track
@@ -173,9 +172,8 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "correlations": spearman_table(frame),
         "within": within_table(sets),
         "expected": expected(sets),
-        "summary": summary(frame, sets),
-        "verdict": found_here(frame, sets),
         "foretold": foretold(),
+        **numbers(frame, sets),
     }
 
 
@@ -185,18 +183,11 @@ def foretold() -> str:
     rows = []
     for name, what in (("perplexity", "log perplexity ratio"), ("first_difference", "steps until the texts part")):
         line = known[name]
-        rows.append([what, signed(line["intercept"]), signed(line["slope"]), signed(line["width"])])
-        rows[-1].append(percent(line["covered"]))
-        rows[-1].append(", ".join(f"{m} {percent(each[name])}" for m, each in known["unseen_model"].items()) or "—")
-    head = ["of", "intercept", "slope", "half width", "held-out sets inside", "sets inside, of a model not fitted"]
-    measured = {m: json.loads((of_model(HERE, m) / "measured.json").read_text("utf-8")) for m in known["models"]}
-    of = [f"{len(each['sets'])} of {m}, on {each['measured_on']['tokens']} tokens" for m, each in measured.items()]
-    return (
-        f"Measured: {'; '.join(of)}. "
-        f"Fitted on {known['fitted']} sets of {', '.join(known['models'])}, {known['held_out']} held out (seed "
-        f"{known['seed']}), from {known['least']:g} to {known['most']:g} nats; intervals of {percent(known['share'])}."
-        f"\n\n{table(head, rows)}"
-    )
+        fitted = (signed(line[key]) for key in ("intercept", "slope", "width"))
+        unseen = ", ".join(f"{m} {percent(each[name])}" for m, each in known["unseen_model"].items()) or "—"
+        rows.append([what, known["fitted"], *fitted, known["held_out"], percent(line["covered"]), unseen])
+    inside = ("held out", "of these inside", "sets inside, of a model not fitted")
+    return table(["of", "sets fitted", "intercept", "slope", "half width", *inside], rows)
 
 
 def setting(content: dict[str, Any], sets: pd.DataFrame) -> str:
@@ -260,36 +251,17 @@ def expected(sets: pd.DataFrame) -> str:
     return table([*head, "3-grams repeated, %", "texts collapsed, %"], rows)
 
 
-def summary(frame: pd.DataFrame, sets: pd.DataFrame) -> str:
+def numbers(frame: pd.DataFrame, sets: pd.DataFrame) -> dict[str, str]:
+    """Spearman of the estimate with perplexity: single layers, sets of all sizes, sets of one size."""
     one, more = (frame.loc[("log_ratio", removed, "kl")] for removed in ("one layer", "two to eight"))
     within = within_sizes(sets).kl
-    return (
-        f"Over {len(sets)} sets of layers the estimate behind criterion `kl` and perplexity have a Spearman of "
-        f"{_correlation(one)} for single layers; for sets of as many layers {signed(within.median())} in the median of "
-        f"the sizes, {signed(within.min())} at the least, of {within.idxmin()} layers; for sets of all sizes "
-        f"{_correlation(more)}, where the size alone makes an order.\n"
-    )
-
-
-def found_here(frame: pd.DataFrame, sets: pd.DataFrame) -> str:
-    kinds = list(dict.fromkeys(frame.index.get_level_values("removed")))
-    best = {
-        kind: [s for s in SCORES if frame.loc[("log_ratio", kind, "kl")].low > frame.loc[("log_ratio", kind, s)].high]
-        for kind in kinds
+    return {
+        "sets": str(len(sets)),
+        "one": _correlation(one),
+        "more": _correlation(more),
+        "within-median": signed(within.median()),
+        "within-least": signed(within.min()),
     }
-    said = "; ".join(f"{kind}: {' and '.join(f'`{s}`' for s in worse) or 'none'}" for kind, worse in best.items())
-    repeats = frame.loc["repetition"]
-    told = repeats[(repeats.low > 0) | (repeats.high < 0)]
-    last = sets[sets.kl >= EDGES[-2]]
-    sink = sets[(sets.by == "alone") & (sets.collapsed == sets.collapsed[sets.by == "alone"].max())].iloc[0]
-    return bullets(
-        f"By perplexity, intervals apart, the estimate orders better than these scores: {said}.",
-        f"How much a broken model repeats itself: {len(told)} of {len(repeats)} correlations are told from none. Of "
-        f"the single layers, layer {sink.removed[0]} sends the most texts into a cycle, {short(100 * sink.collapsed)} "
-        f"% at {short(sink.kl)} nats; of the sets beyond {EDGES[-2]:g} nats, {short(100 * last.collapsed.mean())} % "
-        "of the texts.",
-        f"The dense model repeats {short(100 * sets.dense_repetition.iloc[0])} % of its 3-grams.",
-    )
 
 
 def _correlation(row: pd.Series) -> str:
@@ -297,4 +269,4 @@ def _correlation(row: pd.Series) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "prediction.json", written)

@@ -20,9 +20,9 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, job_folder, load, of_model, read_text
+from experiments.common import Device, DType, job_folder, load, of_model, read_text, run_command
 from experiments.hierarchies import interval, makers
-from experiments.statements import bullets, correlation, percent, span, table
+from experiments.statements import bullets, correlation, table
 from experiments.statements import interval as said
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.evaluation.repetition import repetition
@@ -117,7 +117,7 @@ def compared(
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = SampledDecoding.load(folder / "decoding.json")
-    return {"setting": bullets(found.headline()), "texts": texts(found), "verdict": verdict(found)}
+    return {"setting": bullets(found.headline()), "texts": texts(found), "order": order(found)}
 
 
 def both(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -126,44 +126,25 @@ def both(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def texts(found: SampledDecoding) -> str:
-    head = ("", "same to step, greedy", "by draws", "3-grams repeated, greedy", "dense", "by draws", "dense")
+    """`draws part`: against greedy texts of the same prompts (Wilcoxon's test, 5 %)."""
+    repeated = ("3-grams repeated, greedy", "dense", "by draws", "dense")
     rows = []
-    for each in found.texts:
-        same = [said(*interval(x)) for x in both(each.first)]
-        pairs = zip(both(each.compressed), both(each.dense), strict=True)
-        rows.append((each.model, *same, *(f"{said(*(100 * interval(x)))} %" for pair in pairs for x in pair)))
-    return table(head, rows)
-
-
-def verdict(found: SampledDecoding) -> str:
-    """Paired by prompt within a model; the order of models by their means."""
-    sides: dict[str, list[str]] = {}
-    means = []
     for each in found.texts:
         greedy, drawn = both(each.first)
         change = drawn - greedy
         p = stats.wilcoxon(change).pvalue if change.any() else 1.0
-        side = "no sooner or later that could be told" if p >= 0.05 else "later" if change.mean() > 0 else "earlier"
-        sides.setdefault(side, []).append(each.model)
-        means.append((greedy.mean(), drawn.mean()))
-    order = stats.spearmanr(*np.array(means).T)
-    told = "; ".join(f"{side}: {', '.join(models)}" for side, models in sorted(sides.items()))
-    dense = [percent(x.mean()) for x in both(found.texts[0].dense)]
-    compressed = [span(100 * both(each.compressed)[i].mean() for each in found.texts) for i in (0, 1)]
-    return bullets(
-        f"By draws the two texts part, against greedy ones of the same prompts, {told}.",
-        f"The models' order by how long the text stays is {_word(*order)}: {correlation(*order)}, over "
-        f"{len(found.texts)} models.",
-        f"Of the dense model's 3-grams {dense[0]} are repeated greedily and {dense[1]} by draws, of "
-        f"the compressed models' {compressed[0]} % and {compressed[1]} %.",
-    )
+        side = "not told" if p >= 0.05 else "later" if change.mean() > 0 else "earlier"
+        pairs = zip(both(each.compressed), both(each.dense), strict=True)
+        same = [said(*interval(x)) for x in (greedy, drawn)]
+        rows.append((each.model, *same, side, *(f"{said(*(100 * interval(x)))} %" for pair in pairs for x in pair)))
+    return table(("", "same to step, greedy", "by draws", "draws part", *repeated), rows)
 
 
-def _word(statistic: float, p: float) -> str:
-    if p >= 0.05:
-        return "not told from any other"
-    return "the same" if statistic > 0.9 else "alike" if statistic > 0 else "the reverse"
+def order(found: SampledDecoding) -> str:
+    """Spearman, over models, of how long texts stay the same: greedy with draws."""
+    means = [[x.mean() for x in both(each.first)] for each in found.texts]
+    return correlation(*stats.spearmanr(*np.array(means).T))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "decoding.json", written)

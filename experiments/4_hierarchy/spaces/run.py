@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-import typer
 from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, of_model, read_text
+from experiments.common import Device, DType, draw, load, of_model, read_text, run_command
 from experiments.hierarchies import as_json, cell, encoded, kept, measured_on, opened, records, summarise
 from experiments.space_figures import (
     BITS,
@@ -32,7 +31,7 @@ from experiments.space_figures import (
     temperatures_figure,
     variances_figure,
 )
-from experiments.statements import bullets, short, span, stated, table, verdict
+from experiments.statements import short, signed, span, table
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
@@ -298,9 +297,10 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "variances": variances(found["layers"]),
         "pruned": pruned_parts(found),
         "exits": exits(found),
-        "checked": checked(found),
         "bounds": bounds(found),
-        "verdict": against_the_paper(found),
+        "turned": turned(found["layers"]),
+        "temperatures": temperatures(found),
+        **numbers(found),
     }
 
 
@@ -370,8 +370,10 @@ def pruned_parts(found: dict[str, Any]) -> str:
         inner = middle(thinned)
         for name, some in ((f"layers {inner.layer.min()} to {inner.layer.max()}", inner), ("all layers", thinned)):
             share = [float((some[space] / gone[space][some.index]).median()) for space in SPACES]
-            rows.append([f"{NAMES[what]}, {name}", *(float(some[space].median()) for space in SPACES), *share])
-    head = ["pruned", *(f"1 − cos of {x}" for x in "hzp"), *(f"{x} over left out" for x in "hzp")]
+            medians = (float(some[space].median()) for space in SPACES)
+            rows.append([f"{NAMES[what]}, {name}", *medians, *share, *counts(some)])
+    over = (f"{x} over left out" for x in "hzp")
+    head = ["pruned", *(f"1 − cos of {x}" for x in "hzp"), *over, "z less than h", "p more than h"]
     return table(head, rows)
 
 
@@ -380,11 +382,9 @@ def exits(found: dict[str, Any]) -> str:
     rows = []
     for name, part in (("where the layer ends", found["layers"]), *((n, found[n]) for n in (BEHIND, BARE))):
         attention = part[part.what == "attention"]
-        less = (attention.logit < attention.hidden).sum()
-        more = (attention.probability > attention.hidden).sum()
-        turned = [float(middle(attention)[space].median()) for space in SPACES]
+        medians = [float(middle(attention)[space].median()) for space in SPACES]
         label = name.removeprefix("attention left out, read ")
-        rows.append([label, *turned, *(f"{n} of {len(attention)}" for n in (less, more))])
+        rows.append([label, *medians, *counts(attention)])
     return table(["state read", *(f"1 − cos of {x}" for x in "hzp"), "z less than h", "p more than h"], rows)
 
 
@@ -392,12 +392,6 @@ def by_part(found: dict[str, Any]) -> dict[str, tuple[pd.DataFrame, pd.DataFrame
     """The attention and the MLP of every layer, pruned and left out."""
     frames = [found[name] for name in (PRUNED, "layers")]
     return {what: tuple(f[f.what == what].set_index("layer", drop=False) for f in frames) for what in PARTS}
-
-
-def checked(found: dict[str, Any]) -> str:
-    violations = found["violations"]
-    said = "**no violation**" if violations == 0 else f"**{violations:,} violations**"
-    return f"{found['numbers held against a bound']:,} numbers were held against a proven bound of KL(p‖q): {said}.\n"
 
 
 def bounds(found: dict[str, Any]) -> str:
@@ -410,159 +404,43 @@ def bounds(found: dict[str, Any]) -> str:
     return table(["bound / measured", "5 %", "median", "95 %", "speaks of"], rows)
 
 
-def against_the_paper(found: dict[str, Any]) -> str:
-    at, layers = found["layer of the steps and temperatures"], found["layers"]
-    parts = {what: layers[layers.what == what].set_index("layer", drop=False) for what in PARTS}
-    return bullets(
-        *of_spaces(parts, at),
-        *of_estimates(found, parts),
-        of_the_mean(found),
-        of_the_variance(parts),
-        of_equal_weights(parts),
-        of_depth(parts["attention"]),
-        of_the_pruned(found),
-        of_exits(found),
-        of_temperatures(found, at),
-    )
+def turned(layers: pd.DataFrame) -> str:
+    """At how many layers the spaces turn in the paper's order, and by how much, medians of the inner layers."""
+    rows = []
+    for what, part in layers.groupby("what", sort=False):
+        inner = middle(part)
+        over = inner.probability / inner.hidden, inner.hidden_orthogonal / inner.logit_orthogonal
+        rows.append([NAMES[what], *counts(part), *(float(x.median()) for x in over)])
+    head = ["left out", "z turns less than h", "p more than h", "p / h, median", "part across: h / z, median"]
+    return table(head, rows)
 
 
-def of_spaces(parts: dict[str, pd.DataFrame], at: int) -> list[str]:
-    """Logits turn less than the state and probabilities more; the part across the vector shrinks from h to z."""
-    inner = {what: middle(part) for what, part in parts.items()}
-    rows = f"layers {inner['mlp'].layer.min()} to {inner['mlp'].layer.max()}"
-
-    def medians(over: str, under: str) -> list[float]:
-        return [float((part[over] / part[under]).median()) for part in inner.values()]
-
-    less = {what: int((part.logit < part.hidden).sum()) for what, part in parts.items()}
-    more = {what: int((part.probability > part.hidden).sum()) for what, part in parts.items()}
-    turned = [", ".join(f"{n} of {len(parts[w])} {NAMES[w]}s" for w, n in counts.items()) for counts in (less, more)]
-    most = all(2 * n > len(parts[what]) for counts in (less, more) for what, n in counts.items())
-    times, shrinks = medians("probability", "hidden"), medians("hidden_orthogonal", "logit_orthogonal")
-    one = parts["attention"].loc[at]
-    return [
-        verdict(
-            most,
-            f"logits turn less than the state ({turned[0]}), probabilities more ({turned[1]}; in the median of {rows} "
-            f"{' and '.join(map(short, times))} times as much, attention and MLP).",
-        ),
-        verdict(
-            min(shrinks) > 1,
-            f"the part of the change across the vector shrinks from h to z: at the attention of layer {at} from "
-            f"{short(one.hidden_orthogonal)} to {short(one.logit_orthogonal)}; in the median of {rows} by "
-            f"{' and '.join(map(short, shrinks))} times (attention and MLP).",
-        ),
-    ]
+def counts(part: pd.DataFrame) -> list[str]:
+    """At how many layers the logits turn less than the state, and the probabilities more."""
+    found = part.logit < part.hidden, part.probability > part.hidden
+    return [f"{x.sum()} of {len(part)}" for x in found]
 
 
-def of_estimates(found: dict[str, Any], parts: dict[str, pd.DataFrame]) -> list[str]:
-    kl, p = (inner_quantiles(found, measure) for measure in ("kl", "probability"))
-    first = [part.loc[0] for part in parts.values()]
-    beyond, mlp = [float(row.probability_estimate) for row in first], first[-1]
-    return [
-        verdict(
-            abs(kl[1] - 1) < 0.1,
-            f"the estimate of KL follows: in the median {short(kl[1])} of what is measured, and from {short(kl[0])} to "
-            f"{short(kl[2])} times it in nine of ten steps.",
-        ),
-        verdict(
-            max(1 / p[0], p[2]) < 2 and max(beyond) <= 1,
-            f"the estimate of 1 − cos(p, q) is {short(p[0])} to {short(p[2])} times what is measured in nine of ten "
-            f"steps, and at layer 0 it reads {' and '.join(map(short, beyond))} (attention and MLP), where what is "
-            f"measured cannot exceed 1. That of h reads {short(mlp.hidden_estimate)} at the MLP of layer 0"
-            f"{', which makes nearly all of the state' if mlp.hidden > 0.9 else ''}: measured {short(mlp.hidden)}.",
-        ),
-    ]
-
-
-def of_the_variance(parts: dict[str, pd.DataFrame]) -> str:
-    """Theorem 2: the variance beside the squared part of the change across the state, last layer and inner ones."""
-    last, inner = [], []
-    for part in parts.values():
-        over = part.probability_estimate / part.hidden_estimate
-        last.append(float(over.iloc[-1]))
-        inner.append(float(over[middle(part).index].median()))
-    return verdict(
-        min(inner) > 1 and all(a > b for a, b in zip(last, inner, strict=True)),
-        "the variance of Δz is large beside the squared part of the change across the state, and most so in the last "
-        f"layer: {' and '.join(map(short, last))} times it there, {' and '.join(map(short, inner))} in the median of "
-        "inner layers (attention and MLP).",
-    )
-
-
-def of_equal_weights(parts: dict[str, pd.DataFrame]) -> str:
-    """Figure 19: the variance of the vocabulary as a whole beside that of the likely tokens."""
-    over = [middle(part).uniform_variance / (2 * middle(part).probability_estimate) for part in parts.values()]
-    return stated(
-        f"With every token alike the variance of Δz is {' and '.join(short(float(x.median())) for x in over)} times "
-        "Var_r(Δz), in which the likely ones count, in the median of inner layers (attention and MLP)."
-    )
-
-
-def of_depth(attention: pd.DataFrame) -> str:
-    """Figure 14: does KL(p‖q) grow with depth, where an attention is left out?"""
-    rank = float(stats.spearmanr(attention.layer, attention.kl).statistic)
-    return verdict(
-        rank > 0.5,
-        "deeper layers move the prediction more, an attention left out: the rank correlation of KL(p‖q) with depth is "
-        f"{short(rank)}, and its largest mean is that of layer {int(attention.layer[attention.kl.idxmax()])}.",
-    )
-
-
-def of_the_pruned(found: dict[str, Any]) -> str:
-    """Figure 13: the same order of spaces, and an MLP that is pruned stays closer than one that is gone."""
-    less, more, closer = {}, {}, {}
-    for what, (thinned, gone) in by_part(found).items():
-        less[what] = int((thinned.logit < thinned.hidden).sum())
-        more[what] = int((thinned.probability > thinned.hidden).sum())
-        closer[what] = float((middle(gone).hidden / middle(thinned).hidden).median())
-        count = len(thinned)
-    says = [", ".join(f"{n} of {count} {NAMES[w]}s" for w, n in counts.items()) for counts in (less, more)]
-    same = all(2 * n > count for counts in (less, more) for n in counts.values())
-    return verdict(
-        same and min(closer.values()) > 1,
-        f"parts {PRUNED} show the same order: logits turn less than the state ({says[0]}), probabilities more "
-        f"({says[1]}). The state turns {short(closer['mlp'])} times less than without the MLP, and "
-        f"{short(closer['attention'])} times less than without the attention (medians of inner layers).",
-    )
-
-
-def of_exits(found: dict[str, Any]) -> str:
-    """The paper's own place: behind the attention, before the MLP has run."""
-    part = found[BEHIND]
-    less, more = int((part.logit < part.hidden).sum()), int((part.probability > part.hidden).sum())
-    return verdict(
-        2 * min(less, more) > len(part),
-        "read behind the attention, as the paper reads it, and not where the layer ends: logits turn less than the "
-        f"state at {less} of {len(part)} layers, probabilities more at {more}.",
-    )
-
-
-def of_the_mean(found: dict[str, Any]) -> str:
-    """How much of the logits' robustness is a number that no softmax sees."""
-    table = found["attention left out, logits without their mean"]
-    inner = middle(table)
-    with_it, without = (float((inner.hidden / inner[z]).median()) for z in ("logit", "logit_without_mean"))
-    said = (
-        f"the logits' mean over the vocabulary, which no softmax sees, holds {span(100 * table.mean_share)} % of ‖z‖² "
-        f"(attention). With it, h turns {short(with_it)} times as much as z in the median of layers "
-        f"{inner.layer.min()} to {inner.layer.max()}; without it, {short(without)} times."
-    )
-    if with_it <= 1:  # no robustness that the mean could be a part of
-        return stated(said)
-    return verdict(without > with_it / 2, said, no="Put right")
-
-
-def of_temperatures(found: dict[str, Any], at: int) -> str:
+def temperatures(found: dict[str, Any]) -> str:
     rows = found["temperatures"].set_index("temperature")
-    p, kl = (rows[f"{measure}_estimate"] / rows[measure] for measure in ("probability", "kl"))
-    each = "; ".join(f"{short(p[T])} at T = {T:g} (KL {short(kl[T])})" for T in rows.index)
-    return verdict(
-        p.max() < 1.25 * p.min(),
-        f"the estimate of 1 − cos(p, q) over what is measured, at the attention of layer {at}: {each}. `Δz/T` grows as "
-        "T falls (the paper finds the estimate good at every temperature).",
+    over = [rows[f"{measure}_estimate"] / rows[measure] for measure in ("probability", "kl")]
+    return table(
+        ["T", "estimate / measured, 1 − cos(p, q)", "KL(p‖q)"], [[T, *(float(x[T]) for x in over)] for T in rows.index]
     )
+
+
+def numbers(found: dict[str, Any]) -> dict[str, str]:
+    attention = found["layers"][found["layers"].what == "attention"]
+    inner = middle(found["attention left out, logits without their mean"])
+    return {
+        "checked": f"{found['numbers held against a bound']:,}",
+        "violations": str(found["violations"]),
+        "mean-share": span(100 * inner.mean_share),
+        "with-mean": short(float((inner.hidden / inner.logit).median())),
+        "without-mean": short(float((inner.hidden / inner.logit_without_mean).median())),
+        "depth": signed(float(stats.spearmanr(attention.layer, attention.kl).statistic)),
+    }
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "spaces.json", written)

@@ -16,8 +16,8 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, of_model, plain_tasks, texts
-from experiments.statements import bullets, decided, interval, short, span, table
+from experiments.common import Device, DType, draw, load, of_model, plain_tasks, run_command, texts
+from experiments.statements import interval, short, table
 from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.predictions.verdict import wilson
 from lyapunov_prune.report.drawing import COLOURS, GREY, panels, svg
@@ -98,7 +98,6 @@ def written(folder: Path = HERE) -> dict[str, str]:
     chosen, answered = (TaskScores.load(folder / f"{name}.json") for name in ("choices", "answers"))
     scores: list[list[object]] = []
     guessing: list[list[object]] = []
-    by_chance: dict[str, dict[str, float]] = {}
     for kind in (chosen, answered):
         for task, metric in dict.fromkeys((s.task, s.metric) for s in kind.scores):
             values = [kind.score(model, task, metric) for model in kind.models]
@@ -106,14 +105,13 @@ def written(folder: Path = HERE) -> dict[str, str]:
     for choice in chosen.tasks:
         right = [round(chosen.score(model, choice.name, "acc").value * choice.items) for model in chosen.models]
         p = [stats.binomtest(k, choice.items, choice.chance, alternative="greater").pvalue for k in right]
-        by_chance[choice.name] = dict(zip(chosen.models, map(float, p), strict=True))
         guessing.append([f"{choice.name} ({short(choice.chance)})", *(float(x) for x in p)])
+    last, asked = chosen.models[-1], answered.tasks[0]
     return {
         "setting": setting(chosen, answered),
-        "summary": summary(chosen, answered, by_chance),
-        "verdict": against_the_paper(chosen, answered, by_chance),
         "scores": table(["", *chosen.models], scores),
         "guessing": table(["p, accuracy above guessing", *chosen.models], guessing),
+        "cycles": share(answered.score(last, asked.name, "collapsed").value, asked.items),
     }
 
 
@@ -122,58 +120,10 @@ def setting(chosen: TaskScores, answered: TaskScores) -> str:
     return f"{sizes}. {chosen.measured_on[0].line()}.\n"
 
 
-def summary(chosen: TaskScores, answered: TaskScores, by_chance: dict[str, dict[str, float]]) -> str:
-    last, asked = chosen.models[-1], answered.tasks[0]
-    lost = [task for task, p in holm({task: p[last] for task, p in by_chance.items()}).items() if p >= 0.05]
-    cycles = share(answered.score(last, asked.name, "collapsed").value, asked.items)
-    told = f"{' and '.join(lost)} {'is' if len(lost) == 1 else 'are'} not told" if lost else "every task is told"
-    return f"With {last}, {told} from guessing, and {cycles} of the answers end in a cycle.\n"
-
-
-def holm(p: dict[str, float]) -> dict[str, float]:
-    """p of every task as they are for so many tasks asked at once (Holm)."""
-    adjusted: dict[str, float] = {}
-    for place, task in enumerate(sorted(p, key=p.__getitem__)):
-        adjusted[task] = min(1.0, max((len(p) - place) * p[task], *adjusted.values(), 0.0))
-    return {task: adjusted[task] for task in p}
-
-
 def share(mean: float, items: int) -> str:
     """Percent, with Wilson's 95 % interval."""
     return f"{interval(*(100 * x for x in (mean, *wilson(mean, items))))} %"
 
 
-def against_the_paper(chosen: TaskScores, answered: TaskScores, by_chance: dict[str, dict[str, float]]) -> str:
-    asked, mlp, attention = answered.tasks[0].name, name("mlp", COUNTS[-1]), name("attention", COUNTS[-1])
-    items = answered.tasks[0].items
-
-    def accuracy(model: str) -> str:
-        return ", ".join(f"{t.name} {short(chosen.score(model, t.name, 'acc').value)}" for t in chosen.tasks)
-
-    cycles = answered.score(mlp, asked, "collapsed").value
-    low, high = wilson(cycles, items)
-    tokens = {model: answered.score(model, asked, "tokens").value for model in answered.models}
-    exact = [answered.score(m, asked, "exact_match, flexible-extract").value for m in answered.models]
-    errors = [chosen.score(m, t.name, "acc").error for m in chosen.models for t in chosen.tasks]
-    guessing = holm({task: p[mlp] for task, p in by_chance.items()})
-    told = ", ".join(f"{task} {short(p)}" for task, p in guessing.items())
-    return bullets(
-        decided(
-            low > 0.5 and min(guessing.values()) < 0.05,
-            high < 0.5,
-            "multiple choice hides what happens to the text, more than half of the answers ending in a cycle where a "
-            f"choice is better than guessing: with {mlp}, {share(cycles, items)} end in one, and p above guessing is, "
-            f"by Holm over the tasks, {told}; accuracy: {accuracy(mlp)} (dense: {accuracy('dense')}). The paper's "
-            "average falls from 69.3 to 64.3 while GSM8K falls from 48.4 to 0.0.",
-        ),
-        f"With {attention} the choice is {accuracy(attention)}, and the answers have {short(tokens[attention])} "
-        f"tokens of {short(tokens['dense'])}.",
-        f"**Cannot be compared:** exact match. The dense model has {short(exact[0])} of {items} "
-        f"items, so there is {'little' if exact[0] else 'nothing'} to lose; all models: {span(exact)}.",
-        f"**Small:** the standard errors of an accuracy are {span(errors)}; {items} questions tell "
-        "a collapse from none and no more. Figure 1's other tasks were not measured.",
-    )
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "answers.json", written)

@@ -37,10 +37,9 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, job_folder, load, plain, read_text
+from experiments.common import Device, DType, job_folder, load, plain, read_text, run_command
 from experiments.hierarchies import makers, share_kept, taken
-from experiments.statements import bullets, counted, interval, percent, short, signed, span, table
-from experiments.statements import verdict as said
+from experiments.statements import bullets, interval, percent, short, signed, span, table
 from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.data.choices import ChoiceItem, load_items
 from lyapunov_prune.data.retrieval import RetrievalTask
@@ -287,8 +286,8 @@ def written() -> dict[str, str]:
         "setting": setting(results),
         "verdicts": verdicts(cells),
         "scored": scored(cells),
-        "summary": summary(cells),
-        "verdict": verdict(cells),
+        "by-word": by_word(cells),
+        **numbers(cells),
     }
 
 
@@ -353,15 +352,17 @@ def scored(cells: Sequence[Cell]) -> str:
     return table(head, rows)
 
 
-def summary(cells: Sequence[Cell]) -> str:
-    """One sentence for the documents."""
-    refuted = sum(c.outcome == "refuted" for c in cells)
-    each = "; ".join(f"{kind} {right_of([c for c in cells if c.said.task == kind])}" for kind in KINDS)
-    return (
-        f"Of {len(cells)} held-out sets, of {counted(len({c.model for c in cells}), 'model')} and "
-        f"{len({c.compressed for c in cells})} compressions, the word of the verdict was right about {right_of(cells)} "
-        f"({each}) and refuted by {refuted}; one word a kind, known afterwards, is right about {by_rule(cells)}.\n"
-    )
+def numbers(cells: Sequence[Cell]) -> dict[str, str]:
+    generated = {(c.model, c.compressed, c.which): c.share for c in cells if c.said.task == "generation"}
+    others = [c for c in cells if c.said.task != "generation"]
+    least = sum(generated[c.model, c.compressed, c.which] < c.share for c in others)
+    return {
+        "right": right_of(cells),
+        **{f"right-{kind}": right_of([c for c in cells if c.said.task == kind]) for kind in KINDS},
+        "refuted": str(sum(c.outcome == "refuted" for c in cells)),
+        "by-rule": str(by_rule(cells)),
+        "generation-least": f"{least} of {len(others)}",
+    }
 
 
 def by_rule(cells: Sequence[Cell]) -> int:
@@ -369,59 +370,14 @@ def by_rule(cells: Sequence[Cell]) -> int:
     return sum(c.judged(words[c.said.task]) == "right" for c in cells)
 
 
-def verdict(cells: Sequence[Cell]) -> str:
-    words = rule(cells)
-    both = [(c.outcome == "right", c.judged(words[c.said.task]) == "right") for c in cells]
-    won, lost = both.count((True, False)), both.count((False, True))
-    p = float(stats.binomtest(won, won + lost).pvalue) if won + lost else 1.0
-    told = "not told from it" if p >= 0.05 else "better" if won > lost else "worse"
-    lines = [
-        f"Right about {right_of(cells)}, as if the sets were independent, which those of one compression are not; "
-        f"refuted by {sum(c.outcome == 'refuted' for c in cells)}.",
-        f"One word a kind ({', '.join(f'{kind} `{word}`' for kind, word in words.items())}), chosen afterwards, is "
-        f"right about {by_rule(cells)}: the verdict is {told} (alone right {won} and {lost} times, p {p:.2g}).",
-    ]
+def by_word(cells: Sequence[Cell]) -> str:
+    """How often each word of the verdict is right, and the shares of decisions that stay there."""
+    rows = []
     for word in RANGES:
-        some = [c for c in cells if c.said.word == word]
-        if some:
-            found = [100 * c.share for c in some]
-            lines.append(f"Where it says `{word}`: right about {right_of(some)}; {span(found)} % stay there.")
-        else:
-            lines.append(f"`{word}` it never says.")
-    for which in SETS:
-        some = [c for c in cells if c.which == which]
-        lines.append(
-            f"On the {'same' if which == SETS[0] else 'other'} source: right about {right_of(some)}; the share holds "
-            f"in {sum(c.holds for c in some)} of {len(some)}, it is off by "
-            f"{percent(float(np.mean([abs(c.said.same - c.share) for c in some])))} in the mean."
-        )
-    wrong = [c for c in cells if c.outcome != "right"]
-    broad = [c for c in wrong if c.said.word == "changes" and c.share >= STAYS]
-    if wrong:
-        lines.append(
-            f"Of the {len(wrong)} that it is not right about it says `changes` in {len(broad)} where {percent(STAYS)} "
-            "and more stay: so few items do not tell it `stays`."
-        )
-    refuted = [c for c in wrong if c.outcome == "refuted"]
-    if refuted:
-        each = "; ".join(
-            f"{c.model}, {c.compressed}, {c.said.task}, {c.which}: `{c.said.word}`, found "
-            f"{in_percent(c.share, *c.ends)}"
-            for c in refuted
-        )
-        lines.append(f"Refuted: {each}.")
-    generated = {(c.model, c.compressed, c.which): c.share for c in cells if c.said.task == "generation"}
-    least = sum(generated[c.model, c.compressed, c.which] < c.share for c in cells if c.said.task != "generation")
-    of = len(cells) - len(generated)
-    lines.append(
-        said(
-            least == of,
-            f"generation keeps less than a kind that does not generate, in {least} of {of} held-out comparisons of the "
-            "same model and source (paper: retrieval and choice outlive generation).",
-        )
-    )
-    return bullets(*lines)
+        if some := [c for c in cells if c.said.word == word]:
+            rows.append((f"`{word}`", right_of(some), f"{span(100 * c.share for c in some)} %"))
+    return table(("the verdict says", "right", "decisions that stay"), rows)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "{model}.json", written)

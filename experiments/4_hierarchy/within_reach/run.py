@@ -19,13 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import typer
-from scipy import stats
 from transformers import PreTrainedModel
 
-from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text
+from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text, run_command
 from experiments.hierarchies import makers
-from experiments.statements import bullets, decided, interval, short, table
+from experiments.statements import bullets, interval, table
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
@@ -41,15 +39,6 @@ WORDS = (
     "river lamp seven green paper stone window apple music cloud table horse silver bread garden letter winter orange "
     "bridge candle yellow forest mirror basket"
 )
-STAYS = ("attention − 4", "MLP − 4")  # of the paper's Table 2: moderate pruning preserves correct generation
-COLLAPSES = (
-    "attention − 8",
-    "MLP − 8",
-    "layers − 8",
-    "Wanda 50 %",
-    "SparseGPT 50 %",
-)  # its Tables 1, 2, Figures 1, 3, 9
-OTHERS = ("layers − 4", "4 bits, groups of 64", "8 bits, a row")
 STEPS = {"copying": 10, "adding": 4}  # tokens that are written
 
 
@@ -142,7 +131,7 @@ def answered(loaded: Decoder, model: PreTrainedModel, asked: Sequence[tuple[str,
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = Reach.load(folder / "reach.json")
-    return {"setting": bullets(found.headline()), "reach": reached(found), "verdict": against_the_paper(found)}
+    return {"setting": bullets(found.headline()), "reach": reached(found)}
 
 
 def share(right: np.ndarray) -> str:
@@ -162,47 +151,6 @@ def reached(found: Reach) -> str:
     return table(["", *(h for task in STEPS for h in (f"{task}, right", "of what dense has right"))], rows)
 
 
-def kept_of(found: Reach, name: str, task: str) -> np.ndarray:
-    """Which of the items that the dense model has right are right still."""
-    return getattr(found.row(name), task)[getattr(found.rows[0], task)]
-
-
-def losing_nothing(found: Reach, name: str, task: str) -> float:
-    """The p of losing nothing (McNemar, exact, one side)."""
-    mine, theirs = (getattr(row, task) for row in (found.row(name), found.rows[0]))
-    worse, better = int((theirs & ~mine).sum()), int((mine & ~theirs).sum())
-    return float(stats.binomtest(worse, worse + better, alternative="greater").pvalue) if worse + better else 1.0
-
-
-def against_the_paper(found: Reach) -> str:
-    dense = found.rows[0]
-    lines = [
-        f"There is something to lose: {', '.join(f'{task} {share(getattr(dense, task))}' for task in STEPS)} of the "
-        "dense model's items are right."
-    ]
-    for name in (*STAYS, *COLLAPSES, *OTHERS):
-        kept = {task: kept_of(found, name, task) for task in STEPS}
-        each = "; ".join(
-            f"{task} {share(x)} (p {short(losing_nothing(found, name, task))})" for task, x in kept.items()
-        )
-        intervals = [wilson(float(right.mean()), len(right)) for right in kept.values()]
-        collapses, stays = any(high < 0.5 for _, high in intervals), all(low > 0.5 for low, _ in intervals)
-        said = f"of what dense has right, {each}."
-        if name in STAYS:
-            lines.append(
-                decided(
-                    stays,
-                    collapses,
-                    f"{name}: writing stays (the paper: of one example), more than half in both tasks; {said}",
-                )
-            )
-        elif name in COLLAPSES:
-            lines.append(decided(collapses, stays, f"{name}: writing collapses, less than half in a task; {said}"))
-        else:
-            lines.append(f"{name}: {said}")
-    return bullets(*lines)
-
-
 def figure(found: Reach) -> str:
     """Items right by model, with Wilson's intervals."""
     drawing, axes = one_panel(8, 4.6)
@@ -220,4 +168,4 @@ def figure(found: Reach) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "reach.json", written)

@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import typer
 from scipy import stats
 
-from experiments.common import Device, DType, draw, of_model
+from experiments.common import Device, DType, draw, of_model, run_command
 from experiments.recoveries import VIT
-from experiments.statements import bullets, counted, short, stated, table
+from experiments.statements import bullets, short, table
 from experiments.taught import Taught, taught
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation import score
@@ -265,7 +264,7 @@ def figure(found: ConstantBias) -> str:
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = ConstantBias.load(folder / FILE)
-    return {"setting": setting(found), "bias": by_point(found), "optima": optima(found), "verdict": verdict(found)}
+    return {"setting": setting(found), "bias": by_point(found), "optima": optima(found), **numbers(found)}
 
 
 def unit(found: ConstantBias) -> str:
@@ -313,71 +312,19 @@ def optima(found: ConstantBias) -> str:
     return table(("recovery", "optimum of the map", "degree", "best of the recovered", "its score"), rows)
 
 
-def verdict(found: ConstantBias) -> str:
-    model, d = found.measured_on[1].model, found.long - found.fast
-    statistic, p = varies(d, found.covariance)
-    low, _ = intervals(d, found.covariance, len(found.points.items[0]))
-    fast, long = (optimum(found, fitted) for fitted in (found.before, found.after))
-    lines = [
-        f"One model of {model.num_layers} layers ({model.name}), {counted(len(d), 'point')}, one set of data.",
-        stated(
-            "the bias of the fast recovery "
-            + ("varies with the pair" if p < 0.05 else "is not seen to vary with the pair")
-            + f": {number(found.bias.min())} to {number(found.bias.max())} {unit(found)}, "
-            f"F({d.shape[0] - 1}, {d.size - d.shape[0]}) = {short(statistic)}, p = {p:.2g}. Theorem 3 takes it for "
-            "constant." + ("" if p < 0.05 else " That is no proof that it is."),
-            "Differs" if p < 0.05 else "Not refuted",
-        ),
-        f"Longer recovery helps, by an interval above zero, at {int((low > 0).sum())} of {counted(len(d), 'point')}.",
-        trend(found),
-    ]
-    if fast == long:
-        lines.append(f"The optimum of the map stays at {fast} when it is moved by what was measured.")
-    else:
-        ahead, half = lead(found, found.after, long, fast)
-        lines.append(
-            f"The optimum of the map moves from {fast} to {long}, which then leads by {number(ahead)} ± {number(half)} "
-            f"(95 % by the points around the map; the plane's own error is not in it): "
-            + ("more" if ahead > half else "no more")
-            + " than the map's noise."
-        )
-    lines.append(recovered_best(found))
-    return bullets(*lines)
-
-
-def trend(found: ConstantBias) -> str:
-    """Which type's removal gains more from a longer recovery: the ends of the two axes, paired by item."""
+def numbers(found: ConstantBias) -> dict[str, str]:
+    """`varies`: the test of one bias for all pairs; `trend`: the bias at the end of one axis less the other's."""
     d, (a, g) = found.long - found.fast, (0, 1)
     assert found.pairs[a, 1] == 0
     assert found.pairs[g, 0] == 0
+    statistic, p = varies(d, found.covariance)
     v = found.covariance[a, a] + found.covariance[g, g] - 2 * found.covariance[a, g] + 2 * recovery_variance(d)
-    middle, half = found.bias[a] - found.bias[g], stats.t.ppf(0.975, d.size - len(d)) * np.sqrt(v)
-    more = (
-        "attentions gain more" if middle > half else "activations gain more" if -middle > half else "neither gains more"
-    )
-    return (
-        f"Of the two axes {more} from time: the bias of {tuple(found.pairs[a].tolist())} less that of "
-        f"{tuple(found.pairs[g].tolist())} is {number(middle)} ± {number(half)}. By the asymmetry attentions, "
-        "which recover slowly, should."
-    )
-
-
-def recovered_best(found: ConstantBias) -> str:
-    """Of the recovered pairs of the budget line the best by long recovery against the best by fast, after long."""
-    on = np.flatnonzero(found.pairs.sum(1) == found.reach)
-    fast, long = (int(on[scores.mean(1)[on].argmax()]) for scores in (found.fast, found.long))
-    named = [tuple(found.pairs[i].tolist()) for i in (fast, long)]
-    if fast == long:
-        return f"Of the {len(on)} recovered pairs of the budget {named[0]} is the best after both."
-    c = found.long_covariance
-    v = c[fast, fast] + c[long, long] - 2 * c[fast, long] + 2 * recovery_variance(found.long)
-    middle = float(found.long[long].mean() - found.long[fast].mean())
-    half = stats.t.ppf(0.975, found.long.size - len(found.long)) * np.sqrt(v)
-    return (
-        f"Of the {len(on)} recovered pairs of the budget {named[0]} is the best after the fast recovery and {named[1]} "
-        f"after the long one, which then leads by {number(middle)} ± {number(half)} (95 %, paired by item)."
-    )
+    half = stats.t.ppf(0.975, d.size - len(d)) * np.sqrt(v)
+    return {
+        "varies": f"F({d.shape[0] - 1}, {d.size - d.shape[0]}) = {short(statistic)}, p = {p:.2g}",
+        "trend": f"{number(found.bias[a] - found.bias[g])} ± {number(half)} {unit(found)}",
+    }
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / FILE, written)

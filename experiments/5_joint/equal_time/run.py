@@ -9,7 +9,6 @@ equal_time.svg; what they say goes into README.md by `make tables`.
 
 import copy
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from experiments.common import Device, draw, of_model
+from experiments.common import Device, draw, of_model, run_command
 from experiments.recoveries import (
     IMAGES,
     VIT,
@@ -37,9 +36,8 @@ from experiments.recoveries import (
     subject,
     together,
     told,
-    unit,
 )
-from experiments.statements import bullets, counted, runs, short, table
+from experiments.statements import bullets, counted, table
 from lyapunov_prune.data.examples import Examples, model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.speed import now
@@ -359,7 +357,7 @@ def figure(found: EqualTime) -> str:
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = EqualTime.load(folder / "equal_time.json")
-    return {"setting": setting(found), "ways": by_way(found), "verdict": verdict(found)}
+    return {"setting": setting(found), "ways": by_way(found), **tally(found)}
 
 
 def setting(found: EqualTime) -> str:
@@ -385,53 +383,16 @@ def by_way(found: EqualTime) -> str:
     return table(head, rows)
 
 
-def verdict(found: EqualTime) -> str:
-    on = found.measured_on
-    lines = [f"One model ({on.model.name}), {counted(len(found.seeds), 'seed')}; differences {unit(on)}."]
-    tally: Counter[str] = Counter()
-    for speedup in found.speedups:
-        ways = found.at(speedup)
-        if JOINT not in ways:
-            lines.append(f"{speedup:g} times as fast: no pair that the map's points reach is as fast.")
-            continue
-        same = [name for name, way in ways.items() if name != JOINT and way.parts == ways[JOINT].parts]
-        others = {
-            name: told(difference(ways[JOINT].items, way.items))
-            for name, way in ways.items()
-            if name not in (JOINT, *same)
-        }
-        tally.update(others.values())
-        words = ("better", "worse", "not to be told apart")
-        parts = [f"{word}: {', '.join(n for n, w in others.items() if w == word)}" for word in words]
-        parts = [part for part in parts if not part.endswith(": ")]
-        also = f" It takes the very parts of {same[0]}." if same else ""
-        best = max(ways.values(), key=lambda way: way.items.mean())
-        lines.append(
-            f"{speedup:g} times as fast, joint against the others: {'; '.join(parts)}.{also} The highest mean has "
-            f"{best.name}."
-        )
-        fast = [way.beside for way in ways.values()]
-        lines.append(
-            f"Timed all in one run those {len(ways)} are {short(min(fast))} to {short(max(fast))} times as fast, where "
-            f"{speedup:g} was asked."
-        )
-    lines.append(
-        f"Of {tally.total()} comparisons with parts other than its own joint is better in {tally['better']} and worse "
-        f"in {tally['worse']}; the paper has it ahead of either type alone and of whole layers."
-    )
-    lines += [
-        f"Not reached: {name.rpartition(' ')[0]} at {name.rpartition(' ')[2]}; {short(most)} at most."
-        for name, most in found.missed.items()
+def tally(found: EqualTime) -> dict[str, str]:
+    """How often joint is better and worse than a way that takes other parts."""
+    words = [
+        told(difference(ways[JOINT].items, way.items))
+        for ways in map(found.at, found.speedups)
+        for name, way in ways.items()
+        if JOINT in ways and way.parts != ways[JOINT].parts
     ]
-    orders = [
-        found.at(s) for s in found.speedups if {"layers by influence", "layers by importance"} <= set(found.at(s))
-    ]
-    if orders:
-        pairs = [[w[n].parts[2] for n in ("layers by influence", "layers by importance")] for w in orders]
-        both = "; ".join(f"{runs(a)} against {runs(b)}" for a, b in pairs)
-        lines.append(f"Layers by influence against those by importance: {both}.")
-    return bullets(*lines)
+    return {"comparisons": str(len(words)), "better": str(words.count("better")), "worse": str(words.count("worse"))}
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "equal_time.json", written)

@@ -29,7 +29,7 @@ def main(finished: Path) -> None:
 
 def written() -> dict[str, str]:
     runs = [JointRun.load(path) for path in sorted(HERE.glob("*.json"))]
-    return {"setting": setting(runs), "degrees": degrees(runs), "pairs": pairs(runs), "verdict": verdict(runs)}
+    return {"setting": setting(runs), "degrees": degrees(runs), "pairs": pairs(runs), "outcome": outcome(runs)}
 
 
 def setting(runs: list[JointRun]) -> str:
@@ -80,32 +80,19 @@ def pairs(runs: list[JointRun]) -> str:
     return table(head, rows)
 
 
-def verdict(runs: list[JointRun]) -> str:
-    lines = []
+def outcome(runs: list[JointRun]) -> str:
+    """What was removed, how certain that is, and what it costs on the final slice (± two standard errors)."""
+    noise = ("noise", "pairs within twice of it", "the choice can cost", "spread over seeds", "around the map")
+    head = ("model", "attentions", "activations", *noise, "lost at the end", "parameters", "bytes")
+    rows = []
     for run in runs:
-        decision, name = run.decision, run.plan.model.name
-        (a, g), (before, after), (large, small) = decision.chosen, run.parameters, run.size
-        lines.append(
-            f"{name}: {a} attentions and {g} activations go. "
-            + (
-                "The choice is certain while the noise is below its bound."
-                if decision.certain
-                else f"The choice is not certain: {int(decision.within.sum()) - 1} other pairs lie within twice the "
-                f"noise of {short(decision.noise)}, and it can cost up to {short(decision.regret)} {unit(run)}."
-            )
-        )
-        seeds, around = decision.over_seeds[0], decision.residual[0]
-        limits = ": the polynomial limits the choice more than the recovery does" if around > 2 * seeds else ""
-        lines.append(
-            f"{name}: the spread over seeds is {short(seeds)}, that of points around the map {short(around)}{limits}."
-        )
-        lost = run.dense - run.chosen
-        lines.append(
-            f"{name}: on the final slice it loses {short(lost)} ± {short(2 * run.error)} "
-            f"{unit(run)} (two standard errors), with {percent(after / before)} of the parameters and "
-            f"{percent(small / large)} of the bytes."
-        )
-    return bullets(*lines)
+        decision, (before, after), (large, small) = run.decision, run.parameters, run.size
+        spreads = float(decision.noise), int(decision.within.sum()) - 1, float(decision.regret)
+        lost = f"{short(run.dense - run.chosen)} ± {short(2 * run.error)} {unit(run)}"
+        sizes = percent(after / before), percent(small / large)
+        around = float(decision.over_seeds[0]), float(decision.residual[0])
+        rows.append((run.plan.model.name, *decision.chosen, *spreads, *around, lost, *sizes))
+    return table(head, rows)
 
 
 if __name__ == "__main__":

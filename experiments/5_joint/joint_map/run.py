@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common import draw
-from experiments.statements import bullets, short, table
+from experiments.common import draw, run_command
+from experiments.statements import short, table
 from lyapunov_prune.joint import JointDecision, JointMap, decide, fit_map, noisy_choices
 from lyapunov_prune.joint.map import design, left_two_out
 from lyapunov_prune.report.joint import joint_figure
@@ -86,7 +86,7 @@ def written() -> dict[str, str]:
         "degrees": degrees(fitted),
         "pairs": pairs(decision, beside["refits"]),
         "readings": read(beside["readings"]),
-        "verdict": verdict(fitted, decision, beside),
+        **numbers(fitted, decision),
     }
 
 
@@ -115,39 +115,19 @@ def read(found: dict[str, Any]) -> str:
     return table(("of κ = 2", *found), rows)
 
 
-def verdict(fitted: JointMap, decision: JointDecision, beside: dict[str, Any]) -> str:
-    """Ours against the published, from the numbers."""
+def numbers(fitted: JointMap, decision: JointDecision) -> dict[str, str]:
+    """`behind`: by how many points the published pair lies behind the best one here."""
     theirs = next(i for i, pair in enumerate(decision.pairs) if tuple(LAYERS - pair) == THEIR_KEPT)
-    place = int((decision.predicted > decision.predicted[theirs]).sum()) + 1
-    behind = float(decision.predicted[decision.best] - decision.predicted[theirs])
-    same, ours = abs(fitted.error - THEIR_ERROR) < 5e-4, kept(decision.pairs[decision.best])
-    errors = {
-        f"{name} ({shares})": value
-        for shares, reading in beside["readings"].items()
-        for name, value in reading["errors"].items()
+    return {
+        "rmse": f"{fitted.error:.3f}",
+        "published": str(THEIR_ERROR),
+        "pair": kept(decision.pairs[decision.best]),
+        "behind": short(float(decision.predicted[decision.best] - decision.predicted[theirs])),
+        "gap": short(decision.gap),
+        "noise": short(decision.noise),
+        "regret": short(decision.regret),
+        "deviation": short(fitted.residual[0]),
     }
-    near = [name for name, value in errors.items() if abs(value - THEIR_ERROR) < 5e-4]
-    inside = "within" if decision.within[theirs] else "outside"
-    certain = "certain" if decision.certain else "not certain"
-    reached = int(decision.within.sum()) - 1
-    return bullets(
-        f"**{'Agrees' if same else 'Differs'}:** the leave-two-out RMSE is {fitted.error:.3f} (published: "
-        f"{THEIR_ERROR}). "
-        + (
-            f"It is what these give: {', '.join(near)}."
-            if near
-            else f"None of the {len(errors)} readings below gives it."
-        ),
-        f"**{'Agrees' if theirs == decision.best else 'Differs'}:** the pair kept is {ours} (published: "
-        f"{kept(decision.pairs[theirs])}, which is number {place} of {len(decision.pairs)} here, {behind:.2f} points "
-        f"behind, {inside} twice the noise, and chosen by {100 * beside['refits'][theirs]:.0f} % of the noisy refits).",
-        f"The choice is {certain}: the gap to the next pair is {decision.gap:.2f} points and the noise bound "
-        f"{decision.noise:.2f}, so that {reached} other pairs remain and the choice can cost up to "
-        f"{decision.regret:.1f} points. Of {REFITS} refits with noise of {fitted.error:.3f} in every score, "
-        f"{100 * max(beside['refits']):.0f} % choose {kept(decision.pairs[int(np.argmax(beside['refits']))])}.",
-        f"The points deviate from the map by {short(fitted.residual[0])} points ({fitted.residual[1]} degrees of "
-        f"freedom); none was published with a second seed.",
-    )
 
 
 def kept(pair: np.ndarray) -> str:
@@ -157,4 +137,4 @@ def kept(pair: np.ndarray) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, HERE / "map.json", written)

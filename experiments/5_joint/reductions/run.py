@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, texts
-from experiments.statements import bullets, counted, interval, percent, short, span, table
+from experiments.common import Device, DType, draw, load, run_command, texts
+from experiments.statements import bullets, interval, percent, short, table
 from lyapunov_prune.calibration.blocks import Passed, sum_blocks, watched_blocks
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.export import Cuts, make_compact
@@ -185,10 +184,8 @@ def figure(found: KeptByReductions) -> str:
 
 def written() -> dict[str, str]:
     results = [KeptByReductions.load(path) for path in sorted(HERE.glob("*.json"))]
-    return {"setting": setting(results), "reductions": by_reduction(results), "ridge": by_ridge(results)} | {
-        "verdict": verdict(results),
-        "default": short(RIDGE),
-    }
+    parts = {"setting": setting, "reductions": by_reduction, "ridge": by_ridge}
+    return {name: part(results) for name, part in parts.items()} | {"default": short(RIDGE)}
 
 
 def setting(results: list[KeptByReductions]) -> str:
@@ -196,7 +193,9 @@ def setting(results: list[KeptByReductions]) -> str:
 
 
 def by_reduction(results: list[KeptByReductions]) -> str:
-    head = ("model", "reduction", "output kept: median", "least (layer)", "perplexity / dense: median", "most (layer)")
+    """`affine better`: at how many layers, paired by window."""
+    cost = ("perplexity / dense: median", "most (layer)", "affine better")
+    head = ("model", "reduction", "output kept: median", "least (layer)", *cost)
     lines = []
     for found in results:
         for name in found.reductions:
@@ -206,47 +205,25 @@ def by_reduction(results: list[KeptByReductions]) -> str:
             middle = float(np.median([k.explained for k in rows])), float(np.median([found.cost(k) for k in rows]))
             kept, cost = percent(middle[0]), short(middle[1])
             cells = (f"{percent(least.explained)} ({least.layer})", cost, f"{worst} ({most.layer})")
-            lines.append((found.name, f"`{name}`", kept, *cells))
+            pairs = zip(found.by("affine"), rows, strict=True)
+            wins = sum(interval_of(a.windows - b.windows)[1] < 1 for a, b in pairs)
+            better = None if name == "affine" else f"{wins} of {len(rows)}"
+            lines.append((found.name, f"`{name}`", kept, *cells, better))
     return table(head, lines)
 
 
 def by_ridge(results: list[KeptByReductions]) -> str:
-    """Median over layers of what the fit keeps."""
-    head = ("model", "tokens", *(f"ridge {r:g}" for r in RIDGES))
-    lines = [
-        (f.name, t, *(percent(float(np.median(r.explained))) for r in f.ridges if r.tokens == t))
-        for f in results
-        for t in TOKENS
-    ]
+    """Median over layers of what the fit keeps; last what the default keeps less than the best ridge of each layer."""
+    head = ("model", "tokens", *(f"ridge {r:g}" for r in RIDGES), "default less the best, mean")
+    lines = []
+    for f in results:
+        for t in TOKENS:
+            some = [r for r in f.ridges if r.tokens == t]
+            default = next(r.explained for r in some if r.ridge == RIDGE)
+            lost = float(default.mean() - np.max([r.explained for r in some], 0).mean())
+            lines.append((f.name, t, *(percent(float(np.median(r.explained))) for r in some), percent(lost)))
     return table(head, lines)
 
 
-def verdict(results: list[KeptByReductions]) -> str:
-    """What the default ridge leaves on the table, and the order of the reductions."""
-    lines = [f"{counted(len(results), 'model')} ({', '.join(f.name for f in results)}), one text each."]
-    for found in results:
-        lost = [
-            float(np.max([r.explained for r in found.ridges if r.tokens == t], 0).mean() - given.explained.mean())
-            for t in TOKENS
-            for given in found.ridges
-            if given.tokens == t and given.ridge == RIDGE
-        ]
-        lines.append(
-            f"{found.name}: with a ridge of {short(RIDGE)} the fit keeps {span(100 * x for x in lost)} points less, as "
-            f"a mean over layers, than with the best ridge of each layer ({span(map(float, TOKENS))} tokens)."
-        )
-        order = sorted(found.reductions, key=lambda n: np.median([found.cost(k) for k in found.by(n)]))
-        wins = [
-            sum(interval_of(a.windows - b.windows)[1] < 1 for a, b in zip(found.by(order[0]), found.by(n), strict=True))
-            for n in order[1:]
-        ]
-        others = ", ".join(f"better than `{n}` in {w}" for n, w in zip(order[1:], wins, strict=True))
-        lines.append(
-            f"{found.name}: least median cost by `{order[0]}`; paired by window {others} of "
-            f"{len(found.by(order[0]))} layers."
-        )
-    return bullets(*lines)
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "{model}.json", written)

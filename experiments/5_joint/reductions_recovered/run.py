@@ -8,7 +8,6 @@ same items. Writes reductions.json and reductions.svg; what they say goes into R
 
 import copy
 from dataclasses import dataclass
-from itertools import permutations
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,10 +15,9 @@ import numpy as np
 import pandas as pd
 import typer
 
-from experiments.common import Device, draw, of_model
+from experiments.common import Device, draw, of_model, run_command
 from experiments.recoveries import (
     VIT,
-    Difference,
     FloatType,
     Images,
     Subject,
@@ -30,7 +28,6 @@ from experiments.recoveries import (
     subject,
     together,
     told,
-    unit,
 )
 from experiments.statements import bullets, counted, runs, table
 from lyapunov_prune.errors import LyapunovPruneError
@@ -223,7 +220,7 @@ def figure(found: ReductionsRecovered) -> str:
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = ReductionsRecovered.load(folder / "reductions.json")
-    return {"setting": setting(found), "reductions": by_reduction(found), "verdict": verdict(found)}
+    return {"setting": setting(found), "reductions": by_reduction(found), "against": against(found)}
 
 
 def setting(found: ReductionsRecovered) -> str:
@@ -248,45 +245,16 @@ def by_reduction(found: ReductionsRecovered) -> str:
     return table(head, rows)
 
 
-def compared(found: ReductionsRecovered, a: str, b: str, when: str) -> list[Difference]:
-    """Score of a less that of b by number removed, `before` recovery or `after`."""
-    return [difference(getattr(found.of(a, c), when), getattr(found.of(b, c), when)) for c in found.counts]
-
-
-def verdict(found: ReductionsRecovered) -> str:
-    on = found.measured_on
-    lines = [
-        f"One model ({on.model.name}) of {found.blocks} blocks, {counted(len(found.seeds), 'seed')}; differences are "
-        f"{unit(on)}."
-    ]
-    others = [name for name in found.reductions if name != found.default]
-    for other in others:
-        for when, said in (("before", "at once"), ("after", "after recovery")):
-            each = compared(found, other, found.default, when)
-            parts = (f"{c} removed {gained(d)}, {told(d)}" for c, d in zip(found.counts, each, strict=True))
-            lines.append(f"`{other}` less `{found.default}`, {said}: {'; '.join(parts)}.")
-    lines.append(f"As the default of `joint`: {spoken_for(found)}")
-    return bullets(*lines)
-
-
-def spoken_for(found: ReductionsRecovered) -> str:
-    """The reduction that is better than the others after recovery somewhere and worse nowhere, if there is one."""
-    won = {name: [0, 0] for name in found.reductions}
-    for a, b in permutations(found.reductions, 2):
-        words = [told(d) for d in compared(found, a, b, "after")]
-        won[a][0] += words.count("better")
-        won[a][1] += words.count("worse")
-    unbeaten = [name for name, (_, worse) in won.items() if not worse]
-    first = max(unbeaten, key=lambda name: won[name][0], default=None)
-    if first is None:
-        return "none, as each is worse than another for some number removed."
-    if not won[first][0]:
-        return "nothing here speaks against it: after recovery no reduction is to be told from another."
-    alike = [name for name in unbeaten if name != first and won[name][0] == won[first][0]]
-    if alike:
-        return f"`{first}` and `{'`, `'.join(alike)}` alike, better somewhere and worse nowhere."
-    return f"`{first}`, after recovery better than another in {won[first][0]} comparisons and worse in none."
+def against(found: ReductionsRecovered) -> str:
+    """The score of every other reduction less that of the one that is plainest, paired by item."""
+    rows = []
+    for name in found.reductions:
+        for count in found.counts if name != found.default else ():
+            both = found.of(name, count), found.of(found.default, count)
+            each = [difference(*(getattr(r, when) for r in both)) for when in ("before", "after")]
+            rows.append((count, f"`{name}`", *(f"{gained(d)}, {told(d)}" for d in each)))
+    return table(("removed", f"less `{found.default}`", "at once", "after recovery"), rows)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "reductions.json", written)

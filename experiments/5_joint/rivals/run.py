@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import typer
 from scipy import stats
 
-from experiments.common import Device, draw, of_model
+from experiments.common import Device, draw, of_model, run_command
 from experiments.recoveries import (
     VIT,
     FloatType,
@@ -33,11 +32,11 @@ from experiments.recoveries import (
     told,
     unit,
 )
-from experiments.statements import bullets, counted, percent, short, table
+from experiments.statements import bullets, counted, percent, short, signed, table
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.joint.chains import Pair, chains
-from lyapunov_prune.joint.decision import noisy_choices, over_seeds
+from lyapunov_prune.joint.decision import noisy_choices
 from lyapunov_prune.joint.points import Course
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, panels, svg
@@ -240,7 +239,7 @@ def figure(found: Rivals) -> str:
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = Rivals.load(folder / "rivals.json")
-    return {"setting": setting(found), "rivals": by_rival(found), "refits": by_refit(found), "verdict": verdict(found)}
+    return {"setting": setting(found), "rivals": by_rival(found), "refits": by_refit(found), **numbers(found)}
 
 
 def setting(found: Rivals) -> str:
@@ -270,53 +269,21 @@ def by_refit(found: Rivals) -> str:
     return table(head, rows)
 
 
-def verdict(found: Rivals) -> str:
-    best = int(found.scores.argmax())
-    (a, g), (b, h) = found.pairs[0].tolist(), found.pairs[best].tolist()
-    count, on = len(found.pairs), found.measured_on
-    lines = [f"One model ({on.model.name}), one budget, {count} of {len(found.line)} pairs on its line."]
-    if best:
-        lost = difference(found.items[best], found.items[0])
-        said = "more than none" if told(lost) == "better" else "not to be told from none"
-        lines.append(
-            f"The choice ({a}, {g}) scores {four(found.scores[0])}, the best measured, ({b}, {h}), "
-            f"{four(found.scores[best])}: a regret of {gained(lost)} {unit(on)}, {said}. The best of {count} is the "
-            "luckiest too, so it is rather less."
-        )
-    else:
-        lines.append(f"The choice ({a}, {g}) is the best measured, with {four(found.scores[0])}: no regret.")
-    regret = float(found.scores[best] - found.scores[0])
-    within = "is within" if regret <= found.bound else "is more than"
-    lines.append(f"That {within} what the decision said that it can cost, {short(found.bound)} {unit(on)}.")
+def numbers(found: Rivals) -> dict[str, str]:
+    """`regret`: the best measured less the choice, on the final slice."""
+    lost = difference(found.items[int(found.scores.argmax())], found.items[0])
     beside = [told(difference(found.items[0], items)) for items in found.items[1:]]
-    lines.append(
-        f"Of {len(beside)} rivals the choice is better than {beside.count('better')} and worse than "
-        f"{beside.count('worse')}; "
-        "the others cannot be told from it (paired by item, seeds averaged, no allowance for how many there are)."
-    )
-    if len(found.seeds) > 1:
-        deviation, freedom = over_seeds(found.items.mean(-1).tolist())
-        lines.append(
-            f"From seed to seed, the whole chain anew, scores deviate by {short(deviation)} ({freedom} degrees of "
-            f"freedom); `joint` had measured {short(found.deviations[0])}, with the last point of a chain anew alone."
-        )
-    if count >= 5:
-        places = [found.line.tolist().index(pair) for pair in found.pairs.tolist()]
-        rank = stats.spearmanr(found.predicted[places], found.scores)
-        lines.append(f"Predicted and final scores: rank correlation {short(rank.statistic)} (p {rank.pvalue:.2g}).")
-    place = found.line.tolist().index([a, g])
-    for what, shares, deviation in zip(("over seeds", "around the map"), found.refits, found.deviations, strict=True):
-        lines.append(
-            f"Of {REFITS} maps through scores moved by the noise {what} ({short(deviation)}), the degree chosen anew, "
-            f"{percent(shares[place])} choose ({a}, {g}); {int((shares > 0).sum())} pairs are chosen at all."
-        )
-    if len(found.seeds) and found.seeds[0] == 0:
-        lines.append(
-            f"Seed 0 of the chosen pair scores {four(found.items[0, 0].mean())}; `joint`, by its own final recovery, "
-            f"said {four(found.stated)}."
-        )
-    return bullets(*lines)
+    places = [found.line.tolist().index(pair) for pair in found.pairs.tolist()]
+    rank = stats.spearmanr(found.predicted[places], found.scores)
+    return {
+        "regret": f"{gained(lost)} {unit(found.measured_on)}",
+        "bound": short(found.bound),
+        "count": str(len(beside)),
+        "better": str(beside.count("better")),
+        "worse": str(beside.count("worse")),
+        "rank": f"{signed(float(rank.statistic))} (p {rank.pvalue:.2g})",
+    }
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "rivals.json", written)

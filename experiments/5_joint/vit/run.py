@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, one_hot, pad
 from transformers import ViTConfig, ViTForImageClassification
 
 import lyapunov_prune as lp
-from experiments.common import draw
+from experiments.common import draw, run_command
 from experiments.statements import bullets, table
 from lyapunov_prune.data import ImageBatch, load_images
 from lyapunov_prune.data.slices import slices
@@ -233,18 +233,11 @@ def written() -> dict[str, str]:
         (f"ridge on pixels, penalty {of['penalty']:g}", "7,850", f"{of['linear']:.3f}"),
         ("difference, paired by image", "", f"{of['above']:.3f} ± {1.96 * of['above_error']:.3f}"),
     ]
-    low = of["above"] - 1.96 * of["above_error"]
     return {
-        "measured-on": f"- {of['line']}\n",
+        "measured-on": bullets(of["line"]),
         "scores": table(("classifier", "parameters", "top-1 on final, 95 %"), rows),
-        "verdict": bullets(
-            f"The ViT is {'well above' if low > 0.05 else 'not well above'} the linear classifier: "
-            f"{100 * of['above']:.1f} points, {100 * low:.1f} at the least.",
-            f"Trained in {of['cpu_seconds'] / 60:.1f} minutes of one core ({of['seconds'] / 60:.1f} on a busy "
-            f"machine), {of['training']['epochs']} epochs of {of['images']['learn']:,} images.",
-        ),
     }
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, FILE, written)
