@@ -8,7 +8,8 @@
 - `replacement`, `changes`: other weights, or a changed layer, for as long as a block lasts;
 - `scoring`, `logits`, `decoding`: losses, logits and greedy tokens of what runs; `kept`: logits of two models compared
   a block of positions at a time;
-- `states`: those of a text at all boundaries, on the disk where they do not fit;
+- `layers`: each layer run on what the changed ones before it make;
+- `states`: those of a text at all boundaries, on the disk where they do not fit, and final ones of a changed model;
 - `own_text`: text that the model writes itself, to calibrate on;
 - `continuations`: log-likelihoods of texts that begin alike.
 

@@ -1,19 +1,27 @@
-"""States of a text at many boundaries, in memory or on the disk, and those of a streamed model without each layer."""
+"""States of a text at many boundaries, in memory or on the disk, and final states of a changed model."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.hooks import final_state, require_one_state
+from lyapunov_prune.forward.hooks import require_finite, require_one_state
+from lyapunov_prune.forward.layers import in_one_forward
+from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.device import free_memory, numbers_on_disk
 from lyapunov_prune.models.streamed import Run
-from lyapunov_prune.progress import status
+from lyapunov_prune.progress import track
 from lyapunov_prune.results.files import require_disk
+
+# The first layer that changes, and a context manager that applies the change.
+Change = tuple[int, Callable[[], AbstractContextManager[None]]]
 
 
 def room_for(number: int, like: torch.Tensor, folder: Path | None) -> torch.Tensor:
@@ -38,6 +46,55 @@ def room_for(number: int, like: torch.Tensor, folder: Path | None) -> torch.Tens
         ) from None
 
 
+def finals_without_each(
+    reading: Reading, batch_size: int, folder: Path | None, description: str
+) -> Iterator[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
+    """`changed_finals` for each layer left out; of a streamed model by `final_without_each`, a window at a time."""
+    if reading.decoder.stream is None:
+        layers = range(reading.structure.num_layers)
+        changes = [(layer, partial(reading.prefix.without, (layer,))) for layer in layers]
+        yield from changed_finals(reading, changes, batch_size, description)
+        return
+    (ids,) = reading.windows(batch_size)
+    dense, changed = final_without_each(reading.decoder, ids, folder)
+    _require_finite(reading, ids, dense)
+    for number, window in enumerate(track(dense, description)):
+        yield window[:-1], changed[:, number, :-1].unbind()
+
+
+def changed_finals(
+    reading: Reading, changes: Sequence[Change], batch_size: int, description: str
+) -> Iterator[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
+    """A batch of windows at a time, final states of every predicting position: dense, and with each of `changes`.
+
+    Each is positions × width. The changes are handled in the order of their first layer, so that only one dense state
+    is kept at a time. Raises NonFiniteError naming the layer when a dense state is not finite.
+    """
+    prefix = reading.prefix
+    order = sorted(range(len(changes)), key=lambda number: changes[number][0])
+    for ids in track(reading.windows(batch_size), description):
+        at, hidden, states = 0, torch.empty(0), dict[int, torch.Tensor]()
+        for number in order:
+            first, change = changes[number]
+            entry = prefix.entry(first)
+            if entry > at:
+                at, hidden = entry, prefix.advance(ids, at, hidden, entry)
+            with change():
+                states[number] = _predicting(prefix.finish(ids, at, hidden))
+        dense = _predicting(prefix.finish(ids, at, hidden))
+        _require_finite(reading, ids, dense)
+        yield dense, [states[number] for number in range(len(changes))]
+
+
+def _predicting(states: torch.Tensor) -> torch.Tensor:
+    return states[:, :-1].flatten(0, 1)
+
+
+def _require_finite(reading: Reading, ids: torch.Tensor, dense: torch.Tensor) -> None:
+    if not dense.isfinite().all():
+        require_finite(reading.structure, ids, reading.batch.text)
+
+
 @torch.no_grad()
 def final_without_each(decoder: Decoder, ids: torch.Tensor, folder: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The final states of `ids` by the streamed `decoder`, and by it without each of its layers (layers × those).
@@ -47,7 +104,6 @@ def final_without_each(decoder: Decoder, ids: torch.Tensor, folder: Path | None)
     Memory as `room_for`, of L states; raises as that.
     """
     structure, stream = decoder.structure, decoder.stream
-    assert stream is not None
     kept: list[torch.Tensor] = []
 
     def visit(layer: int, hidden: torch.Tensor, run: Run) -> None:
@@ -61,8 +117,8 @@ def final_without_each(decoder: Decoder, ids: torch.Tensor, folder: Path | None)
                 start += len(piece)
         kept[0][layer] = hidden
 
-    with stream.visiting(visit), status("skipping layers, all of them in one forward"):
-        dense = final_state(structure, ids)
+    dense = in_one_forward(decoder, ids, visit, "skipping layers, all of them in one forward")
+    assert stream is not None
     states = kept[0]
     # What a decoder answers with may be of another width than its layers carry (Llama 4 answers with logits).
     alike = (states[0].shape, states.dtype) == (dense.shape, dense.dtype)

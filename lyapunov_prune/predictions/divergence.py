@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,24 +12,19 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import require_temperature
-from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.forward.states import final_without_each
+from lyapunov_prune.forward.states import Change, changed_finals, finals_without_each
 from lyapunov_prune.forward.sublayers import find_sublayers, require_kind, silent
 from lyapunov_prune.models.decoder import Model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.tiles import MEASURES, measures
-from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 # Tolerance: sums of non-negative terms, each rounded.
 _ROUNDING = 1e-9
-# The first layer that changes, and a context manager that applies the change.
-Change = tuple[int, Callable[[], AbstractContextManager[None]]]
 
 
 @dataclass(frozen=True)
@@ -117,11 +111,8 @@ def skip_divergence(
     """
     require_temperature(temperature)
     reading = read(model, batch, streamed=True)
-    if reading.decoder.stream is not None:
-        means = _in_one_forward(reading, temperature, batch_size, folder)
-    else:
-        sets = [(layer,) for layer in range(reading.structure.num_layers)]
-        means = divergences_without(reading, sets, temperature, batch_size, "skipping layers")
+    finals = finals_without_each(reading, batch_size, folder, "skipping layers")
+    means = _means(reading, finals, reading.structure.num_layers, temperature)
     means[~np.isfinite(means).all(-1)] = np.nan
     variance, kl, reverse_kl, flipped, by_r = means.T.copy()
     return SkipDivergence(variance, kl, reverse_kl, flipped, by_r, float(temperature), reading.measured_on())
@@ -159,18 +150,6 @@ def sublayer_divergence(
     return SublayerDivergence(variance, kl, reverse_kl, flipped, by_r, float(temperature), origin, what)
 
 
-def divergences_without(
-    reading: Reading,
-    sets: Sequence[tuple[int, ...]],
-    temperature: float,
-    batch_size: int,
-    description: str,
-) -> np.ndarray:
-    """`divergences_of` for each set of layers left out."""
-    changes = [(min(layers), partial(reading.prefix.without, layers)) for layers in sets]
-    return divergences_of(reading, changes, temperature, batch_size, description)
-
-
 def divergences_of(
     reading: Reading, changes: Sequence[Change], temperature: float, batch_size: int, description: str
 ) -> np.ndarray:
@@ -178,45 +157,16 @@ def divergences_of(
 
     Raises NonFiniteError naming the layer when the dense model is not finite.
     """
-    windows, prefix, scorer = reading.windows(batch_size), reading.prefix, reading.scorer
-    sums = torch.zeros(len(changes), MEASURES, dtype=torch.float64)
-    for ids in track(windows, description):
-        dense, changed = _final_states(prefix, ids, changes)
-        if not dense.isfinite().all():
-            require_finite(reading.structure, ids, reading.batch.text)
-        sums += measures(scorer, dense, changed, temperature).sum(-1).cpu()
-    return (sums / sum(ids[:, 1:].numel() for ids in windows)).numpy()
+    finals = changed_finals(reading, changes, batch_size, description)
+    return _means(reading, finals, len(changes), temperature)
 
 
-def _in_one_forward(reading: Reading, temperature: float, batch_size: int, folder: Path | None) -> np.ndarray:
-    (ids,) = reading.windows(batch_size)
-    dense, changed = final_without_each(reading.decoder, ids, folder)
-    if not dense.isfinite().all():
-        require_finite(reading.structure, ids, reading.batch.text)
-    sums = torch.zeros(len(changed), MEASURES, dtype=torch.float64)
-    for number, window in enumerate(track(dense, "skipping layers")):
-        sums += measures(reading.scorer, window[:-1], changed[:, number, :-1].unbind(), temperature).sum(-1).cpu()
-    return (sums / ids[:, 1:].numel()).numpy()
-
-
-def _final_states(
-    prefix: Prefix, ids: torch.Tensor, changes: Sequence[Change]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Final states of every predicting position (positions × width): dense, and one for each of `changes`.
-
-    The changes are handled in the order of their first layer, so that only one dense state is kept at a time.
-    """
-    at, hidden = 0, torch.empty(0)
-
-    def final() -> torch.Tensor:
-        return prefix.finish(ids, at, hidden)[:, :-1].flatten(0, 1)
-
-    states: dict[int, torch.Tensor] = {}
-    for number in sorted(range(len(changes)), key=lambda k: changes[k][0]):
-        first, change = changes[number]
-        entry = prefix.entry(first)
-        if entry > at:
-            at, hidden = entry, prefix.advance(ids, at, hidden, entry)
-        with change():
-            states[number] = final()
-    return final(), [states[number] for number in range(len(changes))]
+def _means(
+    reading: Reading, finals: Iterable[tuple[torch.Tensor, Sequence[torch.Tensor]]], changes: int, temperature: float
+) -> np.ndarray:
+    sums, positions = torch.zeros(changes, MEASURES, dtype=torch.float64), 0
+    for dense, changed in finals:
+        sums += measures(reading.scorer, dense, changed, temperature).sum(-1).cpu()
+        positions += len(dense)
+        del dense, changed  # free them before the next are computed
+    return (sums / positions).numpy()

@@ -8,6 +8,7 @@ prediction.json; interrupted, it goes on.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ import typer
 from experiments.common import Device, DType, job_folder, load, of_model, texts
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import read
-from lyapunov_prune.predictions.divergence import divergences_without
+from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.result import encode
 from lyapunov_prune.results.store import Store
@@ -56,7 +57,8 @@ def main(
         left = [each for each in drawn if ",".join(map(str, each)) not in jobs]
         for start in range(0, len(left), TOGETHER):
             some = left[start : start + TOGETHER]
-            for each, kl in zip(some, divergences_without(reading, some, 1.0, 1, "sets")[:, 1], strict=True):
+            changes = [(min(each), partial(reading.prefix.without, each)) for each in some]
+            for each, kl in zip(some, divergences_of(reading, changes, 1.0, 1, "sets")[:, 1], strict=True):
                 jobs.add(",".join(map(str, each)), float(kl))
             done = [each for each in sets if ",".join(map(str, each)) in jobs]
             rows = [{"removed": list(each), "kl": jobs[",".join(map(str, each))]} for each in done]

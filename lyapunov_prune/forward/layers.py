@@ -1,0 +1,56 @@
+"""The layers of a model one after the other, each run on what enters it at that time, wherever its weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+
+from lyapunov_prune.forward.hooks import final_state
+from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.streamed import Run
+from lyapunov_prune.models.streamed import Visit as VisitHeld
+from lyapunov_prune.progress import status, track
+
+# Called with a layer and what leaves it, a piece of the batch at a time; the layer runs while that is consumed.
+Visit = Callable[[int, Iterator[torch.Tensor]], None]
+
+
+def each_layer(reading: Reading, layers: Collection[int], visit: Visit, batch_size: int, description: str) -> None:
+    """Call `visit` for each of `layers` in order, its weights in memory; what it makes of them enters the next layer.
+
+    The arguments of a layer (masks, positions) come from the model's own forward (`Prefix`); nothing is captured and
+    replayed. Where a layer uses more of earlier layers than their hidden state, the forward begins further back. Layers
+    that are read from files (`models.streamed`) are all visited in one forward, each while it is held.
+
+    Memory: the hidden states of the batch, at most twice.
+    """
+    windows = reading.windows(batch_size)
+    if reading.decoder.stream is not None:
+
+        def visited(layer: int, hidden: torch.Tensor, run: Run) -> None:
+            if layer in layers:  # a layer may add to its input in place, and needs it again
+                visit(layer, run(hidden.clone()))
+
+        with torch.no_grad():
+            in_one_forward(reading.decoder, windows[0], visited, f"{description}, one layer at a time")
+        return
+    prefix, states, at = reading.prefix, [torch.empty(0)] * len(windows), 0
+    for layer in track(range(reading.structure.num_layers), description):
+        if layer not in layers:
+            continue
+        entry = prefix.entry(layer)
+        if entry > at:
+            with torch.no_grad():
+                states = [prefix.advance(ids, at, h, entry) for ids, h in zip(windows, states, strict=True)]
+            at = entry
+        pairs = zip(windows, states, strict=True)
+        visit(layer, (prefix.advance(ids, at, hidden, layer + 1) for ids, hidden in pairs))
+
+
+def in_one_forward(decoder: Decoder, ids: torch.Tensor, visit: VisitHeld, description: str) -> torch.Tensor:
+    """The final state of `ids` by the streamed `decoder`, of which every layer is visited before it runs."""
+    assert decoder.stream is not None
+    with decoder.stream.visiting(visit), status(description):
+        return final_state(decoder.structure, ids)
