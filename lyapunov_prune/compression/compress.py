@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,20 +13,16 @@ from transformers import PreTrainedModel
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.schedule import Score
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.calibration.statistics import Statistics
-from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.held_out import HeldOutLoss
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.recipe import recipe_for
-from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
+from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.models.decoder import Model, model_of
-from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
-from lyapunov_prune.progress import track
 from lyapunov_prune.results.history import add_step
 
 
@@ -61,7 +57,7 @@ def compress(
     Give one of `sparsity` (share of the entries, for low rank of the parameters of the factors), `rank` or `bits`,
     and a schedule's name with its parameters in `schedule_options` (`{"least": 0.7}`), or an Allocation that says how
     much of each matrix. Methods that look at activations take them from `batch`, layer by layer, with the layers before
-    already compressed (`streaming.py`). A matrix whose amount is 0 stays as it is. Embeddings and head are left alone.
+    already compressed (`Recipe.apply`). A matrix whose amount is 0 stays as it is. Embeddings and head are left alone.
     `pattern`, (2, 4) or `2:4`, keeps so many of so many inputs; its sparsity need not be given. `symmetric` lets `rtn`
     round to grids around 0 (`methods.rtn.symmetric_grid`), which `packed.write_packed` can write as integers.
 
@@ -87,17 +83,7 @@ def compress(
         search=partial(_held_out, method, group_size, batch_size),
     )
     small = copy.deepcopy(model)
-    done: list[CompressedMatrix] = []
-
-    def change(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
-        done.extend(recipe.change(small, here, statistics))
-
-    if recipe.calibration is None:
-        for p in track(recipe.projections, f"compression, {method}"):
-            change([p], {})
-    else:
-        stream(small, recipe.calibration, recipe.projections, recipe.method.needs, change, batch_size=batch_size)
-    report = recipe.report(done)
+    report = recipe.apply(small, batch_size=batch_size)
     add_step(small, "compress", report.saw, model)
     return Compressed(small, report)
 

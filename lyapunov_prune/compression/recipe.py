@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from lyapunov_prune.allocation.schedule import Score
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.masks import Pattern, as_pattern
 from lyapunov_prune.compression.method import Method, rank_for, require_in_range
 from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
@@ -27,8 +29,10 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift, row_blocks, token_energy, widen
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
+from lyapunov_prune.progress import track
 
 # What the matrix of a projection becomes.
 Change = Callable[[Projection, torch.Tensor], torch.Tensor]
@@ -56,18 +60,37 @@ class Recipe:
         return {name: None if amount is None else int(amount) for name, amount in amounts.items()}
 
     @torch.no_grad()
-    def change(
+    def apply(
         self,
         model: PreTrainedModel,
-        here: Sequence[Projection],
-        statistics: Mapping[str, Statistics],
+        put: Callable[[int], None] = lambda layer: None,
+        *,
         by: Change | None = None,
-    ) -> list[CompressedMatrix]:
-        """Compress the matrices `here` of `model` in place; says what became of each.
+        batch_size: int = 1,
+    ) -> CompressionReport:
+        """Compress the matrices of `model` in place, a layer at a time; `put` takes each layer, its weights in memory.
 
         `by` does what the method would, for what keeps more of it than the matrix.
         """
-        return [self._changed(p, p.weight(model), statistics.get(p.name), by) for p in here]
+        by_layer = {layer: [*here] for layer, here in groupby(self.projections, lambda p: p.layer)}
+        left = dict.fromkeys(range(self.allocation.model.num_layers))
+        done: list[CompressedMatrix] = []
+
+        def change(here: Sequence[Projection], statistics: Mapping[str, Statistics]) -> None:
+            done.extend(self._changed(p, p.weight(model), statistics.get(p.name), by) for p in here)
+            put(here[0].layer)
+            del left[here[0].layer]
+
+        if self.calibration is not None:
+            stream(model, self.calibration, self.projections, self.method.needs, change, batch_size=batch_size)
+        # What is left has no matrices, or is looked at by its weights alone.
+        for layer in track([*left], f"compression, {self.method.name}"):
+            with layer_held(model, layer):
+                if layer in by_layer:
+                    change(by_layer[layer], {})
+                else:
+                    put(layer)
+        return self._report(done)
 
     def _changed(
         self, p: Projection, W: torch.Tensor, statistics: Statistics | None, by: Change | None
@@ -85,7 +108,7 @@ class Recipe:
     def _amount_of(self, p: Projection, W: torch.Tensor) -> float | None:
         return _amount(self.method, self._wanted[p.name], self.allocation.unit, W.shape)
 
-    def report(self, done: Sequence[CompressedMatrix]) -> CompressionReport:
+    def _report(self, done: Sequence[CompressedMatrix]) -> CompressionReport:
         by_name = {matrix.name: matrix for matrix in done}
         return CompressionReport(
             method=self.method.name,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.calibration.statistics import Statistics
-from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.shards import Shards, size_of
 from lyapunov_prune.compression.masks import Pattern, as_pattern
 from lyapunov_prune.compression.recipe import recipe_for
-from lyapunov_prune.compression.report import REPORT, CompressedMatrix, CompressionReport
+from lyapunov_prune.compression.report import REPORT, CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.factored import FORMAT as COMPACT
 from lyapunov_prune.export.factored import NOT_STREAMED, Factoring, require_low_rank
@@ -36,10 +32,7 @@ from lyapunov_prune.export.table import require_streamed_format
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.decoder import Model, wrap
 from lyapunov_prune.models.left_out import require_whole
-from lyapunov_prune.models.projections import Projection
-from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.provenance import gate_table
 from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_with
@@ -96,9 +89,6 @@ def compress_on_disk(
     recipe = recipe_for(model, batch, **how)
     factoring = Factoring(decoder, recipe.ranks(model)) if format == COMPACT else None
     small = factoring.small if factoring else decoder
-    by_layer = {layer: [*here] for layer, here in groupby(recipe.projections, lambda p: p.layer)}
-    done: list[CompressedMatrix] = []
-    left = dict.fromkeys(range(decoder.structure.num_layers))
     with whole_folder(target) as folder:
         shards = Shards(small, tokenizer, folder)
 
@@ -106,21 +96,7 @@ def compress_on_disk(
             state = factoring.state(model, layer) if factoring else None
             shards.write(layer, packing.stored if packing else None, state)
 
-        def change(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
-            done.extend(recipe.change(model, here, statistics, packing.rounded if packing else None))
-            write(here[0].layer)
-            del left[here[0].layer]
-
-        if recipe.calibration is not None:
-            stream(model, recipe.calibration, recipe.projections, recipe.method.needs, change)
-        # What is left has no matrices, or is looked at by its weights alone.
-        for layer in track([*left], f"compression, {recipe.method.name}"):
-            with layer_held(model, layer):
-                if layer in by_layer:
-                    change(by_layer[layer], {})
-                else:
-                    write(layer)
-        report = recipe.report(done)
+        report = recipe.apply(model, write, by=packing.rounded if packing else None)
         if packing:
             packing.write_config(folder, model)
         reloaded = shards.finish()
