@@ -19,11 +19,12 @@ from lyapunov_prune.allocation.allocate import allocate
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.method import rank_for
-from lyapunov_prune.compression.recipe import _amount
+from lyapunov_prune.compression.recipe import _amount, recipe_for
 from lyapunov_prune.compression.report import CompressionReport, Packed
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
@@ -326,3 +327,17 @@ def test_a_report_of_before_is_of_grids_with_a_zero_point(llama: PreTrainedModel
     assert old.packed is None
     assert old.headline() == report.headline()
     assert "symmetric" not in old.headline()
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_each_layer_is_handed_back_when_its_matrices_are_compressed(method: str, ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    given: list[tuple[int, int]] = []
+
+    def put(layer: int) -> None:
+        weights = [each.mlp.up_proj.weight for each in find_structure(model).layers]
+        given.append((layer, sum(bool((W == 0).any()) for W in weights)))
+
+    recipe_for(model, ids, method=method, sparsity=0.5).apply(model, put)
+    assert given == [(layer, layer + 1) for layer in range(len(given))]
+    assert len(given) == find_structure(model).num_layers

@@ -19,7 +19,8 @@ from lyapunov_prune.checkpoints.outline import Outline
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward import states
 from lyapunov_prune.forward.hooks import final_state, skipped
-from lyapunov_prune.forward.states import final_without_each, room_for
+from lyapunov_prune.forward.reading import read
+from lyapunov_prune.forward.states import final_without_each, finals_without_each, room_for
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.streamed import stream_of
@@ -44,6 +45,16 @@ def test_final_states_are_those_with_the_layer_skipped(checkpoint: Path, ids: to
         for layer, found in enumerate(without):
             with skipped(structure, (layer,)):
                 torch.testing.assert_close(found, final_state(structure, ids))
+
+
+@torch.no_grad()
+def test_final_states_without_each_layer_are_those_in_memory(checkpoint: Path, ids: torch.Tensor) -> None:
+    whole, apart = (read(made(checkpoint), ids, streamed=True) for made in (load, lp.load_streamed))
+    windows = [finals_without_each(reading, 1, None, "layers") for reading in (whole, apart)]
+    for (wanted, wanted_without), (dense, without) in zip(*windows, strict=True):
+        torch.testing.assert_close(dense, wanted)
+        for a, b in zip(without, wanted_without, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_a_decoder_that_answers_with_logits_is_measured_too(
