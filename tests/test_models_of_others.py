@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments, pipeline
 
 import lyapunov_prune as lp
+from lyapunov_prune.shrinking import shrink as shrinking
 
 IDS = torch.randint(0, 97, (4, 24), generator=torch.Generator().manual_seed(0))
 
@@ -25,6 +26,15 @@ IDS = torch.randint(0, 97, (4, 24), generator=torch.Generator().manual_seed(0))
 def refused(model: PreTrainedModel) -> None:
     with pytest.raises(lp.LyapunovPruneError, match="outside the model's vocabulary"):
         lp.perplexity(model, IDS + 10**6)
+
+
+def shrunk(model: PreTrainedModel, folder: Path) -> None:
+    windows = torch.randint(0, 97, (56, 24), generator=torch.Generator().manual_seed(1))
+    learn, judge, unseen = (lp.TokenBatch(part, "ids", "all", False) for part in windows.split((32, 8, 16)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shrinking, "STEPS", 2)
+        out = folder / "shrunk"
+        lp.shrink(model, make_tokenizer(), out, remove=1, batch=learn, judge=judge, evaluation=unseen)
 
 
 # What is called, with a model and a folder to write to.
@@ -47,6 +57,7 @@ CALLS: dict[str, Callable[[PreTrainedModel, Path], Any]] = {
         model, lp.remove_layers(model, [1]), IDS, steps=2
     ),
     "heal": lambda model, folder: lp.heal(lp.remove_layers(model, [1]), model, IDS, steps=2),
+    "shrink": shrunk,
     "save": lambda model, folder: lp.save(lp.remove_layers(model, [1]), make_tokenizer(), folder / "small"),
     "refusal": lambda model, folder: refused(model),
 }

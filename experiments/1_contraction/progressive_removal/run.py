@@ -67,7 +67,6 @@ def written(folder: Path = HERE) -> dict[str, str]:
         f"{curve.measured_on.line()}; dense: {short(curve.dense.perplexity)}.\n",
         "dense": short(curve.dense.perplexity),
         "removal": removal(curve),
-        "caption": caption(profile, curve),
         "verdict": verdict_of(profile, curve),
         "best": best(curve),
     }
@@ -94,20 +93,6 @@ def sink(profile: ContractionProfile) -> tuple[int, float, float, float]:
     layer = max(profile.pooling_disagrees, key=lambda k: profile.sink_state_share[k + 1], default=layer)
     energy, token = (profile.pooled(pooling).rho[layer] for pooling in POOLINGS)
     return layer, float(energy), float(token), float(profile.sink_state_share[layer + 1])
-
-
-def caption(profile: ContractionProfile, curve: RemovalCurve) -> str:
-    layer, energy, token, share = sink(profile)
-    on, four = profile.measured_on, by_count(curve)[4]
-    return (
-        f"*One model, {on.model.name}: the factor ρ by which each layer changes the relative energy of an error. Layer "
-        f"{layer} reads {short(energy)}\nunder energy pooling, because one token of every window, the attention sink, "
-        f"takes {100 * share:.0f} % of the state's energy there; token\npooling reads {short(token)}. Of the layers "
-        f"with ρ nearest to one, four removed leave a perplexity of {short(four['rho'])} by energy pooling, "
-        f"{short(four['rho, token pooling'])}\nby token pooling, of {short(curve.dense.perplexity)} ({on.tokens:,} "
-        f"tokens, {len(profile.seeds)} "
-        "seeds;\n[experiments/1_contraction/progressive_removal](experiments/1_contraction/progressive_removal/README.md)).*\n"
-    )
 
 
 def told(curve: RemovalCurve, criterion: str, other: str) -> dict[int, str]:
