@@ -13,11 +13,7 @@ from lyapunov_prune.ranking.table import CRITERIA
 from lyapunov_prune.sensitivity.changes import STUDY_METHODS
 
 Derivative = Literal["difference", "jvp"]
-DeviceMap = Literal["auto"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
-Importance = Literal["taylor", "learned"]
-Pooling = Literal["energy", "token"]
-ReadAt = Literal["layer", "branch"]
 Split = Literal["evaluation", "all", "calibration"]
 What = Literal["layers", "attention", "mlp", "activation"]
 

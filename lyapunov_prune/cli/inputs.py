@@ -6,9 +6,9 @@ import hashlib
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lyapunov_prune.cli.choices import Pooling, Split
+from lyapunov_prune.cli.choices import Split
 from lyapunov_prune.cli.options import ModelOptions, TextOptions
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
@@ -37,6 +37,7 @@ def load_inputs(
     *,
     merge_adapter: bool = False,
     stream: bool = False,
+    given: Given = Given(),
     plan: PruningPlan | MergekitSlices | None = None,
 ) -> tuple[Decoder, TokenBatch]:
     """The model and its text; a `plan` has to be for that model, of which the text says nothing."""
@@ -44,21 +45,17 @@ def load_inputs(
     from lyapunov_prune.data.text import require_source
 
     require_source(text.text, text.text_column)  # before minutes of loading
-    source.require()
     if stream:
         source.require_one_place("--stream")
-    if stream and text.batch_size != 1:
-        raise LyapunovPruneError("--stream takes all windows through a layer together; leave out --batch-size")
+        given.refuse("has no effect on --stream, which takes all windows together; leave it out", "batch_size")
     loaded = source.load(model, merge_adapter=merge_adapter, stream=stream)
     if plan is not None:
         plan.require_model(loaded.model)
     require_context(loaded.structure, text.context)
-    return loaded, text.load(loaded, split, offline=source.offline)
+    return loaded, text.load(loaded, split)
 
 
-def load_judge(
-    judge: str | None, loaded: Decoder, batch: TokenBatch, text: TextOptions, source: ModelOptions, share: int = 2
-) -> TokenBatch:
+def load_judge(judge: str | None, loaded: Decoder, batch: TokenBatch, text: TextOptions, share: int = 2) -> TokenBatch:
     """The text that judges beside `batch`: if none is named what the model writes, or the built-in one beside that.
 
     A text that is named gives windows as long as those of `batch`, and one for every `share` of them.
@@ -72,15 +69,15 @@ def load_judge(
         judge = "builtin"
     if judge is None or judge == SELF:
         return second_text(read(loaded.model, batch))
-    other = load_beside(judge, loaded, max(1, len(batch) // share), text, source)
+    other = load_beside(judge, loaded, max(1, len(batch) // share), text)
     require_disjoint(batch, other)
     return other
 
 
-def load_beside(name: str, loaded: Decoder, windows: int, text: TextOptions, source: ModelOptions) -> TokenBatch:
+def load_beside(name: str, loaded: Decoder, windows: int, text: TextOptions) -> TokenBatch:
     """So many windows of another text, as long as those of `text`."""
-    other = replace(text, text=name, text_column=None, bos=None, tokens=windows * text.context)
-    return other.load(loaded, "calibration", offline=source.offline)
+    other = replace(text, text=name, text_column=None, tokens=windows * text.context)
+    return other.load(loaded, "calibration")
 
 
 def load_prompted(
@@ -100,7 +97,7 @@ def load_prompted(
     if not prompts.is_file():  # before minutes of loading
         raise LyapunovPruneError(f"{prompts} is no readable file; give a file of prompts")
     loaded = source.load(model)
-    batch = load_prompts(prompts, loaded.tokenizer, chat=chat, bos=text.bos)
+    batch = load_prompts(prompts, loaded.tokenizer, chat=chat)
     most = loaded.structure.max_context
     if most and batch.context >= most:
         raise LyapunovPruneError(
@@ -119,12 +116,12 @@ def load_examples(
 
     source.require_one_place("--images")
     given.refuse("is of a model that reads text too; leave it out", "text_only")
-    given.refuse_record("is of a text, and --images is in its place; leave it out", TextOptions)
+    given.refuse_record("is of a text, and --images is in its place; leave it out", TextOptions, also="batch_size")
 
     from lyapunov_prune.data.image_files import load_images
     from lyapunov_prune.models.classifier_loading import load_classifier
 
-    classifier = load_classifier(model, dtype=source.dtype, device=source.device, offline=source.offline)
+    classifier = load_classifier(model, dtype=source.dtype, device=source.device)
     return classifier.model, None, load_images(images, classifier)
 
 
@@ -203,7 +200,7 @@ def chosen_allocation(allocation: str) -> str | Allocation:
 
 
 def profile_for(
-    schedule: str | Allocation, loaded: Decoder, batch: TokenBatch, batch_size: int, pooling: Pooling | None
+    schedule: str | Allocation, loaded: Decoder, batch: TokenBatch, batch_size: int
 ) -> ContractionProfile | None:
     """The contraction profile that the schedule goes by; None where it needs none."""
     from lyapunov_prune.profiles.contraction import measure_contraction, require_above_rounding
@@ -211,7 +208,7 @@ def profile_for(
     if not goes_by_rho(schedule):
         return None
     require_above_rounding(loaded.model, batch)
-    return measure_contraction(loaded.model, batch, seeds=range(2), pooling=pooling or "energy", batch_size=batch_size)
+    return measure_contraction(loaded.model, batch, seeds=range(2), batch_size=batch_size)
 
 
 def goes_by_rho(schedule: str | Allocation) -> bool:
@@ -226,22 +223,6 @@ def reads_text(method: str, schedule: str | Allocation) -> bool:
     from lyapunov_prune.compression.table import METHODS
 
     return METHODS[method].needs != "nothing" or (isinstance(schedule, str) and SCHEDULES[schedule].needs is not None)
-
-
-def parse_schedule_options(given: list[str] | None) -> dict[str, Any]:
-    """What `--schedule-option NAME=VALUE` says: numbers, words, and a Sensitivity where a file is named."""
-    from lyapunov_prune.sensitivity.sensitivity import Sensitivity
-
-    options: dict[str, Any] = {}
-    for pair in given or []:
-        name, equals, value = pair.partition("=")
-        if not (name and equals and value) or name in options:
-            raise LyapunovPruneError(f"--schedule-option {pair!r} is no NAME=VALUE, or the second of its name")
-        try:
-            options[name] = float(value)
-        except ValueError:
-            options[name] = Sensitivity.load(value) if Path(value).is_file() else value
-    return options
 
 
 def run_folder(output: Path | None, model: str) -> Path:

@@ -67,60 +67,55 @@ def one_of(table: Mapping[str, Any], *more: str) -> str:
     return "\n\n".join([*more, *(f"{name}: {entry.help}" for name, entry in table.items())])
 
 
+SPREAD = "spread"  # the value of --device for a model over several of them
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Where a model comes from and where it runs."""
 
     device: Annotated[
-        str, model_option(help="cpu, cuda, cuda:1 or mps; auto is the GPU if there is one, else the CPU.")
-    ] = "auto"
-    device_map: Annotated[
-        choices.DeviceMap | None,
+        str,
         model_option(
-            help="auto spreads the layers over GPUs, memory, then the disk; in place of --device, not to train."
+            help="cpu, cuda, cuda:1 or mps; auto is the GPU if there is one, else the CPU; spread lays the layers over "
+            "GPUs, memory, then the disk (not to train)."
         ),
-    ] = None
+    ] = "auto"
     dtype: Annotated[
         choices.DType | None,
         model_option(help="Of the weights in memory; without a default, as the checkpoint has them."),
     ] = None
-    offline: Annotated[bool, model_option("--offline", help="Never touch the network.")] = False
     text_only: Annotated[
         bool,
         model_option("--text-only", help="Of a multimodal checkpoint the text model alone; what is left out is named."),
     ] = False
 
+    @property
+    def spread(self) -> bool:
+        return self.device == SPREAD
+
     def load(self, model: str, *, merge_adapter: bool = False, stream: bool = False) -> Decoder:
-        self.require()
         if stream:
             self.require_one_place("--stream")
             from lyapunov_prune.checkpoints.streamed import load_streamed
 
-            return load_streamed(
-                model, dtype=self.dtype, device=self.device, offline=self.offline, text_only=self.text_only
-            )
+            return load_streamed(model, dtype=self.dtype, device=self.device, text_only=self.text_only)
 
         from lyapunov_prune.models.loading import load
 
         return load(
             model,
             dtype=self.dtype,
-            device=self.device,
-            offline=self.offline,
+            device="auto" if self.spread else self.device,
             merge_adapter=merge_adapter,
-            device_map=self.device_map,
+            device_map="auto" if self.spread else None,
             text_only=self.text_only,
         )
 
-    def require(self) -> None:
-        """Raise LyapunovPruneError for two answers to where the model runs."""
-        if self.device_map is not None and self.device != "auto":
-            raise LyapunovPruneError("--device-map places the layers itself; leave out --device")
-
-    def require_one_place(self, option: str) -> None:
-        """Raise LyapunovPruneError for a device map beside `option`, which has none."""
-        if self.device_map is not None:
-            raise LyapunovPruneError(f"{option} takes no device map; leave out --device-map")
+    def require_one_place(self, what: str) -> None:
+        """Raise LyapunovPruneError for a model that is spread: `what` needs it on one device."""
+        if self.spread:
+            raise LyapunovPruneError(f"{what} needs the model on one device; leave out --device {SPREAD}")
 
 
 @dataclass(frozen=True)
@@ -143,11 +138,6 @@ class TextOptions:
     ] = None
     tokens: Annotated[int, text_option(min=2, help="How many tokens to measure on.")] = 4096
     context: Annotated[int, text_option(min=2, help="Tokens in a window.")] = 512
-    batch_size: Annotated[int, text_option(min=1, help="Windows in a forward.")] = 1
-    bos: Annotated[
-        bool | None,
-        text_option("--bos/--no-bos", help="Start windows with BOS; the tokenizer's habit if not given."),
-    ] = None
 
     def as_eval(self, context: int) -> TextOptions:
         """The same text to score on: as much as `eval` takes, at the most, in windows of `context` tokens."""
@@ -158,7 +148,6 @@ class TextOptions:
         loaded: Decoder,
         split: choices.Split,
         *,
-        offline: bool,
         folder: Path | None = None,
         resume: bool = False,
     ) -> TokenBatch:
@@ -169,8 +158,6 @@ class TextOptions:
         from lyapunov_prune.forward.own_text import SELF, written_by
 
         if self.text == SELF:
-            if self.bos is not None:
-                raise LyapunovPruneError("a text that the model writes begins as the model does; leave out --bos")
             return written_by(loaded.model, split, self.tokens, self.context, folder=folder, resume=resume)
         batch = load_text(
             self.text,
@@ -178,15 +165,14 @@ class TextOptions:
             tokens=self.tokens,
             context=self.context,
             split=split,
-            bos=self.bos,
             column=self.text_column,
-            offline=offline,
         )
         if batch.text != self.text:
             note(f"Text: {batch.text}")
         return checked_batch(loaded.structure, batch)
 
 
+BatchSize = Annotated[int, text_option(min=1, help="Windows in a forward.")]
 Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in).")]
 MergeAdapter = Annotated[
     bool, model_option("--merge-adapter", help="MODEL holds LoRA adapters: add them to their base model's weights.")
@@ -215,7 +201,6 @@ Images = Annotated[
     str | None,
     text_option(help="For a ViT or DeiT: mnist-5k, a folder of class folders, or an .npz, in place of a text."),
 ]
-Temperature = Annotated[float, what_option(help="Of both models' softmax.")]
 Items = Annotated[int | None, what_option("--limit", min=1, help="How many items of a file or task; all if not given.")]
 
 Criterion = Annotated[
@@ -228,7 +213,6 @@ Criterion = Annotated[
         )
     ),
 ]
-Alpha = Annotated[float, what_option(help="Weight of |rho − 1| in the blend.")]
 Protect = Annotated[str | None, what_option(help="Layers that stay, as 0-2,-1 (negative: counted from the end).")]
 Search = Annotated[
     float | None,
@@ -274,12 +258,8 @@ class RankOptions:
 
     what: What = "layers"
     criterion: Criterion = None
-    alpha: Alpha = 0.5
-    seeds: Seeds = 4
-    seed: Seed = 0
     protect: Protect = None
     search: Search = None
-    temperature: Annotated[float, what_option(help="Of the softmax, for --criterion kl.")] = 1.0
 
     def protected(self) -> list[int]:
         return layer_indices("--protect", self.protect) if self.protect is not None else []
@@ -300,11 +280,10 @@ class RankOptions:
         """Raise LyapunovPruneError, before torch is waited for, for options that the criterion does not take."""
         takes = CRITERIA[self.goes_by].options()
         idle = f"has no effect on --criterion {self.goes_by}; leave it out"
-        for option in ("alpha", "seeds", "seed", "search", "temperature"):
+        for option in ("seeds", "seed", "search"):
             if option not in takes and not (option == "seed" and "seeds" in takes):
                 given.refuse(idle, option)
-        options = {"alpha": self.alpha, "search": self.search, "temperature": self.temperature}
-        CRITERIA.make(self.goes_by, **{option: options[option] for option in takes if option in options})
+        CRITERIA.make(self.goes_by, **({"search": self.search} if "search" in takes else {}))
         self.protected()
 
     def rank(
@@ -314,6 +293,8 @@ class RankOptions:
         remove: float | None,
         batch_size: int,
         *,
+        seeds: int = 4,
+        seed: int = 0,
         mend: bool = False,
         judge: TokenBatch | None = None,
         folder: Path | None = None,
@@ -326,16 +307,14 @@ class RankOptions:
             batch,
             criterion=self.goes_by,
             what=self.what,
-            alpha=self.alpha,
             remove=remove,
-            seeds=range(self.seed, self.seed + self.seeds),
-            seed=self.seed,
+            seeds=range(seed, seed + seeds),
+            seed=seed,
             batch_size=batch_size,
             protect=self.protected(),
             search=self.search,
             mend=mend and self.goes_by == "best",
             judge=judge,
-            temperature=self.temperature,
             folder=folder,
             resume=resume,
         )
@@ -352,25 +331,9 @@ Allocation = Annotated[
         help=one_of(SCHEDULES, "How much of which matrix, or the JSON file of an Allocation."),
     ),
 ]
-ScheduleOptions = Annotated[
-    list[str] | None,
-    what_option(
-        "--schedule-option",
-        metavar="NAME=VALUE",
-        help="A parameter of the schedule, as least=0.7; again for another. "
-        + "; ".join(f"{name}: {', '.join(s.options())}" for name, s in SCHEDULES.items() if s.options())
-        + ". As ceiling also the sensitivity.json of a study threshold.",
-    ),
-]
-Pooling = Annotated[
-    choices.Pooling | None, what_option(help="Of the rho that the schedule goes by; energy if not given.")
-]
 Pattern = Annotated[str | None, what_option(help="Keep so many of so many inputs, as 2:4 (then without --sparsity).")]
 GroupSize = Annotated[int | None, what_option(help="Weights that share a grid (rtn); a row if not given.")]
 
-Symmetric = Annotated[
-    bool, what_option("--symmetric", help="Grids around 0 (rtn), without zero points, as packed weights need.")
-]
 Stored = Annotated[
     choices.Stored,
     output_option("--format", help=one_of(formats_of("compress"), "What is written.")),

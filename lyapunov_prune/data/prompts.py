@@ -84,7 +84,7 @@ def load_prompts(
     token or a chat template that the tokenizer lacks, and for `bos` beside `chat`.
     """
     if chat and bos is not None:
-        raise LyapunovPruneError("a chat template says itself how a text begins; give --chat without --bos or --no-bos")
+        raise LyapunovPruneError("a chat template says itself how a text begins; leave out bos")
     if chat and not tokenizer.chat_template:
         raise LyapunovPruneError("this tokenizer has no chat template; leave --chat out, or take an instruct model")
     begins = not chat and begins_with_bos(tokenizer, bos)

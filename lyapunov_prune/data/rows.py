@@ -128,12 +128,10 @@ def _counted(path: Path, columns: list[str], read: Callable[[list[str]], list[di
     return Rows(str(path), tuple(columns), rows)
 
 
-def hub_rows(source: str, offline: bool) -> Rows:
+def hub_rows(source: str) -> Rows:
     """The rows of the hub data set `name[:config[:split]]`, by default its split `test`."""
     name, _, rest = source.partition(":")
     config, _, part = rest.partition(":")
-    if offline:
-        raise LyapunovPruneError(f"{source} is no local file and --offline forbids the hub; give builtin or a file")
     try:
         from datasets import load_dataset
     except ImportError:

@@ -35,7 +35,6 @@ def load_text(
     split: Split = "calibration",
     bos: bool | None = None,
     column: str | None = None,
-    offline: bool = False,
 ) -> TokenBatch:
     """The first `tokens` tokens of a split, as whole windows of `context` tokens.
 
@@ -55,7 +54,7 @@ def load_text(
         raise LyapunovPruneError(f"context {context} is too short to score a token; give 2 or more")
     if tokens < context:
         raise LyapunovPruneError(f"{tokens} tokens do not fill one window of {context}; raise --tokens")
-    whole = _read(source, tokenizer, column, offline) if given is None else Plain(source, "\n\n".join(given))
+    whole = _read(source, tokenizer, column) if given is None else Plain(source, "\n\n".join(given))
     if not whole.content.strip():
         raise LyapunovPruneError(f"{source} holds no text; give another")
     part = _split(source, whole, split)
@@ -110,13 +109,13 @@ def _names_file(source: str) -> bool:
     return source[0] in "./~" or source.count("/") > 1 or re.fullmatch(r"\.[A-Za-z]+", Path(source).suffix) is not None
 
 
-def _read(source: str, tokenizer: PreTrainedTokenizerBase, column: str | None, offline: bool) -> Plain | Chats:
+def _read(source: str, tokenizer: PreTrainedTokenizerBase, column: str | None) -> Plain | Chats:
     require_source(source, column)
     path = Path(source)
     if source == "builtin":
         return Plain(source, _builtin())
     if not path.is_file():
-        return documents(hub_rows(source, offline), tokenizer, column)
+        return documents(hub_rows(source), tokenizer, column)
     return documents(file_rows(path), tokenizer, column) if holds_rows(path) else Plain(source, file_text(path))
 
 
@@ -155,7 +154,7 @@ def begins_with_bos(tokenizer: PreTrainedTokenizerBase, bos: bool | None) -> boo
     """`bos`, or the tokenizer's own habit where it is None. Raises LyapunovPruneError for a token that it lacks."""
     begins = adds_bos(tokenizer) if bos is None else bos
     if begins and tokenizer.bos_token_id is None:
-        raise LyapunovPruneError("this tokenizer has no BOS token; use --no-bos")
+        raise LyapunovPruneError("this tokenizer has no BOS token; leave out bos=True")
     return begins
 
 

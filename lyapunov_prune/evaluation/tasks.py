@@ -150,7 +150,7 @@ class TaskScores(Result):
 
 
 @checked
-def load_tasks(names: Sequence[str | Path], *, few_shot: int | None = None, offline: bool = False) -> tuple[Task, ...]:
+def load_tasks(names: Sequence[str | Path], *, few_shot: int | None = None) -> tuple[Task, ...]:
     """Load tasks from `.jsonl` files, and from the hub by their names in lm-evaluation-harness (extra `tasks`).
 
     A file of `{"query", "choices", "gold"}` lines is multiple choice: a choice follows its query after one space, or
@@ -159,15 +159,13 @@ def load_tasks(names: Sequence[str | Path], *, few_shot: int | None = None, offl
     following each beginning. A file of `{"question", "answer"}` lines is generation, scored like the harness' gsm8k.
     The first `few_shot` items of a file (default: none) are examples; tasks by name have their own default.
 
-    Raises LyapunovPruneError for a missing extra, a file of another form, two tasks of one name, an unknown name, a
-    failed download, and a task by name when `offline`.
+    Raises LyapunovPruneError for a missing extra, a file of another form, two tasks of one name, an unknown name, and a
+    failed download.
     """
     if few_shot is not None and few_shot < 0:
         raise LyapunovPruneError(f"few_shot is {few_shot}; give 0 or more")
     files = [str(name) for name in names if Path(name).suffix == ".jsonl"]
     hub = [str(name) for name in names if str(name) not in files]
-    if hub and offline:
-        raise LyapunovPruneError(f"{hub[0]} comes from the hub, which --offline forbids; give a .jsonl file of items")
     read = {name: read_task(name) for name in files}
     try:
         from lyapunov_prune.evaluation import harness
@@ -189,13 +187,13 @@ def load_tasks(names: Sequence[str | Path], *, few_shot: int | None = None, offl
 
 
 @checked
-def halves(source: str, *, offline: bool = False) -> tuple[Task, Task]:
+def halves(source: str) -> tuple[Task, Task]:
     """The items of one task by turns: those that choose how much of a model goes, and those that are held out.
 
     `source` is a `.jsonl` file or a name, as for `load_tasks`. Raises LyapunovPruneError as that does, for a group of
     several tasks, for too few items, and for a task whose first metric is better when it is lower.
     """
-    tasks = load_tasks([source], offline=offline)
+    tasks = load_tasks([source])
     task = tasks[0]
     if len(tasks) > 1:
         raise LyapunovPruneError(f"{source} is a group of {len(tasks)} tasks; give one of them, as {task.name}")

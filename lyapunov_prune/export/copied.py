@@ -35,7 +35,7 @@ from lyapunov_prune.results.history import HISTORY, add_step, history_of
 SHARD_BYTES = 5 * 10**9
 
 
-def too_large(name: str, device: str = "cpu", *, offline: bool = False) -> str:
+def too_large(name: str, device: str = "cpu") -> str:
     """Why `write_pruned` has no room for the checkpoint `name` on `device`; or "".
 
     At its peak removal in memory holds the original, which is on `device`, and what is reloaded for the gate, which is
@@ -43,7 +43,7 @@ def too_large(name: str, device: str = "cpu", *, offline: bool = False) -> str:
     """
     if name.endswith(".gguf"):
         return ""  # no safetensors to copy from
-    files = checkpoint_folder(name, offline=offline).glob("*.safetensors")
+    files = checkpoint_folder(name).glob("*.safetensors")
     size = sum(file.stat().st_size for file in files if file.is_file())  # a link may lead nowhere
     apart = device.startswith("cuda")
     for place, copies in Counter([device if apart else "cpu", "cpu"]).items():

@@ -68,7 +68,7 @@ def require_packed_options(
         raise LyapunovPruneError(f"--format {FORMAT} packs all matrices alike; leave out --allocation")
     if not symmetric:
         raise LyapunovPruneError(
-            f"the zero points of asymmetric grids do not load packed with transformers; give --symmetric with {FORMAT}"
+            "the zero points of asymmetric grids do not load packed with transformers; give symmetric=True"
         )
     require_compressed_tensors()
 

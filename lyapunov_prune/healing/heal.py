@@ -191,8 +191,8 @@ def require_settings(
     steps: int | None,
     minutes: float | None,
     rank: int | None,
-    learning_rate: float | None,
-    temperature: float,
+    learning_rate: float | None = None,
+    temperature: float = 1.0,
     per_step: int = 1,
 ) -> Budget:
     """The budget of a run, with STEPS if neither steps nor minutes are given. Raises like `heal`."""

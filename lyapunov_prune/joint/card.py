@@ -43,10 +43,17 @@ of a difference on the selection data is {decision.selection_error:.3g}.
 The standard error of the difference, paired by item, is {run.error:.2g}. Measured on:
 
 - {as_text(run.measured_on.line())}""",
-        "Command": f"""On the data named above, with defaults for all options that are left out:
+        "Command": f"""On the data named above, with {_settings(run)}, and defaults for all options that are left out:
 
     {_command(run)}""",
     }
+
+
+def _settings(run: JointRun) -> str:
+    """What only `remove_jointly` in Python takes."""
+    points = run.points
+    rank = "all weights trained" if points.recipe.rank is None else f"updates of rank {points.recipe.rank}"
+    return f"importance {run.importance.method}, {rank}, {len(set(points.seeds.tolist()))} seeds a point"
 
 
 def _command(run: JointRun) -> str:
@@ -55,11 +62,8 @@ def _command(run: JointRun) -> str:
     budget = ["--remove", f"{decision.remove}"] if decision.remove else ["--speedup", f"{decision.speedup:g}"]
     asked = {
         "reduction": run.importance.reduction,
-        "importance": run.importance.method,
         "steps-per-point": points.steps,
         "recover": len(run.losses),
-        "update-rank": points.recipe.rank or 0,
-        "point-seeds": len(set(points.seeds.tolist())),
         "seed": points.seeds[0],
     }
     options = [word for name, value in asked.items() for word in (f"--{name}", str(value))]

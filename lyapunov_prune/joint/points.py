@@ -252,4 +252,4 @@ def _require_disk(course: Course, jobs: int) -> None:
         size = sum(p.nbytes for p in parameters.values())
     if jobs:
         what = f"the weights of {jobs} points, {size:,} bytes each,"
-        require_disk(course.folder, (jobs + 3) * size, what, "train fewer of them (--update-rank 8)")
+        require_disk(course.folder, (jobs + 3) * size, what, "train updates of low rank instead")

@@ -17,7 +17,7 @@ _PARTS = ["[0-9]_*/*.json", "[0-9]_*/*.safetensors"]  # of an embedding model, b
 
 def download(name: str, offline: bool) -> Path:
     """The folder of a hub model, from the cache or the network; weights other than safetensors stay there."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
@@ -30,7 +30,8 @@ def download(name: str, offline: bool) -> Path:
             f"the hub has no model {name} that you may read; check the name, or log in with `hf auth login`"
         ) from None
     except LocalEntryNotFoundError:
-        reason = "--offline was given" if offline else "the hub could not be reached"
+        asked = "offline was given" if offline else "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+        reason = asked or "the hub could not be reached"
         raise LyapunovPruneError(
             f"{name} is neither a local folder nor in the hub cache, and {reason}; "
             f"download it first, give a folder, or use {BUILTIN}"

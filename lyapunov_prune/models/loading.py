@@ -81,7 +81,7 @@ def load(
     return loaded
 
 
-def checkpoint_folder(name: str, *, offline: bool) -> Path:
+def checkpoint_folder(name: str, *, offline: bool = False) -> Path:
     """The folder that holds the checkpoint `name`, fetched from the hub if need be.
 
     Raises LyapunovPruneError with the remedy when there is none.

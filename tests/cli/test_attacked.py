@@ -26,7 +26,7 @@ from lyapunov_prune.cli.app import app
 TEXT = ("--tokens", "64", "--context", "16")
 MEASURED = (*TEXT, "--device", "cpu")
 PRUNE = ("prune", "tiny", *MEASURED)
-PACK = ("compress", "tiny", "--method", "rtn", "--symmetric", "--format", "compressed-tensors", "--device", "cpu")
+PACK = ("compress", "tiny", "--method", "rtn", "--format", "compressed-tensors", "--device", "cpu")
 FACTOR = ("compress", "tiny", "--method", "svd", "--format", "compact", "--device", "cpu")
 # What has been made before, by the name that a command reads it by.
 MADE = {
@@ -39,7 +39,7 @@ COMMANDS = {
     "eval": ("eval", "tiny", *MEASURED),
     "profile": ("profile", "tiny", "--seeds", "1", *MEASURED),
     "profile --stream": ("profile", "tiny", "--stream", "--seeds", "1", *MEASURED),
-    "profile --device-map": ("profile", "tiny", "--device-map", "auto", "--seeds", "1", *TEXT),
+    "profile --device spread": ("profile", "tiny", "--device", "spread", "--seeds", "1", *TEXT),
     "rank best": ("rank", "tiny", "--criterion", "best", "--remove", "1", "--search", "4", *MEASURED),
     "rank --stream": ("rank", "tiny", "--stream", "--criterion", "bi", "--remove", "1", *MEASURED),
     "rank --max-kl": ("rank", "tiny", "--what", "mlp", "--criterion", "kl", "--max-kl", "0.1", *MEASURED),
@@ -51,7 +51,7 @@ COMMANDS = {
     "heal --text self": ("heal", "pruned", "--teacher", "tiny", "--text", "self", "--steps", "1", *MEASURED),
     "compress --max-kl": ("compress", "tiny", "--method", "wanda", "--max-kl", "0.1", *MEASURED),
     "pack": (*PACK, "--bits", "4"),
-    "check": ("check", "tiny", "--sparsity", "0.5", *MEASURED),
+    "check": ("check", "tiny", *MEASURED),
     "sensitivity": ("sensitivity", "tiny", "--study", "layer", *MEASURED),
     "hierarchy": ("hierarchy", "tiny", "--new-tokens", "2", *MEASURED),
 }

@@ -54,8 +54,9 @@ def test_an_unknown_model(model: str, command: list[str], run_bad: Callable[...,
 def test_a_hub_model_offline(
     command: list[str], run_bad: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     command = [a.replace("tiny", "some-org/some-model-that-nobody-has") for a in command]
-    assert "--offline" in run_bad(*command, "--offline")
+    assert "HF_HUB_OFFLINE" in run_bad(*command)
 
 
 @pytest.mark.parametrize("command", ["profile", "rank", "prune"], indirect=True)

@@ -32,7 +32,6 @@ def test_a_bad_text(name: str, content: bytes, message: str, run_bad: Callable[.
     [
         (["--context", "129", "--tokens", "258"], "longer than the model's 128"),
         (["--tokens", "32"], "do not fill one window of 64"),
-        (["--text", "org/set", "--offline"], "--offline"),
         (["--dtype", "float99"], "'float99' is not one of"),
         (["--device", "bogus"], "no device bogus"),
     ],
@@ -46,7 +45,6 @@ def test_a_bad_common_option(options: list[str], message: str, command: list[str
     ("options", "message"),
     [
         (["--derivative", "guess"], "'guess' is not one of"),
-        (["--pooling", "mean"], "'mean' is not one of"),
         (["--epsilon", "0"], "epsilon > 0"),
         (["--epsilon", "nan"], "epsilon"),
     ],
@@ -87,7 +85,6 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         (["--remove", "1", "--protect", "6"], "layer 6 to protect"),
         (["--remove", "2", "--protect", "0,1,2,3,-1"], "the protected, and 2"),
         (["--layers", "1", "--protect", "0"], "--protect is of layers"),
-        (["--remove", "1", "--alpha", "1.5"], "--alpha has no effect on --criterion best"),
         (["--plan", "absent.json"], "cannot read absent.json"),
         (["--plan", "tiny/config.json"], "tiny/config.json holds no result"),
     ],
@@ -97,9 +94,7 @@ def test_a_bad_choice_of_layers(choice: list[str], message: str, run_bad: Callab
     assert message in run_bad("prune", "tiny", "-o", "out", *choice, *TEXT)
 
 
-@pytest.mark.parametrize(
-    "choice", [["--remove", "6"], ["--remove", "0"], ["--criterion", "good"], ["--alpha", "-1"]], ids=" ".join
-)
+@pytest.mark.parametrize("choice", [["--remove", "6"], ["--remove", "0"], ["--criterion", "good"]], ids=" ".join)
 @pytest.mark.parametrize("source", [["tiny"], ["--profile", "run/profile.json"]], ids=["model", "profile"])
 def test_a_bad_choice_when_ranking(
     choice: list[str], source: list[str], run: Callable[..., Done], run_bad: Callable[..., str]

@@ -74,4 +74,4 @@ def test_a_full_gpu_is_one_line(run_bad: Callable[..., str], monkeypatch: pytest
 
     monkeypatch.setattr(loading, "load", load)
     line = run_bad(*COMMANDS["profile"])
-    assert line == "error: CUDA out of memory; lower --batch-size or --context, or give --device cpu\n"
+    assert line == "error: CUDA out of memory; lower --context, or give --device cpu\n"

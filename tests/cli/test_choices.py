@@ -10,21 +10,14 @@ import pytest
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import require_studies
 from lyapunov_prune.data import batch
-from lyapunov_prune.joint.importance import IMPORTANCES
-from lyapunov_prune.models.dispatched import AUTO
 from lyapunov_prune.models.loading import _DTYPES
-from lyapunov_prune.predictions import exits
 from lyapunov_prune.profiles import contraction
 from lyapunov_prune.pruning.plan import FIELDS
 from lyapunov_prune.sensitivity import table as studies
 
 TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "derivative": (choices.Derivative, get_args(contraction.Derivative)),
-    "device map": (choices.DeviceMap, (AUTO,)),
     "dtype": (choices.DType, _DTYPES),
-    "importance": (choices.Importance, IMPORTANCES),
-    "where a state is read": (choices.ReadAt, get_args(exits.ReadAt)),
-    "pooling": (choices.Pooling, get_args(contraction.Pooling)),
     "split": (choices.Split, get_args(batch.Split)),
     "what": (choices.What, FIELDS),
 }

@@ -38,35 +38,6 @@ def test_an_allocation_is_measured_or_read(run: Any) -> None:
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_every_knob_of_a_schedule_is_reached(run: Any) -> None:
-    sparse = ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", *TEXT]
-    steps = ["--schedule-option", "least=0.9", "--schedule-option", "most=1.05", "--pooling", "token"]
-    assert run(*sparse, "--allocation", "lyapunov", *steps, "-o", "a").code == 0
-    found = CompressionReport.load("a/compression.json").allocation
-    assert (found.parameters, found.pooling) == ({"least": 0.9, "most": 1.05}, "token")
-    other = ["--allocation", "lyapunov-budget", "--schedule-option", "reading=downstream"]
-    assert run(*sparse, *other, "-o", "b").code == 0
-    found = CompressionReport.load("b/compression.json").allocation
-    assert (found.parameters, found.pooling) == ({"reading": "downstream"}, "energy")
-    assert run(*sparse, "--allocation", "atp-search", "--schedule-option", "trials=2", "-o", "c").code == 0
-    assert len(CompressionReport.load("c/compression.json").allocation.tried) == 2
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--allocation", "atp", "--schedule-option", "tau=1"], "schedule atp has no tau"),
-        (["--allocation", "atp", "--schedule-option", "beta"], "'beta' is no NAME=VALUE"),
-        (["--allocation", "atp", "--schedule-option", "beta=steep"], "is 'steep'"),
-        (["--allocation", "atp", "--pooling", "token"], "leave out --pooling"),
-    ],
-)
-def test_a_knob_that_is_none_is_refused_before_the_model_loads(run: Any, args: list[str], message: str) -> None:
-    done = run("compress", "none", "-o", "out", "--method", "magnitude", "--sparsity", "0.5", *args)
-    assert done.code == 2
-    assert message in done.err
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -78,10 +49,6 @@ def test_a_knob_that_is_none_is_refused_before_the_model_loads(run: Any, args: l
         (["--method", "rtn", "--bits", "4"], "--tokens has no effect"),
         (["--method", "wanda", "--sparsity", "0"], "--sparsity 0 removes nothing"),
         (["--method", "rtn", "--bits", "4", "--allocation", "bits"], "gives every layer 4 bits"),
-        (
-            ["--method", "rtn", "--bits", "6", "--allocation", "bits", "--schedule-option", "high=6"],
-            "every layer 6 bits",
-        ),
     ],
 )
 def test_compress_refuses_before_it_loads(run: Any, args: list[str], message: str) -> None:

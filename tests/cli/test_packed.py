@@ -14,7 +14,7 @@ from packed_kernels import write_packed_checkpoint
 from transformers import AutoModelForCausalLM
 
 TEXT = ("--tokens", "64", "--context", "32")
-PACK = ("compress", "tiny", "--method", "rtn", "--symmetric", "--format", "compressed-tensors", "-o", "small")
+PACK = ("compress", "tiny", "--method", "rtn", "--format", "compressed-tensors", "-o", "small")
 
 
 def test_a_packed_checkpoint_is_smaller_and_is_measured(run: Callable[..., Any]) -> None:
@@ -103,11 +103,6 @@ def test_other_methods_and_grids_are_one_line(
     assert "packs what rtn rounds, not wanda" in run_bad("compress", "tiny", "--sparsity", "0.5", *packs)
     told = run_bad("compress", "tiny", "--method", "magnitude", "--pattern", "2:4", *packs)
     assert "compressed-tensors dropped its formats for patterns of zeros, and transformers loads none" in told
-    rtn = ("compress", "tiny", "--method", "rtn", "--bits", "4")
-    assert "--symmetric" in run_bad(*rtn, *packs)
-    assert "method wanda has no symmetric" in run_bad(
-        "compress", "tiny", "--sparsity", "0.5", "--symmetric", "-o", "out", *TEXT
-    )
     Path("small").mkdir()
     Path("small/mine").write_text("")
     assert "small exists" in run_bad(*PACK, "--bits", "4")

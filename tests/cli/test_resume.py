@@ -47,10 +47,8 @@ def test_rank_replaces_no_profile_of_other_settings(run: Callable[..., Done]) ->
 @pytest.mark.parametrize(
     "other",
     [
-        ["--seeds", "2", "--pooling", "token"],
         ["--seeds", "2", "--epsilon", "0.1"],
         ["--seeds", "2", "--derivative", "jvp"],
-        ["--seeds", "2", "--seed", "7"],
         ["--seeds", "3"],
     ],
     ids=" ".join,

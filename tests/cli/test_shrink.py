@@ -99,9 +99,9 @@ def test_a_dry_run_says_the_cost_and_writes_nothing(run: Callable[..., Done]) ->
         (["--remove", "2", "--speedup", "1.2"], "give one target"),
         (["--remove", "2", "-o", "tiny"], "not empty"),
         (["--remove", "2", "--text", "missing.txt"], "no readable file"),
-        (["--remove", "2", "--bos"], "--bos is of a text"),
+        (["--remove", "2", "--text-column", "x"], "--text-column is of a text"),
         (["--remove", "2", "--judge", "self"], "another one judges"),
-        (["--remove", "2", "--device-map", "auto"], "takes no device map"),
+        (["--remove", "2", "--device", "spread"], "on one device"),
     ],
 )
 def test_bad_input_waits_for_no_model(

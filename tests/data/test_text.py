@@ -405,12 +405,6 @@ def test_the_splits_of_a_data_set_share_no_text(hub: list[tuple[Any, ...]], read
     require_disjoint(read("org/set"), read("org/set", split="evaluation"))
 
 
-def test_offline_asks_no_hub(hub: list[tuple[Any, ...]], read: Callable[..., TokenBatch]) -> None:
-    with pytest.raises(LyapunovPruneError, match="offline"):
-        read("org/set", offline=True)
-    assert hub == []
-
-
 def test_a_data_set_without_the_package_names_the_extra(
     read: Callable[..., TokenBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:

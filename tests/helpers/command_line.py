@@ -49,7 +49,7 @@ WRITERS = [
     ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5"],
     ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--stream"],
     ["compress", "tiny", "--method", "svd", "--sparsity", "0.5", "--format", "compact"],
-    ["compress", "tiny", "--method", "rtn", "--bits", "4", "--symmetric", "--format", "compressed-tensors"],
+    ["compress", "tiny", "--method", "rtn", "--bits", "4", "--format", "compressed-tensors"],
     ["heal", "tiny", "--teacher", "tiny", "--steps", "1", *TEXT],
 ]
 
@@ -105,6 +105,6 @@ COMMANDS: dict[str, list[str]] = {
     "prune --layers": ["prune", "tiny", "--layers", "1", "-o", "out", *TEXT],
     "compress": ["compress", "tiny", "--sparsity", "0.5", "-o", "out", *TEXT],
     "eval": ["eval", "tiny", *TEXT],
-    "check": ["check", "tiny", "--sparsity", "0.5", *TEXT],
+    "check": ["check", "tiny", "--tokens", "16", "--context", "16"],
     "sensitivity": ["sensitivity", "tiny", "--study", "layer,removal", *TEXT],
 }

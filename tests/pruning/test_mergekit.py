@@ -142,7 +142,7 @@ def test_prune_takes_it_as_a_plan(more: list[str], run: Any) -> None:
 
 def test_prune_refuses_slices_before_the_text_is_read(run: Any) -> None:
     Path("slices.yaml").write_text(PRUNEME.replace("[4,6]", "[4,32]"))
-    done: Done = run("prune", "tiny", "--plan", "slices.yaml", "--text", "org/set", "--offline", "-o", "out")
+    done: Done = run("prune", "tiny", "--plan", "slices.yaml", "--text", "org/set", "-o", "out")
     assert done.code == 2
     assert "layer 31 and the model's last layer is 5" in done.err
     assert not Path("out").exists()

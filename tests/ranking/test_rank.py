@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence, sublayer_divergence
 from lyapunov_prune.pruning.plan import FIELDS
-from lyapunov_prune.ranking.budget import BudgetedRemoval
+from lyapunov_prune.ranking.budget import remove_under_budget
 from lyapunov_prune.ranking.counts import PARTS
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.ranking.table import CRITERIA
@@ -234,19 +234,15 @@ def test_rho_that_is_rounding_is_refused_after_one_window(
     assert not (tmp_path / "profile.json").exists()
 
 
-def test_the_temperature_of_the_divergence_is_that_of_the_command(run: Callable[..., Any]) -> None:
+def test_the_temperature_of_the_divergence_is_the_one_given(ids: torch.Tensor, tmp_path: Path) -> None:
     kept = {"layers": ("divergence", SkipDivergence), "mlp": ("sublayer-divergence", SublayerDivergence)}
+    model = make_tiny("llama")
     for what, (name, kind) in kept.items():
-        asked = ("rank", "tiny", "--criterion", "kl", "--what", what, "--temperature", "3", *TEXT)
-        assert run(*asked).code == 0
-        assert kind.load(f"runs/tiny/{name}.json").temperature == 3.0
-    kl = ("tiny", "--criterion", "kl", "--temperature", "3", "--max-kl", "1000", *TEXT)
-    assert run("rank", *kl).code == 0
-    spent = BudgetedRemoval.load("runs/tiny/budget.json")
-    assert spent.temperature == 3.0
-    hot = SkipDivergence.load("runs/tiny/divergence.json")
-    assert spent.predicted is not None
-    assert spent.predicted[0] == hot.variance.min()
-    assert run("prune", *kl, "-o", "out").code == 0
-    assert "T = 3" in run("prune", *kl, "-o", "again").out
-    assert "--temperature has no effect on --criterion bi" in run("rank", "tiny", "--temperature", "3", *TEXT).err
+        ranking = lp.rank(model, ids, criterion="kl", what=what, temperature=3.0, folder=tmp_path)
+        assert kind.load(tmp_path / f"{name}.json").temperature == 3.0
+        spent = remove_under_budget(model, ids, ranking, 1000, temperature=3.0)
+        assert (spent.temperature, "T = 3" in spent.headline()) == (3.0, True)
+        if what == "layers":
+            assert spent.predicted[0] == SkipDivergence.load(tmp_path / f"{name}.json").variance.min()
+    with pytest.raises(lp.LyapunovPruneError, match="temperature"):
+        lp.rank(model, ids, criterion="bi", temperature=3.0)

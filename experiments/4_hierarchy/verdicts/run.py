@@ -1,4 +1,4 @@
-"""Is a verdict right about tasks that it has not seen: `hierarchy --verdict`, scored on other items and other sources.
+"""Is a verdict right about tasks that it has not seen: that of `hierarchy`, scored on other items and other sources.
 
     python experiments/4_hierarchy/verdicts/run.py [--model MODEL] --text A.txt --unseen B.txt --other C.jsonl
         --choices D.jsonl --choices E.jsonl

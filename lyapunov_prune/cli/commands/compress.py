@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.cli.inputs import (
     chosen_allocation,
-    goes_by_rho,
     jobs_folder,
     load_inputs,
-    parse_schedule_options,
     profile_for,
     reads_text,
 )
 from lyapunov_prune.cli.options import (
     Allocation,
+    BatchSize,
     Bits,
     Full,
     GroupSize,
@@ -24,15 +23,12 @@ from lyapunov_prune.cli.options import (
     Model,
     ModelOptions,
     Pattern,
-    Pooling,
     Rank,
     Resume,
-    ScheduleOptions,
     Sparsity,
     Spend,
     Stored,
     Stream,
-    Symmetric,
     Target,
     TextOptions,
 )
@@ -55,15 +51,13 @@ def compress(
     rank: Rank = None,
     bits: Bits = None,
     allocation: Allocation = "uniform",
-    schedule_option: ScheduleOptions = None,
-    pooling: Pooling = None,
     pattern: Pattern = None,
     group_size: GroupSize = None,
-    symmetric: Symmetric = False,
     format: Stored = "plain",
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
+    batch_size: BatchSize = 1,
     resume: Resume = False,
     output: Target,
     as_json: Json = False,
@@ -73,10 +67,10 @@ def compress(
     """Compress every matrix of the layers; writes a plain transformers checkpoint with compression.json.
 
     Zeros, low ranks and rounded weights are stored as dense matrices of the same size: the checkpoint shows what
-    a compression does to the predictions, and is neither smaller nor faster. With --format compressed-tensors the
-    weights that rtn --symmetric rounds to 4 or 8 bits are packed: the checkpoint is smaller, and faster only in an
-    engine that has a kernel for them. With --format compact what svd, whitened-svd and balanced cut to low rank is two
-    factors: smaller, with fewer multiplications, loaded with this package or by the module beside the weights.
+    a compression does to the predictions, and is neither smaller nor faster. With --format compressed-tensors rtn
+    rounds to 4 or 8 bits on grids around 0, and the weights are packed: the checkpoint is smaller, and faster only in
+    an engine that has a kernel for them. With --format compact what svd, whitened-svd and balanced cut to low rank is
+    two factors: smaller, with fewer multiplications, loaded with this package or by the module beside the weights.
     With --stream each layer is read, compressed and written before the next one.
     With --max-kl the amounts that were tried stand in amounts.json beside it; interrupted, the search goes on with the
     same --output and --resume.
@@ -105,47 +99,47 @@ def compress(
         if keep_of and sparsity is None:
             sparsity = 1 - keep_of[0] / keep_of[1]
         require_amount(method, sparsity, rank, bits, schedule)
-    options = parse_schedule_options(schedule_option)
-    require_options(schedule, options, bits)
+    require_options(schedule, {}, bits)
     if sparsity == 0:
         raise LyapunovPruneError("--sparsity 0 removes nothing; give more than 0")
     reads = max_kl is not None or reads_text(method, schedule)
     if not reads:
         given.refuse_record(
-            f"has no effect: {method} by {allocation} looks at weights alone; leave it out", TextOptions
+            f"has no effect: {method} by {allocation} looks at weights alone; leave it out",
+            TextOptions,
+            also="batch_size",
         )
-    if pooling is not None and not goes_by_rho(schedule):
-        raise LyapunovPruneError(f"allocation {allocation} does not measure rho; leave out --pooling")
     stored = FORMATS.make(format)
     if stream:
         if max_kl is not None:
             raise LyapunovPruneError("--max-kl needs the model in memory; leave it out, or --stream")
         require_streamed(schedule)
         require_streamed_format(format, "compress")
-    asked = Asked(method, schedule, rank, bits, keep_of, group_size, symmetric)
+    asked = Asked(method, schedule, rank, bits, keep_of, group_size, stored.symmetric)
     stored.require_method(asked)
     loaded, batch = (
-        load_inputs(model, source, text, stream=stream) if reads else (source.load(model, stream=stream), None)
+        load_inputs(model, source, text, stream=stream, given=given)
+        if reads
+        else (source.load(model, stream=stream), None)
     )
     require_unquantised(loaded.model)  # before anything is measured
     require_whole(loaded.model)
     stored.require_model(loaded.model, asked)
-    profile = profile_for(schedule, loaded, batch, text.batch_size, pooling) if batch is not None else None
+    profile = profile_for(schedule, loaded, batch, batch_size) if batch is not None else None
     results: dict[str, Result] = {}
     how: dict[str, Any] = {
         "method": method,
         "allocation": schedule,
         "profile": profile,
-        "schedule_options": options,
         "group_size": group_size,
-        "symmetric": symmetric,
+        "symmetric": stored.symmetric,
     }
     amount: dict[str, Any] = {"sparsity": sparsity, "rank": rank, "bits": bits, "pattern": keep_of}
     if stream:
         report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, format=format, **how, **amount)
         show(report, as_json, output, full=full)
         return
-    how["batch_size"] = text.batch_size
+    how["batch_size"] = batch_size
     if max_kl is None:
         done = compress_model(loaded.model, batch, **how, **amount)
     else:

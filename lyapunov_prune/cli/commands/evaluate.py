@@ -12,6 +12,7 @@ from lyapunov_prune.cli.inputs import (
     require_retrieval,
 )
 from lyapunov_prune.cli.options import (
+    BatchSize,
     Full,
     Items,
     Json,
@@ -24,6 +25,7 @@ from lyapunov_prune.cli.options import (
     text_option,
     what_option,
 )
+from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -53,10 +55,12 @@ def evaluate(
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
+    batch_size: BatchSize = 1,
     split: Annotated[choices.Split, text_option(help="Which half of the text.")] = "evaluation",
     output: Output = None,
     as_json: Json = False,
     full: Full = False,
+    given: Given = Given(),
 ) -> None:
     """Perplexity, and on request speed, tasks and retrieval; writes eval.json."""
     from lyapunov_prune.data.retrieval import load_retrieval
@@ -75,9 +79,9 @@ def evaluate(
         raise LyapunovPruneError("--speed, --tasks and --retrieval need the model in memory; leave out --stream")
     names = [against, model] if against else [model]
     run = begun_run(output, model, "eval.json")
-    chosen = load_tasks(tasks.split(","), few_shot=few_shot, offline=source.offline) if tasks is not None else None
+    chosen = load_tasks(tasks.split(","), few_shot=few_shot) if tasks is not None else None
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
-    first, batch = load_inputs(names[0], source, text, split, stream=stream)
+    first, batch = load_inputs(names[0], source, text, split, stream=stream, given=given)
     prompt = prompt_for(first.structure)
     models = {names[0]: first.model}
     for name in names[1:]:
@@ -87,20 +91,14 @@ def evaluate(
     for evaluated in models.values():
         require_unseen(evaluated, batch)
     # First: what cannot be scored is found before the perplexity is measured.
-    scored = (
-        evaluate_tasks(models, first.tokenizer, chosen, limit=limit, bos=text.bos, batch_size=text.batch_size)
-        if chosen
-        else None
-    )
+    scored = evaluate_tasks(models, first.tokenizer, chosen, limit=limit, batch_size=batch_size) if chosen else None
     found = (
-        evaluate_retrieval(
-            models, first.tokenizer, sought, context=text.context, bos=text.bos, batch_size=text.batch_size
-        )
+        evaluate_retrieval(models, first.tokenizer, sought, context=text.context, batch_size=batch_size)
         if sought
         else None
     )
     result = Evaluation(
-        perplexities=tuple(perplexity(m, batch, batch_size=text.batch_size) for m in models.values()),
+        perplexities=tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values()),
         zeros=tuple(zero_share(m) for m in models.values()),
         speed=measure_speed(models, prompt=prompt) if speed else None,
         tasks=scored,

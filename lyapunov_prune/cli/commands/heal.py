@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,6 @@ from lyapunov_prune.cli.options import (
     Resume,
     Seed,
     Target,
-    Temperature,
     TextOptions,
     model_option,
     what_option,
@@ -44,11 +43,6 @@ def heal(
     update_rank: Annotated[
         int | None, what_option(min=1, help="Train updates of this rank; else all of the layers.")
     ] = None,
-    learning_rate: Annotated[
-        float | None,
-        what_option(help="Peak, as a share of the size of each parameter; found on the model if not given."),
-    ] = None,
-    temperature: Temperature = 1.0,
     seed: Seed = 0,
     checkpointing: Annotated[
         bool, what_option("--checkpointing", help="Run layers again for the backward pass: less memory, more time.")
@@ -97,7 +91,7 @@ def heal(
     require_empty(output)
     jobs = jobs_folder("heal", model, output)
     # Before the dense model writes for minutes.
-    require_settings(steps, minutes, update_rank, learning_rate, temperature, per_step)
+    require_settings(steps, minutes, update_rank, per_step=per_step)
     if shard:
         sharing(per_step, update_rank)
     provenance, teacher = _origin(model, teacher)
@@ -116,13 +110,12 @@ def heal(
     if jobs.is_dir() and not resume and is_main():
         _clear(jobs, [])  # refused while that run is at work, before the dense model writes for minutes
         note("The training that an earlier run left unfinished was deleted; --resume would have gone on with it.")
-    how: dict[str, Any] = {"offline": source.offline, "resume": resume}
     texts = [jobs.with_name(f"{jobs.name}-{name}") for name in ("text", "scored")]
-    batch = text.load(dense, "calibration", folder=texts[0], **how)
+    batch = text.load(dense, "calibration", folder=texts[0], resume=resume)
     # As eval scores, if not told otherwise: perplexities in shorter windows are higher.
     context = text.context if "context" in given else loaded.structure.at_most(TextOptions.context)
-    held_out = text.as_eval(context).load(dense, "evaluation", folder=texts[1], **how)
-    judging = None if judge is None else load_judge(judge, dense, batch, text, source, share=8)
+    held_out = text.as_eval(context).load(dense, "evaluation", folder=texts[1], resume=resume)
+    judging = None if judge is None else load_judge(judge, dense, batch, text, share=8)
     done = heal_model(
         loaded.model,
         dense.model,
@@ -131,12 +124,9 @@ def heal(
         minutes=minutes,
         per_step=per_step,
         rank=update_rank,
-        learning_rate=learning_rate,
-        temperature=temperature,
         seed=seed,
         folder=jobs,
         resume=resume,
-        batch_size=text.batch_size,
         judge=judging,
         evaluation=held_out,
         checkpointing=checkpointing,

@@ -42,15 +42,8 @@ def joint(
         choices.Reduction,
         what_option(help=one_of(REDUCTIONS, "What an activation is replaced by.")),
     ] = DEFAULT,
-    importance: Annotated[choices.Importance, what_option(help="What the order within each type goes by.")] = "taylor",
     steps_per_point: Annotated[int, what_option(min=1, help="Training steps of each point of the map.")] = 12,
     recover: Annotated[int, what_option(min=1, help="Training steps of the chosen pair.")] = 100,
-    update_rank: Annotated[
-        int, what_option(min=0, help="Train updates of this rank; 0 trains all of the layers.")
-    ] = _RANK,
-    point_seeds: Annotated[
-        int, what_option(min=1, max=100, help="Seeds of the points at the budget, whose spread is the noise.")
-    ] = 2,
     seed: Seed = 0,
     images: Images = None,
     source: ModelOptions = ModelOptions(dtype="float32"),
@@ -93,15 +86,13 @@ def joint(
         remove=remove if remove is None else count_of(remove, 2 * find_layers(dense).num_layers, what),
         speedup=speedup,
         reduction=reduction,
-        importance=importance,
         steps=steps_per_point,
         recover_steps=recover,
-        recipe=Recipe(batch=1 if images is None else _IMAGES, rank=update_rank or None),
-        seeds=point_seeds,
+        recipe=Recipe(batch=1 if images is None else _IMAGES, rank=_RANK),
         seed=seed,
         folder=folder,
         resume=resume,
-        batch_size=text.batch_size if images is None else _IMAGES,
+        batch_size=1 if images is None else _IMAGES,
     )
     draw_report(output)
     show(done, as_json, output, full=full)

@@ -19,13 +19,13 @@ from lyapunov_prune.cli.inputs import (
     run_folder,
 )
 from lyapunov_prune.cli.options import (
+    BatchSize,
     Full,
     Json,
     MaxKL,
     Model,
     ModelOptions,
     Output,
-    Rank,
     RankOptions,
     Resume,
     Seed,
@@ -52,23 +52,21 @@ def profile(
     model: Model,
     *,
     seeds: Seeds = 4,
-    seed: Seed = 0,
     epsilon: Annotated[float, what_option(help="Relative size of the perturbation.")] = 1e-2,
     derivative: Annotated[
         choices.Derivative, what_option(help="Follow a finite difference, or the forward-mode derivative.")
     ] = "difference",
-    pooling: Annotated[
-        choices.Pooling, what_option(help="Sum energies over tokens, or average their ratios.")
-    ] = "energy",
     by_sublayer: Annotated[
         bool, what_option("--by-sublayer", help="Also the growth through attention and MLP: sublayer-growth.json.")
     ] = False,
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
+    batch_size: BatchSize = 1,
     output: Output = None,
     as_json: Json = False,
     full: Full = False,
+    given: Given = Given(),
 ) -> None:
     """Measure contraction and Block Influence of every layer; writes profile.json and figures."""
     if stream and by_sublayer:
@@ -78,18 +76,18 @@ def profile(
     from lyapunov_prune.profiles.sublayer_growth import sublayer_growth
 
     run = begun_run(output, model, "profile.json", *(["sublayer-growth.json"] if by_sublayer else []))
-    loaded, batch = load_inputs(model, source, text, stream=stream)
-    drawn = range(seed, seed + seeds)
+    loaded, batch = load_inputs(model, source, text, stream=stream, given=given)
+    drawn = range(seeds)
     growth = None
     if by_sublayer:  # first: not every family has branches to tell apart
-        growth = sublayer_growth(loaded.model, batch, epsilon=epsilon, seeds=drawn, batch_size=text.batch_size)
+        growth = sublayer_growth(loaded.model, batch, epsilon=epsilon, seeds=drawn, batch_size=batch_size)
     result = kept_profile(
         run / "profile.json",
         loaded.model,
         batch,
-        how={"epsilon": epsilon, "method": derivative, "pooling": pooling},
+        how={"epsilon": epsilon, "method": derivative, "pooling": "energy"},
         seeds=drawn,
-        batch_size=text.batch_size,
+        batch_size=batch_size,
         resume=False,
     )
     if growth is None:
@@ -110,9 +108,12 @@ def rank(
     remove: Annotated[float | None, what_option(help="Write plan.json for so many layers.", **counted)] = None,
     max_kl: MaxKL = None,
     by: RankOptions = RankOptions(),
+    seeds: Seeds = 4,
+    seed: Seed = 0,
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
+    batch_size: BatchSize = 1,
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
@@ -133,8 +134,8 @@ def rank(
     if profile_file is not None:
         measured_already = "is of a MODEL to measure, which --profile FILE was; leave it out"
         given.refuse(measured_already, "seeds", "resume")
-        for record in (ModelOptions, TextOptions):
-            given.refuse_record(measured_already, record)
+        given.refuse_record(measured_already, ModelOptions)
+        given.refuse_record(measured_already, TextOptions, also="batch_size")
     if stream and (profile_file is not None or max_kl is not None):
         raise LyapunovPruneError(
             "--stream is of a MODEL to measure, and --max-kl needs it in memory; leave out --profile and --max-kl"
@@ -155,25 +156,22 @@ def rank(
             measured.contraction,
             measured.influence,
             criterion=by.goes_by,
-            alpha=by.alpha,
-            seed=by.seed,
+            seed=seed,
             protect=by.protected(),
         )
     else:
         assert model is not None
         run = run_folder(output, model)
         require_writable(run)
-        loaded, batch = load_inputs(model, source, text, stream=stream)
-        ranking = by.rank(loaded, batch, remove, text.batch_size, folder=run, resume=resume)
+        loaded, batch = load_inputs(model, source, text, stream=stream, given=given)
+        ranking = by.rank(loaded, batch, remove, batch_size, seeds=seeds, seed=seed, folder=run, resume=resume)
     plan = written = None
     if remove is not None:
         plan = ranking.plan(remove)
         written = plan.save(run / "plan.json")
     if max_kl is not None:
         assert isinstance(ranking, LayerRanking)  # the others ask for --remove
-        spent = remove_under_budget(
-            loaded.model, batch, ranking, max_kl, temperature=by.temperature, batch_size=text.batch_size
-        )
+        spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=batch_size)
         spent.save(run / "budget.json")
         written = spent.plan().save(run / "plan.json")
         show(spent, as_json, written, full=full)
@@ -189,52 +187,32 @@ def check(
         str | None, typer.Argument(help="Made from MODEL by anything that changed its matrices alone.")
     ] = None,
     *,
-    sparsity: Annotated[float | None, what_option(help="Share of entries removed by magnitude.")] = None,
-    rank: Rank = None,
-    cache_radius: Annotated[float | None, what_option(help="Radius of an input cache, as a share of ‖x‖.")] = None,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=512, context=128),
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
     full: Full = False,
+    given: Given = Given(),
 ) -> None:
     """Approximate every matrix and check its bound on every forward; writes bounds.json.
 
     With COMPRESSED its matrices are the approximations, on the inputs that they are given in its own forward; without,
-    thirty settings of sparsity, rank and cache radius, or the one given. Exit code 1 on a violation.
+    thirty settings of sparsity, rank and cache radius. Exit code 1 on a violation.
     """
-    from lyapunov_prune.bounds.check import check_bounds, check_grid, check_written
+    from lyapunov_prune.bounds.check import check_grid, check_written
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
-    one = sparsity is not None or rank is not None or cache_radius is not None
-    if one and resume:
-        raise LyapunovPruneError(
-            "--resume goes on with a check of all settings; leave it out, or --sparsity, --rank and --cache-radius"
-        )
-    if compressed is not None and (one or resume):
-        raise LyapunovPruneError(
-            "COMPRESSED is checked as it was written, in one go; give it without --sparsity, --rank, --cache-radius "
-            "and --resume"
-        )
+    if compressed is not None:
+        given.refuse("goes on with a check of thirty settings, and COMPRESSED is one; leave it out", "resume")
     run = begun_run(output, model, "bounds.json")
     loaded, batch = load_inputs(model, source, text)
     if compressed is not None:
         other = source.load(compressed)
         require_same_tokenizer(loaded.tokenizer, other.tokenizer, (model, compressed))
-        result = check_written(loaded.model, other.model, batch, batch_size=text.batch_size)
-    elif not one:
-        jobs = run / "jobs" / "check"
-        result = check_grid(loaded.model, batch, batch_size=text.batch_size, folder=jobs, resume=resume)
+        result = check_written(loaded.model, other.model, batch)
     else:
-        result = check_bounds(
-            loaded.model,
-            batch,
-            sparsity=sparsity or 0.0,
-            rank=rank,
-            cache_radius=cache_radius or 0.0,
-            batch_size=text.batch_size,
-        )
+        result = check_grid(loaded.model, batch, folder=run / "jobs" / "check", resume=resume)
     written = result.save(run / "bounds.json")
     draw_report(run)
     show(result, as_json, written, full=full)
@@ -254,13 +232,12 @@ def sensitivity(
     ] = "group,layer,removal",
     method: Annotated[choices.StudyMethod, what_option(help=one_of(STUDY_METHODS))] = "magnitude",
     sparsity: Annotated[float, what_option(help="Share of entries removed.")] = 0.5,
-    rank: Rank = None,
-    regret_limit: Annotated[float, what_option(help="Regret that counts as a catastrophe, for s*.")] = 10.0,
     why: Annotated[
         bool, what_option("--why", help="Also what may explain it: rank, tails, sparsity, Jacobian norms, drift by A.")
     ] = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=1024, context=256),
+    batch_size: BatchSize = 1,
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
@@ -279,38 +256,33 @@ def sensitivity(
     from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity
 
     studies = require_studies(study)
-    Compression(method, sparsity, rank).require()
-    for setting in ("method", "sparsity", "rank", "limit"):
+    Compression(method, sparsity, None).require()
+    for setting in ("method", "sparsity"):
         if not any(setting in STUDIES[name].takes for name in studies):
-            option = "regret_limit" if setting == "limit" else setting
-            given.refuse(f"has no effect on {' and '.join(studies)}; leave it out", option)
-    if STUDY_METHODS[method].unit == "rank" and rank is not None:
-        given.refuse(f"has no effect on {method} beside --rank; give one of the two", "sparsity")
+            given.refuse(f"has no effect on {' and '.join(studies)}; leave it out", setting)
     explained = ["activations.json", "jacobian.json", *(["drift.json"] if "group" in studies else [])] if why else []
     run = begun_run(output, model, "sensitivity.json", "sensitivity/profile.json", *explained)
     loaded, calibration = load_inputs(model, source, text)
-    batch = text.load(loaded, "evaluation", offline=source.offline)
+    batch = text.load(loaded, "evaluation")
     processes_of(loaded.model)  # of two models nothing is kept
     # run/profile.json is of `profile`, and as a rule by more tokens and seeds.
     beside = run / "sensitivity" / "profile.json"
-    profile = kept_profile(beside, loaded.model, calibration, batch_size=text.batch_size, resume=resume)
+    profile = kept_profile(beside, loaded.model, calibration, batch_size=batch_size, resume=resume)
     result = measure_sensitivity(
         loaded.model,
         batch,
         studies=studies,
         method=method,
         sparsity=sparsity,
-        rank=rank,
-        limit=regret_limit,
         calibration=calibration,
         profile=profile,
         folder=run / "jobs" / "sensitivity",
         resume=resume,
-        batch_size=text.batch_size,
+        batch_size=batch_size,
     )
     result.save(run / "sensitivity.json")
     if why:
-        explain(run, loaded, calibration, text.batch_size, resume)
+        explain(run, loaded, calibration, batch_size, resume)
         if "group" in studies:
             explain_drift(run, result, profile.contraction)
     draw_report(run)

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lyapunov_prune.arguments import MOST_SEED
-from lyapunov_prune.cli.choices import ReadAt
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_prompted, require_retrieval
 from lyapunov_prune.cli.options import (
+    BatchSize,
     Full,
     Items,
     Json,
     Model,
     ModelOptions,
     Output,
-    Temperature,
     TextOptions,
     text_option,
     what_option,
@@ -36,39 +34,15 @@ def hierarchy(
     compressed: Annotated[str | None, typer.Argument(help="Made from DENSE: pruned, sparsified, rounded.")] = None,
     *,
     new_tokens: Annotated[int, what_option(min=1, help="How many to decode after each prompt.")] = 16,
-    temperature: Temperature = 1.0,
-    read_at: Annotated[
-        ReadAt,
-        what_option("--read", help="Where hierarchy.json reads the state: the layer's end, or the changed branch's."),
-    ] = "layer",
-    final_norm: Annotated[
-        bool, what_option("--final-norm/--no-final-norm", help="Whether its logits are taken with the final norm.")
-    ] = True,
-    sample: Annotated[
-        int | None,
-        what_option(
-            min=0,
-            max=MOST_SEED,
-            metavar="SEED",
-            help="Decode once more by draws, the same in both models: sampled.json.",
-        ),
-    ] = None,
     choices: Annotated[
         Path | None,
         what_option(help="Multiple-choice items, a JSONL file of query, choices, gold; for COMPRESSED."),
     ] = None,
-    letters: Annotated[
-        bool, what_option("--letters", help="Ask --choices once more by letters, their texts listed: letters.json.")
-    ] = False,
     limit: Items = None,
     retrieval: Annotated[
         str | None,
         what_option(metavar="QUERIES,DOCS[,QRELS]", help="Retrieval with both models, as for eval: retrieval.json."),
     ] = None,
-    verdict: Annotated[
-        bool,
-        what_option("--verdict", help="Which kinds of task stay, of all measured with COMPRESSED: verdict.json."),
-    ] = False,
     prompts: Annotated[
         Path | None,
         text_option(
@@ -80,6 +54,7 @@ def hierarchy(
     ] = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=128, context=32),
+    batch_size: BatchSize = 1,
     output: Output = None,
     as_json: Json = False,
     full: Full = False,
@@ -89,11 +64,11 @@ def hierarchy(
 
     Each layer by itself is replaced by that of COMPRESSED, or dropped where COMPRESSED has fewer or is not given, in
     the dense model's own context; estimates and proven bounds stand beside what is measured. With COMPRESSED both
-    models then decode on their own (generation.json, paths.json; sampled.json), COMPRESSED also reads the dense text
-    (diverged-history.json), and both answer --choices (choices.json; letters.json). --verdict puts them together by
-    kind of task. Prompts are windows of --context tokens, or --prompts. Exit code 1 on a violated bound.
+    models then decode on their own (generation.json, paths.json), COMPRESSED also reads the dense text
+    (diverged-history.json), both answer --choices (choices.json), and verdict.json says which kinds of task stay.
+    Prompts are windows of --context tokens, or --prompts. Exit code 1 on a violated bound.
     """
-    from lyapunov_prune.data.choices import lettered, load_items
+    from lyapunov_prune.data.choices import load_items
     from lyapunov_prune.data.prompts import Prompts
     from lyapunov_prune.data.retrieval import load_retrieval
     from lyapunov_prune.data.unseen import require_unseen, require_unseen_items
@@ -103,31 +78,21 @@ def hierarchy(
     from lyapunov_prune.models.structure import identify
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.predictions.attention_paths import attention_paths
-    from lyapunov_prune.predictions.choices import ChoiceComparison, compare_choices, fitting
+    from lyapunov_prune.predictions.choices import compare_choices, fitting
     from lyapunov_prune.predictions.generation import compare_generation
     from lyapunov_prune.predictions.hierarchy import probe_layers
     from lyapunov_prune.predictions.history import history_divergence
     from lyapunov_prune.predictions.verdict import task_verdict
 
-    if choices is not None and compressed is None:
-        raise LyapunovPruneError("--choices compares two models; give COMPRESSED too")
-    for option, wanted in (
-        ("--retrieval", retrieval is not None),
-        ("--sample", sample is not None),
-        ("--verdict", verdict),
-    ):
-        if wanted and compressed is None:
-            raise LyapunovPruneError(f"{option} compares two models; give COMPRESSED too")
+    if compressed is None:
+        given.refuse("compares two models; give COMPRESSED too", "choices", "retrieval")
+    if choices is None:
+        given.refuse("is of the items of a file; give --choices FILE with it", "limit")
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
-    if letters and choices is None:
-        raise LyapunovPruneError("--letters asks the items of a file by letters; give --choices FILE with it")
-    if limit is not None and choices is None:
-        raise LyapunovPruneError("--limit is of the items of a file; give --choices FILE with it")
     items = load_items(choices) if choices else ()
-    written = ["hierarchy.json", *(["generation.json", "paths.json", "diverged-history.json"] if compressed else [])]
-    more = {"choices": choices, "letters": letters, "retrieval": retrieval, "verdict": verdict}
-    more["sampled"] = sample is not None
-    run = begun_run(output, dense, *written, *(f"{name}.json" for name, wanted in more.items() if wanted))
+    of_two = ("generation", "paths", "diverged-history", "verdict") if compressed else ()
+    asked = [name for name, wanted in (("choices", choices), ("retrieval", retrieval)) if wanted]
+    run = begun_run(output, dense, *(f"{name}.json" for name in ("hierarchy", *of_two, *asked)))
     loaded, batch = load_prompted(dense, source, text, prompts, chat, given)
     most = loaded.structure.max_context
     if most and batch.context + new_tokens - 1 > most:
@@ -149,17 +114,14 @@ def hierarchy(
     if other is not None and sought is not None:
         require_unseen_texts({dense: loaded.model, str(compressed): other.model}, loaded.tokenizer, sought)
     reading = read(loaded.model, batch)
-    dense_text = greedy_text(reading, new_tokens, text.batch_size)
+    dense_text = greedy_text(reading, new_tokens, batch_size)
     same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers
     probe = probe_layers(
         loaded.model,
         reading,
         change=other.model if other is not None and same_layers else "dropped",
         steps=new_tokens,
-        temperature=temperature,
-        read_at=read_at,
-        final_norm=final_norm,
-        batch_size=text.batch_size,
+        batch_size=batch_size,
         written=dense_text,
     )
     if other is not None and not same_layers:
@@ -168,12 +130,10 @@ def hierarchy(
     parts.add("hierarchy", probe)
     if other is not None:
         pair = loaded.model, other.model, reading
-        at_once: Any = {"steps": new_tokens, "temperature": temperature, "batch_size": text.batch_size}
+        at_once: Any = {"steps": new_tokens, "batch_size": batch_size}
         generated = compare_generation(*pair, **at_once)
         parts.add("generation", generated)
-        if sample is not None:
-            parts.add("sampled", compare_generation(*pair, **at_once, seed=sample))
-        both = dense_text, greedy_text(read(other.model, batch), new_tokens, text.batch_size)
+        both = dense_text, greedy_text(read(other.model, batch), new_tokens, batch_size)
         history = history_divergence(*pair, **at_once, written=both)
         parts.add("diverged-history", history)
     if other is not None and same_layers:
@@ -184,22 +144,18 @@ def hierarchy(
         else:
             parts.add("paths", paths)
     violated = len(probe.violations)
-    answers: dict[str, ChoiceComparison] = {}
+    answered = found = None
     if other is not None and items:
-        asked = {"choices": items} | ({"letters": tuple(map(lettered, items))} if letters else {})
-        for name, these in asked.items():
-            answered = compare_choices(loaded.model, other.model, these, loaded.tokenizer, limit=limit)
-            parts.add(name, answered)
-            violated += len(answered.violations)
-            answers[name] = answered
-    found = None
+        answered = compare_choices(loaded.model, other.model, items, loaded.tokenizer, limit=limit)
+        parts.add("choices", answered)
+        violated += len(answered.violations)
     if other is not None and sought is not None:
         assert compressed is not None
         models = {dense: loaded.model, compressed: other.model}
-        found = evaluate_retrieval(models, loaded.tokenizer, sought, bos=text.bos, batch_size=text.batch_size)
+        found = evaluate_retrieval(models, loaded.tokenizer, sought, batch_size=batch_size)
         parts.add("retrieval", found)
-    if other is not None and verdict:
-        parts.add("verdict", task_verdict(generated, history, choices=answers.get("choices"), retrieval=found))
+    if other is not None:
+        parts.add("verdict", task_verdict(generated, history, choices=answered, retrieval=found))
     draw_report(run)
     parts.end()
     if violated:

@@ -14,6 +14,7 @@ from lyapunov_prune.cli.inputs import (
     require_budget_alone,
 )
 from lyapunov_prune.cli.options import (
+    BatchSize,
     Format,
     Full,
     Images,
@@ -71,6 +72,7 @@ def prune(
     images: Images = None,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
+    batch_size: BatchSize = 1,
     output: Target,
     as_json: Json = False,
     full: Full = False,
@@ -98,12 +100,11 @@ def prune(
             "--images is for the plan of a ViT or DeiT; give --plan FILE and --format compact, and no --on-disk, "
             "--stream, --merge-adapter, --mend or --keep-period"
         )
-    source.require()
     if on_disk or stream:
         source.require_one_place("--on-disk" if on_disk else "--stream")
     if remove is None and max_kl is None:
         chosen = "is of layers that a criterion chooses; give --remove or --max-kl with it"
-        given.refuse_record(chosen, RankOptions, "what")
+        given.refuse_record(chosen, RankOptions, but="what")
     by = by.settled(remove, periods=keep_period)
     by.require(given)
     if max_kl is not None:
@@ -139,8 +140,8 @@ def prune(
 
     require_empty(output)
     why = "--stream" if stream else "--on-disk" if on_disk else ""
-    if not why and source.device_map is None:
-        why = too_large(model, resolve_device(source.device), offline=source.offline)
+    if not why and not source.spread:
+        why = too_large(model, resolve_device(source.device))
     if why:
         refused = {
             "--remove": remove is not None,
@@ -161,6 +162,7 @@ def prune(
             f"has no effect where files are pruned ({why}): --layers or --plan says which layers go, and the gate "
             f"compares {read}; leave it out, and score what was written with eval",
             TextOptions,
+            also="batch_size",
         )
         if on_disk or stream:  # else it has said that the model does not fit there
             given.refuse("has no effect on what is pruned on disk; leave it out", "device")
@@ -185,7 +187,7 @@ def prune(
     require_unquantised(loaded.model)  # before anything is measured
     require_whole(loaded.model)
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
-    judged = load_judge(judge, loaded, batch, text, source) if mend else None
+    judged = load_judge(judge, loaded, batch, text) if mend else None
     if layers is not None:
         goes: dict[str, Any] = {FIELDS[by.what]: layer_indices("--layers", layers)}
         plan = PruningPlan.given(loaded.model, **goes, reduction=reduction)
@@ -196,7 +198,7 @@ def prune(
             remove = count_of(remove, loaded.structure.num_layers)
         if remove is not None and keep_period:
             require_periods(remove, loaded.structure.num_layers, period)
-        ranking = by.rank(loaded, batch, remove, text.batch_size, mend=mend, judge=judged)
+        ranking = by.rank(loaded, batch, remove, batch_size, mend=mend, judge=judged)
         if by.goes_by == "best" and not as_json:
             show(ranking, as_json, None, full=full)
         if remove is not None:
@@ -204,15 +206,12 @@ def prune(
         else:
             assert isinstance(ranking, LayerRanking)  # the others ask for --remove
             assert max_kl is not None
-            spent = remove_under_budget(
-                loaded.model, batch, ranking, max_kl, temperature=by.temperature, batch_size=text.batch_size
-            )
+            spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=batch_size)
             plan = spent.plan()
             if not as_json:
                 show(spent, as_json, None, full=full)
-                if by.temperature == 1:  # as of the table
-                    parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[by.what]
-                    say(expectation().told(float(spent.kl[spent.within - 1]), parts))
+                parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[by.what]
+                say(expectation().told(float(spent.kl[spent.within - 1]), parts))
     plan.require_periods(period)
     written = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch, format=format, mend=mend, judge=judged)
     _tell(written, as_json, output, full)
@@ -265,7 +264,7 @@ def _prune_on_disk(
         raise LyapunovPruneError(
             f"{model} is no safetensors file, and only those are pruned on disk; leave out --on-disk"
         )
-    outline = read_outline(checkpoint_folder(model, offline=source.offline), model, text_only=source.text_only)
+    outline = read_outline(checkpoint_folder(model), model, text_only=source.text_only)
     if layers is not None:
         plan = PruningPlan.given(outline.identity, layer_indices("--layers", layers))
     else:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.cli.inputs import draw_report, jobs_folder, load_beside
 from lyapunov_prune.cli.options import (
+    BatchSize,
     Full,
     Json,
     Judge,
     Model,
     ModelOptions,
     Resume,
-    Seed,
     Target,
     TextOptions,
     counted,
@@ -55,9 +55,9 @@ def shrink(
     minutes: Annotated[
         float | None, what_option(help="Minutes for all of it; if not given, what 100 steps of healing take.")
     ] = None,
-    seed: Seed = 0,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(text="self", tokens=25600, context=256),
+    batch_size: BatchSize = 1,
     judge: Judge = None,
     dry_run: Annotated[
         bool, output_option("--dry-run", help="Say what would be done and its cost; write nothing.")
@@ -92,20 +92,20 @@ def shrink(
     folder = jobs_folder("shrink", model, output)
     own = text.text == SELF
     if own:
-        given.refuse("is of a text that is given; leave it out", "text_column", "bos")
+        given.refuse("is of a text that is given; leave it out", "text_column")
         if judge == SELF:
             raise LyapunovPruneError(
                 "the model writes the text that teaches, and another one judges; give it as --judge"
             )
     else:
         require_source(text.text, text.text_column)  # before minutes of loading
-    items = None if wanted.task is None else halves(wanted.task, offline=source.offline)
+    items = None if wanted.task is None else halves(wanted.task)
     if items is not None and not items[0].generates:
         note(
             f"{items[0].name} is answered by choosing, which hides what arithmetic and free answers lose; a task with "
             "generated answers, as gsm8k, shows it"
         )
-    why = too_large(model, resolve_device(source.device), offline=source.offline)
+    why = too_large(model, resolve_device(source.device))
     if why:
         raise LyapunovPruneError(
             f"shrink needs the model in memory ({why}); rank --stream --criterion angular --remove N and prune "
@@ -114,13 +114,13 @@ def shrink(
     loaded = source.load(model)
     learn = held_out = second = None
     if not own:
-        learn = text.load(loaded, "calibration", offline=source.offline)
+        learn = text.load(loaded, "calibration")
         wide = loaded.structure.at_most(TextOptions.context)
-        held_out = text.as_eval(wide).load(loaded, "evaluation", offline=source.offline)
+        held_out = text.as_eval(wide).load(loaded, "evaluation")
     texts = Texts(learn, None, held_out, text.tokens, text.context)
     if judge is not None and judge != SELF:
         texts.require(loaded.model)
-        second = load_beside(judge, loaded, texts.searched(loaded.model) // 2, text, source)
+        second = load_beside(judge, loaded, texts.searched(loaded.model) // 2, text)
     request = Request(
         loaded.model,
         loaded.tokenizer,
@@ -128,8 +128,7 @@ def shrink(
         replace(texts, judge=second),
         items=items,
         minutes=minutes,
-        seed=seed,
-        batch_size=text.batch_size,
+        batch_size=batch_size,
         folder=folder,
         resume=resume,
         words=_words(text, judge, own),
@@ -165,8 +164,6 @@ def _words(text: TextOptions, judge: str | None, own: bool) -> tuple[str, ...]:
     words = [] if own else ["--text", text.text]
     if text.text_column is not None:
         words += ["--text-column", text.text_column]
-    if text.bos is not None:
-        words.append("--bos" if text.bos else "--no-bos")
     return (*words, *([] if judge is None else ["--judge", judge]))
 
 

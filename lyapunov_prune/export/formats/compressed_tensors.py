@@ -27,6 +27,7 @@ class CompressedTensors(Format):
     readers = "transformers with compressed-tensors installed, vLLM"
     units = ("bits",)
     streamed = ("compress",)
+    symmetric = True
     keeps_dense = True
 
     def require_method(self, asked: Asked) -> None:
