@@ -41,7 +41,7 @@ EXAMPLES = {
     "heal": "heal smaller --minutes 10 -o healed",
     "joint": "joint smollm2-135m --remove 6 -o without",
     "eval": "eval smaller --against smollm2-135m --speed",
-    "check": "check smollm2-135m --sparsity 0.5",
+    "check": "check smollm2-135m sparse",
     "sensitivity": "sensitivity smollm2-135m --study layer,removal",
     "hierarchy": "hierarchy smollm2-135m smaller",
     "cache": "cache --clear",

@@ -58,7 +58,7 @@ def test_hierarchy_is_one_document_with_its_parts_by_name(
     few = ["--tokens", "32", "--context", "16", "--new-tokens", "2", "--choices", "items.jsonl", "--json"]
     done = run("hierarchy", "tiny", "rounded", *few)
     document = json.loads(done.out)
-    assert list(document) == ["hierarchy", "generation", "diverged-history", "paths", "choices"]
+    assert list(document) == ["hierarchy", "generation", "diverged-history", "paths", "choices", "verdict"]
     for name, part in document.items():
         assert part == json.loads(Path(f"runs/tiny/{name}.json").read_text())
 
@@ -68,7 +68,7 @@ def test_hierarchy_is_one_document_with_its_parts_by_name(
     monkeypatch.setattr(attention_paths_module, "attention_paths", unseen)
     done = run("hierarchy", "tiny", "rounded", *few)
     assert (done.code, done.err) == (0, "no paths through attention: its attention cannot be seen; take another\n")
-    assert list(json.loads(done.out)) == ["hierarchy", "generation", "diverged-history", "choices"]
+    assert list(json.loads(done.out)) == ["hierarchy", "generation", "diverged-history", "choices", "verdict"]
 
 
 def test_demo_is_one_document_with_its_parts_by_name(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
