@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lyapunov_prune.cli.choices import Split
 from lyapunov_prune.cli.options import ModelOptions, TextOptions
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
+from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -87,8 +87,7 @@ def load_prompted(
     from lyapunov_prune.data.prompts import load_prompts
 
     if prompts is None:
-        if chat:
-            raise LyapunovPruneError("--chat is of own prompts; give --prompts FILE with it")
+        given.refuse("is of own prompts; give --prompts FILE with it", "chat")
         return load_inputs(model, source, text, "evaluation")
     given.refuse(
         "cuts windows of a text, and --prompts FILE is in its place; leave it out",
@@ -161,14 +160,6 @@ def explain_drift(run: Path, found: Sensitivity, contraction: ContractionProfile
         warn("drift.json is left out, because every ρ is rounding; load the model in float32")
 
 
-def require_budget_alone(otherwise: bool) -> None:
-    """`otherwise`: something else that is given says what goes already."""
-    if otherwise:
-        raise LyapunovPruneError(
-            "--max-kl says how many layers of a MODEL go; give it without --remove, --profile and --keep-period"
-        )
-
-
 def require_retrieval(files: str) -> list[str]:
     """The two or three files of a retrieval task."""
     names = [name.strip() for name in files.split(",")]
@@ -185,10 +176,8 @@ def require_studies(study: str) -> tuple[str, ...]:
 
     every = tuple(name for name, known in STUDIES.items() if known.in_all)
     names = every if study == "all" else tuple(name.strip() for name in study.split(","))
-    unknown = [name for name in names if name not in STUDIES]
-    if unknown:
-        meant = did_you_mean(unknown[0], STUDIES)
-        raise LyapunovPruneError(f"unknown study {unknown[0]!r}{meant}; give all, or some of {', '.join(STUDIES)}")
+    for name in names:
+        STUDIES[name]  # refuses one that there is not
     return names
 
 

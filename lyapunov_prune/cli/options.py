@@ -173,6 +173,7 @@ class TextOptions:
 
 
 BatchSize = Annotated[int, text_option(min=1, help="Windows in a forward.")]
+IN_MEMORY = "needs the model in memory; leave it out, or --stream"
 Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in).")]
 MergeAdapter = Annotated[
     bool, model_option("--merge-adapter", help="MODEL holds LoRA adapters: add them to their base model's weights.")

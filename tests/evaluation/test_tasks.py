@@ -259,7 +259,7 @@ def test_what_cannot_be_scored_is_refused(
     tmp_path: Path,
 ) -> None:
     tasks = load_tasks(files)
-    with pytest.raises(LyapunovPruneError, match="a limit of 0"):
+    with pytest.raises(LyapunovPruneError, match="limit is 0"):
         evaluate_tasks({"m": writer}, tokenizer, tasks, limit=0)
     with pytest.raises(LyapunovPruneError, match="vocabulary of 97"):
         evaluate_tasks({"m": llama}, tokenizer, tasks)
@@ -447,7 +447,7 @@ def test_eval_scores_tasks_of_both_models(
     done = called(capsys, monkeypatch, "--json", *common)
     assert json.loads(done["out"])["tasks"]["limit"] == 2
     for options, message in (
-        (["--limit", "2"], "give --tasks with them"),
+        (["--limit", "2"], "give --tasks with it"),
         (["--tasks", "nothing.jsonl"], "cannot read nothing.jsonl"),
     ):
         done = called(capsys, monkeypatch, *options)

@@ -13,6 +13,7 @@ from lyapunov_prune.cli.inputs import (
     reads_text,
 )
 from lyapunov_prune.cli.options import (
+    IN_MEMORY,
     Allocation,
     BatchSize,
     Bits,
@@ -94,8 +95,7 @@ def compress(
         jobs = jobs_folder("compress", model, output)
         require_spendable(method, schedule, sparsity=sparsity, rank=rank, bits=bits, pattern=pattern)
     else:
-        if resume:
-            raise LyapunovPruneError("--resume goes on with the search of --max-kl; give both or neither")
+        given.refuse("goes on with the search of --max-kl; give both or neither", "resume")
         if keep_of and sparsity is None:
             sparsity = 1 - keep_of[0] / keep_of[1]
         require_amount(method, sparsity, rank, bits, schedule)
@@ -111,8 +111,7 @@ def compress(
         )
     stored = FORMATS.make(format)
     if stream:
-        if max_kl is not None:
-            raise LyapunovPruneError("--max-kl needs the model in memory; leave it out, or --stream")
+        given.refuse(IN_MEMORY, "max_kl")
         require_streamed(schedule)
         require_streamed_format(format, "compress")
     asked = Asked(method, schedule, rank, bits, keep_of, group_size, stored.symmetric)

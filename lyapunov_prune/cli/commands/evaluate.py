@@ -12,6 +12,7 @@ from lyapunov_prune.cli.inputs import (
     require_retrieval,
 )
 from lyapunov_prune.cli.options import (
+    IN_MEMORY,
     BatchSize,
     Full,
     Items,
@@ -27,7 +28,6 @@ from lyapunov_prune.cli.options import (
 )
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
-from lyapunov_prune.errors import LyapunovPruneError
 
 
 def evaluate(
@@ -73,10 +73,10 @@ def evaluate(
     from lyapunov_prune.models.quantised import is_packed, quantisation
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
-    if tasks is None and (limit is not None or few_shot is not None):
-        raise LyapunovPruneError("--limit and --few-shot are of tasks; give --tasks with them")
-    if stream and (speed or tasks is not None or retrieval is not None):
-        raise LyapunovPruneError("--speed, --tasks and --retrieval need the model in memory; leave out --stream")
+    if tasks is None:
+        given.refuse("is of the items of tasks; give --tasks with it", "limit", "few_shot")
+    if stream:
+        given.refuse(IN_MEMORY, "speed", "tasks", "retrieval")
     names = [against, model] if against else [model]
     run = begun_run(output, model, "eval.json")
     chosen = load_tasks(tasks.split(","), few_shot=few_shot) if tasks is not None else None

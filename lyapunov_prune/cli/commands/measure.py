@@ -14,11 +14,11 @@ from lyapunov_prune.cli.inputs import (
     explain,
     explain_drift,
     load_inputs,
-    require_budget_alone,
     require_studies,
     run_folder,
 )
 from lyapunov_prune.cli.options import (
+    IN_MEMORY,
     BatchSize,
     Full,
     Json,
@@ -69,8 +69,8 @@ def profile(
     given: Given = Given(),
 ) -> None:
     """Measure contraction and Block Influence of every layer; writes profile.json and figures."""
-    if stream and by_sublayer:
-        raise LyapunovPruneError("--by-sublayer needs the model in memory; leave out --stream")
+    if stream:
+        given.refuse(IN_MEMORY, "by_sublayer")
 
     from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.profiles.sublayer_growth import sublayer_growth
@@ -128,18 +128,16 @@ def rank(
     require_ranks(by.goes_by, by.what, remove=remove, streamed=stream, profiled=profile_file is not None)
     if max_kl is not None:
         require_budget(max_kl)
-        require_budget_alone(remove is not None or profile_file is not None)
+        given.refuse("does not go with --max-kl; give one of the two", "remove", "profile_file")
     if not CRITERIA[by.goes_by].resumes:
         given.refuse(f"has no effect on --criterion {by.goes_by}; leave it out", "resume")
     if profile_file is not None:
         measured_already = "is of a MODEL to measure, which --profile FILE was; leave it out"
-        given.refuse(measured_already, "seeds", "resume")
+        given.refuse(measured_already, "seeds", "resume", "stream")
         given.refuse_record(measured_already, ModelOptions)
         given.refuse_record(measured_already, TextOptions, also="batch_size")
-    if stream and (profile_file is not None or max_kl is not None):
-        raise LyapunovPruneError(
-            "--stream is of a MODEL to measure, and --max-kl needs it in memory; leave out --profile and --max-kl"
-        )
+    if stream:
+        given.refuse(IN_MEMORY, "max_kl")
 
     from lyapunov_prune.profiles.profile import LayerProfile
     from lyapunov_prune.ranking.budget import remove_under_budget
@@ -256,7 +254,7 @@ def sensitivity(
     from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity
 
     studies = require_studies(study)
-    Compression(method, sparsity, None).require()
+    Compression(method, sparsity, None)  # refused before anything is loaded
     for setting in ("method", "sparsity"):
         if not any(setting in STUDIES[name].takes for name in studies):
             given.refuse(f"has no effect on {' and '.join(studies)}; leave it out", setting)

@@ -11,7 +11,6 @@ from lyapunov_prune.cli.inputs import (
     load_examples,
     load_inputs,
     load_judge,
-    require_budget_alone,
 )
 from lyapunov_prune.cli.options import (
     BatchSize,
@@ -91,8 +90,8 @@ def prune(
     """
     if sum(choice is not None for choice in (remove, max_kl, layers, plan_file)) != 1:
         raise LyapunovPruneError("give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four")
-    if plan_file is not None and by.what != "layers":
-        raise LyapunovPruneError("a plan says what goes; leave out --what")
+    if plan_file is not None:
+        given.refuse("has no effect: a plan says what goes; leave it out", "what")
     if images is not None and (
         plan_file is None or format != "compact" or on_disk or stream or merge_adapter or keep_period or mend
     ):
@@ -109,7 +108,7 @@ def prune(
     by.require(given)
     if max_kl is not None:
         require_budget(max_kl)
-        require_budget_alone(keep_period)
+        given.refuse("does not go with --max-kl; give one of the two", "keep_period")
     if remove is not None or max_kl is not None:
         require_ranks(by.goes_by, by.what, remove=remove, periods=keep_period)
     if (by.what == "activation") != (reduction is not None):
@@ -119,10 +118,10 @@ def prune(
         raise LyapunovPruneError(
             "--mend closes the gaps of whole layers in a plain checkpoint; leave out --what and --format"
         )
-    if judge is not None and not mend:
-        raise LyapunovPruneError("--judge is the text that --mend is judged by; give both or neither")
-    if keep_period and by.what != "layers":
-        raise LyapunovPruneError(f"{by.what} alone leaves every layer in its place; leave out --keep-period")
+    if not mend:
+        given.refuse("is the text that --mend is judged by; give both or neither", "judge")
+    if by.what != "layers":
+        given.refuse(f"is of whole layers, and {by.what} alone leaves each in its place; leave it out", "keep_period")
 
     from lyapunov_prune.export.copied import too_large
     from lyapunov_prune.export.pruned import write_pruned
