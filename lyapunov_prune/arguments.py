@@ -18,14 +18,32 @@ T = TypeVar("T")
 
 
 class Range(NamedTuple):
-    """The smallest and the largest number that an annotation `Annotated[int, Range(…)]` allows."""
+    """The numbers that an annotation `Annotated[float, Range(…)]` allows: `least` to `most`.
 
-    least: int
-    most: int
+    With `above` the number has to be more than `least`, with `below` less than `most`.
+    """
+
+    least: float = 0
+    most: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def holds(self, number: float) -> bool:
+        over = self.least < number if self.above else self.least <= number
+        return over and (number < self.most if self.below else number <= self.most)
+
+    def words(self) -> str:
+        least = f"above {self.least}" if self.above else f"from {self.least}"
+        if self.most == math.inf:
+            return least if self.above else f"of {self.least} or more"
+        return f"{least} to {'less than ' * self.below}{self.most}"
 
 
 MOST_SEED = 2**32 - 1  # torch and numpy take it, also multiplied by the number of a window
 Seed = Annotated[int, Range(0, MOST_SEED)]
+Count = Annotated[int, Range(1)]
+Positive = Annotated[float, Range(above=True)]
+Share = Annotated[float, Range(0, 1)]
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
@@ -47,7 +65,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
             further = value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
             for told, given in further.items():
                 if not (fits(given, hint) and is_finite(given)):
-                    wanted = _words(hint) if is_finite(given) else "a finite number"
+                    wanted = words(hint) if is_finite(given) else "a finite number"
                     raise LyapunovPruneError(f"{function.__name__}: {told} is {_shown(given)}; give {wanted}")
         return function(*args, **kwargs)
 
@@ -72,7 +90,7 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is Any or origin is Literal:
         return True
     if origin is Annotated:
-        return fits(value, inner[0]) and all(r.least <= value <= r.most for r in inner[1:] if isinstance(r, Range))
+        return fits(value, inner[0]) and all(r.holds(value) for r in inner[1:] if isinstance(r, Range))
     if origin in (Union, UnionType):
         return any(fits(value, either) for either in inner)
     if origin is tuple and Ellipsis not in inner:
@@ -97,22 +115,21 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, torch.nn.Module if is_module else kind)
 
 
-def _words(hint: Any) -> str:
+def words(hint: Any) -> str:
     """An annotation in words: `int or None`, `several int`, `int from 0 to 9`."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        ranges = [f" from {r.least} to {r.most}" for r in inner[1:] if isinstance(r, Range)]
-        return "".join((_words(inner[0]), *ranges))
+        return " ".join((words(inner[0]), *(r.words() for r in inner[1:] if isinstance(r, Range))))
     if origin in (Union, UnionType):
-        return " or ".join(map(_words, inner))
+        return " or ".join(map(words, inner))
     if origin is Literal:
         return " or ".join(map(repr, inner))
     if origin is tuple:
-        return f"a tuple of {', '.join(map(_words, inner))}"
+        return f"a tuple of {', '.join(map(words, inner))}"
     if origin is Mapping:
-        return f"a mapping to {_words(inner[1])}"
+        return f"a mapping to {words(inner[1])}"
     if origin in (Sequence, Iterable):
-        return f"several {_words(inner[0])}"
+        return f"several {words(inner[0])}"
     return "None" if hint is NoneType else getattr(hint, "__name__", str(hint))
 
 

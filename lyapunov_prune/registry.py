@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from importlib import import_module
-from typing import Any, ClassVar, Generic, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
 
-from lyapunov_prune.arguments import fits, is_finite
+from lyapunov_prune.arguments import fits, is_finite, words
 from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
 
 T = TypeVar("T", bound="Choice")
@@ -30,8 +30,7 @@ class Choice:
         for option in self.options():
             value = getattr(self, option)
             if not (fits(value, hints[option]) and is_finite(value)):
-                number = not is_finite(value) or {int, float} & {hints[option], *get_args(hints[option])}
-                wanted = "a finite number" if number else f"{hints[option]}"
+                wanted = words(hints[option]) if is_finite(value) else "a finite number"
                 raise LyapunovPruneError(f"{option} of {self.name} is {value!r}; give {wanted}")
 
     @classmethod

@@ -84,7 +84,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("allocate", {"schedule": "atp", "budget": 0.5, "beta": math.nan}, "beta is nan"),
     ("measure_sensitivity", {"batch": _IDS, "studies": 3}, "studies is 3"),
     ("measure_sensitivity", {"batch": _IDS, "limit": "10"}, "limit is '10'"),
-    ("measure_sensitivity", {"batch": _IDS, "limit": -1.0}, "limit -1 on the regret"),
+    ("measure_sensitivity", {"batch": _IDS, "limit": -1.0}, "limit is -1.0"),
     ("measure_sensitivity", {"batch": _IDS, "folder": 3}, "folder is 3"),
     ("profiles.sublayer_jacobians", {"batch": _IDS, "probes": "8"}, "probes is '8'"),
     ("bounds.check_grid", {"batch": _IDS, "sparsities": 0.5}, "sparsities is 0.5"),

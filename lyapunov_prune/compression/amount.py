@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Positive, checked
 from lyapunov_prune.compression.compress import Compressed, compress
 from lyapunov_prune.compression.recipe import require_amount, require_options
 from lyapunov_prune.compression.table import METHODS
@@ -100,7 +100,7 @@ def require_spendable(method: str, allocation: Any, **said: Any) -> str:
 def compress_under_budget(
     model: PreTrainedModel,
     batch: Readable,
-    max_kl: float,
+    max_kl: Positive,
     *,
     method: str,
     allocation: str = "uniform",
@@ -127,7 +127,6 @@ def compress_under_budget(
     not a number above 0, when nothing is within it, for allocation bits, for logits that are not a function of the
     final state, and as `compress`.
     """
-    require_budget(max_kl)
     unit = require_spendable(method, allocation)
     options = dict(schedule_options or {})
     require_options(allocation, options)

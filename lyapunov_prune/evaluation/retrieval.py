@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
 from scipy import stats
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.arguments import Count, Range, checked
 from lyapunov_prune.data.batch import checked_batch, require_context, rows_measured_on
 from lyapunov_prune.data.retrieval import RetrievalTask
 from lyapunov_prune.data.text import begins_with_bos
@@ -129,9 +130,9 @@ def evaluate_retrieval(
     tokenizer: PreTrainedTokenizerBase,
     task: RetrievalTask,
     *,
-    context: int = 512,
+    context: Annotated[int, Range(2)] = 512,
     bos: bool | None = None,
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> RetrievalScores:
     """Embed all texts with every model and score the rankings, see RetrievalScores.
 
@@ -143,8 +144,6 @@ def evaluate_retrieval(
     recorded step of a model has seen, a text without tokens, a context longer than that of a model, and ids outside a
     vocabulary.
     """
-    require_least(1, batch_size=batch_size)
-    require_least(2, context=context)
     begins = begins_with_bos(tokenizer, bos)
     texts = [*task.queries.values(), *task.documents.values()]
     require_unseen_texts(models, tokenizer, task)

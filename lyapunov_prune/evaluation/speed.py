@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.arguments import Count, checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import carried_on, random_images
 from lyapunov_prune.models.classifiers import looks_at_images
@@ -105,7 +105,7 @@ class Speed(Result):
 
 @checked
 @torch.no_grad()
-def measure_speed(models: Mapping[str, Model], *, prompt: int = 256, steps: int = 16, repeats: int = 5) -> Speed:
+def measure_speed(models: Mapping[str, Model], *, prompt: Count = 256, steps: Count = 16, repeats: Count = 5) -> Speed:
     """Time a prefill of `prompt` tokens and `steps` cached decoding steps of every model at batch 1.
 
     For image classifiers: one forward of `prompt` images; `steps` is ignored.
@@ -118,7 +118,7 @@ def measure_speed(models: Mapping[str, Model], *, prompt: int = 256, steps: int 
     a streamed model, and for zero models, prompt, steps or repeats.
     """
     given = {name: model_of(model) for name, model in models.items()}
-    require_least(1, models=len(models), prompt=prompt, steps=steps, repeats=repeats)
+    require_least(1, models=len(models))
     for model in given.values():
         require_not_streamed(model)  # this would time the disk
     first = next(iter(given.values()))

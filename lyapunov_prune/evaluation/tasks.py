@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from scipy import stats
 from transformers import PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Count, Range, checked
 from lyapunov_prune.data.batch import rows_measured_on
 from lyapunov_prune.data.tasks import read_task
 from lyapunov_prune.data.text import begins_with_bos
@@ -150,7 +150,7 @@ class TaskScores(Result):
 
 
 @checked
-def load_tasks(names: Sequence[str | Path], *, few_shot: int | None = None) -> tuple[Task, ...]:
+def load_tasks(names: Sequence[str | Path], *, few_shot: Annotated[int, Range(0)] | None = None) -> tuple[Task, ...]:
     """Load tasks from `.jsonl` files, and from the hub by their names in lm-evaluation-harness (extra `tasks`).
 
     A file of `{"query", "choices", "gold"}` lines is multiple choice: a choice follows its query after one space, or
@@ -162,8 +162,6 @@ def load_tasks(names: Sequence[str | Path], *, few_shot: int | None = None) -> t
     Raises LyapunovPruneError for a missing extra, a file of another form, two tasks of one name, an unknown name, and a
     failed download.
     """
-    if few_shot is not None and few_shot < 0:
-        raise LyapunovPruneError(f"few_shot is {few_shot}; give 0 or more")
     files = [str(name) for name in names if Path(name).suffix == ".jsonl"]
     hub = [str(name) for name in names if str(name) not in files]
     read = {name: read_task(name) for name in files}
@@ -218,7 +216,7 @@ def evaluate_tasks(
     tokenizer: PreTrainedTokenizerBase,
     tasks: Sequence[Task],
     *,
-    limit: int | None = None,
+    limit: Count | None = None,
     bos: bool | None = None,
     batch_size: int = 1,
 ) -> TaskScores:
@@ -237,8 +235,6 @@ def evaluate_tasks(
     from lyapunov_prune.evaluation import harness
 
     bos = begins_with_bos(tokenizer, bos)
-    if limit is not None and limit < 1:  # the harness treats 0 as no limit
-        raise LyapunovPruneError(f"a limit of {limit} leaves no items to score; give 1 or more")
     objects = {task.name: task.harness for task in tasks}
     for task in tasks:
         items = [tuple(strings_of(item)) for item in islice(task.harness.eval_docs, limit)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from scipy import stats
 
-from lyapunov_prune.arguments import Seed, checked, require_least
+from lyapunov_prune.arguments import Count, Range, Seed, checked
 from lyapunov_prune.bounds.choice import argmax_of_noise_lt_half_gap
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.joint.map import JointMap, coefficients, design, first_of_least, left_two_out
@@ -125,7 +126,7 @@ class JointDecision(Result):
 @checked
 def decide(
     fitted: JointMap,
-    layers: int,
+    layers: Count,
     *,
     remove: int | None = None,
     speedup: float | None = None,
@@ -144,7 +145,6 @@ def decide(
     Raises LyapunovPruneError for both budgets or none, a budget that no pair meets (naming what can be met), and for a
     selection set whose error exceeds the differences between all pairs of the budget.
     """
-    require_least(1, layers=layers)
     pairs = within_budget(layers, remove, speedup, seconds, most or (layers, layers))
     predicted = fitted.predict(pairs / layers)
     low, high = fitted.interval(pairs / layers)
@@ -189,15 +189,17 @@ def over_seeds(repeats: Sequence[Sequence[float]]) -> tuple[float, int]:
 
 @checked
 def noisy_choices(
-    fitted: JointMap, decision: JointDecision, deviation: float, *, refits: int = 500, seed: Seed = 0
+    fitted: JointMap,
+    decision: JointDecision,
+    deviation: Annotated[float, Range(0)],
+    *,
+    refits: Count = 500,
+    seed: Seed = 0,
 ) -> np.ndarray:
     """(m,) share of `refits` that choose each pair of the decision, with fresh noise `N(0, deviation²)` on every score.
 
     Each refit also chooses its degree. A selection frequency, not a probability of being right.
     """
-    require_least(1, refits=refits)
-    if not 0 <= deviation < np.inf:
-        raise LyapunovPruneError(f"noise of {deviation:g}; give a finite standard deviation of 0 or more")
     moved = np.random.default_rng(seed).normal(0.0, deviation, (refits, len(fitted.scores))) + fitted.scores
     shares = decision.pairs / decision.layers
     errors = np.stack([left_two_out(fitted.removed, moved, degree) for degree in fitted.errors])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import Seed, checked, require_least
+from lyapunov_prune.arguments import Count, Seed, checked
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.data.slices import NAMES
 from lyapunov_prune.data.unseen import require_unseen
@@ -68,10 +68,10 @@ def remove_jointly(
     speedup: float | None = None,
     reduction: str = DEFAULT,
     importance: str = "taylor",
-    steps: int = 12,
-    recover_steps: int = 100,
+    steps: Count = 12,
+    recover_steps: Count = 100,
     recipe: Recipe = _RECIPE,
-    seeds: int = 2,
+    seeds: Count = 2,
     seed: Seed = 0,
     folder: str | Path,
     resume: bool = False,
@@ -98,7 +98,6 @@ def remove_jointly(
     when the gate does not hold. In all cases `output` stays empty.
     """
     require_empty(output)
-    require_least(1, steps=steps, recover_steps=recover_steps, seeds=seeds)
     learn, select, final = slices
     require_whole(model)
     require_unquantised(model)

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Positive, checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch
-from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change
 from lyapunov_prune.forward.sublayers import named_branches, silent
@@ -97,9 +96,9 @@ def remove_under_budget(
     model: PreTrainedModel,
     batch: Readable,
     ranking: LayerRanking,
-    max_kl: float,
+    max_kl: Positive,
     *,
-    temperature: float = 1.0,
+    temperature: Positive = 1.0,
     batch_size: int = 1,
 ) -> BudgetedRemoval:
     """Pass over the first layers of `ranking`, more and more of them, until `KL(p‖q)` on `batch` exceeds `max_kl`.
@@ -113,8 +112,6 @@ def remove_under_budget(
     not in memory as plain matrices, a temperature that is not above 0, and logits that are not a function of the final
     state.
     """
-    require_budget(max_kl)
-    require_temperature(temperature)
     if not ranking.model.same_as(identify(model)):
         raise LyapunovPruneError(f"this ranking is of {ranking.model.name}; rank the layers of this model")
     reading = read(model, batch)

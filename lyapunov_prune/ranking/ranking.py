@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.arguments import Count, checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.contraction_profile import floor_note
 from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
@@ -80,14 +80,13 @@ class LayerRanking(Ranking):
         return tuple(int(i) for i in np.argsort(self.scores, kind="stable") if not np.isnan(self.scores[i]))
 
     @checked
-    def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
+    def plan(self, remove: int | float, period: Count = 1) -> PruningPlan:
         """The plan that removes `what` of the `remove` layers of smallest score.
 
         With a `period`, layers leave by whole periods, aligned with the first layer: those of smallest sum of
         scores. Raises LyapunovPruneError when that is less than one, more than there are, no whole number of
         periods, or would leave no layer, and for a period below 1.
         """
-        require_least(1, period=period)
         remove = count_of(remove, len(self.scores))
         if period == 1:
             require_count(remove, len(self.scores), self.what)

@@ -30,12 +30,16 @@ class Compression:
     rank: int | None
 
     def __post_init__(self) -> None:
+        if self.method not in STUDY_METHODS:
+            raise LyapunovPruneError(f"unknown method {self.method!r}; give one of {', '.join(STUDY_METHODS)}")
+        if not 0 <= self.sparsity <= 1 or (self.rank is not None and self.rank < 1):
+            raise LyapunovPruneError(f"{self}: give a sparsity of 0 to 1 and a rank of 1 or more")
         if self.low_rank and self.rank is not None:
             object.__setattr__(self, "sparsity", 0.0)
 
     @property
     def low_rank(self) -> bool:
-        return self.method in STUDY_METHODS and STUDY_METHODS[self.method].unit == "rank"
+        return STUDY_METHODS[self.method].unit == "rank"
 
     def at(self, sparsity: float) -> Compression:
         """The same at another sparsity (and the rank that follows from it)."""
@@ -45,13 +49,6 @@ class Compression:
         """The rank that a low-rank method keeps of a matrix; full rank if unchanged. Raises like `rank_for`."""
         rank = rank_for(shape, self.sparsity) if self.rank is None else self.rank
         return min(shape) if rank is None else min(rank, *shape)
-
-    def require(self) -> None:
-        """Raise LyapunovPruneError for an unknown method or an impossible sparsity or rank."""
-        if self.method not in STUDY_METHODS:
-            raise LyapunovPruneError(f"unknown method {self.method!r}; give one of {', '.join(STUDY_METHODS)}")
-        if not 0 <= self.sparsity <= 1 or (self.rank is not None and self.rank < 1):
-            raise LyapunovPruneError(f"{self}: give a sparsity of 0 to 1 and a rank of 1 or more")
 
     def __str__(self) -> str:
         if self.low_rank:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Positive, checked
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
@@ -201,7 +201,7 @@ def measure_sensitivity(
     method: str = "magnitude",
     sparsity: float = 0.5,
     rank: int | None = None,
-    limit: float = 10.0,
+    limit: Positive = 10.0,
     calibration: Readable | None = None,
     profile: LayerProfile | None = None,
     folder: str | Path | None = None,
@@ -223,9 +223,6 @@ def measure_sensitivity(
     """
     model = model_of(model)
     base = Compression(method, float(sparsity), rank)
-    base.require()
-    if not limit > 0:
-        raise LyapunovPruneError(f"limit {limit:g} on the regret; give more than 0")
     unknown = [name for name in studies if name not in STUDIES]
     if unknown or not studies:
         raise LyapunovPruneError(f"unknown study {''.join(unknown[:1])!r}; give some of {', '.join(STUDIES)}")

@@ -406,13 +406,13 @@ def test_multiplications_that_stay(setting: Compression, kept: float) -> None:
 
 def test_impossible_settings_are_refused() -> None:
     for setting, message in (
-        (Compression("hope", 0.5, None), "unknown method 'hope'"),
-        (Compression("rtn", 0.5, None), "unknown method 'rtn'"),
-        (Compression("wanda", 1.5, None), "sparsity of 0 to 1"),
-        (Compression("wanda", -0.1, None), "sparsity of 0 to 1"),
-        (Compression("wanda", float("nan"), None), "sparsity of 0 to 1"),
-        (Compression("wanda", 0.5, 0), "rank of 1 or more"),
+        (("hope", 0.5, None), "unknown method 'hope'"),
+        (("rtn", 0.5, None), "unknown method 'rtn'"),
+        (("wanda", 1.5, None), "sparsity of 0 to 1"),
+        (("wanda", -0.1, None), "sparsity of 0 to 1"),
+        (("wanda", float("nan"), None), "sparsity of 0 to 1"),
+        (("wanda", 0.5, 0), "rank of 1 or more"),
     ):
         with pytest.raises(LyapunovPruneError, match=message):
-            setting.require()
-    Compression("magnitude", 1.0, 1).require()
+            Compression(*setting)
+    Compression("magnitude", 1.0, 1)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lyapunov_prune.allocation.schedule import Schedule
+from lyapunov_prune.arguments import Range
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import np, torch
 from lyapunov_prune.linalg import lift
@@ -50,16 +51,11 @@ class AlphaPruning(Schedule):
     half the singular values vanish or are equal.
     """
 
-    tau: float = 0.3
+    tau: Annotated[float, Range(0, 1, below=True)] = 0.3
 
     name = "alpha-pruning"
     help = "layers whose spectra have the heavier tails stay denser"
     reference = "Lu et al., NeurIPS 2024, arXiv:2410.10912, §3.2"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.tau < 1:
-            raise LyapunovPruneError(f"tau {self.tau:g} is outside [0, 1)")
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
         from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity

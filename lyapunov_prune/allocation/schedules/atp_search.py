@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.allocation.schedule import Schedule
 from lyapunov_prune.allocation.schedules.atp import ATP, steepest
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import np
 
@@ -27,17 +28,12 @@ class ATPSearch(Schedule):
     Raises LyapunovPruneError unless `trials` is a positive integer, when no trial has a finite loss, and like `atp`.
     """
 
-    trials: float = 9
+    trials: Count = 9
 
     name = "atp-search"
     help = "atp at the slope of least loss on held-out calibration windows"
     reference = "Huang et al., ICML 2025, arXiv:2502.14770"
     needs = "score"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.trials >= 1 and self.trials % 1 == 0):
-            raise LyapunovPruneError(f"{self.trials:g} trials are no search; give 1 or more")
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
         from lyapunov_prune.allocation.allocation import Matrices, require_sparsity
@@ -45,7 +41,7 @@ class ATPSearch(Schedule):
 
         require_sparsity(budget)
         largest = steepest(budget, Matrices.of(model).model.num_layers)
-        grid = np.unique(np.linspace(0, largest, int(self.trials) + 1)[1:])  # one β alone where none but 0 is left
+        grid = np.unique(np.linspace(0, largest, self.trials + 1)[1:])  # one β alone where none but 0 is left
         candidates = [ATP(float(beta)).allocate(model, budget) for beta in grid]
         losses = np.array([given(allocation) for allocation in track(candidates, "search of beta")])
         if not np.isfinite(losses).any():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lyapunov_prune.allocation.schedule import Schedule
+from lyapunov_prune.arguments import Range
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import np
 
@@ -27,8 +28,8 @@ class Bits(Schedule):
     not positive.
     """
 
-    low: float = 4
-    high: float = 8
+    low: Annotated[int, Range(1, 16)] = 4
+    high: Annotated[int, Range(1, 16)] = 8
 
     name = "bits"
     help = "wide weights for the layers whose errors grow most (rtn)"
@@ -37,10 +38,8 @@ class Bits(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.low % 1 == 0 and self.high % 1 == 0 and 1 <= self.low < self.high <= 16):
-            raise LyapunovPruneError(
-                f"bit widths {self.low:g} and {self.high:g}; give two integers from 1 to 16, the lower first"
-            )
+        if not self.low < self.high:
+            raise LyapunovPruneError(f"bit widths {self.low} and {self.high}; give two from 1 to 16, the lower first")
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
         from lyapunov_prune.allocation.allocation import Matrices

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from lyapunov_prune.allocation.schedule import Schedule
+from lyapunov_prune.arguments import Range
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import np
 
@@ -48,8 +49,8 @@ class Guidelines(Schedule):
     """
 
     ceiling: Any = 0.9  # a number or a Catastrophe
-    extra: float = 0.1
-    protected: float = 2
+    extra: Annotated[float, Range(0)] = 0.1
+    protected: Annotated[int, Range(0)] = 2
 
     name = "guidelines"
     help = "early MLP inputs whole, keys and values sparser, a ceiling"
@@ -66,11 +67,8 @@ class Guidelines(Schedule):
         ceiling = self.ceiling
         if not isinstance(ceiling, float | int):
             ceiling, measured_on = _measured(ceiling, matrices)
-        if not (0 < ceiling <= SPARSEST and self.extra >= 0 and self.protected >= 0 and self.protected % 1 == 0):
-            raise LyapunovPruneError(
-                f"ceiling {ceiling:g}, extra {self.extra:g}, protected {self.protected:g}; give a ceiling of more than "
-                f"0 and at most {SPARSEST:g}, an extra of 0 or more and a number of layers"
-            )
+        if not 0 < ceiling <= SPARSEST:
+            raise LyapunovPruneError(f"ceiling {ceiling:g}; give more than 0 and at most {SPARSEST:g}")
         roles = np.array([role(p.component) for p in matrices.projections])
         kept = (roles == "mlp-in") & (matrices.layers < self.protected)
         first = np.isin(roles, ("key", "value"))

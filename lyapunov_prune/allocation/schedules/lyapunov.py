@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lyapunov_prune.allocation.schedule import Schedule
+from lyapunov_prune.arguments import Range, Share
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import np
 
@@ -30,20 +31,13 @@ class Lyapunov(Schedule):
     ρ that is not finite or not positive, and a layer of zeros.
     """
 
-    least: float = 0.8
-    most: float = 1.2
+    least: Share = 0.8
+    most: Annotated[float, Range(1)] = 1.2
 
     name = "lyapunov"
     help = "least error at the output by a quadratic model"
     reference = "structural sensitivity, §6.4 and Appendix E"
     needs = "profile"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.least <= 1 <= self.most:
-            raise LyapunovPruneError(
-                f"least {self.least:g}, most {self.most:g}; give multiples of the budget, 0 to 1 and 1 or more"
-            )
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
         from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lyapunov_prune.allocation.schedule import Schedule
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.arguments import Positive, Range
 from lyapunov_prune.lazy import np, torch
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.progress import track
@@ -33,20 +33,13 @@ class OWL(Schedule):
     and for fused experts, whose inputs cannot be recorded.
     """
 
-    outlier: float = 5.0
-    width: float = 0.08
+    outlier: Positive = 5.0
+    width: Annotated[float, Range(0)] = 0.08
 
     name = "owl"
     help = "layers with more outliers among their Wanda scores stay denser"
     reference = "Yin et al., ICML 2024, arXiv:2310.05175, §3.2"
     needs = "batch"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.outlier > 0 and self.width >= 0):
-            raise LyapunovPruneError(
-                f"outlier {self.outlier:g} and width {self.width:g}; give more than 0, and 0 or more"
-            )
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
         from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.arguments import Share
 from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criterion import ByProfile
 
@@ -20,18 +20,13 @@ class Blend(ByProfile):
     (experiments/2_criteria). Raises LyapunovPruneError for an alpha outside [0, 1].
     """
 
-    alpha: float = 0.5
+    alpha: Share = 0.5
     seeds: tuple[int, ...] = (0, 1, 2, 3)
 
     name = "blend"
     help = "alpha of rho, the rest of bi, each about its median by its quartiles"
     reference = "structural sensitivity, §6.5; the scale by experiments/2_criteria"
     needs = ("rho", "bi")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise LyapunovPruneError(f"alpha {self.alpha:g} is outside [0, 1]; give a weight between them")
 
     def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         return self.alpha * robust(abs(values["rho"] - 1)) + (1 - self.alpha) * robust(values["bi"])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.arguments import Positive
 from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criterion import EVERYWHERE, Asked, Scored
 
@@ -22,7 +22,7 @@ class KL(Scored):
     that is not above 0.
     """
 
-    temperature: float = 1.0
+    temperature: Positive = 1.0
 
     name = "kl"
     help = "how far the prediction moves without it"
@@ -30,11 +30,6 @@ class KL(Scored):
     needs = ("variance",)
     parts = EVERYWHERE
     streamed = ("layers",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.temperature > 0:
-            raise LyapunovPruneError(f"temperature {self.temperature:g} is no temperature; give a number above 0")
 
     def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         return values["variance"]
