@@ -154,7 +154,7 @@ def begins_with_bos(tokenizer: PreTrainedTokenizerBase, bos: bool | None) -> boo
     """`bos`, or the tokenizer's own habit where it is None. Raises LyapunovPruneError for a token that it lacks."""
     begins = adds_bos(tokenizer) if bos is None else bos
     if begins and tokenizer.bos_token_id is None:
-        raise LyapunovPruneError("this tokenizer has no BOS token; leave out bos=True")
+        raise LyapunovPruneError("this tokenizer has no BOS token; use bos=False")
     return begins
 
 
