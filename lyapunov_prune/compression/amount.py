@@ -21,7 +21,6 @@ from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
-from lyapunov_prune.predictions.expectation import require_budget
 from lyapunov_prune.predictions.tiles import measures
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.results.frames import pd

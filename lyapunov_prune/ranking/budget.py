@@ -19,7 +19,6 @@ from lyapunov_prune.forward.states import Change
 from lyapunov_prune.forward.sublayers import named_branches, silent
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
-from lyapunov_prune.predictions.expectation import require_budget
 from lyapunov_prune.profiles.contraction_profile import floor_note
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.ranking import LayerRanking
