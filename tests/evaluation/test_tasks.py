@@ -390,8 +390,6 @@ def test_halves_of_a_task_by_name(
     assert [(task.items, task.few_shot) for task in found] == [(5, 1), (4, 1)]
     assert [doc["query"] for doc in parts[1].harness.eval_docs] == [f"is it {i}?" for i in (1, 3, 5, 7)]
     assert found[0].sha256 != found[1].sha256
-    with pytest.raises(LyapunovPruneError, match="offline"):
-        halves("named", offline=True)
 
 
 def test_what_has_no_two_halves_of_scores_is_refused(
