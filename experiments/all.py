@@ -6,7 +6,7 @@
 
 MODEL is a folder, a GGUF file, a hub id or smollm2-135m. Whatever is finished is kept in runs/experiments/: the same
 command goes on where it was stopped. After each part experiments/columns/NAME.json is written anew. --summary shows all
-columns in Tables 1, 2 and 3 beside the paper's rows; `make tables` writes them into the page of summary.
+columns in Tables 1, 2 and 3 beside the paper's rows; `make tables` writes them into the page of chapter 1.
 """
 
 from __future__ import annotations

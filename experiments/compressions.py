@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
@@ -236,12 +236,6 @@ def beside(row: CompressionRow, other: CompressionRow) -> str:
 def judged(found: str, theirs: str) -> str:
     """What was `told` here against what the paper found; an interval that holds both decides nothing."""
     return "Agrees" if found == theirs else "Not decided" if found == ALIKE else "Differs"
-
-
-def grouped(said: Mapping[str, str]) -> str:
-    """The names that each word was `told` of: better: a, b; worse: c."""
-    parts = ((word, [f"`{name}`" for name, w in said.items() if w == word]) for word in ("better", ALIKE, "worse"))
-    return "; ".join(f"{word}: {', '.join(names)}" for word, names in parts if names)
 
 
 def compressions_figure(table: CompressionTable) -> str:

@@ -247,7 +247,7 @@ def test_an_experiment_runs_on_any_model_and_as_its_readme_says(folder: Path) ->
     command = typer.main.get_command(app)
     options = {name for parameter in command.params for name in parameter.opts}
     assert folder.name in NO_MODEL or options >= {"--model", "--device", "--dtype"}
-    page = (folder if (folder / "README.md").exists() else folder.parent) / "README.md"
+    page = folder.parent / "README.md"
     for line in re.findall(rf"^python \S+/{folder.name}/run.py(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
         command.make_context("run.py", line.split())  # which refuses what it does not know
 

@@ -33,13 +33,14 @@ def test_a_second_model_leaves_the_files_of_the_first(tmp_path: Path, monkeypatc
     assert {path.name for path in (here / "other-0.1b").iterdir()} == set(first)
 
     monkeypatch.setitem(tables.HOMES, EXPERIMENT, here)
-    filled = tables.filled("<!-- setting -->\n<!-- end -->\n<!-- other-0.1b setting -->\n<!-- end -->\n", EXPERIMENT)
+    asked = [f"<!-- {EXPERIMENT}:{model}setting -->\n<!-- end -->\n" for model in ("", "other-0.1b ", "another ")]
+    filled = tables.filled("".join(asked[:2]))
     assert [line.split(",")[0] for line in filled.splitlines() if "Losses" in line] == [
         f"Losses: {BUILT_IN}",
         "Losses: other-0.1b",
     ]
     with pytest.raises(KeyError):
-        tables.filled("<!-- another setting -->\n<!-- end -->\n", EXPERIMENT)
+        tables.filled(asked[2])
 
 
 def test_a_folder_is_named_for_the_model_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

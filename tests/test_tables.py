@@ -13,6 +13,7 @@ import pytest
 import tables
 
 from benchmarks import results
+from experiments import differences
 from lyapunov_prune.cli.options import one_of
 from lyapunov_prune.registry import Registry
 
@@ -42,7 +43,7 @@ def test_the_help_of_an_option_gives_every_entry_a_line(table: Mapping[str, Any]
 @pytest.mark.parametrize("document", tables.DOCUMENTS, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_the_documents_show_the_tables_of_the_code(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    assert tables.filled(text, tables.experiment_of(document)) == text, "run `make tables`"
+    assert tables.filled(text) == text, "run `make tables`"
 
 
 def test_every_table_is_shown_somewhere() -> None:
@@ -59,14 +60,15 @@ def test_planted_fault_a_table_that_parted_is_seen() -> None:
 # Numbers with decimals that are no measurements of ours: versions, names of models, settings, what a paper prints.
 NAMES = (
     r"Python (?:≥ )?[\d.]+(?: to [\d.]+)?|transformers [\d.]+|ERNIE [\d.]+|Qwen-?[\d.]+|§[\d.]+|arxiv.org/abs/[\d.]+|"
-    r"arXiv:[\d.]+|Wanda; [\d.]+ to [\d.]+"
+    r"arXiv:[\d.]+|Wanda; [\d.]+ to [\d.]+|"
+    r"(?<!\*)\*−?[\d.,]+\*(?!\*)"  # in italics: what a paper prints
 )
 PAPERS = r"The paper reports −0.44|its −0.44"
 
 
 def outside(text: str) -> str:
     """A document without what stands between markers, in blocks of code and in spans of code."""
-    text = re.sub(r"<!-- [\w.: -]+ -->\n?.*?<!-- end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!-- [^\n]+? -->\n?.*?<!-- end -->", "", text, flags=re.DOTALL)
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
@@ -99,16 +101,34 @@ def test_planted_fault_a_table_written_by_hand_is_seen() -> None:
 def test_planted_fault_a_number_in_a_sentence_is_seen() -> None:
     sentence = "With Python ≥ 3.10 and `--alpha 0.5` ρ reads 1.02 (§6.5)."
     assert loose_numbers(sentence) == ["1.02"]
-    assert loose_numbers("Dense: <!-- methods:dense -->14.5<!-- end -->.") == []
+    assert loose_numbers("Dense: <!-- methods:dense -->14.5<!-- end -->, *2.5* in the paper, **3.5** nowhere.") == [
+        "3.5"
+    ]
 
 
 def test_planted_fault_a_number_that_parted_from_its_json_is_seen() -> None:
-    document = tables.HOMES["methods"] / "README.md"
+    document = tables.HOMES["methods"].parent / "README.md"
     text = document.read_text(encoding="utf-8")
     assert "22.9" in text
-    assert tables.filled(text.replace("22.9", "21.9"), "methods") == text
+    assert tables.filled(text.replace("22.9", "21.9")) == text
     with pytest.raises(KeyError):
         tables.filled("<!-- methods:nothing -->\n<!-- end -->\n")
+
+
+def test_a_number_in_a_sentence_can_be_a_cell_of_a_table() -> None:
+    asked = "At eight ρ leaves <!-- progressive_removal:removal | 8 | rho -->{}<!-- end -->."
+    assert tables.filled(asked.format("1.5")) == asked.format("313")
+    table = "| a | b | c |\n| --- | --- | --- |\n| x \\| y | 1 | 2 |\n| x | 3 | 4 |\n| x | 5 | 6 |\n"
+    assert [tables.cell(table, *place) for place in [("x", "c"), ("x", "5", "c"), ("x \\| y", "b")]] == ["4", "6", "1"]
+    for place in [("z", "c"), ("x", "d")]:
+        with pytest.raises(KeyError):
+            tables.cell(table, *place)
+
+
+def test_what_differs_from_a_paper_is_listed_under_its_section() -> None:
+    items = "- **Agrees:** no.\n- **Differs:** one <!-- a:b -->2.5<!-- end -->\n  goes on.\n- other\n"
+    page = f"# A\n\n## B\n\n{items}\n## C\n"
+    assert differences.sections(page) == {"B": ["one 2.5 goes on."]}
 
 
 def private_paths(text: str) -> list[str]:
@@ -151,7 +171,7 @@ def test_a_ratio_over_its_limit_is_shown_as_missed(tmp_path: Path, monkeypatch: 
 def test_a_marker_within_a_sentence_begins_no_line() -> None:
     """Such a line would be a block of HTML, and shown as it is."""
     for document in tables.DOCUMENTS:
-        assert not re.findall(r"^<!-- [\w.: -]+ -->(?=.)", document.read_text(encoding="utf-8"), re.MULTILINE), document
+        assert not re.findall(r"^<!-- [^\n]+? -->(?=.)", document.read_text(encoding="utf-8"), re.MULTILINE), document
 
 
 def test_the_tables_need_no_torch() -> None:

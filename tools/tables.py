@@ -1,10 +1,10 @@
 """Write every table that comes from code or from committed measurements into the documents: `make tables`.
 
 A document asks for one by `<!-- NAME -->`; what stands up to the next `<!-- end -->` is replaced: whole lines where
-the marker ends its line, a number within a sentence where it does not. A README.md beside a run.py names what
-`written()` of it returns; all other documents name the tables of the code, and those of experiments as
-`<!-- progressive_removal:NAME -->`, and what the modules of `MODULES` write alike. What an experiment has measured
-on another model than the built-in one lies in a folder by the model's name, and is named `<!-- FOLDER NAME -->`.
+the marker ends its line, a number within a sentence where it does not. A bare name is that of a table of the code;
+`<!-- progressive_removal:NAME -->` is what `written()` of that experiment's run.py returns by NAME, and the modules of
+`MODULES` are asked alike. What an experiment has measured on another model than the built-in one lies in a folder by
+the model's name: `<!-- EXPERIMENT:FOLDER NAME -->`. `<!-- EXPERIMENT:TABLE | ROW | COLUMN -->` asks for one cell.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 EXPERIMENTS = REPOSITORY / "experiments"
 HOMES = {path.parent.name: path.parent for path in sorted(EXPERIMENTS.glob("*/*/run.py"))}  # chapter, experiment
 DOCUMENTS = [
-    *sorted([*EXPERIMENTS.glob("*/README.md"), *EXPERIMENTS.glob("*/*/README.md")]),  # docs/differences.md needs them
+    *sorted(EXPERIMENTS.glob("*/README.md")),  # first: docs/differences.md is made of them
     REPOSITORY / "README.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]
@@ -48,7 +48,7 @@ MODULES = {
     "differences": "experiments.differences",
     "mutants": "mutants",
 }
-_ASKED = re.compile(r"(<!-- (?:([\w]+):)?([\w. -]+) -->\n?)(.*?)(<!-- end -->)", re.DOTALL)
+_ASKED = re.compile(r"(<!-- (?:(\w+):)?([\w., /-]+(?: \| [^|\n]+?)*) -->\n?)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def markdown(table: Mapping[str, Any]) -> str:
@@ -86,15 +86,14 @@ def written(experiment: str, folder: Path | None = None) -> dict[str, str]:
     return module.written(folder) if folder else module.written()
 
 
-def filled(text: str, experiment: str | None = None) -> str:
-    """A document, the README.md of `experiment` if given, with its tables as code and measurements have them.
+def filled(text: str) -> str:
+    """A document with its tables as code and measurements have them.
 
     Raises KeyError for a marker that nothing is written for.
     """
 
     def replaced(asked: re.Match[str]) -> str:
         head, of, name, _, end = asked.groups()
-        of = of or experiment
         found = _of_experiment(of, name) if of else markdown(TABLES[name])
         return head + (found if head.endswith("\n") else found.strip()) + end
 
@@ -105,14 +104,24 @@ def _of_experiment(experiment: str, name: str) -> str:
     """What a name stands for; its first word may be the folder of a model."""
     model, _, rest = name.partition(" ")
     folder = HOMES[experiment] / model if rest else None
-    return written(experiment, folder)[rest] if folder and folder.is_dir() else written(experiment)[name]
+    found, name = (written(experiment, folder), rest) if folder and folder.is_dir() else (written(experiment), name)
+    name, *place = name.split(" | ")
+    return cell(found[name], *place) if place else found[name]
 
 
-def experiment_of(document: Path) -> str | None:
-    return document.parent.name if document.parent in HOMES.values() else None
+def cell(table: str, *place: str) -> str:
+    """What a Markdown table has in the row whose first cells are all of `place` but the last, under the column that is.
+
+    Raises KeyError for a row or column that the table lacks.
+    """
+    head, _, *rows = ([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines())
+    *first, column = place
+    for row in rows:
+        if row[: len(first)] == first and column in head:
+            return row[head.index(column)]
+    raise KeyError(place)
 
 
 if __name__ == "__main__":
     for document in DOCUMENTS:
-        text = document.read_text(encoding="utf-8")
-        document.write_text(filled(text, experiment_of(document)), encoding="utf-8")
+        document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")

@@ -6,17 +6,14 @@ Writes cumulative.json and cumulative.svg beside this file.
 """
 
 from pathlib import Path
+from typing import Any
 
-import pandas as pd
-import typer
-
-from experiments.common import Device, DType, draw, inputs, of_model
-from experiments.statements import bullets, measured, short, table, verdict
+from experiments.common import Device, DType, draw, inputs, of_model, run_command
+from experiments.statements import measured, short, table
 from lyapunov_prune.report.sensitivity import cumulative_figure
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 HERE = Path(__file__).parent
-PAPER = (1.54e6, 60.0)  # perplexity on GPT-2 Small, the first layer and the last
 
 
 def main(
@@ -40,31 +37,13 @@ def written(folder: Path = HERE) -> dict[str, str]:
     ends = {"from the first on": found.of("forward"), "from the last back": found.of("backward")}
     layers = len(ends["from the first on"])
     counts = sorted({n for n in (1, 2, 3, 4, 8, layers // 2, 3 * layers // 4, layers) if 0 < n <= layers})
-    rows = [[name, *(float(frame.perplexity[n - 1]) for n in counts)] for name, frame in ends.items()]
+    rows: list[list[Any]] = [[name, *(float(frame.perplexity[n - 1]) for n in counts)] for name, frame in ends.items()]
     return {
         "setting": measured(found.measured_on, found.perplexity),
         "cumulative": table(["layers compressed", *map(str, counts)], rows),
-        "verdict": against_the_paper(*ends.values()),
+        "ratio": short(rows[0][1] / rows[1][1]),
     }
 
 
-def against_the_paper(forward: pd.DataFrame, backward: pd.DataFrame) -> str:
-    first, last = float(forward.perplexity[0]), float(backward.perplexity[0])
-    ratio = first / last
-    theirs = PAPER[0] / PAPER[1]
-    return bullets(
-        verdict(
-            ratio > 1,
-            f"the order decides: the first layer alone costs {short(ratio)} times the perplexity that the last alone "
-            "does.",
-        ),
-        verdict(
-            ratio >= theirs,
-            f"there the first alone costs {short(theirs)} times the last ({short(PAPER[0])} against {short(PAPER[1])}):"
-            f" {short(ratio)} times ({short(first)} against {short(last)}).",
-        ),
-    )
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "cumulative.json", written)

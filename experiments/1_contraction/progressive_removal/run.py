@@ -12,9 +12,8 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.blend_of_paper import blend_of_paper
-from experiments.common import Device, DType, draw, load, of_model, read_text
-from experiments.compressions import apart
-from experiments.statements import bullets, decided, short, table, verdict
+from experiments.common import Device, DType, draw, load, of_model, read_text, run_command
+from experiments.statements import short, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
@@ -23,7 +22,6 @@ from lyapunov_prune.report.ranking import perplexity_figure
 
 HERE = Path(__file__).parent
 REMOVALS = (2, 4, 6, 8)  # of the paper
-MEASURED = ("rho", "bi", "blend")
 POOLINGS: tuple[Pooling, ...] = ("energy", "token")
 
 
@@ -62,13 +60,15 @@ def main(
 def written(folder: Path = HERE) -> dict[str, str]:
     profile = ContractionProfile.load(folder / "contraction.json")
     curve = RemovalCurve.load(folder / "removal.json")
+    energy, token, share = sink(profile)
     return {
         "setting": f"Scores: {profile.measured_on.line()}, {len(profile.seeds)} seeds.\nPerplexity: "
         f"{curve.measured_on.line()}; dense: {short(curve.dense.perplexity)}.\n",
         "dense": short(curve.dense.perplexity),
         "removal": removal(curve),
-        "verdict": verdict_of(profile, curve),
-        "best": best(curve),
+        "sink, energy pooling": short(energy),
+        "sink, token pooling": short(token),
+        "sink, share": f"{100 * share:.0f} %",
     }
 
 
@@ -87,57 +87,13 @@ def removal(curve: RemovalCurve) -> str:
     return table(["removed", *criteria], [[n, *(row[name] for name in criteria)] for n, row in rows.items()])
 
 
-def sink(profile: ContractionProfile) -> tuple[int, float, float, float]:
-    """The layer after which a token holds the largest share of the energy: ρ by energy and by token, the share."""
+def sink(profile: ContractionProfile) -> tuple[float, float, float]:
+    """Of the layer after which one token holds the largest share of the energy: ρ by energy and by token, the share."""
     layer = int(profile.sink_state_share[1:].argmax())
     layer = max(profile.pooling_disagrees, key=lambda k: profile.sink_state_share[k + 1], default=layer)
     energy, token = (profile.pooled(pooling).rho[layer] for pooling in POOLINGS)
-    return layer, float(energy), float(token), float(profile.sink_state_share[layer + 1])
-
-
-def told(curve: RemovalCurve, criterion: str, other: str) -> dict[int, str]:
-    """What is told of a criterion beside another, by number of layers removed: windows to pair were not kept."""
-    rows = {(row.criterion, len(row.removed)): row for row in curve.rows}
-    return {n: apart(rows[criterion, n], rows[other, n]) for n in by_count(curve)}
-
-
-def best(curve: RemovalCurve) -> str:
-    """How Block Influence compares with ρ and the blend here; the paper prefers these on LLaMA-2-7B."""
-    beside = [told(curve, "bi", other) for other in ("rho", "blend")]
-    ahead = [str(n) for n in by_count(curve) if all(words[n] == "better" for words in beside)]
-    said = f"better than ρ and than the blend at {', '.join(ahead)} layers removed" if ahead else "never the best"
-    return f"On this model Block Influence is {said}; the paper finds the opposite on LLaMA-2-7B.\n"
-
-
-def verdict_of(profile: ContractionProfile, curve: RemovalCurve) -> str:
-    rows, (layer, energy, token, _) = by_count(curve), sink(profile)
-    first = next(row.removed for row in curve.rows if row.criterion == "rho, token pooling")
-    worst = {n: max(row[name] for name in MEASURED) for n, row in rows.items()}
-    drawn = [str(n) for n, row in rows.items() if row["random"] > worst[n]]
-    words = told(curve, "rho", "bi")
-    compared = "; ".join(
-        f"at {n} {short(row['rho'])} against {short(row['bi'])}, {words[n]}" for n, row in rows.items()
-    )
-    behind = [rows[n] for n, word in words.items() if word == "worse"]
-    between = sum(row["bi"] <= row["blend"] <= row["rho"] for row in behind)
-    return bullets(
-        verdict(
-            all(row["from-end"] > worst[n] for n, row in rows.items()),
-            "every measured criterion is better than removing from the end, at every count. One random draw is worse "
-            f"than all of them at {', '.join(drawn) or 'none'}.",
-        ),
-        decided(
-            set(words.values()) == {"better"},
-            "worse" in words.values(),
-            "there ρ beats Block Influence at every count (14.6 against 23.8 at eight); here, by intervals alone as no "
-            f"windows to pair were kept: {compared}. Where it is worse the blend lies between the two at {between} of "
-            f"{len(behind)}.",
-        ),
-        f"**Not in the paper:** the pooling decides. Layer {layer} reads ρ = {short(token)} under token pooling, which "
-        f"{'removes it first' if layer in first else 'keeps it'}, and with it the attention sink; under energy pooling "
-        f"it reads {short(energy)}.",
-    )
+    return float(energy), float(token), float(profile.sink_state_share[layer + 1])
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "removal.json", written)

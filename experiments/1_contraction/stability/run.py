@@ -14,8 +14,8 @@ import pandas as pd
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, of_model, read_text
-from experiments.statements import bullets, interval, short, span, table, verdict
+from experiments.common import Device, DType, draw, load, of_model, read_text, run_command
+from experiments.statements import interval, short, table
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
 from lyapunov_prune.results.files import write_whole
@@ -84,26 +84,14 @@ def written(folder: Path = HERE) -> dict[str, str]:
         for tokens in dict.fromkeys(frame.tokens)
     ]
     head = [f"{name}, {what}" for name in texts for what in ("dense", "× dense")]
-    return {"stability": table(["tokens", *head], cells), "verdict": against_the_paper(frame)}
-
-
-def against_the_paper(frame: pd.DataFrame) -> str:
-    texts = frame.groupby("text", sort=False)
-    moves = 100 * (texts.degradation.max() / texts.degradation.min() - 1)
-    dense = "; ".join(f"{name} {span(part.dense)}" for name, part in texts)
-    width = 100 * (frame.high / frame.low - 1) / 2
-    few, many = (width[frame.tokens == tokens].mean() for tokens in (frame.tokens.min(), frame.tokens.max()))
-    return bullets(
-        verdict(
-            moves.max() < 10,
-            f"the factor is stable: on no text does it move by more than {short(moves.max())} % from "
-            f"{frame.tokens.min():,} to {frame.tokens.max():,} tokens, though the dense perplexity itself moves "
-            f"({dense}) and the calibration is of one of the texts. What a compression costs is the quotient; "
-            "perplexities of different windows do not compare.",
-        ),
-        f"An interval is ±{short(few)} % from {frame.tokens.min():,} tokens and ±{short(many)} % from "
-        f"{frame.tokens.max():,}: methods that differ by less are not ranked.",
-    )
+    factor, width = frame.groupby("text").degradation, 100 * (frame.high / frame.low - 1) / 2
+    few, many = (width[frame.tokens == tokens].mean() for tokens in (TOKENS[0], TOKENS[-1]))
+    return {
+        "stability": table(["tokens", *head], cells),
+        "moves": f"{short(100 * (factor.max() / factor.min() - 1).max())} %",
+        "width, fewest tokens": f"{short(few)} %",
+        "width, most tokens": f"{short(many)} %",
+    }
 
 
 def _pair(row: pd.Series) -> tuple[float, str]:
@@ -111,4 +99,4 @@ def _pair(row: pd.Series) -> tuple[float, str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "stability.json", written)

@@ -3,7 +3,7 @@
     python experiments/1_contraction/summary/run.py
 
 Measures nothing: it prints what stands in experiments/columns/ beside the paper's rows, and `make tables` writes it
-into README.md beside this file.
+into the page of the chapter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def columns() -> list[Column]:
 
 
 def written() -> dict[str, str]:
-    """Every table of README.md, by the name of its marker."""
+    """Every table, by the name of its marker."""
     own = columns()
     return {
         "measured-on": measured_on(own),

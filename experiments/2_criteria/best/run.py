@@ -10,8 +10,8 @@ them say goes into README.md by `make tables`.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -22,8 +22,7 @@ import typer
 import lyapunov_prune as lp
 from experiments.all import rankings
 from experiments.common import Device, DType, Inputs, inputs
-from experiments.compressions import told
-from experiments.statements import bullets, counted, ratio, short, span, table
+from experiments.statements import bullets, ratio, short, span, table
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
@@ -123,8 +122,32 @@ def measure(given: Inputs, search: float) -> BestOnOneText:
 
 def written() -> dict[str, str]:
     results = [BestOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    parts = {"setting": setting, "chosen": chosen, "verdict": verdict, "summary": summary}
-    return {name: part(results) for name, part in parts.items()}
+    singles = [quotient(r, count) for r in results for count in COUNTS]
+    return {
+        "setting": setting(results),
+        "chosen": chosen(results),
+        "over": over(results),
+        "over the best single": span(singles),
+        "median over the best single": short(float(np.median(singles))),
+    }
+
+
+def quotient(result: BestOnOneText, count: int, criterion: str | None = None) -> float:
+    """Perplexity of `best` over that of a criterion, or over that of the one that turns out best."""
+    other = result.of(criterion, count) if criterion else result.single(count)
+    return float(np.exp((result.of("best", count).windows - other.windows).mean()))
+
+
+def over(results: list[BestOnOneText]) -> str:
+    """`best` over each criterion, a row a model."""
+    rows = []
+    for name, own in groupby(results, key=lambda r: r.measured_on.model.name):
+        cases = [(r, count) for r in own for count in COUNTS]
+        for other in (None, *SINGLE):
+            values = [quotient(r, count, other) for r, count in cases]
+            said = f"`{other}`" if other else "the best single one"
+            rows.append([name, said, len(values), span(values), float(np.median(values))])
+    return table(["model", "`best` over", "removals", "perplexity", "median"], rows)
 
 
 def setting(results: list[BestOnOneText]) -> str:
@@ -156,43 +179,6 @@ def chosen(results: list[BestOnOneText]) -> str:
             )
     head = ("model, text", "removed", *(f"`{name}`" for name in SINGLE), "checked", "`best`", "over the best single")
     return table((*head, "forwards"), rows)
-
-
-def summary(results: list[BestOnOneText]) -> str:
-    """For docs/results.md."""
-    pairs = [(r.of("best", count), r.single(count)) for r in results for count in COUNTS]
-    over = [float(np.exp((best.windows - single.windows).mean())) for best, single in pairs]
-    models = counted(len({r.measured_on.model.name for r in results}), "model")
-    texts = counted(len({r.text for r in results}), "text")
-    return (
-        f"`--criterion best`, with {short(results[0].search)} forwards to spend, on {models} and {texts}: of "
-        f"{len(pairs)} removals of {COUNTS[0]} to {COUNTS[-1]} layers its perplexity is {span(over)} times that of the "
-        f"single criterion which turns out best, median {short(float(np.median(over)))}.\n"
-    )
-
-
-def verdict(results: list[BestOnOneText]) -> str:
-    lines = []
-    for name in dict.fromkeys(r.measured_on.model.name for r in results):
-        mine = [r for r in results if r.measured_on.model.name == name]
-        pairs = [(r.of("best", count), r.single(count)) for r in mine for count in COUNTS]
-        over = [float(np.exp((best.windows - single.windows).mean())) for best, single in pairs]
-        said = Counter(told(best, single) for best, single in pairs)
-        tally = ", ".join(f"{word} {n}" for word, n in sorted(said.items()))
-        lines.append(
-            f"{name}, {counted(len(mine), 'text')}: `best` against the single criterion that turns out best: {tally}; "
-            f"perplexity {span(over)} times its, median {short(float(np.median(over)))}."
-        )
-        for criterion in SINGLE:
-            others = [
-                float(np.exp((r.of("best", count).windows - r.of(criterion, count).windows).mean()))
-                for r in mine
-                for count in COUNTS
-            ]
-            lines.append(f"{name}: `best` over `{criterion}` {span(others)}, median {short(float(np.median(others)))}.")
-        moved = sum(r.of("best", count).removed != r.of("first", count).removed for r in mine for count in COUNTS)
-        lines.append(f"{name}: the search left the best of the proposed sets in {moved} of {len(pairs)}.")
-    return bullets(*lines)
 
 
 if __name__ == "__main__":

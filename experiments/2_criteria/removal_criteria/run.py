@@ -22,9 +22,8 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.blend_of_paper import blend_of_paper
-from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text
-from experiments.compressions import apart
-from experiments.statements import bullets, decided, interval, measured, runs, short, span, stated, table
+from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text, run_command
+from experiments.statements import interval, measured, runs, short, table
 from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
@@ -37,12 +36,11 @@ from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
 from lyapunov_prune.report.ranking import perplexity_figure
 from lyapunov_prune.results.files import write_whole
-from lyapunov_prune.results.result import MeasuredOn
 
 HERE = Path(__file__).parent
 REMOVALS = (2, 4, 7)
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
-ALPHA_AT, PAPER_ALPHA = 4, 0.5
+ALPHA_AT = 4
 MENDED_ON, RIDGE = 4096, 0.1
 
 
@@ -209,16 +207,16 @@ def written(folder: Path = HERE) -> dict[str, str]:
     for name in dict.fromkeys(row.criterion for row in rows[1:] if not row.criterion.startswith("α")):
         last = by[name, REMOVALS[-1]]
         few = [by[name, n].perplexity for n in REMOVALS[:-1]]
-        cells.append([name, forwards[name], *few, interval(last.perplexity, dense * last.low, dense * last.high)])
+        whole = interval(last.perplexity, dense * last.low, dense * last.high)
+        cells.append([name, forwards[name], *few, whole, runs(last.removed)])
     blends = [row for row in rows if row.criterion.startswith("α")]
     return {
         "setting": f"Scores: {GreedyRemoval.load(folder / 'oracle.json').measured_on.line()}.\n"
         + measured(curve.measured_on, dense),
-        "summary": summary(curve.measured_on, by, forwards),
-        "oracle": of_the_oracle(by, forwards),
-        "mended": of_mending(by, forwards, dense),
-        "verdict": against_the_papers(by),
-        "criteria": table(["criterion", f"forwards for {REMOVALS[-1]}", *(f"{n} removed" for n in REMOVALS)], cells),
+        "mended": mended_share(by, dense),
+        "criteria": table(
+            ["criterion", f"forwards for {REMOVALS[-1]}", *(f"{n} removed" for n in REMOVALS), "layers"], cells
+        ),
         "alpha": table(
             ["α (0: Block Influence, 1: |ρ − 1|)", *(row.criterion[4:] for row in blends)],
             [["perplexity", *(row.perplexity for row in blends)]],
@@ -226,77 +224,14 @@ def written(folder: Path = HERE) -> dict[str, str]:
     }
 
 
-By = dict[tuple[str, int], RemovalRow]
-LAST = REMOVALS[-1]
-
-
-def summary(on: MeasuredOn, by: By, forwards: dict[str, float]) -> str:
-    angular, bi, oracle = (by[name, LAST].perplexity for name in ("angular", "bi", "oracle"))
-    return (
-        f"On {on.text}, with {LAST} layers removed, the run of layers that turns the state least (`angular`, one "
-        f"forward) leaves a perplexity of {short(angular)}, Block Influence {short(bi)}, and the greedy oracle, "
-        f"{short(forwards['oracle'])} times as dear, {short(oracle)}; `angular` "
-        f"{compared(by['angular', LAST], by['oracle', LAST])}.\n"
-    )
-
-
-def compared(row: RemovalRow, *others: RemovalRow) -> str:
-    """How a row stands to others: their intervals are all that there is, the losses of windows not having been kept."""
-    said = ", ".join(f"against `{other.criterion}` {apart(row, other)}" for other in others)
-    return f"{said}, by intervals alone, as no windows to pair were kept"
-
-
-def of_the_oracle(by: By, forwards: dict[str, float]) -> str:
-    oracle = by["oracle", LAST]
-    cheap = [name for name, cost in forwards.items() if cost < forwards["oracle"] / 10 and (name, LAST) in by]
-    beaten = [by[name, LAST] for name in cheap if by[name, LAST].perplexity < oracle.perplexity]
-    lines = [
-        f"`{row.criterion}`, {short(forwards[row.criterion])} forwards, removes layer {runs(row.removed)}: "
-        f"{short(row.perplexity)}; {compared(row, oracle)}."
-        for row in beaten
-    ]
-    return (
-        f"The greedy oracle, {short(forwards['oracle'])} forwards, removes layer {runs(oracle.removed)}: "
-        f"{short(oracle.perplexity)}. With less than a tenth of its forwards {len(beaten)} of {len(cheap)} leave "
-        f"less:\n\n{bullets(*lines)}"
-    )
-
-
-def of_mending(by: By, forwards: dict[str, float], dense: float) -> str:
-    """Which share of what a removal costs in perplexity mending takes back."""
-    shares = {}
+def mended_share(by: dict[tuple[str, int], RemovalRow], dense: float) -> str:
+    """How much of what a removal costs in perplexity mending takes back, in per cent."""
+    rows = []
     for name in ("bi", "angular", "oracle"):
         pairs = [(by[name, n].perplexity, by[f"{name}, mended", n].perplexity) for n in REMOVALS]
-        shares[name] = [100 * (plain - mended_) / (plain - dense) for plain, mended_ in pairs]
-    each = "; ".join(f"`{name}` {span(values)} %" for name, values in shares.items())
-    least = min((by[f"{name}, mended", LAST] for name in shares), key=lambda row: row.perplexity)
-    return (
-        f"Of what the removals cost in perplexity it takes back: {each}. The best with {LAST} layers removed is "
-        f"`{least.criterion}`, {short(least.perplexity)} at {short(forwards[least.criterion])} forwards.\n"
-    )
-
-
-def against_the_papers(by: By) -> str:
-    bi, half, rho = (by[f"α = {a:g}", ALPHA_AT] for a in (0, PAPER_ALPHA, 1))
-    words = {apart(half, part) for part in (bi, rho)}
-    kl = by["kl", LAST]
-    plain = [row for (name, n), row in by.items() if n == LAST and not name.endswith("mended")]
-    return bullets(
-        decided(
-            words == {"better"},
-            "worse" in words,
-            f"the blend at α = {PAPER_ALPHA} beats both of its parts (the paper: at eight layers removed; at four it "
-            f"is |ρ − 1|). At {ALPHA_AT} here it leaves {short(half.perplexity)}, Block Influence (α = 0) "
-            f"{short(bi.perplexity)}, |ρ − 1| (α = 1) {short(rho.perplexity)}; {compared(half, bi, rho)}.",
-        ),
-        stated(
-            "the estimate `Var_p(Δz)/2T²` ranks layers alone well (`prediction`); as a criterion it leaves "
-            f"{short(kl.perplexity)} with {LAST} removed, where the criteria leave "
-            f"{span(row.perplexity for row in plain)}.",
-            "Not in the papers",
-        ),
-    )
+        rows.append([name, *(f"{short(100 * (plain - mended) / (plain - dense))} %" for plain, mended in pairs)])
+    return table(["taken back by mending", *(f"{n} removed" for n in REMOVALS)], rows)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "removal.json", written)

@@ -16,13 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import typer
 from scipy import stats
 
 from experiments.blend_of_paper import minmax
-from experiments.common import Inputs, on_each_text
-from experiments.compressions import told
-from experiments.statements import bullets, counted, ratio, runs, short, span, table
+from experiments.common import Inputs, on_each_text, run_command
+from experiments.compressions import ALIKE, told
+from experiments.statements import bullets, ratio, runs, short, span, table
 from lyapunov_prune.ranking.candidates import least
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -95,7 +94,7 @@ def measure(given: Inputs) -> ScalesOnOneText:
 
 def written() -> dict[str, str]:
     results = [ScalesOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    parts = {"setting": setting, "chosen": chosen_table, "summary": summary, "verdict": verdict}
+    parts = {"setting": setting, "chosen": chosen_table, "against": against}
     return {name: part(results) for name, part in parts.items()}
 
 
@@ -123,46 +122,32 @@ def _choice(result: ScalesOnOneText, way: str, ends: bool, count: int) -> Choice
     return next(c for c in result.choices if (c.way, c.ends, len(c.removed)) == (way, ends, count))
 
 
-def summary(results: Sequence[ScalesOnOneText]) -> str:
-    cases = [(r, count) for r in results for count in COUNTS]
-    models = counted(len({r.measured_on.model.name for r in results}), "model")
-    texts = counted(len({r.measured_on.text for r in results}), "text")
-    ends = _counts([(_choice(r, "bi", False, n), _choice(r, "bi", True, n)) for r, n in cases])
-    scale = _counts([(_choice(r, "blend, robust", True, n), _choice(r, PAPERS, True, n)) for r, n in cases])
-    return (
-        f"On {models} and {texts}, {len(cases)} removals of {COUNTS[0]} to {COUNTS[-1]} layers: `bi` with the first "
-        f"and the last layer kept (`--protect 0,-1`) against `bi`: {ends}. A blend on a robust scale against one from "
-        f"0 to 1: {scale}.\n"
-    )
-
-
-def verdict(results: Sequence[ScalesOnOneText]) -> str:
-    lines = []
+def against(results: Sequence[ScalesOnOneText]) -> str:
+    """The scales of a blend against the paper's, and each way with both ends kept against all layers free."""
+    rows = []
     for name, own in groupby(results, key=lambda r: r.measured_on.model.name):
-        mine = list(own)
-        said = f"{name}, {counted(len(mine), 'text')}, {len(mine) * len(COUNTS)} removals"
-        cases = [(r, count) for r in mine for count in COUNTS]
+        cases = [(r, count) for r in own for count in COUNTS]
         for scale in list(SCALES)[1:]:
-            pairs = [(_choice(r, f"blend, {scale}", True, n), _choice(r, PAPERS, True, n)) for r, n in cases]
-            lines.append(f"{said}: a blend of {scale} against one from 0 to 1: {_counts(pairs)}.")
-        for way in dict.fromkeys(c.way for c in mine[0].choices):
+            way = f"blend, {scale}"
+            pairs = [(_choice(r, way, True, n), _choice(r, PAPERS, True, n)) for r, n in cases]
+            rows.append([name, f"`{way}`", f"`{PAPERS}`", *_counts(pairs)])
+        for way in dict.fromkeys(c.way for c in results[0].choices):
             pairs = [(_choice(r, way, False, n), _choice(r, way, True, n)) for r, n in cases]
-            lines.append(f"{said}: `{way}` with both ends kept against all layers free: {_counts(pairs)}.")
-    return bullets(*lines)
+            rows.append([name, f"`{way}`, both ends kept", f"`{way}`", *_counts(pairs)])
+    head = ["model", "this", "against", "same layers", "better", "worse", ALIKE, "perplexity / the other's"]
+    return table(head, rows)
 
 
-def _counts(pairs: Sequence[tuple[Choice, Choice]]) -> str:
-    same = [a.removed == b.removed for a, b in pairs]
-    other = [pair for pair, alike in zip(pairs, same, strict=True) if not alike]
-    if not other:
-        return "the same layers always"
+def _counts(pairs: Sequence[tuple[Choice, Choice]]) -> list[object]:
+    """In how many removals both chose the same layers, how the others compare, and the quotients of perplexities."""
+    other = [(a, b) for a, b in pairs if a.removed != b.removed]
     words = Counter(told(a, b) for a, b in other)
     over = [float(np.exp((a.windows - b.windows).mean())) for a, b in other]
-    counts = ", ".join(f"{word} {count}" for word, count in words.most_common())
-    return f"the same layers in {sum(same)}, else {counts}; perplexity {span(over)} times the other's"
+    told_apart = [words[word] for word in ("better", "worse", ALIKE)]
+    return [len(pairs) - len(other), *told_apart, span(over) if over else None]
 
 
 main = on_each_text(measure, HERE)
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "{model}-{text}.json", written)

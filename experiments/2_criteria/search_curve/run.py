@@ -19,8 +19,8 @@ import numpy as np
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text
-from experiments.statements import bullets, ratio, runs, short, span, table
+from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text, run_command
+from experiments.statements import bullets, ratio, runs, short, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.ranking.best import best_removal
@@ -131,7 +131,7 @@ def figure(found: SearchCurve) -> str:
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = SearchCurve.load(folder / "curve.json")
-    return {"setting": setting(found), "steps": steps_of(found), "verdict": verdict(found)}
+    return {"setting": setting(found), "steps": steps_of(found), "courses": courses(found)}
 
 
 def setting(found: SearchCurve) -> str:
@@ -151,20 +151,16 @@ def _over(found: SearchCurve, step: Step) -> str:
     return ratio(step.windows - found.oracle)
 
 
-def verdict(found: SearchCurve) -> str:
-    lines, goal = [], GOALS.GOALS["cut"]
+def courses(found: SearchCurve) -> str:
+    """What each search spent, and how near it came to the oracle."""
+    rows: list[list[object]] = []
     for course in found.courses:
         over = [float(np.exp((step.windows - found.oracle).mean())) for step in course.steps]
-        met = (
-            "is met" if over[-1] <= goal else f"was met on the way ({short(min(over))})" if min(over) <= goal else None
-        )
-        lines.append(
-            f"{course.tokens // 2:,} tokens to check by: {course.checks} sets for {short(course.forwards)} forwards, "
-            f"{len(course.steps)} of them the best in turn, {span(over)} of the oracle's perplexity, at last "
-            f"{_over(found, course.steps[-1])}; the goal of {goal:g} {met or 'is not met'}."
-        )
-    return bullets(*lines)
+        last = _over(found, course.steps[-1])
+        rows.append([course.tokens // 2, course.checks, course.forwards, len(course.steps), min(over), last])
+    head = ("tokens to check by", "sets", "forwards", "best in turn", "least / oracle's", "at last / oracle's")
+    return table(head, rows)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "curve.json", written)

@@ -7,22 +7,21 @@ Writes MODEL-TEXT.json beside this file, one a text; what all of them say goes i
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import typer
 
 from experiments.all import COUNTS, rankings
-from experiments.common import Inputs, on_each_text
+from experiments.common import Inputs, on_each_text, run_command
 from experiments.compressions import ALIKE, told
-from experiments.statements import bullets, counted, ratio, table
+from experiments.statements import bullets, ratio, table
 from lyapunov_prune.ranking.table import DEFAULT
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
+SAME = "the same layers"
 CRITERIA = ("bi", "blend", "rho", "rho, token pooling", "angular", "from-end")
 
 
@@ -77,7 +76,7 @@ def measure(given: Inputs) -> OnOneText:
 
 def written() -> dict[str, str]:
     results = [OnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    return {"setting": setting(results), "removed": removed(results), "verdict": verdict(results)}
+    return {"setting": setting(results), "removed": removed(results), "default": default(results)}
 
 
 def setting(results: list[OnOneText]) -> str:
@@ -95,50 +94,27 @@ def removed(results: list[OnOneText]) -> str:
     return table(head, lines)
 
 
-def verdict(results: list[OnOneText]) -> str:
-    """The default against every other criterion, paired by window, text by text."""
-    models = sorted({r.measured_on.model.name for r in results})
-    texts = sorted({Path(r.measured_on.text).stem for r in results})
-    lines = [
-        f"{counted(len(models), 'model')} ({', '.join(models)}), {counted(len(texts), 'text')} ({', '.join(texts)})."
-    ]
+def default(results: list[OnOneText]) -> str:
+    """The default against every other criterion, paired by window: on how many of the texts it is better, and so on."""
+    words = ("better", "worse", ALIKE, SAME)
+    rows = []
     for count in COUNTS:
         for other in CRITERIA:
             if other != DEFAULT:
-                said = Counter(compared(r, other, count) for r in results)
-                lines.append(
-                    f"{count} layers removed, `{DEFAULT}` against `{other}`: {_tally(said)} of {len(results)}."
-                )
-    first = [Counter(best(r, count) for r in results) for count in COUNTS]
-    lines += [
-        f"{count} layers removed, least perplexity: "
-        + ", ".join(f"`{name}` on {times}" for name, times in found.most_common())
-        + f" of {len(results)}."
-        for count, found in zip(COUNTS, first, strict=True)
-    ]
-    return bullets(*lines)
+                times = Counter(compared(r, other, count) for r in results)
+                rows.append([count, f"`{other}`", *(times[word] for word in words)])
+    return table(["removed", f"`{DEFAULT}` against", *words], rows)
 
 
 def compared(result: OnOneText, other: str, count: int) -> str:
     """Whether the default leaves less perplexity than `other`; the same layers are the same."""
     mine, theirs = result.of(DEFAULT, count), result.of(other, count)
     if mine.removed == theirs.removed:
-        return "the same layers"
+        return SAME
     return told(mine, theirs)
-
-
-def best(result: OnOneText, count: int) -> str:
-    return min(CRITERIA, key=lambda name: result.of(name, count).windows.mean())
-
-
-def _tally(said: Iterable[str]) -> str:
-    times = Counter(said)
-    return ", ".join(
-        f"{word} on {times[word]}" for word in ("better", "worse", ALIKE, "the same layers") if times[word]
-    )
 
 
 main = on_each_text(measure, HERE)
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "{model}-{text}.json", written)

@@ -5,7 +5,7 @@
 The guidelines are there twice: with their default ceiling, and with the catastrophe threshold s* as measured on the
 calibration text, Wanda by its first half and regret on the second. Bits by ρ stand beside as many bits shared out
 evenly, and beside the same layers the other way round. Writes allocation.json, bits.json and their figures beside this
-file, row by row: a row that stands there is not measured again. What they say goes into README.md by `make tables`.
+file, row by row: a row that stands there is not measured again.
 """
 
 from collections.abc import Iterator
@@ -13,26 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, halves, load, of_model, texts
+from experiments.common import Device, DType, draw, halves, load, of_model, run_command, texts
 from experiments.compressions import (
-    ALIKE,
     CompressionRow,
     CompressionTable,
     Setting,
-    against,
     beside,
     compressions_figure,
     evaluate_compressions,
-    grouped,
-    judged,
     setting,
-    told,
 )
-from experiments.statements import bullets, interval, percent, short, stated, table
+from experiments.statements import interval, percent, short, table
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.amplification import Reading
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
@@ -41,24 +35,6 @@ HERE = Path(__file__).parent
 SCHEDULES = ("uniform", "atp", "atp-search", "owl", "alpha-pruning", "guidelines")
 WIDTHS = ((3, 4), (4, 8))
 STARRED = "guidelines, s*"  # the last of each budget, where it can be met
-NAMES = (
-    *SCHEDULES,
-    *(
-        ", ".join(words)
-        for pooling in get_args(Pooling)
-        for words in (("lyapunov", pooling), *(("lyapunov-budget", r, pooling) for r in get_args(Reading)))
-    ),
-)
-# What Table 7 finds against uniform (ATP: the paper's own run; a hundredth is read as no difference), and §6.4 of the
-# clamped schedule against ATP.
-PAPER = {
-    0.5: {
-        "atp-search": (ALIKE, "the paper, LLaMA-2-7B: 6.88 against 6.94"),
-        "owl": ("worse", "the paper: 31.6 against 26.0 on Qwen3.5-2B, 9.4 against 8.4 on Mistral-7B"),
-    },
-    0.7: {"atp-search": ("better", "the paper, LLaMA-2-7B: 22.3 against 70.5")},
-}
-MATCHED = {0.7: (" (the paper, LLaMA-2-7B: 20.2 against 20.1)", ALIKE)}
 
 
 def main(
@@ -124,31 +100,14 @@ def _named(allocation: Allocation, *words: str) -> Allocation:
 
 def written(folder: Path = HERE) -> dict[str, str]:
     shares = CompressionTable.load(folder / "allocation.json")
-    parts = {"setting": setting(shares), "schedules": schedules(shares), "verdict": verdict(shares)}
-    if folder == HERE:
-        parts["summary"] = summary([shares, *map(CompressionTable.load, sorted(HERE.glob("*/allocation.json")))])
-    if not (folder / "bits.json").is_file():
-        return {**parts, "bits": "Not measured yet.\n", "verdict-bits": bullets("None yet.")}
     widths = CompressionTable.load(folder / "bits.json")
-    return {**parts, "bits": widths_table(widths), "verdict-bits": verdict_bits(widths)}
-
-
-def summary(tables: list[CompressionTable]) -> str:
-    """Which schedules are told from uniform on every model that was measured, and which way."""
-    lines = []
-    for budget in by_budget(tables[0]):
-        every = [by_budget(found)[budget] for found in tables]
-        common = [name for name in NAMES if name != "uniform" and all(name in rows for rows in every)]
-        said = {name: {told(rows[name], rows["uniform"]) for rows in every} for name in common}
-        alike = {name: words.pop() if len(words) == 1 else "not alike" for name, words in said.items()}
-        lines.append(
-            f"{percent(budget)}, against uniform, alike on {' and '.join(_model(f) for f in tables)}: {grouped(alike)}."
-        )
-    return bullets(*lines)
-
-
-def _model(found: CompressionTable) -> str:
-    return f"{found.measured_on.model.name} ({len(found.rows[0].windows)} windows)"
+    return {
+        "setting": setting(shares),
+        "schedules": schedules(shares),
+        "atp": beside_atp(shares),
+        "bits": widths_table(widths),
+        "bits by rho": by_rho(widths),
+    }
 
 
 def by_budget(found: CompressionTable) -> dict[float, dict[str, CompressionRow]]:
@@ -169,56 +128,20 @@ def schedules(found: CompressionTable) -> str:
     return table(head, lines)
 
 
-def verdict(found: CompressionTable) -> str:
-    """Every schedule against uniform, ATP with its search, the rules with s*, and the clamped schedule by ρ."""
-    lines = [f"One model, {found.measured_on.model.name}; the intervals are of {len(found.rows[0].windows)} windows."]
-    for budget, rows in by_budget(found).items():
-        lines += _said(budget, rows)
-    return bullets(*lines)
-
-
-def _said(budget: float, rows: dict[str, CompressionRow]) -> Iterator[str]:
-    """What the rows of a budget that are measured so far say."""
-    at, even = percent(budget), rows["uniform"]
-    said = {name: told(row, even) for name, row in rows.items() if row is not even}
-    yield f"{at}, against uniform: {grouped(said)}."
-    waiting = [name for name in NAMES if name not in rows]
-    if waiting:
-        yield f"{at}, not measured yet: {', '.join(f'`{name}`' for name in waiting)}."
-    for name, (theirs, numbers) in PAPER[budget].items():
-        if name in said:
-            line = f"{at}: `{name}` is {said[name]}, {interval(*against(rows[name], even))} of uniform ({numbers})."
-            yield stated(line, judged(said[name], theirs))
-    if "atp-search" in rows:
-        yield (
-            f"{at}: the search of ATP takes β = {_parameter(rows['atp-search'], 'beta')}, the default is "
-            f"{_parameter(rows['atp'], 'beta')}: {_compared(rows['atp-search'], rows['atp'])} ATP without it."
-        )
-    if not waiting:
-        yield f"{at}: {_rules(rows['guidelines'], rows.get(STARRED))}."
-    for name in (f"lyapunov, {pooling}" for pooling in get_args(Pooling)):
-        if {name, "atp-search"} <= rows.keys():
-            line = f"{at}: `{name}` is {_compared(rows[name], rows['atp-search'])} ATP with its search"
-            numbers, theirs = MATCHED.get(budget, ("", ""))
-            yield stated(f"{line}{numbers}.", theirs and judged(told(rows[name], rows["atp-search"]), theirs))
-
-
-def _rules(default: CompressionRow, starred: CompressionRow | None) -> str:
-    """The guidelines with their default ceiling and with s*."""
-    if starred is None:
-        return "the guidelines cannot meet the budget under the measured s\\*"
-    star, usual = (_parameter(row, "ceiling") for row in (starred, default))
-    if starred.windows == default.windows:
-        return f"the guidelines under s\\* = {star} are those under the default of {usual}: neither binds"
-    return f"the guidelines under s\\* = {star} are {_compared(starred, default)} those under the default of {usual}"
+def beside_atp(found: CompressionTable) -> str:
+    """The search of ATP beside its default slope, and the clamped schedules by ρ beside ATP with its search."""
+    rows: list[list[object]] = []
+    for budget, of in by_budget(found).items():
+        searched = of["atp-search"]
+        slopes = [_parameter(row, "beta") for row in (searched, of["atp"])]
+        lyapunov = [beside(of[f"lyapunov, {pooling}"], searched) for pooling in get_args(Pooling)]
+        rows.append([percent(budget), *slopes, beside(searched, of["atp"]), *lyapunov])
+    head = ("sparsity", "β of the search", "default β", "search / default")
+    return table((*head, *(f"lyapunov, {pooling} / search" for pooling in get_args(Pooling))), rows)
 
 
 def _parameter(row: CompressionRow, name: str) -> str:
     return short(float(row.parameters[name]))
-
-
-def _compared(row: CompressionRow, other: CompressionRow) -> str:
-    return f"{told(row, other)}, {interval(*against(row, other))} of"
 
 
 def widths_table(found: CompressionTable) -> str:
@@ -226,8 +149,8 @@ def widths_table(found: CompressionTable) -> str:
     return table(["widths", "mean bits", "perplexity", "/ dense"], rows)
 
 
-def verdict_bits(found: CompressionTable) -> str:
-    """Bits by ρ against the same the other way round, and against as many evenly."""
+def by_rho(found: CompressionTable) -> str:
+    """Bits by ρ over the same widths the other way round, and over as many bits evenly."""
     rows = {(row.allocation, row.amount): row for row in found.rows}
     lines = []
     for low, high in WIDTHS:
@@ -235,14 +158,9 @@ def verdict_bits(found: CompressionTable) -> str:
         for pooling in get_args(Pooling):
             chosen, turned = (rows[f"{low}/{high} {way}, {pooling}", mean] for way in ("by rho", "reversed"))
             even = rows.get(("uniform", mean))
-            evenly = f"; {_compared(chosen, even)} {mean:g} bits evenly" if even else ""
-            line = (
-                f"{low} or {high} bits by ρ, {pooling} pooling: {_compared(chosen, turned)} the same widths the other "
-                f"way round{evenly}."
-            )
-            lines.append(stated(line, judged(told(chosen, turned), "better")))
-    return bullets(*lines)
+            lines.append([f"{low} or {high}", pooling, beside(chosen, turned), even and beside(chosen, even)])
+    return table(["bits", "pooling", "by ρ / reversed", "by ρ / evenly"], lines)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "bits.json", written)

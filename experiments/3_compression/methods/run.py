@@ -7,21 +7,15 @@ Writes methods.json and methods.svg beside this file.
 
 from pathlib import Path
 
-import typer
-
-from experiments.common import Device, DType, draw, load, of_model, texts
+from experiments.common import Device, DType, draw, load, of_model, run_command, texts
 from experiments.compressions import (
-    ALIKE,
-    CompressionRow,
     CompressionTable,
     Setting,
     against,
-    apart,
     compressions_figure,
     evaluate_compressions,
-    told,
 )
-from experiments.statements import bullets, decided, interval, short, table
+from experiments.statements import interval, short, table
 
 HERE = Path(__file__).parent
 AMOUNTS = {"sparsity": "{:.0%} removed", "bits": "{:g} bits"}
@@ -57,56 +51,16 @@ def written(folder: Path = HERE) -> dict[str, str]:
     cells = [
         [r.method, AMOUNTS[r.unit].format(r.amount), r.perplexity, interval(r.degradation, r.low, r.high)] for r in rows
     ]
+    by = {r.method: r for r in rows}
+    pair = by["sparsegpt"], by["wanda"]
+    paired = {"sparsegpt / wanda": interval(*against(*pair))} if all(r.windows for r in pair) else {}
     return {
         "dense": dense,
         "setting": f"Every matrix of all layers. Perplexity: {found.measured_on.line()}; dense: {dense}.\n",
         "methods": table(["method", "amount", "perplexity", "× dense"], cells),
-        "verdict": against_the_papers({r.method: r for r in rows}),
+        **paired,
     }
 
 
-def against_the_papers(rows: dict[str, CompressionRow]) -> str:
-    """Of methods told from each other, paired by window where windows were kept."""
-    paired = all(row.windows for row in rows.values())
-
-    def word(one: str, other: str) -> str:
-        return (told if paired else apart)(rows[one], rows[other])
-
-    def wins(one: tuple[str, ...], other: tuple[str, ...], statement: str) -> str:
-        words = {word(a, b) for a in one for b in other}
-        return decided(words == {"better"}, "worse" in words, statement)
-
-    def beside(one: str, other: str) -> str:
-        if paired:
-            return f"{interval(*against(rows[one], rows[other]))} of its perplexity, paired by window"
-        lie = "overlap" if word(one, other) == ALIKE else "lie apart"
-        return f"their intervals {lie}, and to pair them the losses of windows were not kept"
-
-    aware, naive = ("sparsegpt", "wanda"), ("magnitude", "weight-only")
-    ratio = {name: short(row.degradation) for name, row in rows.items()}
-    return bullets(
-        wins(
-            aware,
-            naive,
-            f"methods that look at activations win: {' and '.join(ratio[a] for a in aware)} × dense "
-            f"({' and '.join(aware)}) against {' and '.join(ratio[n] for n in naive)} ({' and '.join(naive)}; the "
-            "paper: 34.6 against 406.7 for naive sparsification of GPT-2 at 50 %).",
-        ),
-        wins(
-            ("sparsegpt",),
-            ("wanda",),
-            f"SparseGPT beats Wanda: {ratio['sparsegpt']} × dense against {ratio['wanda']}; "
-            f"{beside('sparsegpt', 'wanda')}.",
-        ),
-        wins(
-            ("balanced",),
-            ("svd",),
-            f"balanced truncation does better than a plain SVD, {ratio['balanced']} against {ratio['svd']} × dense; "
-            f"whitened by the inputs it is {ratio['whitened-svd']}.",
-        ),
-        f"The simplified score against plain magnitude here: {word('weight-only', 'magnitude')}.",
-    )
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "methods.json", written)

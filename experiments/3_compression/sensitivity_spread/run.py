@@ -13,19 +13,17 @@ from typing import get_args
 
 import numpy as np
 import pandas as pd
-import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, inputs, of_model
-from experiments.statements import bullets, correlation, goes_with, measured, ranked, short, table, verdict
+from experiments.common import Device, DType, draw, inputs, of_model, run_command
+from experiments.statements import measured, ranked, short, table
 from lyapunov_prune.allocation.amplification import Reading, tolerance
 from lyapunov_prune.profiles.contraction_profile import Pooling
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 HERE = Path(__file__).parent
-MLP = ("gate_proj", "up_proj", "down_proj")
 METHODS = {"weight-only": COLOURS["bi"], "magnitude": COLOURS["rho, token pooling"], "wanda": COLOURS["rho"]}
 
 
@@ -100,58 +98,27 @@ def figure(measured: dict[str, lp.sensitivity.Sensitivity]) -> str:
 def written(folder: Path = HERE) -> dict[str, str]:
     """The spread of each method; regrets of layers below 0.001 read as that."""
     rows: list[list[object]] = []
-    spreads: dict[str, float] = {}
-    worst: dict[str, str] = {}
-    budgets: dict[str, float] = {}
     for method in METHODS:
         found = Sensitivity.load(folder / f"{method}.json")
         components, layers = found.of("component"), found.of("layer")
         least, most = components.loc[components.regret.idxmin()], components.loc[components.regret.idxmax()]
         names = [row.label.rpartition(".")[2] for row in (least, most)]
-        budget = stats.spearmanr(1 / found.scores["amplification"], layers.regret)
+        budget = stats.spearmanr(1 / found.scores["amplification"], layers.regret).statistic
         rows.append(
             [
                 method,
                 *(f"{short(float(row.regret))} ({name})" for row, name in zip((least, most), names, strict=True)),
                 float(most.regret / least.regret),
                 float(layers.regret.max() / layers.regret.clip(lower=1e-3).min()),
-                correlation(budget.statistic, budget.pvalue),
+                ranked(float(budget), len(layers)),
             ]
         )
-        spreads[method] = float(most.regret / least.regret)
-        worst[method] = names[1]
-        budgets[method] = float(budget.statistic)
     head = ["method", "least regret", "most", "most / least", "layers, most / least", "1/A against layer regret"]
     return {
         "setting": measured(found.measured_on, found.perplexity),
         "spread": table(head, rows),
-        "verdict": against_the_paper(spreads, worst, budgets, len(layers)),
     }
 
 
-def against_the_paper(spreads: dict[str, float], worst: dict[str, str], budgets: dict[str, float], layers: int) -> str:
-    return bullets(
-        verdict(
-            spreads["wanda"] < spreads["weight-only"],
-            "the spread of components shrinks once the method looks at activations: from "
-            f"{short(spreads['weight-only'])}- to {short(spreads['wanda'])}-fold (the paper: tenfold on GPT-2, about "
-            "sevenfold on LLaMA-2-7B).",
-        ),
-        *(
-            verdict(name in MLP, f"{method}: the most sensitive component is {name} (the paper: the MLP's).")
-            for method, name in worst.items()
-        ),
-        *(
-            goes_with(
-                rank,
-                layers,
-                f"{method}: rank correlation of the budget with the regret of layers (the paper: strong, on GPT-2): "
-                f"{ranked(rank, layers)}.",
-            )
-            for method, rank in budgets.items()
-        ),
-    )
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "wanda.json", written)

@@ -16,13 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Inputs, on_each_text
-from experiments.compressions import told
-from experiments.statements import bullets, counted, percent, ratio, runs, table
+from experiments.common import Inputs, on_each_text, run_command
+from experiments.compressions import ALIKE, told
+from experiments.statements import bullets, percent, ratio, runs, table
 from lyapunov_prune.export.factors import with_factors
 from lyapunov_prune.progress import track
 from lyapunov_prune.ranking.candidates import least
@@ -108,7 +107,7 @@ def layers_for(given: Inputs, share: float) -> tuple[int, ...]:
 
 def written() -> dict[str, str]:
     results = [FactorsOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    parts = {"setting": setting, "cuts": cuts_table, "summary": summary, "half": half}
+    parts = {"setting": setting, "cuts": cuts_table, "against": against}
     return {name: part(results) for name, part in parts.items()}
 
 
@@ -135,39 +134,27 @@ def cuts_table(results: Sequence[FactorsOnOneText]) -> str:
     return table(header, rows)
 
 
-def summary(results: Sequence[FactorsOnOneText]) -> str:
-    lines = []
+def against(results: Sequence[FactorsOnOneText]) -> str:
+    """Factors against removed layers, and in bfloat16 against the same low ranks written dense."""
+    rows: list[list[object]] = []
     for name, own in groupby(results, key=lambda r: r.measured_on.model.name):
         mine = list(own)
         for sparsity in SPARSITIES:
             pairs = [(r.by("factors")[sparsity], r.by("layers")[sparsity]) for r in mine]
-            lines.append(
-                f"{name}, {counted(len(mine), 'text')}, sparsity {sparsity:g}: perplexity of the factors against that "
-                f"without layers by `bi` of as many parameters or a few more: {compared(pairs)}."
-            )
-    return bullets(*lines)
+            rows.append([name, f"{sparsity:g}", "layers removed", *compared(pairs)])
+        pairs = [(r.by("bfloat16, factors")[HALF], r.by("bfloat16, dense")[HALF]) for r in mine]
+        rows.append([name, f"{HALF:g}", "dense, both bfloat16", *compared(pairs)])
+    return table(["model", "sparsity", "factors against", "better", "worse", ALIKE, "perplexity / the other's"], rows)
 
 
-def half(results: Sequence[FactorsOnOneText]) -> str:
-    lines = []
-    for name, own in groupby(results, key=lambda r: r.measured_on.model.name):
-        pairs = [(r.by("bfloat16, factors")[HALF], r.by("bfloat16, dense")[HALF]) for r in own]
-        lines.append(
-            f"{name}, {counted(len(pairs), 'text')}, bfloat16, sparsity {HALF:g}: factors against the same low ranks "
-            f"written dense: {compared(pairs, 4)}."
-        )
-    return bullets(*lines)
-
-
-def compared(pairs: Sequence[tuple[Cut, Cut]], digits: int = 3) -> str:
+def compared(pairs: Sequence[tuple[Cut, Cut]]) -> list[object]:
     words = Counter(told(a, b) for a, b in pairs)
-    counts = ", ".join(f"{word} {count}" for word, count in words.most_common())
     over = [float(np.exp((a.windows - b.windows).mean())) for a, b in pairs]
-    least, most = (f"{x:.{digits}g}" for x in (min(over), max(over)))
-    return f"{counts}; {least if least == most else f'{least} to {most}'} times the other's"
+    ends = dict.fromkeys(f"{x:.4g}" for x in (min(over), max(over)))
+    return [*(words[word] for word in ("better", "worse", ALIKE)), " to ".join(ends)]
 
 
 main = on_each_text(measure, HERE)
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main, HERE / "{model}-{text}.json", written)
