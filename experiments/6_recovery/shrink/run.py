@@ -154,6 +154,7 @@ def written() -> dict[str, str]:
     return {
         "setting": "".join(f"- {r.measured_on.line()}; `lyapunov-prune {r.options}`\n" for r in rows),
         "table": _table(rows, hand),
+        "short": _short(rows, hand),
         "steps": _steps(rows),
     }
 
@@ -190,6 +191,24 @@ def _table(rows: list[OneCommand], hand: dict[tuple[str, str], Any]) -> str:
             )
         )
     return table(head, cells)
+
+
+def _short(rows: list[OneCommand], hand: dict[tuple[str, str], Any]) -> str:
+    """For the README: what one command leaves of a model, and whether the same steps by hand leave more."""
+    return table(
+        ("a quarter of the layers gone", "parameters", "perplexity / dense", "against by hand", "minutes"),
+        [
+            (
+                r.measured_on.model.name,
+                f"{r.parameters[0] / 1e6:.0f} M → {r.parameters[1] / 1e6:.0f} M",
+                ratio(r.windows - r.dense),
+                against(hand[_key(r)].states[-1].windows, r.windows),
+                f"{r.seconds / 60:.0f} ({_minutes(hand[_key(r)]):.0f} by hand)",
+            )
+            for r in rows
+            if _key(r) in hand
+        ],
+    )
 
 
 def _minutes(rival: Any) -> float:
