@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,3 +141,51 @@ def test_what_is_killed_goes_on(run: Callable[..., Done], monkeypatch: pytest.Mo
     monkeypatch.setattr("lyapunov_prune.ranking.best.angular_distance", lambda *_, **__: pytest.fail("ranked again"))
     assert run(*command, "--resume").code == 0
     assert list(Path("runs/tiny/jobs").iterdir()) == []
+
+
+# Random models gain nothing by healing, so its last round is kept; the state of every step is written.
+KILLED = """
+import math, os, signal, sys
+from lyapunov_prune.cli.app import main
+from lyapunov_prune.healing import state, training
+from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.report import Healing
+
+Healing.kept = property(lambda self: len(self.rounds) - 1)
+training.best_of = lambda rounds, before: len(rounds) - 1
+state.SECONDS, state._SHARE = 0.0, math.inf
+left, take_step = int(sys.argv.pop(1)), Distillation.take_step
+
+
+def counted(self, inputs, rate):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    take_step(self, inputs, rate)
+
+
+Distillation.take_step = counted
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_it_heals_goes_on_to_the_same_weights(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+
+    def shrunk(steps: int, output: str, *more: str) -> int:
+        command = ["shrink", "tiny", "--remove", "2", "--text", "builtin", *SMALL, "-o", output, *more]
+        arguments = [sys.executable, "-c", KILLED, str(steps), *command]
+        return subprocess.run(arguments, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+
+    assert shrunk(-1, "whole") == 0
+    assert shrunk(40, "out") == -signal.SIGKILL
+    assert not Path("out").exists()
+    assert shrunk(70, "out", "--resume") == 0  # fewer steps than the whole run takes
+    whole, resumed = (load_file(f"{folder}/model.safetensors") for folder in ("whole", "out"))
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert Provenance.load("out/provenance.json").commands[1].startswith("lyapunov-prune heal")
