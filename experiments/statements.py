@@ -1,7 +1,7 @@
-"""Numbers as the READMEs of the experiments write them.
+"""Numbers and tables as the pages of the experiments write them.
 
-`written()` of a `run.py` reads the results beside it and returns Markdown by the names of the markers in its README
-(`<!-- verdict -->` … `<!-- end -->`), which `make tables` fills.
+`written()` of a `run.py` reads the results beside it and returns Markdown by the names of the markers in the page of
+its chapter (`<!-- EXPERIMENT:NAME -->` … `<!-- end -->`), which `make tables` fills.
 """
 
 from __future__ import annotations
@@ -60,11 +60,6 @@ def verdict(holds: object, statement: str, yes: str = "Agrees", no: str = "Diffe
     return stated(statement, yes if holds else no)
 
 
-def decided(agrees: object, differs: object, statement: str) -> str:
-    """With the verdict on the paper, where the intervals leave one."""
-    return stated(statement, "Agrees" if agrees else "Differs" if differs else "Not decided")
-
-
 def percent(share: float) -> str:
     """`50 %`, `3.1 %`."""
     return f"{100 * share:.3g} %"
@@ -92,12 +87,6 @@ def ranked(rank: float, n: int) -> str:
         return "none"
     low, high = rank_interval(rank, n)
     return f"{signed(rank)} ({signed(low)} to {signed(high)})"
-
-
-def goes_with(rank: float, n: int, statement: str, sign: int = 1) -> str:
-    """With the verdict on a paper in which ranks go together, or by a `sign` of −1 against each other."""
-    low, high = rank_interval(sign * rank, n)
-    return decided(low > 0, high < 0, statement)
 
 
 def interval(value: float, low: float, high: float) -> str:
