@@ -398,8 +398,8 @@ def drops(found: Asymmetry) -> str:
 
 
 def by_steps(found: Asymmetry) -> str:
-    quotient = ("attention / activation, 95 % by item", "over seeds")
-    head = ("optimizer", "removed", "steps to half: attentions", "activations", *quotient)
+    over_both = ("attention / activation, 95 % by item", "over seeds")
+    head = ("optimizer", "removed", "steps to half: attentions", "activations", *over_both)
 
     def taken(steps: float) -> str:
         """The steps of one type; those of a type that never regains half are not known."""
