@@ -107,10 +107,10 @@ def _format_for(decoder: Decoder, plan: PruningPlan, batch: Examples | None, nam
     stored = FORMATS.make(name)
     if stored.card is None:
         raise LyapunovPruneError(f"format {name} holds no pruned model; give one of {', '.join(formats_of('prune'))}")
+    stored.require_plan(decoder, plan)  # first: a block that is merged already has no parts to find
     if plan.reduction is not None:
         for layer in plan.drop_activation:
             require_reduction(plan.reduction, find_feedforward(decoder.structure, layer))
-    stored.require_plan(decoder, plan)
     if plan.reduction is not None and batch is None:
         raise LyapunovPruneError(f"reduction {plan.reduction} is fitted on a text; give a batch")
     return stored
