@@ -105,6 +105,6 @@ COMMANDS: dict[str, list[str]] = {
     "prune --layers": ["prune", "tiny", "--layers", "1", "-o", "out", *TEXT],
     "compress": ["compress", "tiny", "--sparsity", "0.5", "-o", "out", *TEXT],
     "eval": ["eval", "tiny", *TEXT],
-    "check": ["check", "tiny", "--tokens", "16", "--context", "16"],
+    "check": ["check", "tiny", *TEXT],
     "sensitivity": ["sensitivity", "tiny", "--study", "layer,removal", *TEXT],
 }
