@@ -194,8 +194,8 @@ def setting(results: list[KeptByReductions]) -> str:
 
 def by_reduction(results: list[KeptByReductions]) -> str:
     """`affine better`: at how many layers, paired by window."""
-    cost = ("perplexity / dense: median", "most (layer)", "affine better")
-    head = ("model", "reduction", "output kept: median", "least (layer)", *cost)
+    last = ("perplexity / dense: median", "most (layer)", "affine better")
+    head = ("model", "reduction", "output kept: median", "least (layer)", *last)
     lines = []
     for found in results:
         for name in found.reductions:

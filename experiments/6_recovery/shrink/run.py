@@ -33,7 +33,8 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.shrinking.report import REPORT, Shrinking, Taken
 
 BY_HAND = importlib.import_module("experiments.6_recovery.never_worse.run")
-HERE, THERE = Path(__file__).parent, Path(BY_HAND.__file__).parent
+HERE = Path(__file__).parent
+THERE = HERE.parent / "never_worse"
 SHRUNK = "one command"
 COLOURS = {"cut": "#D55E00", "mended": "#E69F00", "healed": "#0072B2", SHRUNK: "#009E73"}
 SHAPES = {"cut": "o", "mended": "o", "healed": "o", SHRUNK: "D"}
