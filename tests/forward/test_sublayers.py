@@ -351,7 +351,7 @@ def test_ranked_planned_pruned_and_loaded(what: str, run: Callable[..., Any]) ->
             "blend is defined for whole layers",
         ),
         (["--what", "norms", "--remove", "1"], "'norms' is not one of"),
-        (["--what", "mlp", "--plan", "plan.json"], "leave out --what"),
+        (["--what", "mlp", "--plan", "plan.json"], "--what has no effect"),
         (
             ["--what", "mlp", "--criterion", "bi", "--remove", "7", *TEXT],
             "remove 7 of 6 layers",
