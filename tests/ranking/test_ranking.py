@@ -107,7 +107,7 @@ def test_bad_requests_are_refused() -> None:
     other = block_influence(make_tiny("gpt2"), _IDS)
     for message, call in {
         "unknown criterion": lambda: rank_layers(_PROFILE, criterion="good"),
-        "outside": lambda: rank_layers(_PROFILE, _INFLUENCE, criterion="blend", alpha=1.5),
+        r"alpha.*1\.5": lambda: rank_layers(_PROFILE, _INFLUENCE, criterion="blend", alpha=1.5),
         "needs a contraction": lambda: rank_layers(None, _INFLUENCE, criterion="rho"),
         "needs Block Influence": lambda: rank_layers(_PROFILE, criterion="blend"),
         "nothing to rank": lambda: rank_layers(),
