@@ -85,7 +85,7 @@ def launched_twice(script: Path) -> subprocess.CompletedProcess[str]:
     What `accelerate launch` starts for several devices; its --cpu starts one process whatever --num_processes says.
     """
     done = _launched(script)
-    if "Signal 11 (SIGSEGV)" in done.stderr:  # gloo frees a tensor that Python frees too: pytorch issue 75529
+    if "Signal 11 (SIGSEGV)" in done.stderr:  # inside gloo, perhaps pytorch issue 75529
         print(done.stderr, file=sys.stderr)
         done = _launched(script)
     return done
