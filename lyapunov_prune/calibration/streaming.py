@@ -11,7 +11,7 @@ from lyapunov_prune.calibration.gathering import Gathering, require_seen
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.forward.layers import each_layer
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.projections import Projection, by_layer
 
 # Called with a layer's matrices and their statistics; changes the layer's weights in place.
 Change = Callable[[Sequence[Projection], dict[str, Statistics]], None]
@@ -44,14 +44,12 @@ def stream(
     """
     require_seen(projections)
     reading = read(model, batch, streamed=True)
-    by_layer: dict[int, list[Projection]] = {}
-    for p in projections:
-        by_layer.setdefault(p.layer, []).append(p)
+    matrices = by_layer(projections)
 
     def visit(layer: int, outputs: Iterator[torch.Tensor]) -> None:
-        change(by_layer[layer], _gathered(reading.model, by_layer[layer], needs, outputs))
+        change(matrices[layer], _gathered(reading.model, matrices[layer], needs, outputs))
 
-    each_layer(reading, by_layer, visit, batch_size, "calibration")
+    each_layer(reading, matrices, visit, batch_size, "calibration")
 
 
 def _gathered(

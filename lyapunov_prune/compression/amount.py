@@ -18,8 +18,9 @@ from lyapunov_prune.compression.recipe import require_amount, require_options
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
-from lyapunov_prune.forward.hooks import final_state, require_finite
+from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.forward.states import predicting, require_finite_states
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.predictions.tiles import measures
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
@@ -193,9 +194,8 @@ def _seen(small: Compressed, model: PreTrainedModel, on: MeasuredOn) -> Compress
 def _final(reading: Reading, ids: torch.Tensor) -> torch.Tensor:
     """The dense final state of every position that predicts, positions × width."""
     state = final_state(reading.structure, ids)
-    if not state.isfinite().all():
-        require_finite(reading.structure, ids, reading.batch.text)
-    return state[:, :-1].flatten(0, 1)
+    require_finite_states(reading, ids, state)
+    return predicting(state)
 
 
 def _moved(
@@ -205,7 +205,7 @@ def _moved(
     structure = find_structure(small)
     sums, count = torch.zeros(2, dtype=torch.float64), 0
     for ids, states in zip(reading.windows(batch_size), dense, strict=True):
-        changed = final_state(structure, ids)[:, :-1].flatten(0, 1)
+        changed = predicting(final_state(structure, ids))
         _, kl, _, flipped, _ = measures(reading.scorer, states, [changed], 1.0)[0].sum(-1).cpu()
         sums += torch.stack([kl, flipped])
         count += len(changed)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift, row_blocks, token_energy, widen
 from lyapunov_prune.models.plain import require_unquantised
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.projections import Projection, by_layer, find_projections
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
@@ -72,7 +71,7 @@ class Recipe:
 
         `by` does what the method would, for what keeps more of it than the matrix.
         """
-        by_layer = {layer: [*here] for layer, here in groupby(self.projections, lambda p: p.layer)}
+        matrices = by_layer(self.projections)
         left = dict.fromkeys(range(self.allocation.model.num_layers))
         done: list[CompressedMatrix] = []
 
@@ -86,8 +85,8 @@ class Recipe:
         # What is left has no matrices, or is looked at by its weights alone.
         for layer in track([*left], f"compression, {self.method.name}"):
             with layer_held(model, layer):
-                if layer in by_layer:
-                    change(by_layer[layer], {})
+                if layer in matrices:
+                    change(matrices[layer], {})
                 else:
                     put(layer)
         return self._report(done)

@@ -57,7 +57,7 @@ def finals_without_each(
         return
     (ids,) = reading.windows(batch_size)
     dense, changed = final_without_each(reading.decoder, ids, folder)
-    _require_finite(reading, ids, dense)
+    require_finite_states(reading, ids, dense)
     for number, window in enumerate(track(dense, description)):
         yield window[:-1], changed[:, number, :-1].unbind()
 
@@ -80,18 +80,20 @@ def changed_finals(
             if entry > at:
                 at, hidden = entry, prefix.advance(ids, at, hidden, entry)
             with change():
-                states[number] = _predicting(prefix.finish(ids, at, hidden))
-        dense = _predicting(prefix.finish(ids, at, hidden))
-        _require_finite(reading, ids, dense)
+                states[number] = predicting(prefix.finish(ids, at, hidden))
+        dense = predicting(prefix.finish(ids, at, hidden))
+        require_finite_states(reading, ids, dense)
         yield dense, [states[number] for number in range(len(changes))]
 
 
-def _predicting(states: torch.Tensor) -> torch.Tensor:
+def predicting(states: torch.Tensor) -> torch.Tensor:
+    """The final states (windows × tokens × width) of the positions that predict a token: positions × width."""
     return states[:, :-1].flatten(0, 1)
 
 
-def _require_finite(reading: Reading, ids: torch.Tensor, dense: torch.Tensor) -> None:
-    if not dense.isfinite().all():
+def require_finite_states(reading: Reading, ids: torch.Tensor, states: torch.Tensor) -> None:
+    """Raise NonFiniteError naming the layer unless all `states` of the dense model on `ids` are finite."""
+    if not states.isfinite().all():
         require_finite(reading.structure, ids, reading.batch.text)
 
 

@@ -85,6 +85,14 @@ def weights_of(model: PreTrainedModel, projections: Iterable[Projection]) -> Ite
             yield from ((p, p.weight(model)) for p in here)
 
 
+def by_layer(projections: Iterable[Projection]) -> dict[int, list[Projection]]:
+    """The matrices of each layer that has some."""
+    found: dict[int, list[Projection]] = {}
+    for p in projections:
+        found.setdefault(p.layer, []).append(p)
+    return found
+
+
 def structure_projections(structure: Structure) -> tuple[Projection, ...]:
     """Every matrix of every layer of a decoder, or of a classifier of images, in order.
 
