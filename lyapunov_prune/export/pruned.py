@@ -111,6 +111,6 @@ def _format_for(decoder: Decoder, plan: PruningPlan, batch: Examples | None, nam
     if plan.reduction is not None:
         for layer in plan.drop_activation:
             require_reduction(plan.reduction, find_feedforward(decoder.structure, layer))
-    if plan.reduction is not None and batch is None:
-        raise LyapunovPruneError(f"reduction {plan.reduction} is fitted on a text; give a batch")
+        if batch is None:
+            raise LyapunovPruneError(f"reduction {plan.reduction} is fitted on a text; give a batch")
     return stored

@@ -40,7 +40,6 @@ FILE = "asymmetry.json"
 TYPES = ("attention", "activation")
 LABELS = {"adamw": "AdamW", "sgd": "SGD"}
 DRAWS = 2000  # of items, for the interval of a quotient of steps
-CLAIM = (10.0, 100.0)  # the proposition: activations recover so many times as fast
 
 
 @dataclass(frozen=True)

@@ -203,11 +203,11 @@ def _short(rows: list[OneCommand], hand: dict[tuple[str, str], Any]) -> str:
                 r.measured_on.model.name,
                 f"{r.parameters[0] / 1e6:.0f} M → {r.parameters[1] / 1e6:.0f} M",
                 ratio(r.windows - r.dense),
-                against(hand[_key(r)].states[-1].windows, r.windows),
-                f"{r.seconds / 60:.0f} ({_minutes(hand[_key(r)]):.0f} by hand)",
+                against(rival.states[-1].windows, r.windows),
+                f"{r.seconds / 60:.0f} ({_minutes(rival):.0f} by hand)",
             )
             for r in rows
-            if _key(r) in hand
+            if (rival := hand.get(_key(r))) is not None
         ],
     )
 
