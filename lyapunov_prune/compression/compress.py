@@ -24,10 +24,11 @@ from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.results.history import add_step
+from lyapunov_prune.results.result import Reported
 
 
-@dataclass(frozen=True)
-class Compressed:
+@dataclass(frozen=True, repr=False)
+class Compressed(Reported):
     """A compressed model (plain: same class, same shapes) and what was done to it."""
 
     model: PreTrainedModel

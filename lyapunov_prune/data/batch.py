@@ -27,7 +27,7 @@ LEAK_TOKENS = 64
 ITEM_TOKENS = 12
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TokenBatch:
     """Token ids, windows × context (int64), and where they came from."""
 
@@ -39,6 +39,9 @@ class TokenBatch:
     def __post_init__(self) -> None:
         if not isinstance(self.ids, torch.Tensor):
             raise LyapunovPruneError(f"token ids are a {type(self.ids).__name__}; give a tensor of windows × tokens")
+
+    def __repr__(self) -> str:
+        return f"{' × '.join(map(str, self.ids.shape))} tokens of {self.text} ({self.split})"
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.data.batch import ITEM_TOKENS, TokenBatch
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.structure import model_name
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.history import history_of
 from lyapunov_prune.results.overlap import shared_tokens
@@ -72,7 +73,7 @@ def strings_of(item: Any) -> Iterator[str]:
 
 def _saw(model: PreTrainedModel) -> Iterator[tuple[MeasuredOn, str]]:
     """What the steps that made `model` saw, each with words for it."""
-    name = model.config._name_or_path or type(model).__name__
+    name = model_name(model)
     for number, step in enumerate(history_of(model).steps, start=1):
         for seen in step.saw:
             where = f"{seen.split}; step {number} of its history, {step.kind}"

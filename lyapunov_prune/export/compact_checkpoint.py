@@ -14,6 +14,7 @@ from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.compact_gate import verify_compact
 from lyapunov_prune.models.decoder import Decoder, Model, wrap_any
 from lyapunov_prune.models.plain import plain
+from lyapunov_prune.models.structure import model_name
 from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.pruning.provenance import gate_table, require_passed, save
 from lyapunov_prune.results.files import require_empty, whole_folder
@@ -68,7 +69,7 @@ def save_compact(
 
 def _describe(folder: Path, decoder: Decoder, compact: PreTrainedModel, cuts: Cuts, gate: GateReport) -> None:
     model, layers = decoder.model, decoder.structure.num_layers
-    name = model.config._name_or_path or type(model).__name__
+    name = model_name(model)
     gone = []
     if cuts.attention:
         gone.append(f"The attention of layers {', '.join(map(str, sorted(cuts.attention)))}, counted from 0.")

@@ -14,7 +14,7 @@ from lyapunov_prune.evaluation.judging import Comparison, compare
 from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.healing.rounds import Round, best_of
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Reported, Result
 
 REPORT = "healing.json"  # next to the weights of a healed checkpoint
 
@@ -145,8 +145,8 @@ class Healing(Result):
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Healed:
+@dataclass(frozen=True, repr=False)
+class Healed(Reported):
     """The healed model and the report; if `report.kept` is −1 the model is the unchanged pruned one."""
 
     model: PreTrainedModel

@@ -14,11 +14,11 @@ from lyapunov_prune.models.dispatched import bring_all
 from lyapunov_prune.models.families import Family, family_entry
 from lyapunov_prune.models.quantised import is_packed
 from lyapunov_prune.models.streamed import Stream, stream_of
-from lyapunov_prune.models.structure import Structure, find_layers, find_structure, identify, settle
+from lyapunov_prune.models.structure import Structure, find_layers, find_structure, identify, model_name, settle
 from lyapunov_prune.results.result import ModelIdentity
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Decoder:
     """A decoder-only language model and what was found out about it.
 
@@ -29,6 +29,12 @@ class Decoder:
     model: PreTrainedModel
     structure: Structure
     tokenizer: Any = None
+
+    def __repr__(self) -> str:
+        return (
+            f"{model_name(self.model)} ({self.structure.model_type}): {self.structure.num_layers} layers, "
+            f"{self.model.num_parameters():,} parameters, {self.model.dtype} on {self.model.device}"
+        )
 
     @property
     def layers(self) -> nn.ModuleList:

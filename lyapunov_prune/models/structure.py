@@ -201,6 +201,11 @@ def scale_weights(model: PreTrainedModel) -> None:
             module._rescale_layers()  # type: ignore[operator]
 
 
+def model_name(model: PreTrainedModel) -> str:
+    """What the model was loaded from, or its class."""
+    return model.config._name_or_path or type(model).__name__
+
+
 def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> ModelIdentity:
     """What tells this model from another: names and shapes of all parameters, digests of all weights, and settings.
 
@@ -216,7 +221,7 @@ def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> M
     for name, parameter in model.named_parameters():
         digest.update(f"{name}{tuple(parameter.shape)};".encode())
     return ModelIdentity(
-        name=model.config._name_or_path or type(model).__name__,
+        name=model_name(model),
         model_type=structure.model_type,
         num_layers=structure.num_layers,
         parameters=model.num_parameters(),

@@ -5,6 +5,7 @@ from .influence import InfluenceProfile as InfluenceProfile
 from .jacobian import JacobianNorms as JacobianNorms
 from .jacobian import sublayer_jacobians as sublayer_jacobians
 from .profile import LayerProfile as LayerProfile
+from .profile import profile_layers as profile_layers
 from .sublayer_growth import SublayerGrowth as SublayerGrowth
 from .sublayer_growth import sublayer_growth as sublayer_growth
 from .sublayer_influence import SublayerInfluence as SublayerInfluence

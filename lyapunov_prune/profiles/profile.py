@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Seed
+from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
@@ -141,6 +141,7 @@ class LayerProfile(Result):
         return shown.head(ROWS)
 
 
+@checked
 def profile_layers(
     model: Model,
     batch: Readable,

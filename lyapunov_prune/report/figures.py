@@ -23,6 +23,9 @@ from lyapunov_prune.results.result import Result
 class Figures(dict[str, str]):
     """SVG texts by name."""
 
+    def __repr__(self) -> str:
+        return f"figures {', '.join(self)}; save(FOLDER) writes them, and a notebook shows them"
+
     def _repr_html_(self) -> str:
         return Markup("\n").join(Markup(svg) for svg in self.values())
 

@@ -19,7 +19,7 @@ from cattrs.v import format_exception
 from markupsafe import Markup
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.errors import LyapunovPruneError, printable
+from lyapunov_prune.errors import LyapunovPruneError, in_python, printable
 from lyapunov_prune.results.files import parsed, require_file, write_whole
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.overlap import Fingerprint
@@ -159,16 +159,19 @@ class Result:
         shown, rows = len(self.brief()), len(self.summary())
         return f"{shown} of {rows} rows; {where}" if shown < rows else ""
 
+    def _answer_in_python(self) -> list[str]:
+        return [in_python(line) for line in self.answer()]
+
     def __str__(self) -> str:
         table = self.brief().to_string(index=False, float_format=lambda x: f"{x:.4g}")
-        return "\n".join(filter(None, (*self.answer(), table, self.unshown("to_frame() has all"))))
+        return "\n".join(filter(None, (*self._answer_in_python(), table, self.unshown("to_frame() has all"))))
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
         """The same in a notebook."""
-        lines = Markup("<br>").join(self.answer())
+        lines = Markup("<br>").join(self._answer_in_python())
         table = Markup(self.brief().to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}"))
         return Markup("<p>{}</p>{}<p>{}</p>").format(lines, table, self.unshown("to_frame() has all"))
 
@@ -212,6 +215,18 @@ class Result:
             raise LyapunovPruneError(
                 f"{path} does not fit this version's {cls.__name__} ({error}); make it again"
             ) from None
+
+
+class Reported:
+    """Base of a model together with the `report` of what was done to it: it shows as the report, as it is no tensor."""
+
+    report: Result
+
+    def __repr__(self) -> str:
+        return repr(self.report)
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
 
 
 # What JSON's own numbers tell; arrays of other types, and empty ones, say their type and shape.

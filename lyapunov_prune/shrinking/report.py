@@ -12,7 +12,7 @@ from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.tasks import TaskScore
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.result import MeasuredOn, Reported, Result
 
 REPORT = "shrink.json"  # beside the weights
 
@@ -126,8 +126,8 @@ class Shrinking(Result):
         return f"Kept: {', '.join(kept)}" + (f"; dropped: {'; '.join(dropped)}" if dropped else "; nothing dropped")
 
 
-@dataclass(frozen=True)
-class Shrunk:
+@dataclass(frozen=True, repr=False)
+class Shrunk(Reported):
     """The smaller model and the report."""
 
     model: PreTrainedModel

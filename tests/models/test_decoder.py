@@ -15,6 +15,7 @@ from transformers import BertConfig, BertModel, PreTrainedModel, PreTrainedToken
 import lyapunov_prune as lp
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.arguments import fits
+from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.models.decoder import Decoder, model_of, wrap, wrap_any
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
@@ -29,6 +30,12 @@ def test_a_handle_holds_what_is_found_out_about_a_model(llama: PreTrainedModel) 
     assert (decoder.packed, decoder.wrapped) == (False, False)
     assert wrap(decoder) is decoder
     assert model_of(decoder) is model_of(llama) is llama
+
+
+def test_a_handle_and_a_batch_print_in_one_line(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    assert repr(wrap(llama)).startswith(f"LlamaForCausalLM (llama): {len(wrap(llama).layers)} layers, ")
+    batch = TokenBatch(ids, "mine", "all", None)
+    assert repr(batch) == f"{ids.shape[0]} × {ids.shape[1]} tokens of mine (all)"
 
 
 def test_the_identity_is_that_of_the_weights_as_they_are_now() -> None:

@@ -145,6 +145,7 @@ def test_a_result_plots_what_the_page_draws(run: Path, tmp_path: Path) -> None:
     assert list(figures) == ["contraction", "influence"]
     assert figures["influence"] == (run / "figures" / "influence.svg").read_text(encoding="utf-8")
     assert figures._repr_html_().count("<svg") == 2
+    assert "<svg" not in repr(figures)
     assert [path.name for path in figures.save(tmp_path)] == ["contraction.svg", "influence.svg"]
     assert list(profile.contraction.plot()) == ["contraction"]
     curve = RemovalCurve.load(run / "removal.json")

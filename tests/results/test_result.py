@@ -23,7 +23,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 import lyapunov_prune
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.results.result import ROWS, ModelIdentity, Result, decode, encode, versions
+from lyapunov_prune.results.result import ROWS, ModelIdentity, Reported, Result, decode, encode, versions
 
 
 def result_classes() -> list[type[Result]]:
@@ -255,6 +255,26 @@ def test_a_notebook_shows_the_same_and_names_are_text_there(one: Example) -> Non
     assert "&lt;img" in shown
     assert shown.count("<tr") == ROWS + 1
     assert f"{ROWS} of 1000 rows" in shown
+
+
+def test_what_holds_a_model_and_a_report_shows_as_the_report(one: Example) -> None:
+    pairs = Reported.__subclasses__()
+    assert {kind.__name__ for kind in pairs} == {"Compressed", "Healed", "Shrunk"}
+    for kind in pairs:
+        made = kind(object(), one)  # type: ignore[call-arg]
+        assert repr(made) == str(one)
+        assert made._repr_html_() == one._repr_html_()
+
+
+def test_what_is_printed_in_python_says_python_and_the_answer_options(one: Example) -> None:
+    class Advising(Headed):
+        def headline(self) -> str:
+            return "measure again (--dtype float32)"
+
+    advising = Advising(one.model, one.values, None, {})
+    assert advising.answer() == ["measure again (--dtype float32)"]
+    assert str(advising).splitlines()[0] == "measure again (dtype='float32')"
+    assert "(dtype=&#39;float32&#39;)" in advising._repr_html_()
 
 
 def test_versions_name_what_can_move_a_number() -> None:
