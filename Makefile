@@ -54,7 +54,7 @@ bench: install
 	@# The table of all that is kept, streamed.py, vocabulary.py and healing.py among it, which take longer.
 	$(BIN)/python benchmarks/results.py
 
-# The pages, with the API reference, from build/docs/index.html on. A broken link fails.
+# The pages, with the API reference, from build/docs/index.html on. A broken link fails, and a cell of a notebook that raises.
 docs: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -c docs -d build/doctrees . build

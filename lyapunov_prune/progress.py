@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -26,6 +27,7 @@ T = TypeVar("T")
 
 _spinner: Status | None = None  # the one that turns now
 _phase = ""  # what stands before the description of a bar
+_EVERY = 0.5  # seconds between two states of a bar in a notebook
 
 
 class _Times(ProgressColumn):
@@ -52,9 +54,46 @@ def _console() -> Console:
 
 
 def _shows(console: Console) -> bool:
-    # In a notebook rich draws by ipywidgets, and without them it warns at every step.
-    in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None
-    return is_main() and (console.is_terminal or in_notebook)
+    return is_main() and console.is_terminal
+
+
+class _CellLine:
+    """One line below the cell of a notebook that runs, which all bars of the cell share.
+
+    rich would draw every bar as a widget of its own, whose empty place stays in the notebook.
+    """
+
+    def __init__(self) -> None:
+        self._name = ""  # of the line that is shown
+        self._told = 0.0
+
+    def show(self, line: str) -> None:
+        if line and time.monotonic() < self._told + _EVERY:
+            return
+        from IPython import display, get_ipython
+
+        shell: Any = get_ipython()
+        name = f"lyapunov-prune-{shell.execution_count}"
+        if line or name == self._name:
+            self._told = time.monotonic()
+            display.display({"text/plain": line}, raw=True, display_id=name, update=name == self._name)
+            self._name = name
+
+
+_cell = _CellLine()
+
+
+def _tell_cell(line: str, console: Console) -> None:
+    if console.is_jupyter and is_main():
+        _cell.show(line)
+
+
+def _drawn(bar: Progress) -> str:
+    """`bar` as plain text."""
+    page = Console(file=io.StringIO(), width=100, force_jupyter=False)
+    with page.capture() as drawn:
+        page.print(bar.get_renderable())
+    return drawn.get().rstrip()
 
 
 def process() -> str:
@@ -85,11 +124,16 @@ def track(items: Iterable[T], description: str, cost: Callable[[T], float] | Non
         disable=not _shows(console),
     )
     end_status()
-    with bar:
-        task = bar.add_task(f"{_phase}{description}", total=total)
-        for item in items:
-            yield item
-            bar.advance(task, cost(item) if cost else 1)
+    task = bar.add_task(f"{_phase}{description}", total=total)
+    try:
+        with bar:
+            for item in items:
+                yield item
+                bar.advance(task, cost(item) if cost else 1)
+                if console.is_jupyter:
+                    _tell_cell(_drawn(bar), console)
+    finally:
+        _tell_cell("", console)
 
 
 @contextmanager
@@ -117,7 +161,11 @@ def status(message: str) -> Iterator[None]:
     end_status()
     console = _console()
     if not _shows(console):
-        yield
+        _tell_cell(message, console)
+        try:
+            yield
+        finally:
+            _tell_cell("", console)
         return
     mine = _spinner = console.status(message)
     mine.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import sys
@@ -24,11 +25,20 @@ from lyapunov_prune.models import loading
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "lyapunov_prune"
 DOCS = REPOSITORY / "docs"
+NOTEBOOKS = {path: json.loads(path.read_text(encoding="utf-8")) for path in DOCS.rglob("*.ipynb")}
+
+
+def as_markdown(notebook: dict[str, Any]) -> str:
+    parts = (("".join(cell["source"]), cell["cell_type"]) for cell in notebook["cells"])
+    return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for text, kind in parts)
+
+
 PAGES = {
     path.relative_to(REPOSITORY).as_posix(): path.read_text(encoding="utf-8")
     for path in (REPOSITORY / "README.md", *DOCS.rglob("*.md"))
     if DOCS / "api" not in path.parents  # written by `make docs`
 }
+PAGES |= {path.relative_to(REPOSITORY).as_posix(): as_markdown(notebook) for path, notebook in NOTEBOOKS.items()}
 ROOMS = {path.stem for path in PACKAGE.iterdir() if path.stem != "py" and not path.stem.startswith("__")}
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -81,7 +91,17 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     }
     pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"index.md"}
     assert pages <= linked
-    assert {page.removesuffix(".md") for page in pages} <= entries
+    assert {page.rpartition(".")[0] for page in pages} <= entries
+
+
+def test_notebooks_hold_no_outputs_and_the_build_makes_them() -> None:
+    assert NOTEBOOKS
+    for notebook in NOTEBOOKS.values():
+        assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook["cells"])
+    settings: dict[str, Any] = {}
+    exec((DOCS / "conf.py").read_text(encoding="utf-8"), settings | {"__file__": str(DOCS / "conf.py")}, settings)
+    assert settings["nb_execution_mode"] == "force"
+    assert settings["nb_execution_raise_on_error"]
 
 
 def test_files_that_are_named_exist(page: str) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -148,7 +149,65 @@ def run_status(message: str) -> None:
         pass
 
 
-def test_a_notebook_shows_the_bar_where_it_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    for widgets in (object(), None):
-        monkeypatch.setattr(progress, "find_spec", lambda name, found=widgets: found)
-        assert progress._shows(Console(force_jupyter=True)) is (widgets is not None)
+class Notebook:
+    """The displays of a notebook by name, and whether each call updates one that is there."""
+
+    def __init__(self) -> None:
+        self.shell = SimpleNamespace(execution_count=1)
+        self.shown: dict[str, list[str]] = {}
+
+    def show(self, data: dict[str, str], *, raw: bool, display_id: str, update: bool) -> None:
+        assert raw
+        assert update == (display_id in self.shown)
+        self.shown.setdefault(display_id, []).append(data["text/plain"])
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
+    """The process is the kernel of a notebook, and every state of a bar is shown."""
+    found = Notebook()
+    module = SimpleNamespace(get_ipython=lambda: found.shell, display=SimpleNamespace(display=found.show))
+    monkeypatch.setitem(sys.modules, "IPython", cast(Any, module))
+    monkeypatch.setattr(progress, "_console", lambda: Console(file=io.StringIO(), force_jupyter=True))
+    monkeypatch.setattr(progress, "_cell", progress._CellLine())
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    return found
+
+
+def test_all_bars_of_a_cell_share_one_line_that_is_empty_at_the_end(notebook: Notebook) -> None:
+    with status("loading"):
+        pass
+    for name in ("first", "second"):
+        list(track([1, 2], name))
+    (lines,) = notebook.shown.values()
+    assert lines[0] == "loading"
+    assert ["first" in line for line in lines].count(True) == 2
+    assert "2/2" in lines[-2]
+    assert lines[-1] == ""
+    notebook.shell.execution_count = 2
+    list(track([1], "third"))
+    assert len(notebook.shown) == 2
+
+
+def test_a_notebook_is_told_now_and_then(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_EVERY", 1e9)
+    monkeypatch.setattr(progress._cell, "_told", -2e9)
+    for name in ("first", "second"):
+        list(track(range(100), name))
+    (lines,) = notebook.shown.values()
+    assert len([line for line in lines if line]) == 1
+    assert lines[-1] == ""
+
+
+def test_what_ends_early_leaves_no_line(notebook: Notebook) -> None:
+    with pytest.raises(RuntimeError, match="planted"), status("waiting"):
+        raise RuntimeError("planted")
+    for _ in track([1, 2], "measuring"):
+        break
+    assert [lines[-1] for lines in notebook.shown.values()] == [""]
+
+
+def test_only_the_main_process_speaks_in_a_notebook(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "is_main", lambda: False)
+    list(track([1, 2], "measuring"))
+    assert notebook.shown == {}
