@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from lyapunov_prune.bounds.approx_linear import Record
 from lyapunov_prune.bounds.approximate import approximate
 from lyapunov_prune.bounds.approximation import Approximation, approximation, certify_difference
 from lyapunov_prune.bounds.distribution import RatioDistribution
-from lyapunov_prune.bounds.report import BoundsReport, Seen, Setting, Violation
+from lyapunov_prune.bounds.report import WRITTEN, BoundsReport, Seen, Setting, Violation
 from lyapunov_prune.bounds.trajectory import Trajectory
 from lyapunov_prune.bounds.written import written_matrices
 from lyapunov_prune.errors import LyapunovPruneError
@@ -84,14 +84,14 @@ def check_bounds(
 @in_eval_mode
 @torch.no_grad()
 def check_written(
-    model: PreTrainedModel, compressed: PreTrainedModel, batch: Readable, *, batch_size: int = 1
+    model: PreTrainedModel, compressed: PreTrainedModel, batch: Readable, *, method: str = WRITTEN, batch_size: int = 1
 ) -> BoundsReport:
     """Check the bounds for the matrices of `compressed`, a model made from `model` by any method, on every token.
 
     For `W` of the dense and `W'` of the compressed model, `‖W x − W' x‖ ≤ ‖W − W'‖ ‖x‖` with a certified norm (Theorem
     2, `sparse_activation_bound`, valid for any `W'`). The `x` are the inputs in the forward of `compressed`: the dense
     model runs with the matrices of the compressed one, which is equivalent if nothing else differs. Errors are composed
-    and followed as in `check_bounds`.
+    and followed as in `check_bounds`. `method` says in the report what made the matrices, if the caller knows.
 
     Raises LyapunovPruneError where the models differ in more than matrices (`written_matrices`), for a bad batch, and
     for NaN in a state.
@@ -102,7 +102,11 @@ def check_written(
     pairs = {p.name: (p.weight(model), written[p.name]) for p in projections}
     chosen = _each(lambda pair: approximation(*pair), pairs, "certified norms")
     trajectory = _follow(reading, chosen, 0.0, batch_size)
-    return _report(projections, [], [_seen(trajectory.records)], trajectory, reading, compressed)
+    return replace(
+        _report(projections, [], [_seen(trajectory.records)], trajectory, reading),
+        method=method,
+        compressed=identify(compressed),
+    )
 
 
 @checked
@@ -238,7 +242,6 @@ def _report(
     outcomes: Sequence[Mapping[str, Seen]],
     trajectory: Trajectory | None,
     reading: Reading,
-    compressed: PreTrainedModel | None = None,
 ) -> BoundsReport:
     rows = [[outcome[p.name] for p in projections] for outcome in outcomes]
     named: Sequence[Setting | None] = settings or [None]  # a checkpoint has no setting
@@ -247,7 +250,7 @@ def _report(
     if not seen:
         raise LyapunovPruneError("the inputs of no matrix could be recorded, so no bound was checked")
     return BoundsReport(
-        method="magnitude" if compressed is None else "as written",
+        method="magnitude",
         settings=tuple(settings),
         names=tuple(p.name for p in projections),
         components=tuple(p.component for p in projections),
@@ -263,7 +266,6 @@ def _report(
         gamma=trajectory.gamma if trajectory else np.nan,
         decisions=trajectory.decisions() if trajectory else None,
         measured_on=reading.measured_on(),
-        compressed=None if compressed is None else identify(compressed),
         distribution=_distribution(trajectory.records, projections) if trajectory else None,
         alignment=trajectory.alignment.result() if trajectory else None,
     )

@@ -14,6 +14,8 @@ from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, ModelIdentity, Result
 
+WRITTEN = "as written"  # the method of a checkpoint of which nobody said what made it
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -146,10 +148,12 @@ class BoundsReport(Result):
         return [*lines[: LINES - 1], self.measured_on.line()]
 
     def headline(self) -> str:
+        name = self.compressed.name if self.compressed else ""
+        made = f"as {name} holds them" if self.method == WRITTEN else f"of {name} by {self.method}"
         subject = (
             f"{len(self.names)} matrices × {len(self.settings)} settings = {self.checks} checks on {self.inputs} inputs"
             if self.compressed is None
-            else f"{len(self.names)} matrices as {self.compressed.name} holds them, {self.inputs} inputs of its forward"
+            else f"{len(self.names)} matrices {made}, {self.inputs} inputs of its forward"
         )
         lines = [
             f"Bounds: {subject}, {len(self.violations)} violations ({', '.join(self.theorems)})",

@@ -10,7 +10,6 @@ from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.export.table import formats_of
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.ranking.table import CRITERIA
-from lyapunov_prune.sensitivity.changes import STUDY_METHODS
 
 Derivative = Literal["difference", "jvp"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
@@ -22,12 +21,10 @@ if TYPE_CHECKING:
     Format = str
     Method = str
     Reduction = str
-    StudyMethod = str
     Stored = str
 else:  # a type checker cannot read a registry
     Criterion = Literal[tuple(CRITERIA)]
     Format = Literal[tuple(formats_of("prune"))]
     Method = Literal[tuple(METHODS)]
     Reduction = Literal[tuple(REDUCTIONS)]
-    StudyMethod = Literal[tuple(STUDY_METHODS)]
     Stored = Literal[tuple(formats_of("compress"))]

@@ -115,15 +115,19 @@ def cumulative_figure(s: Sensitivity) -> str:
 
 
 def levels_figure(s: Sensitivity) -> str:
-    """Perplexity over sparsity (all layers, or the first alone) and over the rank kept in all layers."""
-    by_sparsity = (
+    """Perplexity over sparsity or bits (all layers, or the first alone) and over the rank kept in all layers."""
+    by_amount = (
         ("sparsity", f"all layers, {s.compression.method}", COLOURS["rho"], "o"),
         ("layer0", f"layer 0, {s.compression.method}{_truncated(s)}", COLOURS["bi"], "s"),
-        ("threshold", "layer 0, wanda", COLOURS["blend"], "^"),
     )
+    threshold = (("threshold", "layer 0, wanda", COLOURS["blend"], "^"),)
     by_rank = (("rank", "all layers, sparsity 0", COLOURS["rho"], "o"),)
     have = {e.study for e in s.effects}
-    asked = (("sparsity", by_sparsity), ("rank", by_rank))
+    asked = (
+        (("bits", by_amount), ("sparsity", threshold), ("rank", by_rank))
+        if s.compression.rounds
+        else (("sparsity", (*by_amount, *threshold)), ("rank", by_rank))
+    )
     drawn = [(x, lines) for x, lines in asked if have & {study for study, *_ in lines}]
     figure, all_axes = _grid(1 + 4.5 * len(drawn), 3.4, len(drawn), len(drawn))
     for axes, (x, lines) in zip(all_axes, drawn, strict=True):
@@ -144,27 +148,27 @@ def cliff_figure(s: Sensitivity) -> str:
     """The most sensitive component, layer by layer, at several levels."""
     figure, axes = one_panel(9, 3.6)
     frame = s.of("cliff")
-    for (sparsity, rows), colour in zip(frame.groupby("sparsity"), _LINES, strict=False):
-        axes.plot(
-            rows.layer, rows.degradation, marker="o", markersize=3.5, color=colour, label=f"sparsity {sparsity:g}"
-        )
+    level = "bits" if s.compression.rounds else "sparsity"
+    for (amount, rows), colour in zip(frame.groupby(level), _LINES, strict=False):
+        axes.plot(rows.layer, rows.degradation, marker="o", markersize=3.5, color=colour, label=f"{level} {amount:g}")
     axes.set_title(f"{frame.component.iloc[0]}{_truncated(s)}", fontsize=9)
     return _over_depth(s, axes, figure)
 
 
 def greedy_figure(s: Sensitivity) -> str:
-    """Perplexity over the share of multiplications saved, group after group."""
+    """Perplexity over the share of multiplications saved, group after group; rounding saves none: over their number."""
     figure, axes = one_panel(6.5, 3.6)
     for study, label, colour, marker in (
         ("greedy", "in the order of their own regret", COLOURS["rho"], "o"),
         ("greedy-rescored", "scored again after each", COLOURS["bi"], "s"),
     ):
         rows = s.of(study)
-        _with_intervals(axes, rows.assign(percent=100 * rows.saved), "percent", label, colour, marker)
+        taken = np.arange(1, len(rows) + 1) if s.compression.rounds else 100 * rows.saved
+        _with_intervals(axes, rows.assign(taken=taken), "taken", label, colour, marker)
     axes.legend(frameon=False, fontsize=SMALL)
     axes.axhline(1, color=GREY, linewidth=0.8)
     log_axis(axes)
-    axes.set_xlabel("multiplications of the layers' matrices saved, %")
+    axes.set_xlabel("groups rounded" if s.compression.rounds else "multiplications of the layers' matrices saved, %")
     axes.set_ylabel(_RATIO)
     return svg(figure)
 
@@ -203,8 +207,8 @@ def _grid(width: float, height: float, count: int, columns: int) -> tuple[Figure
 
 
 def _truncated(s: Sensitivity) -> str:
-    """To which rank, beside a sparsity; a method of low rank has one of its own."""
-    return "" if s.compression.low_rank else f", rank {s.compression.rank or 'full'}"
+    """To which rank, beside a sparsity; a method of low rank has one of its own, and one that rounds has none."""
+    return "" if s.compression.low_rank or s.compression.rounds else f", rank {s.compression.rank or 'full'}"
 
 
 def _loss_increase(s: Sensitivity, study: str) -> list[float]:

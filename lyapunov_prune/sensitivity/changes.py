@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.compression.method import rank_for
+from lyapunov_prune.compression.method import rank_for, require_in_range
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:
     from lyapunov_prune.models.projections import Projection
 
-STUDY_METHODS = {name: method for name, method in METHODS.items() if method.unit in ("sparsity", "rank")}
+BITS = 4  # of a method that rounds, if not given
+LEVELS = (8, 6, 4, 3, 2)  # the bits that stand for rising sparsities where a method rounds
 
 
 @dataclass(frozen=True)
@@ -22,28 +23,48 @@ class Compression:
     """Remove a share `sparsity` of the entries by `method`, then truncate to `rank`, if given.
 
     A low-rank method keeps `rank`, or by default the rank that leaves `1 − sparsity` of the parameters (`rank_for`);
-    with a rank the sparsity is 0.
+    with a rank the sparsity is 0. A method that rounds keeps `bits` a weight (`BITS` if not given) at sparsity 0.
+
+    Raises LyapunovPruneError for an unknown method and for an amount that is out of range or not the method's.
     """
 
     method: str
     sparsity: float
     rank: int | None
+    bits: int | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in STUDY_METHODS:
-            raise LyapunovPruneError(f"unknown method {self.method!r}; give one of {', '.join(STUDY_METHODS)}")
+        METHODS[self.method]  # refuses one that there is not
         if not 0 <= self.sparsity <= 1 or (self.rank is not None and self.rank < 1):
             raise LyapunovPruneError(f"{self}: give a sparsity of 0 to 1 and a rank of 1 or more")
-        if self.low_rank and self.rank is not None:
+        if self.rounds:
+            object.__setattr__(self, "bits", BITS if self.bits is None else self.bits)
+            require_in_range(self.method, "bits", self.bits)  # type: ignore[arg-type]
+            if self.rank is not None:
+                raise LyapunovPruneError(f"method {self.method} rounds and takes no rank; leave it out")
+        elif self.bits is not None:
+            raise LyapunovPruneError(f"method {self.method} takes no bits; leave them out, or take one that rounds")
+        if self.rounds or (self.low_rank and self.rank is not None):
             object.__setattr__(self, "sparsity", 0.0)
 
     @property
     def low_rank(self) -> bool:
-        return STUDY_METHODS[self.method].unit == "rank"
+        return METHODS[self.method].unit == "rank"
 
-    def at(self, sparsity: float) -> Compression:
-        """The same at another sparsity (and the rank that follows from it)."""
-        return Compression(self.method, sparsity, None if self.low_rank else self.rank)
+    @property
+    def rounds(self) -> bool:
+        return METHODS[self.method].unit == "bits"
+
+    @property
+    def amount(self) -> str:
+        """What stands on the axis of its levels: the bits of a method that rounds, else the sparsity."""
+        return f"{self.bits} bits" if self.rounds else f"sparsity {self.sparsity:g}"
+
+    def levels(self, sparsities: Sequence[float]) -> list[Compression]:
+        """The same at each of these sparsities (and the rank that follows from it), or at 8 to 2 bits if it rounds."""
+        if self.rounds:
+            return [replace(self, bits=bits) for bits in LEVELS]
+        return [Compression(self.method, s, None if self.low_rank else self.rank) for s in sparsities]
 
     def rank_of(self, shape: Sequence[int]) -> int:
         """The rank that a low-rank method keeps of a matrix; full rank if unchanged. Raises like `rank_for`."""
@@ -51,12 +72,17 @@ class Compression:
         return min(shape) if rank is None else min(rank, *shape)
 
     def __str__(self) -> str:
+        if self.rounds:
+            return f"{self.method}, {self.amount}"
         if self.low_rank:
             return f"{self.method}, " + (f"sparsity {self.sparsity:g}" if self.rank is None else f"rank {self.rank}")
         return f"{self.method}, sparsity {self.sparsity:g}, rank {self.rank or 'full'}"
 
     def kept(self, shape: Sequence[int]) -> float:
-        """Multiplications per input, out of the `m n` of a dense matrix: entries kept, or two factors if fewer."""
+        """Multiplications per input, out of the `m n` of a dense matrix: entries kept, or two factors if fewer.
+
+        Rounding saves none.
+        """
         m, n = shape[-2:]
         if self.low_rank:
             return min(m * n, self.rank_of((m, n)) * (m + n))
@@ -93,5 +119,5 @@ class Change:
             return f"remove {','.join(map(str, self.remove))}"
         assert self.compression is not None
         c, names = self.compression, ",".join(sorted(p.name for p in self.matrices))
-        setting = f"{c.method}, sparsity {float(c.sparsity)!r}, rank {c.rank or 'full'}"
-        return f"{setting}: {len(self.matrices)} matrices, {hashlib.sha256(names.encode()).hexdigest()[:16]}"
+        kept = f"{c.bits} bits" if c.rounds else f"sparsity {float(c.sparsity)!r}, rank {c.rank or 'full'}"
+        return f"{c.method}, {kept}: {len(self.matrices)} matrices, {hashlib.sha256(names.encode()).hexdigest()[:16]}"

@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
+from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.linalg import basis, truncate
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.sensitivity.changes import STUDY_METHODS, Change, Compression
+from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.sweep import Job
 
 
@@ -54,7 +55,7 @@ class Compressor:
 
     def _make(self, setting: Compression, missing: Sequence[Projection]) -> None:
         """Compress matrices of the dense model with their inputs there; Gram matrices are of one layer at a time."""
-        needs = STUDY_METHODS[setting.method].needs
+        needs = METHODS[setting.method].needs
 
         def keep(here: Sequence[Projection], statistics: Mapping[str, Statistics]) -> None:
             self._made.update({p: self._compress(setting, p, statistics.get(p.name)) for p in here})
@@ -68,7 +69,9 @@ class Compressor:
             stream(self.model, self._text(setting.method), missing, needs, keep)
 
     def _compress(self, setting: Compression, p: Projection, statistics: Statistics | None) -> torch.Tensor:
-        W, method = p.weight(self.model), STUDY_METHODS[setting.method]()
+        W, method = p.weight(self.model), METHODS[setting.method]()
+        if setting.bits is not None:
+            return method(W, setting.bits, statistics)
         if setting.low_rank:
             return method(W, setting.rank_of(W.shape), statistics)
         S = method(W, setting.sparsity, statistics)

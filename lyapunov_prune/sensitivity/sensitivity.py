@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 
 from lyapunov_prune.arguments import Positive, checked
+from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
@@ -23,7 +24,7 @@ from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 from lyapunov_prune.results.wording import bars
-from lyapunov_prune.sensitivity.changes import STUDY_METHODS, Change, Compression
+from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.compressor import Compressor
 from lyapunov_prune.sensitivity.sweep import Outcome, Sweep
 from lyapunov_prune.sensitivity.table import STUDIES
@@ -49,6 +50,7 @@ class Effect:
     saved: float
     windows: np.ndarray
     drift: float
+    bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Sensitivity(Result):
                     "component": e.component,
                     "sparsity": e.sparsity,
                     "rank": e.rank,
+                    "bits": e.bits,
                     "saved": e.saved,
                     "perplexity": value,
                     "regret": value - self.perplexity,
@@ -110,7 +113,7 @@ class Sensitivity(Result):
                     "drift": e.drift,
                 }
             )
-        return pd.DataFrame(rows).astype({"layer": "Int64", "rank": "Int64"})
+        return pd.DataFrame(rows).astype({"layer": "Int64", "rank": "Int64", "bits": "Int64"})
 
     def summary(self) -> pd.DataFrame:
         """One row per study."""
@@ -201,6 +204,7 @@ def measure_sensitivity(
     method: str = "magnitude",
     sparsity: float = 0.5,
     rank: int | None = None,
+    bits: int | None = None,
     limit: Positive = 10.0,
     calibration: Readable | None = None,
     profile: LayerProfile | None = None,
@@ -212,7 +216,8 @@ def measure_sensitivity(
 
     `studies` are names of `table.STUDIES`, which says what each changes. All except `removal` use `method`, `sparsity`
     and `rank` unless they set their own; a low-rank method keeps `rank`, or by default the rank that follows from
-    `sparsity`. Each change is applied to the dense model, with the inputs of its matrices there.
+    `sparsity`; one that rounds keeps `bits`, 4 if not given, and goes from 8 to 2 where others go through sparsities.
+    Each change is applied to the dense model, with the inputs of its matrices there.
 
     `calibration` is the text on which methods see inputs, `profile` is compared with the regret; neither may share text
     with `batch`. Jobs are kept in `folder` (see `Store`), and with `resume` none is repeated. Structural sensitivity,
@@ -222,7 +227,7 @@ def measure_sensitivity(
     another model.
     """
     model = model_of(model)
-    base = Compression(method, float(sparsity), rank)
+    base = Compression(method, float(sparsity), rank, bits)
     unknown = [name for name in studies if name not in STUDIES]
     if unknown or not studies:
         raise LyapunovPruneError(f"unknown study {''.join(unknown[:1])!r}; give some of {', '.join(STUDIES)}")
@@ -236,7 +241,7 @@ def measure_sensitivity(
     if profile is not None and not profile.measured_on.model.same_as(identify(model)):
         raise LyapunovPruneError("the profile was measured on another model; measure this one")
     compressor = Compressor(model, calibration)
-    needing = method if STUDY_METHODS[method].needs != "nothing" else "wanda" if "threshold" in studies else None
+    needing = method if METHODS[method].needs != "nothing" else "wanda" if "threshold" in studies else None
     if calibration is None and needing:
         raise LyapunovPruneError(f"{needing} needs calibration text; give some, or leave out the study threshold")
     also = {"calibration": None if calibration is None else calibration.batch.text_hash}
@@ -288,6 +293,7 @@ def _effect(change: Change, outcome: Outcome, shapes: Mapping[Projection, torch.
         saved=saved / sum(shape.numel() for shape in shapes.values()),
         windows=outcome.windows,
         drift=outcome.drift,
+        bits=c.bits if c else None,
     )
 
 

@@ -18,12 +18,13 @@ class Study(Choice):
     """A list of changes that belong together. A study is a subclass in a file of its own and a row in `table.STUDIES`.
 
     `after_groups`: its changes depend on what the study `group` showed. `in_all`: cheap enough to be part of `all`.
-    `takes` names the settings that it goes by; it makes the others itself, or has no use for them.
+    `takes` names the settings that it goes by (the amount is a sparsity, or bits); it makes the others itself, or has
+    no use for them.
     """
 
     after_groups: ClassVar[bool] = False
     in_all: ClassVar[bool] = True
-    takes: ClassVar[tuple[str, ...]] = ("method", "sparsity", "rank")
+    takes: ClassVar[tuple[str, ...]] = ("method", "amount", "rank")
 
     def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
         """The changes of the matrices `ps` under the setting `base` (structural sensitivity, §5 and §6.1).

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import COMMANDS, QUICK, TEXT, Done, write_gguf
@@ -70,11 +71,29 @@ def test_check_reads_what_was_written(run: Callable[..., Done], run_bad: Callabl
     assert report.compressed is not None
     assert (report.measured_on.model.name, report.compressed.name) == ("tiny", "sparse")
     assert json.loads(run("check", "tiny", "sparse", "-o", "run", *few, "--json").out) == report.to_json()
-    assert "COMPRESSED is one" in run_bad("check", "tiny", "sparse", "--resume", *few)
+    assert "thirty settings, and this is one" in run_bad("check", "tiny", "sparse", "--resume", *few)
     assert "nothing to check" in run_bad("check", "tiny", "tiny", *few)
     assert "both in one dtype" in run_bad("check", "tiny", half("sparse"), *few)
     run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT)
     assert "5 layers and the dense one 6" in run_bad("check", "tiny", "out", *few)
+
+
+def test_check_rounds_by_itself(run: Callable[..., Done], run_bad: Callable[..., str]) -> None:
+    """The same numbers as of the checkpoint that `compress` writes."""
+    few = ["--tokens", "32", "--context", "16"]
+    run("compress", "tiny", "--method", "rtn", "--bits", "3", "-o", "rounded")
+    run("check", "tiny", "rounded", "-o", "run", *few)
+    written = BoundsReport.load("run/bounds.json")
+    done = run("check", "tiny", "--bits", "3", "-o", "run", *few)
+    assert (done.code, done.err) == (0, "")
+    report = BoundsReport.load("run/bounds.json")
+    assert report.theorems == ("sparse_activation_bound",)
+    assert report.passed
+    np.testing.assert_allclose(report.ratio, written.ratio)
+    assert "matrices of tiny by rtn, 3 bits, " in report.headline()
+    assert "thirty settings, and this is one" in run_bad("check", "tiny", "--bits", "3", "--resume", *few)
+    assert "COMPRESSED has its own" in run_bad("check", "tiny", "rounded", "--bits", "3", *few)
+    run_bad("check", "tiny", "--bits", "9", *few)
 
 
 def half(folder: str) -> str:
@@ -138,6 +157,20 @@ def test_sensitivity_writes_its_result_the_profile_and_a_map(run: Callable[..., 
     assert result.calibrated_on is not None
     assert {result.measured_on.split, result.calibrated_on.split} == {"evaluation", "calibration"}
     assert "Sensitivity" in Path("run/report.html").read_text(encoding="utf-8")
+
+
+def test_sensitivity_rounds(run: Callable[..., Done], run_bad: Callable[..., str]) -> None:
+    rtn = ["sensitivity", "tiny", "--method", "rtn", *TEXT]
+    for bits in (4, 3, 2):
+        done = run(*rtn, "--study", "layer", "--bits", str(bits), "-o", f"run{bits}")
+        assert (done.code, done.err) == (0, "")
+        result = Sensitivity.load(f"run{bits}/sensitivity.json")
+        assert (result.compression.bits, set(result.of("layer").bits)) == (bits, {bits})
+        assert f"(rtn, {bits} bits)" in done.out
+    assert "--method rtn; give --bits" in run_bad(*rtn, "--sparsity", "0.3")
+    assert "magnitude takes no bits" in run_bad("sensitivity", "tiny", "--bits", "3", *TEXT)
+    assert "rtn cannot take bits 1" in run_bad(*rtn, "--bits", "1")
+    assert "no effect on removal" in run_bad("sensitivity", "tiny", "--study", "removal", "--method", "rtn", *TEXT)
 
 
 def test_sensitivity_why_measures_what_may_explain_it(run: Callable[..., Done]) -> None:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.methods.magnitude import Magnitude
+from lyapunov_prune.compression.methods.rtn import RoundToNearest
 from lyapunov_prune.compression.methods.wanda import Wanda
 from lyapunov_prune.compression.methods.whitened_svd import WhitenedSVD
 from lyapunov_prune.data.batch import as_batch
@@ -204,6 +205,25 @@ def test_every_study_runs(family: str, few: torch.Tensor, other: torch.Tensor, m
     assert found.of("greedy").regret[0] == group.regret.min()
     assert found.summary().changes.tolist() == [len(found.of(s)) for s in asked]
     assert found.of("rank").regret.tolist()[-1] == pytest.approx(0, abs=1e-4)  # 256 is no restriction
+
+
+def test_every_study_rounds_too(few: torch.Tensor, other: torch.Tensor, tmp_path: Path) -> None:
+    """Against a model with the rounded weights; drawn, saved and loaded again with its bits."""
+    model = make_tiny("llama")
+    asked = [name for name, known in STUDIES.items() if known.in_all]
+    found = measure_sensitivity(model, few, studies=asked, method="rtn", bits=3, calibration=other)
+    dense, ps = perplexity(model, few).value, find_projections(model)
+    for k in (0, 4):
+        rounded = {p: RoundToNearest().compress(p.weight(model), 3) for p in ps if p.layer == k}
+        assert regrets(found, "layer")[k] == pytest.approx(with_weights("llama", rounded, few) - dense, rel=1e-3)
+    everything = {p: RoundToNearest().compress(p.weight(model), 2) for p in ps}
+    row = found.of("sparsity").iloc[-1]
+    assert (row.bits, row.sparsity, row.saved) == (2, 0.0, 0.0)
+    assert row.perplexity == pytest.approx(with_weights("llama", everything, few), rel=1e-4)
+    assert found.of("threshold").bits.isna().all()
+    again = Sensitivity.load(found.save(tmp_path / "sensitivity.json"))
+    pd.testing.assert_frame_equal(again.to_frame(), found.to_frame())
+    assert {"sensitivity-levels", "sensitivity-cliff", "sensitivity-greedy"} <= set(sensitivity_figures(again))
 
 
 # The threshold.

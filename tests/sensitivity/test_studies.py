@@ -21,6 +21,7 @@ from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.method import rank_for
 from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.compression.methods.wanda import Wanda
+from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.sensitivity.changes import Change, Compression
@@ -236,6 +237,8 @@ def test_a_key_is_the_same_for_the_same_change_and_for_no_other(ps: tuple[Projec
             Compression("wanda", 0.5, None),
             Compression("magnitude", 0.5, 4),
             Compression("wanda", 0, 8),
+            Compression("rtn", 0.5, None),
+            Compression("rtn", 0, None, 3),
         )
         for change in everything(ps, base)
     ]
@@ -382,6 +385,31 @@ def test_a_low_rank_takes_the_place_of_its_sparsity(gpt2: PreTrainedModel, ps: t
         Compressor(gpt2, None)(Compression("balanced", 0.3, None), ps[:1])
 
 
+@pytest.mark.parametrize("method", [name for name, known in METHODS.items() if known.unit == "bits"])
+def test_bits_take_the_place_of_sparsities(
+    method: str, gpt2: PreTrainedModel, ps: tuple[Projection, ...], ids: torch.Tensor
+) -> None:
+    base = Compression(method, 0.5, None, 3)
+    assert (str(base), base.sparsity) == (f"{method}, 3 bits", 0.0)
+    assert Compression(method, 0.5, None).bits == 4
+
+    def bits(study: str) -> list[int | None]:
+        asked = changes(study, ps, base, losses_of(ps, base))
+        return list(dict.fromkeys(c.compression.bits for c in asked if c.compression is not None))
+
+    for study in ("matrix", "group", "layer", "component", "forward", "backward", "greedy", "greedy-rescored"):
+        assert bits(study) == [3]
+    for study in ("sparsity", "layer0", "cliff"):
+        assert bits(study) == [8, 6, 4, 3, 2]
+    assert [c.label for c in changes("layer0", ps, base, {})][:2] == ["8 bits", "6 bits"]
+    assert {c.compression.method for c in changes("rank", ps, base, {}) if c.compression} == {"svd"}
+    made = Compressor(gpt2, ids)(base, ps[:6])
+    in_order = compress(gpt2, ids, method=method, bits=3).model
+    for p, W in made.items():  # of layer 0: nothing before it is compressed
+        assert torch.equal(W, p.weight(in_order))
+        assert not torch.equal(W, p.weight(gpt2))
+
+
 # Settings.
 
 
@@ -397,6 +425,7 @@ def test_a_low_rank_takes_the_place_of_its_sparsity(gpt2: PreTrainedModel, ps: t
         (Compression("svd", 0.5, 5), 350.0),
         (Compression("svd", 0.5, None), 8 * 70.0),  # 8 is the largest r with 70 r ≤ 600
         (Compression("balanced", 0.0, 30), 1200.0),
+        (Compression("rtn", 0.5, None, 2), 1200.0),  # as many multiplications, of fewer bits
     ],
     ids=str,
 )
@@ -407,7 +436,9 @@ def test_multiplications_that_stay(setting: Compression, kept: float) -> None:
 def test_impossible_settings_are_refused() -> None:
     for setting, message in (
         (("hope", 0.5, None), "unknown method 'hope'"),
-        (("rtn", 0.5, None), "unknown method 'rtn'"),
+        (("rtn", 0.5, 4), "rtn .*rank"),
+        (("rtn", 0.5, None, 9), "rtn cannot take bits 9"),
+        (("wanda", 0.5, None, 4), "wanda takes no bits"),
         (("wanda", 1.5, None), "sparsity of 0 to 1"),
         (("wanda", -0.1, None), "sparsity of 0 to 1"),
         (("wanda", float("nan"), None), "sparsity of 0 to 1"),

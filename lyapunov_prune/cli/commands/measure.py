@@ -23,6 +23,7 @@ from lyapunov_prune.cli.options import (
     Full,
     Json,
     MaxKL,
+    Method,
     Model,
     ModelOptions,
     Output,
@@ -41,7 +42,6 @@ from lyapunov_prune.cli.terminal import Parts, say, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.predictions.expectation import require_budget
 from lyapunov_prune.ranking.table import CRITERIA, require_ranks
-from lyapunov_prune.sensitivity.changes import STUDY_METHODS
 from lyapunov_prune.sensitivity.table import STUDIES
 
 if TYPE_CHECKING:
@@ -185,6 +185,9 @@ def check(
         str | None, typer.Argument(help="Made from MODEL by anything that changed its matrices alone.")
     ] = None,
     *,
+    bits: Annotated[
+        int | None, what_option(min=2, max=8, help="Round every matrix to this many bits (rtn), and follow that.")
+    ] = None,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=512, context=128),
     resume: Resume = False,
@@ -195,20 +198,27 @@ def check(
 ) -> None:
     """Approximate every matrix and check its bound on every forward; writes bounds.json.
 
-    With COMPRESSED its matrices are the approximations, on the inputs that they are given in its own forward; without,
-    thirty settings of sparsity, rank and cache radius. Exit code 1 on a violation.
+    With COMPRESSED its matrices are the approximations, on the inputs that they are given in its own forward; with
+    --bits those of MODEL rounded, in the same way; with neither thirty settings of sparsity, rank and cache radius.
+    Exit code 1 on a violation.
     """
     from lyapunov_prune.bounds.check import check_grid, check_written
+    from lyapunov_prune.compression.compress import compress
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
     if compressed is not None:
-        given.refuse("goes on with a check of thirty settings, and COMPRESSED is one; leave it out", "resume")
+        given.refuse("rounds the matrices of MODEL, and COMPRESSED has its own; leave out one of them", "bits")
+    if compressed is not None or bits is not None:
+        given.refuse("goes on with a check of thirty settings, and this is one; leave it out", "resume")
     run = begun_run(output, model, "bounds.json")
     loaded, batch = load_inputs(model, source, text)
     if compressed is not None:
         other = source.load(compressed)
         require_same_tokenizer(loaded.tokenizer, other.tokenizer, (model, compressed))
         result = check_written(loaded.model, other.model, batch)
+    elif bits is not None:
+        rounded = compress(loaded.model, method="rtn", bits=bits)
+        result = check_written(loaded.model, rounded.model, batch, method=f"rtn, {bits} bits")
     else:
         result = check_grid(loaded.model, batch, folder=run / "jobs" / "check", resume=resume)
     written = result.save(run / "bounds.json")
@@ -228,8 +238,9 @@ def sensitivity(
             help=one_of(STUDIES, "What is changed: all, or some of these with commas between."),
         ),
     ] = "group,layer,removal",
-    method: Annotated[choices.StudyMethod, what_option(help=one_of(STUDY_METHODS))] = "magnitude",
-    sparsity: Annotated[float, what_option(help="Share of entries removed.")] = 0.5,
+    method: Method = "magnitude",
+    sparsity: Annotated[float, what_option(help="Share of entries removed, or of parameters by low rank.")] = 0.5,
+    bits: Annotated[int | None, what_option(help="Bits a weight, of a method that rounds; 4 if not given.")] = None,
     why: Annotated[
         bool, what_option("--why", help="Also what may explain it: rank, tails, sparsity, Jacobian norms, drift by A.")
     ] = False,
@@ -254,10 +265,12 @@ def sensitivity(
     from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity
 
     studies = require_studies(study)
-    Compression(method, sparsity, None)  # refused before anything is loaded
-    for setting in ("method", "sparsity"):
+    base = Compression(method, sparsity, None, bits)  # refused before anything is loaded
+    for setting, option in (("method", "method"), ("amount", "sparsity"), ("amount", "bits")):
         if not any(setting in STUDIES[name].takes for name in studies):
-            given.refuse(f"has no effect on {' and '.join(studies)}; leave it out", setting)
+            given.refuse(f"has no effect on {' and '.join(studies)}; leave it out", option)
+    if base.rounds:
+        given.refuse(f"has no effect on --method {method}; give --bits", "sparsity")
     explained = ["activations.json", "jacobian.json", *(["drift.json"] if "group" in studies else [])] if why else []
     run = begun_run(output, model, "sensitivity.json", "sensitivity/profile.json", *explained)
     loaded, calibration = load_inputs(model, source, text)
@@ -272,6 +285,7 @@ def sensitivity(
         studies=studies,
         method=method,
         sparsity=sparsity,
+        bits=bits,
         calibration=calibration,
         profile=profile,
         folder=run / "jobs" / "sensitivity",

@@ -14,10 +14,10 @@ CLIFF_SPARSITIES = (0.3, 0.5, 0.7, 0.9, 0.95)
 
 @dataclass(frozen=True)
 class Cliff(Study):
-    """The most sensitive component, layer by layer, at five sparsities."""
+    """The most sensitive component, layer by layer, at five sparsities, or at falling bits where the method rounds."""
 
     name = "cliff"
-    help = "the most sensitive component of each layer, at five sparsities"
+    help = "the most sensitive component of each layer, at five sparsities, or by fewer and fewer bits"
     reference = "structural sensitivity, §6.1, Figure 3"
     after_groups = True
 
@@ -27,8 +27,8 @@ class Cliff(Study):
         alone = Group().changes(ps, base, losses)
         worst = max(alone, key=lambda group: badness(losses[group.key])).component
         return [
-            Change(self.name, f"{group.label}, sparsity {s:g}", group.matrices, base.at(s))
-            for s in CLIFF_SPARSITIES
+            Change(self.name, f"{group.label}, {level.amount}", group.matrices, level)
+            for level in base.levels(CLIFF_SPARSITIES)
             for group in alone
             if group.component == worst
         ]

@@ -13,13 +13,13 @@ FIRST_LAYER_SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.9
 
 @dataclass(frozen=True)
 class FirstLayer(Study):
-    """Layer 0 alone at rising sparsities."""
+    """Layer 0 alone at rising sparsities, or at falling bits where the method rounds."""
 
     name = "layer0"
-    help = "layer 0, at rising sparsities"
+    help = "layer 0, at rising sparsities, or by fewer and fewer bits"
     reference = "structural sensitivity, §5"
     takes = ("method", "rank")
 
     def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
         first = by_layer(ps)[min(by_layer(ps))]
-        return [Change(self.name, f"sparsity {s:g}", first, base.at(s)) for s in FIRST_LAYER_SPARSITIES]
+        return [Change(self.name, level.amount, first, level) for level in base.levels(FIRST_LAYER_SPARSITIES)]

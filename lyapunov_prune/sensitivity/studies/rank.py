@@ -13,7 +13,7 @@ UNIFORM_RANKS = (8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Rank(Study):
-    """All layers at rising ranks."""
+    """All layers at rising ranks; by `svd` where the method rounds, since rounding has no rank."""
 
     name = "rank"
     help = "all layers, at rising ranks"
@@ -21,4 +21,5 @@ class Rank(Study):
     takes = ("method",)
 
     def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        return [Change(self.name, f"rank {r}", ps, Compression(base.method, 0.0, r)) for r in UNIFORM_RANKS]
+        method = "svd" if base.rounds else base.method
+        return [Change(self.name, f"rank {r}", ps, Compression(method, 0.0, r)) for r in UNIFORM_RANKS]

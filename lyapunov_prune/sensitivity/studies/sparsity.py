@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.study import Projections, Study
@@ -13,12 +13,13 @@ UNIFORM_SPARSITIES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 @dataclass(frozen=True)
 class Sparsity(Study):
-    """All layers at rising sparsities."""
+    """All layers at rising sparsities, or at falling bits where the method rounds."""
 
     name = "sparsity"
-    help = "all layers, at rising sparsities"
+    help = "all layers, at rising sparsities, or by fewer and fewer bits"
     reference = "structural sensitivity, §5"
     takes = ("method",)
 
     def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        return [Change(self.name, f"sparsity {s:g}", ps, Compression(base.method, s, None)) for s in UNIFORM_SPARSITIES]
+        levels = replace(base, rank=None).levels(UNIFORM_SPARSITIES)
+        return [Change(self.name, level.amount, ps, level) for level in levels]
