@@ -39,7 +39,7 @@ import lyapunov_prune as lp
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.tensor_files import read_header
-from lyapunov_prune.compression.methods.rtn import symmetric_grid
+from lyapunov_prune.compression.grids import Grid, stepped
 from lyapunov_prune.compression.methods.wanda import Wanda
 from lyapunov_prune.export.copied import prune_on_disk
 from lyapunov_prune.export.streamed import compress_on_disk
@@ -279,7 +279,8 @@ def pack(place: Path) -> dict[str, float]:
 
 
 def packed(W: torch.Tensor) -> None:
-    grid = symmetric_grid(W, BITS, GROUP)
+    steps = stepped(W, BITS, GROUP, symmetric=True)
+    grid = Grid(steps.integers(W.double()).to(torch.int8), steps.scale.to(W.dtype))
     grid.values()
     integers = unpack_from_int32(pack_to_int32(grid.integers, BITS), BITS, W.shape)
     dequantize(integers, grid.scale, args=QuantizationArgs(num_bits=BITS, strategy="group", group_size=GROUP))  # type: ignore[arg-type]

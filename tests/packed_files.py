@@ -13,11 +13,17 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from helpers import WEIGHTS, edit_json
 from safetensors.torch import load_file, save_file
 
-from lyapunov_prune.compression.methods.rtn import symmetric_grid
+from lyapunov_prune.compression.grids import Grid, stepped
 from lyapunov_prune.export.packed import Packing
 from lyapunov_prune.models.packed import PACK
 
 Spoil = Callable[[dict[str, torch.Tensor]], None]
+
+
+def symmetric_grid(W: torch.Tensor, bits: int, group_size: int | None = None) -> Grid:
+    """`W` rounded to the nearest points of symmetric grids, as integers and scales."""
+    steps = stepped(W, bits, group_size, symmetric=True)
+    return Grid(steps.integers(W.double()).to(torch.int8), steps.scale.to(W.dtype))
 
 
 def pack_others(folder: Path, *dense: str, bits: int = 4, **changes: Any) -> None:

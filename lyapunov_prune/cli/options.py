@@ -324,7 +324,7 @@ class RankOptions:
 Method = Annotated[choices.Method, what_option(help=one_of(METHODS, "What a matrix is replaced by."))]
 Sparsity = Annotated[float | None, what_option(help="Share removed: of entries, or of parameters by low rank.")]
 Rank = Annotated[int | None, what_option(help="Rank kept: of the matrix, or of what sparsity took from it.")]
-Bits = Annotated[float | None, what_option(help="Bits a weight (rtn); the mean of all with --allocation bits.")]
+Bits = Annotated[float | None, what_option(help="Bits a weight (rtn, gptq); the mean of all with --allocation bits.")]
 Allocation = Annotated[
     str,
     what_option(
@@ -333,7 +333,7 @@ Allocation = Annotated[
     ),
 ]
 Pattern = Annotated[str | None, what_option(help="Keep so many of so many inputs, as 2:4 (then without --sparsity).")]
-GroupSize = Annotated[int | None, what_option(help="Weights that share a grid (rtn); a row if not given.")]
+GroupSize = Annotated[int | None, what_option(help="Weights that share a grid (rtn, gptq); a row if not given.")]
 
 Stored = Annotated[
     choices.Stored,

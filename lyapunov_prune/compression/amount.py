@@ -116,12 +116,12 @@ def compress_under_budget(
 
     Returns what was tried, and the model compressed by the chosen amount.
 
-    The amount is a sparsity from 0.01 to 0.99 by hundredths, for low rank of the parameters, or for rtn 8 to 2 bits. A
-    trial is one compression, about seven of them, and a forward of the compressed model. The method calibrates by three
-    of four windows, and the divergence is measured on the fourth, which the method has not seen. With a `folder`
-    finished trials are kept; their models are not, so that the chosen one is compressed once more where it was tried
-    by an earlier run. Memory: two copies of the model (the best trial and the one at work), the dense final states,
-    and a block of positions × vocabulary. The model is untouched.
+    The amount is a sparsity from 0.01 to 0.99 by hundredths, for low rank of the parameters, or for methods that round
+    8 to 2 bits. A trial is one compression, about seven of them, and a forward of the compressed model. The method
+    calibrates by three of four windows, and the divergence is measured on the fourth, which the method has not seen.
+    With a `folder` finished trials are kept; their models are not, so that the chosen one is compressed once more where
+    it was tried by an earlier run. Memory: two copies of the model (the best trial and the one at work), the dense
+    final states, and a block of positions × vocabulary. The model is untouched.
 
     Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError when `max_kl` is
     not a number above 0, when nothing is within it, for allocation bits, for logits that are not a function of the

@@ -59,8 +59,8 @@ def compress(
     and a schedule's name with its parameters in `schedule_options` (`{"least": 0.7}`), or an Allocation that says how
     much of each matrix. Methods that look at activations take them from `batch`, layer by layer, with the layers before
     already compressed (`Recipe.apply`). A matrix whose amount is 0 stays as it is. Embeddings and head are left alone.
-    `pattern`, (2, 4) or `2:4`, keeps so many of so many inputs; its sparsity need not be given. `symmetric` lets `rtn`
-    round to grids around 0 (`methods.rtn.symmetric_grid`), which `packed.write_packed` can write as integers.
+    `pattern`, (2, 4) or `2:4`, keeps so many of so many inputs; its sparsity need not be given. `symmetric` lets
+    a method that rounds take grids around 0 (`grids.stepped`), which `packed.write_packed` can write as integers.
 
     Memory: a copy of the model, and the statistics of one layer. `atp-search` compresses once more a trial, on half the
     windows (`held_out.py`). Raises LyapunovPruneError for amounts and options

@@ -14,6 +14,7 @@ from lyapunov_prune.registry import Choice
 
 if TYPE_CHECKING:
     from lyapunov_prune.calibration.statistics import Statistics
+    from lyapunov_prune.compression.grids import Steps
 
 # What a method needs to know, as fields of Statistics.
 FIELDS = {"nothing": (), "norms": ("norms",), "gram": ("gram",), "sensitivity": ("gram", "sensitivity")}
@@ -84,6 +85,25 @@ class LowRank(Method):
     """A method that lowers the rank of a matrix."""
 
     unit = "rank"
+
+
+@dataclass(frozen=True)
+class Rounder(Method):
+    """A method that moves weights to the points of a grid, one of every row or of `group_size` inputs of a row.
+
+    With `symmetric` the grids lie around 0 and need no zero point, as packed formats want them (`grids.stepped`).
+    """
+
+    group_size: int | None = None
+    symmetric: bool = False
+
+    unit = "bits"
+
+    def steps(self, W: torch.Tensor, bits: int) -> Steps:
+        """The grids of `W` (m × n); what `compress` leaves of it lies on them, beside one rounding to its dtype."""
+        from lyapunov_prune.compression.grids import stepped
+
+        return stepped(W, bits, self.group_size, self.symmetric)
 
 
 def rank_for(shape: Sequence[int], sparsity: float) -> int | None:

@@ -33,8 +33,8 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.progress import track
 
-# What the matrix of a projection becomes.
-Change = Callable[[Projection, torch.Tensor], torch.Tensor]
+# What is told of a projection: its matrix before and after.
+Seen = Callable[[Projection, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,19 +64,19 @@ class Recipe:
         model: PreTrainedModel,
         put: Callable[[int], None] = lambda layer: None,
         *,
-        by: Change | None = None,
+        seen: Seen | None = None,
         batch_size: int = 1,
     ) -> CompressionReport:
         """Compress the matrices of `model` in place, a layer at a time; `put` takes each layer, its weights in memory.
 
-        `by` does what the method would, for what keeps more of it than the matrix.
+        `seen` is shown every matrix before and after, for what keeps more of it than the matrix.
         """
         matrices = by_layer(self.projections)
         left = dict.fromkeys(range(self.allocation.model.num_layers))
         done: list[CompressedMatrix] = []
 
         def change(here: Sequence[Projection], statistics: Mapping[str, Statistics]) -> None:
-            done.extend(self._changed(p, p.weight(model), statistics.get(p.name), by) for p in here)
+            done.extend(self._changed(p, p.weight(model), statistics.get(p.name), seen) for p in here)
             put(here[0].layer)
             del left[here[0].layer]
 
@@ -92,15 +92,17 @@ class Recipe:
         return self._report(done)
 
     def _changed(
-        self, p: Projection, W: torch.Tensor, statistics: Statistics | None, by: Change | None
+        self, p: Projection, W: torch.Tensor, statistics: Statistics | None, seen: Seen | None
     ) -> CompressedMatrix:
         amount, after = self._amount_of(p, W), W
         if amount is not None:
             try:
-                after = by(p, W) if by else self.method(W, amount, statistics)
+                after = self.method(W, amount, statistics)
             except LyapunovPruneError as error:
                 raise LyapunovPruneError(f"{p.name}: {error.message}") from None
         told = _describe(p, self.method, W, after, statistics, self._wanted[p.name], amount)
+        if seen:
+            seen(p, W, after)
         W.copy_(after)
         return told
 

@@ -17,5 +17,6 @@ METHODS = Registry[Method](
         "whitened-svd": f"{_METHODS}.whitened_svd:WhitenedSVD",
         "balanced": f"{_METHODS}.balanced:Balanced",
         "rtn": f"{_METHODS}.rtn:RoundToNearest",
+        "gptq": f"{_METHODS}.gptq:GPTQ",
     },
 )

@@ -52,7 +52,7 @@ class Format(Choice):
     card: ClassVar[Stored | None] = None
     streamed: ClassVar[tuple[str, ...]] = ()
     mends: ClassVar[bool] = False
-    symmetric: ClassVar[bool] = False  # rtn rounds on grids around 0: zero points do not load packed
+    symmetric: ClassVar[bool] = False  # rounding takes grids around 0: zero points do not load packed
     keeps_dense: ClassVar[bool] = False
 
     def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:

@@ -1,7 +1,7 @@
 """Rounded matrices as packed integers in the format of compressed-tensors, which transformers and vLLM load.
 
-The grids are those of `rtn.symmetric_grid`; the library packs their integers and decides nothing. Its zero points do
-not load: for asymmetric weights transformers 5.23 expects another shape than compressed-tensors 0.20 writes.
+The grids are the symmetric ones of `grids.stepped`; the library packs their integers and decides nothing. Its zero
+points do not load: for asymmetric weights transformers 5.23 expects another shape than compressed-tensors 0.20 writes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.reloading import reload_check
 from lyapunov_prune.checkpoints.shards import size_of
 from lyapunov_prune.compression.compress import Compressed
-from lyapunov_prune.compression.methods.rtn import Grid, symmetric_grid
+from lyapunov_prune.compression.grids import Grid
+from lyapunov_prune.compression.method import Rounder
 from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
+from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.forward.logits import sample_inputs
+from lyapunov_prune.linalg import lift, row_blocks
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.folder import first_line
@@ -59,8 +62,9 @@ def require_packed_options(
         raise LyapunovPruneError(
             f"{FORMAT} dropped its formats for patterns of zeros, and transformers loads none; leave out --format"
         )
-    if method != "rtn":
-        raise LyapunovPruneError(f"--format {FORMAT} packs what rtn rounds, not {method}; give --method rtn")
+    if METHODS[method].unit != "bits":
+        rounding = " or ".join(name for name, known in METHODS.items() if known.unit == "bits")
+        raise LyapunovPruneError(f"--format {FORMAT} packs rounded weights, not those of {method}; give {rounding}")
     if bits not in BITS:
         given = "no bits" if bits is None else f"{bits:g} bits"
         raise LyapunovPruneError(f"--format {FORMAT} packs 4 or 8 bits, not {given}; give --bits 4 or --bits 8")
@@ -110,7 +114,7 @@ def _require_loads_packed(model: PreTrainedModel, group_size: int | None) -> Non
     with tempfile.TemporaryDirectory(prefix="lyapunov-prune-packed-") as place, quiet():
         folder = Path(place)
         model.config.save_pretrained(folder)
-        Packing(BITS[0], group_size).write_config(folder, model)
+        Packing("rtn", BITS[0], group_size).write_config(folder, model)
         save_file({}, folder / SINGLE, {"format": "pt"})
         loader: Any = loading_class(model)
         try:
@@ -128,9 +132,9 @@ def _require_loads_packed(model: PreTrainedModel, group_size: int | None) -> Non
 def write_packed(
     model: PreTrainedModel, done: Compressed, tokenizer: PreTrainedTokenizerBase, target: str | Path, title: str
 ) -> CompressionReport:
-    """Write `done`, which `compress` made of `model` by symmetric `rtn`, with its matrices packed; returns its report.
+    """Write `done`, which `compress` made of `model` on symmetric grids, with its matrices packed; returns its report.
 
-    Stored are the integers and scales of the grid of every matrix W of `model`, whose values `s q` are the weights of
+    Stored are integers and scales on the grids of every matrix W of `model`, whose values `s q` are the weights of
     `done` to the last bit. The folder is what `write_model` writes beside them; the report says the size as well.
 
     Raises CheckFailed when plain transformers would unpack another weight or compute other logits, and
@@ -142,10 +146,9 @@ def write_packed(
     require_packed_options(report.method, bits, report.symmetric, report.allocation.schedule)
     projections = require_packable(model, report.group_size)
     require_empty(target)
-    packing = Packing(int(bits), report.group_size)
+    packing = Packing(report.method, int(bits), report.group_size)
     for p in projections:
-        if not torch.equal(packing.rounded(p, p.weight(model)), p.weight(small)):
-            raise CheckFailed(f"nothing written: {p.name} is not what rtn makes of the model; compress it anew")
+        packing.keep(p, p.weight(model), p.weight(small))
     state = packing.stored(small.state_dict())
     with whole_folder(target) as folder:
         save_files(small, tokenizer, folder, state)
@@ -166,18 +169,31 @@ def write_packed(
 class Packing:
     """What a file holds of rounded matrices: the integers and scales of their grids, each with its shape.
 
-    The grid of a matrix is kept from when it is `rounded` until it is `stored`.
+    The grid of a matrix is in memory from when it is given to `keep` until it is `stored`.
     """
 
-    def __init__(self, bits: int, group_size: int | None) -> None:
-        self._bits, self._group_size = bits, group_size
+    def __init__(self, method: str, bits: int, group_size: int | None) -> None:
+        made = METHODS.make(method, symmetric=True, **({} if group_size is None else {"group_size": group_size}))
+        assert isinstance(made, Rounder)
+        self._method, self._bits, self._group_size = made, bits, group_size
         self._grids: dict[str, list[Grid]] = {}
 
-    def rounded(self, p: Projection, W: torch.Tensor) -> torch.Tensor:
-        """What `rtn` makes of the matrix W of `p`; of a module that holds several, in the order of its rows."""
-        grid = symmetric_grid(W, self._bits, self._group_size)
+    def keep(self, p: Projection, W: torch.Tensor, after: torch.Tensor) -> None:
+        """Keep `after`, which the method made of the matrix W of `p`, as integers on the grids of W.
+
+        Of a module that holds several matrices in the order of its rows. Raises CheckFailed unless the values of those
+        integers are `after` to the last bit.
+        """
+        parts = []
+        for rows, left in zip(row_blocks(W), row_blocks(after), strict=True):
+            steps = self._method.steps(rows, self._bits)
+            parts.append(Grid(steps.integers(lift(left)).to(torch.int8), steps.scale.to(W.dtype)))
+        grid = Grid(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        if not torch.equal(grid.values(), after):
+            raise CheckFailed(
+                f"nothing written: {p.name} is not what {self._method.name} makes of the model; compress it anew"
+            )
         self._grids.setdefault(p.module, []).append(grid)
-        return grid.values()
 
     def stored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`tensors`, with the parts of the format in the place of each matrix that was rounded; each is given once."""

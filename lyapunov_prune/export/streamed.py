@@ -65,10 +65,10 @@ def compress_on_disk(
     and once, compressed, for what enters the next; so the files are read once, after what the schedule reads of them,
     and each layer is written to a file of its own. Memory: one layer and its statistics, and the states of the batch.
     The folder holds what `write_model` writes; `format` is a name in `table.FORMATS`: `compressed-tensors` packs
-    symmetric `rtn` as `write_packed` does, `compact` makes low ranks two factors as `write_factored` does. The files
-    are read once more: they hold, bit for bit, the weights that were written. Packed ones are those that transformers
-    unpacks, and it finds each tensor that it runs packed; products of factors are the compressed matrices within
-    rounding.
+    weights on symmetric grids as `write_packed` does, `compact` makes low ranks two factors as `write_factored` does.
+    The files are read once more: they hold, bit for bit, the weights that were written. Packed ones are those that
+    transformers unpacks, and it finds each tensor that it runs packed; products of factors are the compressed matrices
+    within rounding.
 
     Raises LyapunovPruneError as `compress`, for a model in memory, a format that cannot hold what the method leaves,
     a schedule that searches, a disk without room and a target that is not empty; CheckFailed for files that would load
@@ -96,7 +96,7 @@ def compress_on_disk(
             state = factoring.state(model, layer) if factoring else None
             shards.write(layer, packing.stored if packing else None, state)
 
-        report = recipe.apply(model, write, by=packing.rounded if packing else None)
+        report = recipe.apply(model, write, seen=packing.keep if packing else None)
         if packing:
             packing.write_config(folder, model)
         reloaded = shards.finish()
@@ -134,4 +134,4 @@ def _packing(
                 f"the {n} inputs of {p.module} at {bits:g} bits do not fill words of 32, by which packed rows are read "
                 "a layer at a time; give --group-size, or leave out --stream"
             )
-    return Packing(int(bits), group_size)
+    return Packing(method, int(bits), group_size)

@@ -100,7 +100,7 @@ def test_other_methods_and_grids_are_one_line(
     run: Callable[..., Any], run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packs = ("--format", "compressed-tensors", "-o", "small")
-    assert "packs what rtn rounds, not wanda" in run_bad("compress", "tiny", "--sparsity", "0.5", *packs)
+    assert "packs rounded weights, not those of wanda" in run_bad("compress", "tiny", "--sparsity", "0.5", *packs)
     told = run_bad("compress", "tiny", "--method", "magnitude", "--pattern", "2:4", *packs)
     assert "compressed-tensors dropped its formats for patterns of zeros, and transformers loads none" in told
     Path("small").mkdir()

@@ -124,7 +124,7 @@ def test_options_reach_the_methods_that_have_them(method: str) -> None:
         assert max(len(group.unique()) for group in found.view(-1, 8)) <= 4
         assert max(len(row.unique()) for row in found) > 4
         around = compressed(method, W, statistics, 2, group_size=8, symmetric=True)
-        assert torch.equal(around, RoundToNearest(8, symmetric=True).compress(W, 2))
+        assert torch.equal(RoundToNearest(8, symmetric=True).steps(W, 2).nearest(around), around)
         assert not torch.equal(around, found)
     else:
         with pytest.raises(LyapunovPruneError, match=f"{method} .*group_size"):

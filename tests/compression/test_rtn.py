@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_files import symmetric_grid
 
-from lyapunov_prune.compression.methods.rtn import RoundToNearest, symmetric_grid
+from lyapunov_prune.compression.methods.rtn import RoundToNearest
 from lyapunov_prune.errors import LyapunovPruneError
 
 
@@ -60,6 +61,9 @@ def test_narrow_weights_are_rounded_once(dtype: torch.dtype) -> None:
     assert max(len(group.unique()) for group in found.view(-1, 8)) <= 8
     assert torch.equal(W, before)
     assert torch.equal(round_to_nearest(W.T.contiguous().T, 3, 8), found)
+    for symmetric in (True, False):
+        around = round_to_nearest(W, 3, 8, symmetric)
+        assert not around[around == 0].signbit().any()  # files are compared by their bits
 
 
 def test_rows_that_are_constant_zero_or_one_sided() -> None:

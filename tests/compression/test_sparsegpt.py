@@ -169,12 +169,12 @@ def test_planted_fault_the_diagonal_of_the_whole_inverse_is_seen(monkeypatch: py
     """`[H⁻¹]_jj` of all inputs instead of those still to come: a common slip."""
     W, G = correlated(2, 8, 16, 40)
     _, gone = surgeon(W.numpy(), G.numpy(), 0.5, None, 128, 0.01)
-    right = module._inverse_factor
+    right = module.inverse_factor
 
     def whole(H: torch.Tensor) -> torch.Tensor:
         U = right(H)
         U.diagonal().copy_(torch.linalg.inv(H).diagonal().sqrt())
         return U
 
-    monkeypatch.setattr(module, "_inverse_factor", whole)
+    monkeypatch.setattr(module, "inverse_factor", whole)
     assert ((sparsegpt(W, G, 0.5) == 0).numpy() != gone).any()

@@ -12,14 +12,13 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from families.zoo import make_zoo
 from helpers import TINY, make_tiny, moe
-from packed_files import Spoil, one_integer, one_lost, one_scale, spoil_what_is_packed, zeros
+from packed_files import Spoil, one_integer, one_lost, one_scale, spoil_what_is_packed, symmetric_grid, zeros
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import compress
 from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.compression.compress import Compressed
-from lyapunov_prune.compression.methods.rtn import symmetric_grid
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.export.packed import Packing, require_packable, require_packed_options, write_packed
@@ -60,6 +59,29 @@ def test_transformers_unpacks_what_rtn_gives(
             assert torch.equal(logits, done.model(ids).logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, None), (4, 8), (8, 16)])
+def test_what_gptq_rounds_packs_as_what_rtn_does(
+    bits: int,
+    group_size: int | None,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerFast,
+    ids: torch.Tensor,
+    tmp_path: Path,
+) -> None:
+    model = make_tiny("llama").to(dtype)
+    how: dict[str, Any] = {"bits": bits, "group_size": group_size, "symmetric": True}
+    done, nearest = compress(model, ids, method="gptq", **how), compress(model, method="rtn", **how)
+    write_packed(model, done, tokenizer, tmp_path / "small", "packed")
+    again, logits = plainly(tmp_path / "small", ids)
+    for p in find_projections(model):
+        assert torch.equal(p.weight(again), p.weight(done.model)), p.name
+        assert not torch.equal(p.weight(again), p.weight(nearest.model)), p.name
+    if dtype == torch.float32:
+        with torch.no_grad():
+            assert torch.equal(logits, done.model(ids).logits)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_weights_and_tied_embeddings(
@@ -69,7 +91,7 @@ def test_narrow_weights_and_tied_embeddings(
     before = model.model.embed_tokens.weight.clone()
     done = written(model, tokenizer, tmp_path / "small")
     held = sum(tensor.nbytes for tensor in load_file(tmp_path / "small" / "model.safetensors").values())
-    assert Packing(4, None).size(model) == held
+    assert Packing("rtn", 4, None).size(model) == held
     again, _ = plainly(tmp_path / "small", ids)
     assert again.dtype == dtype
     assert torch.equal(again.lm_head.weight, done.model.lm_head.weight)
@@ -154,7 +176,7 @@ def test_weights_that_are_not_of_the_grid_are_not_packed(tokenizer: PreTrainedTo
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("wanda", None, False, "uniform"), "rtn rounds, not wanda"),
+        (("wanda", None, False, "uniform"), "rounded weights, not those of wanda; give rtn or gptq"),
         (("rtn", 3, True, "uniform"), "not 3 bits"),
         (("rtn", None, True, "uniform"), "not no bits"),
         (("rtn", 4.5, True, "bits"), r"not 4\.5 bits"),

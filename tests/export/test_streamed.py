@@ -35,6 +35,7 @@ from lyapunov_prune.export.packed import Packing, write_packed
 from lyapunov_prune.export.streamed import compress_on_disk
 from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.loading import load
+from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import find_structure, identify
 from lyapunov_prune.profiles.contraction import measure_contraction
@@ -284,6 +285,19 @@ def test_packed_files_hold_what_those_of_memory_do(
             assert torch.equal(plain(ids).logits, load(whole).model(ids).logits)
 
 
+def test_what_gptq_rounds_is_packed_as_it_is_written_dense(
+    ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder = saved(make_tiny("llama"), tokenizer, tmp_path / "tiny")
+    how: dict[str, Any] = {"method": "gptq", "bits": 4, "group_size": 8, "symmetric": True}
+    compress_on_disk(*streamed(folder), tmp_path / "dense", ids, **how)
+    found = compress_on_disk(*streamed(folder), tmp_path / "packed", ids, format="compressed-tensors", **how)
+    dense, again = load(tmp_path / "dense").model, load(tmp_path / "packed").model
+    for p in find_projections(dense):
+        assert torch.equal(p.weight(again), p.weight(dense)), p.name
+    assert all(matrix.output_error is not None for matrix in found.matrices)
+
+
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
@@ -331,7 +345,7 @@ def test_what_is_packed_needs_the_disk_of_what_is_packed(checkpoint: Path, monke
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ({"method": "wanda", "sparsity": 0.5}, "rtn rounds, not wanda"),
+        ({"method": "wanda", "sparsity": 0.5}, "rounded weights, not those of wanda"),
         ({"method": "rtn", "bits": 4}, "give symmetric"),
         ({"method": "rtn", "bits": 3, "symmetric": True}, "not 3 bits"),
         ({"method": "magnitude", "pattern": "2:4"}, "patterns of zeros"),

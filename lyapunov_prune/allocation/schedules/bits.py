@@ -32,7 +32,7 @@ class Bits(Schedule):
     high: Annotated[int, Range(1, 16)] = 8
 
     name = "bits"
-    help = "wide weights for the layers whose errors grow most (rtn)"
+    help = "wide weights for the layers whose errors grow most"
     reference = "structural sensitivity, §6.2"
     needs = "profile"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lyapunov_prune.calibration.gram import damped
 from lyapunov_prune.compression.masks import n_of_m, require_pattern
 from lyapunov_prune.compression.method import Sparsifier
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.compression.second_order import inverse_factor, swept
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift, smallest
 
@@ -57,30 +57,19 @@ class SparseGPT(Sparsifier):
         dead = lift(gram).to(V.device).diagonal() == 0
         H.diagonal()[dead] = 1
         V[:, dead] = 0
-        U = _inverse_factor(H)
+        U = inverse_factor(H)
         scale = U.diagonal().square()
         removed = torch.zeros_like(V, dtype=torch.bool)
-        for start in range(0, n, block):
-            end = min(start + block, n)
-            if self.pattern is None:
+
+        def zeroed(j: int, V: torch.Tensor) -> torch.Tensor:
+            if self.pattern is not None and j % self.pattern[1] == 0:
+                group = slice(j, j + self.pattern[1])
+                removed[:, group] = n_of_m(V[:, group].square() / scale[group], *self.pattern)
+            if self.pattern is None and j % block == 0:
+                end = min(j + block, n)
                 # Counts up to here, so that their rounding does not add up.
-                count = round(amount * m * end) - round(amount * m * start)
-                removed[:, start:end] = smallest(V[:, start:end].square() / scale[start:end], count)
-            error = torch.zeros_like(V[:, start:end])
-            for j in range(start, end):
-                if self.pattern is not None and j % self.pattern[1] == 0:
-                    group = slice(j, j + self.pattern[1])
-                    removed[:, group] = n_of_m(V[:, group].square() / scale[group], *self.pattern)
-                lost = error[:, j - start] = torch.where(removed[:, j], V[:, j] / U[j, j], 0)
-                V[:, j:end] -= torch.outer(lost, U[j, j:end])
-            V[:, end:] -= error @ U[start:end, end:]
-        return V.masked_fill(removed, 0).to(W)
+                count = round(amount * m * end) - round(amount * m * j)
+                removed[:, j:end] = smallest(V[:, j:end].square() / scale[j:end], count)
+            return V[:, j].masked_fill(removed[:, j], 0)
 
-
-def _inverse_factor(H: torch.Tensor) -> torch.Tensor:
-    """The upper triangular `U` with `UᵀU = H⁻¹`: the inverse of the upper triangular `R` with `R Rᵀ = H`."""
-    L, info = torch.linalg.cholesky_ex(H.flip(0, 1))
-    if int(info) != 0:
-        raise LyapunovPruneError("the Gram matrix has no inverse; give more text or a larger damping")
-    identity = torch.eye(len(H), dtype=H.dtype, device=H.device)
-    return torch.linalg.solve_triangular(L.flip(0, 1), identity, upper=True)
+        return swept(V, U, zeroed, block).to(W)

@@ -22,7 +22,7 @@ class CompressedTensors(Format):
     """Integers of 4 or 8 bits and their scales, `pack-quantized`; a kernel for them makes it faster, nothing else."""
 
     name = "compressed-tensors"
-    help = "what rtn rounds to 4 or 8 bits, on grids around 0, as packed integers"
+    help = "weights rounded to 4 or 8 bits, on grids around 0, as packed integers"
     reference = "compressed-tensors, `pack-quantized`"
     readers = "transformers with compressed-tensors installed, vLLM"
     units = ("bits",)

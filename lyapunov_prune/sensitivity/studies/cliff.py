@@ -17,7 +17,7 @@ class Cliff(Study):
     """The most sensitive component, layer by layer, at five sparsities, or at falling bits where the method rounds."""
 
     name = "cliff"
-    help = "the most sensitive component of each layer, at five sparsities, or by fewer and fewer bits"
+    help = "the most sensitive component of each layer, at five sparsities or bits"
     reference = "structural sensitivity, §6.1, Figure 3"
     after_groups = True
 

@@ -16,7 +16,7 @@ class FirstLayer(Study):
     """Layer 0 alone at rising sparsities, or at falling bits where the method rounds."""
 
     name = "layer0"
-    help = "layer 0, at rising sparsities, or by fewer and fewer bits"
+    help = "layer 0, at rising sparsities or falling bits"
     reference = "structural sensitivity, §5"
     takes = ("method", "rank")
 

@@ -16,7 +16,7 @@ class Sparsity(Study):
     """All layers at rising sparsities, or at falling bits where the method rounds."""
 
     name = "sparsity"
-    help = "all layers, at rising sparsities, or by fewer and fewer bits"
+    help = "all layers, at rising sparsities or falling bits"
     reference = "structural sensitivity, §5"
     takes = ("method",)
 

@@ -1,0 +1,85 @@
+"""Even grids that weights are rounded to, one of every row of a matrix or of every group of a row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.lazy import torch
+from lyapunov_prune.linalg import lift, row_blocks
+
+
+class Steps(NamedTuple):
+    """The grids of a matrix (m × n): the points `scale · q` for whole `low ≤ q ≤ high`; each (m × groups), float64."""
+
+    scale: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+
+    def integers(self, W: torch.Tensor) -> torch.Tensor:
+        """The q of the points nearest to the entries of `W` (m × n, float64)."""
+        q = (W.reshape(*self.scale.shape, -1) / self.scale.unsqueeze(-1)).round()
+        q = q.clamp(self.low.unsqueeze(-1), self.high.unsqueeze(-1)).view(W.shape)
+        return q + 0.0  # −0 is no integer: files are compared by their bits
+
+    def nearest(self, W: torch.Tensor) -> torch.Tensor:
+        """The points nearest to the entries of `W` (m × n, float64)."""
+        q = self.integers(W).view(*self.scale.shape, -1)
+        return (q * self.scale.unsqueeze(-1)).view(W.shape)
+
+    def of_group(self, group: int) -> Steps:
+        """The grids of one group of every row."""
+        return Steps(*(part[:, group : group + 1] for part in self))
+
+
+class Grid(NamedTuple):
+    """A rounded matrix as it can be stored: `integers` (m × n, int8), `scale` (m × groups) in the dtype of W."""
+
+    integers: torch.Tensor
+    scale: torch.Tensor
+
+    def values(self) -> torch.Tensor:
+        """`ŵ = s q` (m × n), rounded once, to the dtype of the scale."""
+        m, groups = self.scale.shape
+        scale = self.scale.unsqueeze(-1).expand(m, groups, self.integers.shape[1] // groups).reshape(m, -1)
+        pairs = zip(row_blocks(self.integers), row_blocks(scale), strict=True)
+        return torch.cat([(lift(q) * lift(s)).to(scale) for q, s in pairs])
+
+
+def stepped(W: torch.Tensor, bits: int, group_size: int | None, symmetric: bool) -> Steps:
+    """The grids of `2^bits` points over the range of every row of `W` (m × n), or of `group_size` inputs of a row.
+
+    `s = (max − min)/(2^bits − 1)`, `q` from `−z` to `2^bits − 1 − z` with `z = round(−min/s)`, the range widened to
+    hold 0 (Nagel et al., A white paper on neural network quantization, 2021, §2.2.1). With `symmetric` around 0, which
+    needs no zero point: `s = 2 max|w| / (2^bits − 1)`, rounded up to the dtype of `W` (down, the clamp would cut the
+    largest weights short), `q` from `−2^(bits−1)` to `2^(bits−1) − 1`; the ends of the range lie halfway between two
+    points (§2.2.2, on the same range). Either way the nearest point to `w` is within `s/2`.
+
+    Raises LyapunovPruneError for `bits` outside 2 … 8 and for a group size that does not divide n.
+    """
+    if bits not in range(2, 9):
+        raise LyapunovPruneError(f"{bits} bits; give a whole number from 2 to 8")
+    groups, top = grouped(W, group_size), 2 ** int(bits) - 1
+    if symmetric:
+        half = torch.full(groups.shape[:2], float((top + 1) // 2), dtype=groups.dtype, device=groups.device)
+        return Steps(rounded_up(2 * groups.abs().amax(2) / top, W.dtype), -half, half - 1)
+    low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
+    scale = (high - low) / top
+    scale = scale.where(scale > 0, 1)  # all zero: any scale will do
+    zero = (-low / scale).round()
+    return Steps(scale, -zero, top - zero)
+
+
+def grouped(W: torch.Tensor, group_size: int | None) -> torch.Tensor:
+    """`W` (m × n) in float64, m × groups × `group_size`; raises LyapunovPruneError where that does not divide n."""
+    m, n = W.shape
+    if group_size is not None and (group_size < 1 or n % group_size):
+        raise LyapunovPruneError(f"groups of {group_size} do not fit {n} inputs; give a divisor of {n}")
+    return lift(W.detach()).reshape(m, -1, group_size or n)
+
+
+def rounded_up(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The least number of `dtype` that is no less than `exact` (float64), 1 where that is 0; float64 again."""
+    scale = exact.to(dtype)
+    scale = torch.where(lift(scale) < exact, scale.nextafter(torch.full_like(scale, torch.inf)), scale)
+    return lift(scale.where(scale > 0, 1))
