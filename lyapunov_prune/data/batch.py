@@ -207,6 +207,6 @@ def require_disjoint(calibration: TokenBatch, evaluation: TokenBatch) -> None:
         first, second = (run_hashes(row, size) for row in rows)
         if np.isin(first, second).any():
             raise LyapunovPruneError(
-                f"calibration ({calibration.text}) and evaluation text ({evaluation.text}) share {size} tokens in a "
-                "row; take the evaluation split, or another text"
+                f"{calibration.text} ({calibration.split}) and {evaluation.text} ({evaluation.split}) share {size} "
+                "tokens in a row; take another text for one of them, or another split"
             )

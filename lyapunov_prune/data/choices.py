@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.lines import numbered, parsed_line, read_bytes
+from lyapunov_prune.data.lines import numbered, parsed_line, text_of
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.tokenizers import token_ids
@@ -39,10 +39,7 @@ def load_items(path: str | Path) -> tuple[ChoiceItem, ...]:
 
     Raises LyapunovPruneError with the number of the line for anything else, and for a file without items.
     """
-    try:
-        content = read_bytes(path).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LyapunovPruneError(f"cannot read {path} as UTF-8 text ({error}); give a .jsonl file of items") from None
+    content = text_of(path, "give a .jsonl file of items")
     items = [_item(line, where) for where, line in numbered(path, content)]
     if not items:
         raise LyapunovPruneError(f"{path} holds no items; give a line {_FORM} for each")

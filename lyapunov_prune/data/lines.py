@@ -1,4 +1,4 @@
-"""Text files of others, and their lines of JSON: what is no text is a ValueError, and a pipe is not waited for."""
+"""Text files of others, and their lines of JSON: what is no JSON is a ValueError, and a pipe is not waited for."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lyapunov_prune.results.files import parsed, require_file
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.results.files import like_named, parsed, require_file
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def read_bytes(path: str | Path) -> bytes:
-    """What the file `path` holds; raises OSError, and LyapunovPruneError for what is no file."""
+def text_of(path: str | Path, remedy: str) -> str:
+    """The text of a file in UTF-8, without a byte-order mark.
+
+    Raises LyapunovPruneError for what cannot be read, with the reason and `remedy`.
+    """
     require_file(path)
-    return Path(path).read_bytes()
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        reason = error.strerror
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start} is not UTF-8"
+    raise LyapunovPruneError(f"cannot read {path}{like_named(path)}: {reason}; {remedy}")
 
 
 def numbered(path: str | Path, text: str) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.lines import numbered, parsed_line, read_bytes
+from lyapunov_prune.data.lines import numbered, parsed_line, text_of
 from lyapunov_prune.errors import LyapunovPruneError
 
 
@@ -61,15 +61,9 @@ def load_retrieval(queries: str | Path, documents: str | Path, judged: str | Pat
 
 
 def _lines(path: Path, digest: Any) -> list[tuple[str, str]]:
-    try:
-        content = read_bytes(path)
-        text = content.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LyapunovPruneError(
-            f"cannot read {path} as UTF-8 text ({error}); give QUERIES.jsonl,DOCS.jsonl,QRELS.tsv"
-        ) from None
-    digest.update(content)
-    return numbered(path, text)
+    content = text_of(path, "give QUERIES.jsonl,DOCS.jsonl,QRELS.tsv")
+    digest.update(content.encode())
+    return numbered(path, content)
 
 
 def _texts(lines: Sequence[tuple[str, str]]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lyapunov_prune.data.choices import load_items
-from lyapunov_prune.data.lines import numbered, parsed_line, read_bytes
+from lyapunov_prune.data.lines import numbered, parsed_line, text_of
 from lyapunov_prune.errors import LyapunovPruneError
 
 Kind = Literal["multiple choice", "partial", "generation"]
@@ -42,11 +42,8 @@ def read_task(path: str | Path) -> TaskFile:
     `#### ` and a number, and for a file without items.
     """
     path = Path(path)
-    try:
-        content = read_bytes(path)
-        lines = numbered(path, content.decode("utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise LyapunovPruneError(f"cannot read {path} as UTF-8 text ({error}); give a .jsonl file of items") from None
+    content = text_of(path, "give a .jsonl file of items")
+    lines = numbered(path, content)
     kind: Kind
     first = lines[0][1] if lines else ""
     if '"choices"' in first:
@@ -58,7 +55,7 @@ def read_task(path: str | Path) -> TaskFile:
         items = [item(line, where) for where, line in lines]
     if not items:
         raise LyapunovPruneError(f"{path} holds no items; give a line {_FORMS} for each")
-    return TaskFile(path, kind, tuple(items), hashlib.sha256(content).hexdigest())
+    return TaskFile(path, kind, tuple(items), hashlib.sha256(content.encode()).hexdigest())
 
 
 def _blank(line: str, where: str) -> dict[str, Any]:

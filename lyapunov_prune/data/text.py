@@ -18,8 +18,9 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import Split, TokenBatch
 from lyapunov_prune.data.documents import Chats, Plain, documents
 from lyapunov_prune.data.rows import file_rows, file_text, holds_rows, hub_rows, require_reader
-from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.tokenizers import token_ids
+from lyapunov_prune.results.files import like_named
 
 # A stretch this long that comes again is a repeat, by chance it would not.
 SAMPLE_CHARACTERS = 256
@@ -89,13 +90,8 @@ def require_source(source: str, column: str | None = None) -> None:
         raise LyapunovPruneError("the text has no name; give builtin, a .txt, a .jsonl or a data set")
     path = Path(source)
     if not path.is_file() and (_names_file(source) or path.exists()):
-        near = (
-            [str(path.parent / file.name) for file in path.parent.iterdir()]
-            if not path.exists() and path.parent.is_dir()
-            else []
-        )
         raise LyapunovPruneError(
-            f"{source} is no readable file{did_you_mean(str(path), near)}; give builtin, a .txt, a .jsonl or a data set"
+            f"{source} is no readable file{like_named(path)}; give builtin, a .txt, a .jsonl or a data set"
         )
     if column is not None and (source == "builtin" or (path.is_file() and not holds_rows(path))):
         raise LyapunovPruneError(f"{source} is a text without columns; leave out --text-column")

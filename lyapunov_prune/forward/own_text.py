@@ -16,7 +16,7 @@ from lyapunov_prune.forward.decoding import draws_of, sample
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import Model, model_of
-from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.models.structure import identify, in_eval_mode, model_name
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.store import Store, clear_results
 
@@ -107,4 +107,7 @@ def _first_token(model: PreTrainedModel) -> int:
             token = token[0] if isinstance(token, list) and token else token
             if isinstance(token, int):
                 return token
-    raise LyapunovPruneError(f"{identify(model).name} names no token to begin a text with (bos_token_id); give --text")
+    raise LyapunovPruneError(
+        f"{model_name(model)} names no token to begin a text with (bos_token_id), so it writes none; give --text, and "
+        "--judge where a second text judges"
+    )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.cache import BUILTIN
+from lyapunov_prune.results.files import like_named
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # What a checkpoint needs besides its weights; nothing here can hold code.
@@ -27,13 +28,14 @@ def download(name: str, offline: bool) -> Path:
         return Path(folder)
     except RepositoryNotFoundError:
         raise LyapunovPruneError(
-            f"the hub has no model {name} that you may read; check the name, or log in with `hf auth login`"
+            f"the hub has no model {name} that you may read{like_named(name)}; check the name, or log in with "
+            "`hf auth login`"
         ) from None
     except LocalEntryNotFoundError:
         asked = "offline was given" if offline else "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
         reason = asked or "the hub could not be reached"
         raise LyapunovPruneError(
-            f"{name} is neither a local folder nor in the hub cache, and {reason}; "
+            f"{name} is neither a local folder{like_named(name)} nor in the hub cache, and {reason}; "
             f"download it first, give a folder, or use {BUILTIN}"
         ) from None
     except HFValidationError as error:

@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
 
 RETRY = "free space and retry"
 _PARTIAL = ".partial-"
@@ -40,6 +40,14 @@ def require_file(path: str | Path) -> None:
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise LyapunovPruneError(f"{path} is a pipe or a device; give a file")
+
+
+def like_named(path: str | Path) -> str:
+    """` (did you mean X?)` where nothing is at `path` and something beside it has nearly its name; else nothing."""
+    path = Path(path)
+    if path.exists() or not path.parent.is_dir():
+        return ""
+    return did_you_mean(str(path), [str(path.parent / file.name) for file in path.parent.iterdir()])
 
 
 def write_whole(path: str | Path, text: str) -> Path:

@@ -115,7 +115,10 @@ def search_forwards(expected: Estimate, clock: Clock) -> float | None:
     affordable = (clock.left() - fixed) / 2 / forward
     if affordable < _LEAST_SEARCH:
         least = (fixed + 2 * _LEAST_SEARCH * forward) / 60
-        raise LyapunovPruneError(f"the minutes are too few to choose any layers; give about {least:.2g} or more")
+        raise LyapunovPruneError(
+            f"too few minutes to choose any layers: choosing and evaluating take about {least:.1f} of them here; give "
+            f"--minutes {math.ceil(10 * least) / 10:g} or more"
+        )
     return round(min(usual, affordable), 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 from transformers import PreTrainedModel
@@ -49,10 +50,16 @@ class Target:
         given = {"remove": remove, "params": params, "speedup": speedup, "max_kl": max_kl, "max_drop": max_drop}
         named = [name for name, value in given.items() if value is not None]
         if len(named) != 1:
-            raise LyapunovPruneError(f"give one target: {', '.join(OPTIONS.values())}")
+            both = " and ".join(OPTIONS[name].split()[0] for name in named)
+            told = f"{both} are {len(named)} targets" if named else "no target says how much goes"
+            raise LyapunovPruneError(f"{told}; give one of {', '.join(OPTIONS.values())}")
         if remove is not None:
             if remove <= 0:
                 raise LyapunovPruneError(f"removing {remove:g} layers shrinks nothing; give 1 or more, or a share")
+            if not isinstance(remove, Integral) and remove >= 1:  # 1.0 is all of the layers, not one of them
+                raise LyapunovPruneError(
+                    f"a share of {remove:.0%} of the layers cannot go; give less than 100%, as 25%, or a whole number"
+                )
             return cls("remove", remove)
         if params is not None:
             if not 0 < params < 1:
@@ -82,9 +89,10 @@ class Target:
         return self.by in ("remove", "params", "speedup")
 
     def told(self) -> str:
-        """A phrase, as `20% fewer parameters`."""
+        """A phrase, as `25% of the layers`."""
+        layers = f"{self.value:.0%} of the layers" if self.value < 1 else f"{self.value:g} layers"
         return {
-            "remove": f"{self.value:.0%} of the layers" if 0 < self.value < 1 else f"{self.value:g} layers",
+            "remove": "1 layer" if self.value == 1 else layers,
             "params": f"at most {self.value:.4g} of the parameters left",
             "speedup": f"{self.value:g} times the speed",
             "max_kl": f"at most {self.value:g} nats a token from the dense predictions",

@@ -99,8 +99,11 @@ def test_a_dry_run_says_the_cost_and_writes_nothing(run: Callable[..., Done]) ->
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "give one target"),
-        (["--remove", "2", "--speedup", "1.2"], "give one target"),
+        ([], "no target"),
+        (["--remove", "2", "--speedup", "1.2"], "--remove and --speedup are 2 targets"),
+        (["--remove", "100%"], "share below 100%"),
+        (["--remove", "3-7"], "no number"),
+        (["--params", "100%"], "no share below"),
         (["--remove", "2", "-o", "tiny"], "not empty"),
         (["--remove", "2", "--text", "missing.txt"], "no readable file"),
         (["--remove", "2", "--text-column", "x"], "--text-column is of a text"),

@@ -71,8 +71,13 @@ def test_gold_may_be_the_first_and_a_number_negative(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match="cannot read"):
+    with pytest.raises(LyapunovPruneError, match=r"cannot read .*: No such file"):
         read_task(tmp_path / "absent.jsonl")
+    (tmp_path / "items.jsonl").write_bytes(b'{"query": "\xff')
+    with pytest.raises(LyapunovPruneError, match="byte 11 is not UTF-8"):
+        read_task(tmp_path / "items.jsonl")
+    with pytest.raises(LyapunovPruneError, match=r"did you mean .*items\.jsonl\?"):
+        read_task(tmp_path / "itmes.jsonl")
     for empty in ("", "\n \n"):
         (tmp_path / "empty.jsonl").write_text(empty)
         with pytest.raises(LyapunovPruneError, match="holds no items"):

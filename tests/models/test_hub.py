@@ -99,6 +99,17 @@ def test_a_broken_download_is_refused(fault: str, hub: Hub, checkpoint: Path) ->
         load("org/model")
 
 
+def test_a_slip_in_the_name_of_a_local_folder_is_seen(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smaller").mkdir()
+    for error in (errors.LocalEntryNotFoundError("none"), http_error(errors.RepositoryNotFoundError, "404")):
+        hub(error)
+        with pytest.raises(LyapunovPruneError, match=r"did you mean smaller\?"):
+            load("smaler")
+
+
 def test_a_local_folder_asks_no_hub(hub: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = hub(RuntimeError("asked"))
     monkeypatch.chdir(checkpoint.parent)

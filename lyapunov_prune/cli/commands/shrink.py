@@ -17,6 +17,7 @@ from lyapunov_prune.cli.options import (
     Resume,
     Target,
     TextOptions,
+    count_or_share,
     counted,
     output_option,
     what_option,
@@ -34,7 +35,8 @@ def shrink(
     *,
     remove: Annotated[float | None, what_option(help="How many layers go.", **counted)] = None,
     params: Annotated[
-        float | None, what_option(help="Instead: the share of the parameters that is left, as 0.8.")
+        float | None,
+        what_option(help="Instead: the share of the parameters left.", parser=count_or_share, metavar="0.8|80%"),
     ] = None,
     speedup: Annotated[
         float | None, what_option(help="Instead: how many times as fast a forward gets, measured here.")
