@@ -112,14 +112,18 @@ def _print_table(frame: pd.DataFrame) -> None:
     and no header is cut, and text goes on in the next line.
     """
     end_status()
+    from lyapunov_prune.results.result import MISSING, table_text
+
     console = Console()
     if not console.is_terminal:
-        say(frame.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
+        say(table_text(frame))
         return
     header = [str(name) for name in frame.columns]
     numbers = [dtype.kind in "if" for dtype in frame.dtypes]
     rows = [
-        tuple(f"{v:.4g}" if isinstance(v, float) else printable(str(v)) for v in row)
+        tuple(
+            MISSING if v is None or v != v else f"{v:.4g}" if isinstance(v, float) else printable(str(v)) for v in row
+        )
         for row in frame.itertuples(index=False)
     ]
     longest = [max(map(cell_len, column)) for column in zip(header, *rows, strict=True)]

@@ -29,6 +29,7 @@ R = TypeVar("R", bound="Result")
 _MOST_LAYERS = 10**5
 LINES = 8  # of an answer
 ROWS = 12  # of a table that is shown before anyone asks for all of it
+MISSING = "–"  # in a table, for a number that there is not
 ASKED = "asked"  # beside the fields in a file: what `once` compares
 
 
@@ -40,6 +41,11 @@ def versions() -> dict[str, str]:
 @functools.cache  # every measurement asks, and each answer is a file read and parsed
 def _installed() -> dict[str, str]:
     return {name: version(name) for name in ("lyapunov-prune", "torch", "transformers", "numpy", "scipy")}
+
+
+def table_text(frame: pd.DataFrame) -> str:
+    """`frame` as lines of plain text, numbers with four digits."""
+    return frame.to_string(index=False, float_format=lambda x: f"{x:.4g}", na_rep=MISSING)
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ class Result:
         return [in_python(line) for line in self.answer()]
 
     def __str__(self) -> str:
-        table = self.brief().to_string(index=False, float_format=lambda x: f"{x:.4g}")
+        table = table_text(self.brief())
         return "\n".join(filter(None, (*self._answer_in_python(), table, self.unshown("to_frame() has all"))))
 
     def __repr__(self) -> str:
@@ -172,7 +178,7 @@ class Result:
     def _repr_html_(self) -> str:
         """The same in a notebook."""
         lines = Markup("<br>").join(self._answer_in_python())
-        table = Markup(self.brief().to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}"))
+        table = Markup(self.brief().to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}", na_rep=MISSING))
         return Markup("<p>{}</p>{}<p>{}</p>").format(lines, table, self.unshown("to_frame() has all"))
 
     def plot(self) -> Any:

@@ -238,6 +238,11 @@ def test_a_result_prints_as_its_table_under_its_answer(one: Example) -> None:
     assert repr(headed) == str(headed)
 
 
+def test_a_number_that_there_is_not_is_a_dash(one: Example) -> None:
+    assert str(one).splitlines()[2].strip() == "–"
+    assert "<td>–</td>" in one._repr_html_()
+
+
 def test_what_is_printed_without_being_asked_for_is_short(one: Example) -> None:
     long = Headed(one.model, np.arange(1000.0), None, {})
     assert len(str(long).splitlines()) == ROWS + 3  # the answer, the header, and how many rows there are
