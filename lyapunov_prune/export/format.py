@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from lyapunov_prune.compression.compress import Compressed
     from lyapunov_prune.compression.report import CompressionReport
     from lyapunov_prune.data.examples import Examples
+    from lyapunov_prune.mending.report import MendReport
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.gate import GateReport
     from lyapunov_prune.pruning.operation import Operation
     from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.pruning.provenance import Provenance
     from lyapunov_prune.results.result import Result
 
 
@@ -55,6 +57,12 @@ class Format(Choice):
     symmetric: ClassVar[bool] = False  # rounding takes grids around 0: zero points do not load packed
     keeps_dense: ClassVar[bool] = False
 
+    def require_names(self, source: str, target: Path) -> None:
+        """Raise LyapunovPruneError unless what the model `source` is pruned to can be written to `target`."""
+        from lyapunov_prune.results.files import require_empty
+
+        require_empty(target)
+
     def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
         """Raise LyapunovPruneError for a plan that the format cannot hold, before anything is fitted."""
 
@@ -76,6 +84,29 @@ class Format(Choice):
         Raises CheckFailed when what was saved fails the gate: `folder` must be one that goes then (`whole_folder`).
         """
         raise NotImplementedError
+
+    def write_cut(
+        self,
+        target: Path,
+        decoder: Decoder,
+        pruned: Decoder,
+        tokenizer: PreTrainedTokenizerBase | None,
+        operation: Operation,
+        batch: Examples | None,
+        mended: MendReport | None,
+    ) -> Provenance:
+        """Write what `save` saves to the folder `target`, with its card and provenance, whole or not at all.
+
+        Raises CheckFailed when what was saved fails the gate, and LyapunovPruneError when the disk refuses.
+        """
+        from lyapunov_prune.pruning.provenance import describe
+        from lyapunov_prune.results.files import whole_folder
+
+        assert self.card is not None
+        with whole_folder(target) as folder:
+            gate = self.save(folder, decoder, pruned, tokenizer, operation, batch)
+            structure = decoder.structure
+            return describe(folder, operation.plan, gate, structure, pruned.model, stored=self.card, mended=mended)
 
     def require_method(self, asked: Asked) -> None:
         """Raise LyapunovPruneError for a compression whose result the format cannot hold, before a model is loaded."""

@@ -23,8 +23,7 @@ from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.provenance import Provenance, describe
-from lyapunov_prune.results.files import require_empty, whole_folder
+from lyapunov_prune.pruning.provenance import Provenance
 
 
 @checked
@@ -56,7 +55,7 @@ def write_pruned(
     LyapunovPruneError for a format that cannot hold the plan, for activations or mending without a `batch`, for gaps
     that cannot be mended, when the target is not empty or the disk refuses; either way nothing is left at `target`.
     """
-    require_empty(target)
+    FORMATS.make(format).require_names(model_of(model).config._name_or_path, Path(target))
     require_whole(model_of(model))
     decoder = plain(model, wrap_any)
     plan.require_model(decoder)
@@ -84,10 +83,7 @@ def write_pruned(
     pruned = stored.cut(decoder, operation)
     # Had the cut written into what both share, the gate would hold the fault against itself.
     plan.require_model(decoder)
-    assert stored.card is not None  # `_format_for`
-    with whole_folder(target) as folder:
-        gate = stored.save(folder, decoder, pruned, tokenizer, operation, batch)
-        return describe(folder, plan, gate, decoder.structure, pruned.model, stored=stored.card, mended=mended)
+    return stored.write_cut(Path(target), decoder, pruned, tokenizer, operation, batch, mended)
 
 
 def _mended_by(plan: PruningPlan, batch: Examples | None, stored: Format) -> TokenBatch:

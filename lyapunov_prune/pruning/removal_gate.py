@@ -77,6 +77,15 @@ def check_removal(
     checkpoint: str | Path | None = None,
 ) -> GateReport:
     """`verify_removal` of a model that was made by `operation`."""
+    gate, checks = removal_gate(original, pruned, operation, batch)
+    on_files: dict[str, OnFiles] = {RELOADED: gate.reloads, COUNTED: lambda folder: _counted(gate, operation, folder)}
+    return gate.report(checks, on_files, checkpoint)
+
+
+def removal_gate(
+    original: Decoder, pruned: Decoder, operation: Operation, batch: Tokens | None
+) -> tuple[Gate, dict[str, Check]]:
+    """The gate of a removal, and those of its checks that ask for no files."""
     gate = Gate(
         original,
         pruned,
@@ -90,8 +99,7 @@ def check_removal(
         checks[PICTURED] = lambda: _same_with_picture(gate, operation)
     if operation.merged or operation.mends:
         checks[MERGED] = lambda: _within_rounding(gate, operation)
-    on_files: dict[str, OnFiles] = {RELOADED: gate.reloads, COUNTED: lambda folder: _counted(gate, operation, folder)}
-    return gate.report(checks, on_files, checkpoint)
+    return gate, checks
 
 
 def _same(gate: Gate, operation: Operation) -> GateCheck:

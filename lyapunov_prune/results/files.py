@@ -84,6 +84,45 @@ def whole_folder(target: str | Path, remedy: str = RETRY) -> Iterator[Path]:
     """
     require_empty(target)
     target = Path(target).resolve()  # "." has no name, and a link cannot be replaced by a folder
+    with _partial(target, remedy) as temporary:
+        yield temporary
+        _open_as_folder(temporary)
+        for path in (*temporary.rglob("*"), temporary):
+            _sync(path)
+        _put(temporary, target)
+        _sync(target.parent)
+
+
+@contextmanager
+def whole_file(target: str | Path) -> Iterator[Path]:
+    """A path of the name of `target`, in a temporary folder next to it, to write a large file to: `whole_folder` of it.
+
+    Raises LyapunovPruneError when the target exists, or the disk refuses.
+    """
+    require_absent(target)
+    target = Path(target).absolute()
+    with _partial(target, RETRY) as temporary:
+        yield temporary / target.name
+        _open_as_folder(temporary)
+        _sync(temporary / target.name)
+        require_absent(target)  # another process may have written it
+        os.replace(temporary / target.name, target)
+        _sync(target.parent)
+
+
+def require_absent(target: str | Path) -> None:
+    """Raise LyapunovPruneError unless nothing is at `target`, and a file can be put there."""
+    target = Path(target)
+    require_writable(target.parent)
+    if len(target.name.encode("utf-8", "replace")) > _LONGEST_NAME:
+        raise LyapunovPruneError(f"{target.name[:40]}… is too long to name a file; choose another --output")
+    if os.path.lexists(target):
+        raise LyapunovPruneError(f"{target} exists; choose another --output or delete it")
+
+
+@contextmanager
+def _partial(target: Path, remedy: str) -> Iterator[Path]:
+    """A temporary folder next to `target`, removed at the end, with the leftovers of killed processes."""
     temporary = target.parent / f".{target.name}{_PARTIAL}{secrets.token_hex(_RANDOM_BYTES)}"
     lock = FileLock(f"{temporary}.lock", timeout=0)
     try:
@@ -100,11 +139,6 @@ def whole_folder(target: str | Path, remedy: str = RETRY) -> Iterator[Path]:
         raise LyapunovPruneError(f"cannot write beside {target}: {told}; choose another place") from None
     try:
         yield temporary
-        _open_as_folder(temporary)
-        for path in (*temporary.rglob("*"), temporary):
-            _sync(path)
-        _put(temporary, target)
-        _sync(target.parent)
     except Exception as error:
         if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):  # of tokenizers
             raise

@@ -7,8 +7,9 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import gguf
@@ -40,31 +41,64 @@ def limit_file_size(size: int) -> None:
 WEIGHTS = "model.safetensors"
 
 
-def write_gguf(model: PreTrainedModel, path: Path, leave_out: str = "", *, packed: bool = False) -> Path:
-    """A Llama and its vocabulary as a GGUF file; `packed`: Q8_0 where a row is a whole number of its blocks."""
-    writer, config = gguf.GGUFWriter(path, "llama"), model.config
+# GGUF's name of an architecture that is not the model type, and the tensors that its files hold transposed.
+_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+_TRANSPOSED = {"gpt2": ("attn_qkv", "attn_output", "ffn_up", "ffn_down")}
+
+
+def write_gguf(
+    model: PreTrainedModel,
+    path: Path,
+    leave_out: str = "",
+    *,
+    packed: bool = False,
+    values: Mapping[str, Any] = MappingProxyType({}),
+    **split: int,
+) -> Path:
+    """A model and its vocabulary as a GGUF file; `packed`: Q8_0 where a row is a whole number of its blocks.
+
+    `values` are arrays and numbers for the header, under the architecture's name; `split` as GGUFWriter has it. The
+    numbers are written as they are, so that a file of a family whose numbers llama.cpp changes holds another model.
+    """
+    config = model.config
+    name = _ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, name, **split)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", config.num_attention_heads))
+    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", 1e-5))
+    writer.add_layer_norm_eps(getattr(config, "layer_norm_epsilon", 1e-5))
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(head)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
     writer.add_vocab_size(config.vocab_size)
+    for key, value in values.items():
+        add = writer.add_array if isinstance(value, list) else writer.add_uint32
+        add(f"{name}.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(VOCABULARY)
     writer.add_token_merges(["t h"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name != leave_out:
-            values, kind = tensor.numpy(), gguf.GGMLQuantizationType.Q8_0
-            blocks = packed and tensor.ndim == 2 and tensor.shape[1] % 32 == 0
+    writer.add_pad_token_id(0)
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    tied = model.config.tie_word_embeddings
+    for own, tensor in model.state_dict().items():
+        if own != leave_out and not (tied and own == "lm_head.weight"):
+            called = names.get_name(own, try_suffixes=(".weight", ".bias"))
+            turned = called.endswith(".weight") and any(part in called for part in _TRANSPOSED.get(name, ()))
+            numbers, kind = (tensor.T if turned else tensor).contiguous().numpy(), gguf.GGMLQuantizationType.Q8_0
+            blocks = packed and numbers.ndim == 2 and numbers.shape[1] % 32 == 0
             writer.add_tensor(
-                names.get_name(name, try_suffixes=(".weight",)),
-                gguf.quants.quantize(values, kind) if blocks else values,
+                called,
+                gguf.quants.quantize(numbers, kind) if blocks else numbers,
                 raw_dtype=kind if blocks else None,
             )
     writer.write_header_to_file()

@@ -24,6 +24,7 @@ from lyapunov_prune.results.files import (
     parsed,
     require_empty,
     require_writable,
+    whole_file,
     whole_folder,
     write_whole,
 )
@@ -35,6 +36,38 @@ def test_a_file_is_written_with_its_folders(tmp_path: Path) -> None:
     path = write_whole(tmp_path / "a/b.json", "ρ\n")
     assert path.read_text(encoding="utf-8") == "ρ\n"
     assert os.listdir(path.parent) == ["b.json"]
+
+
+def test_a_large_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "x.bin"
+
+    def half() -> None:
+        with whole_file(target) as path:
+            path.write_bytes(b"half")
+            disk_full()
+
+    with pytest.raises(LyapunovPruneError, match="nothing was left there"):
+        half()
+    assert os.listdir(tmp_path) == []
+    with whole_file(target) as path:
+        path.write_bytes(b"whole")
+        assert not target.exists()
+    assert (target.read_bytes(), os.listdir(tmp_path)) == (b"whole", ["x.bin"])
+    with pytest.raises(LyapunovPruneError, match="exists"), whole_file(target):
+        pytest.fail("opened")
+
+
+def test_a_large_file_does_not_replace_one_that_came_meanwhile(tmp_path: Path) -> None:
+    target = tmp_path / "x.bin"
+
+    def both() -> None:
+        with whole_file(target) as path:
+            path.write_bytes(b"mine")
+            target.write_bytes(b"theirs")
+
+    with pytest.raises(LyapunovPruneError, match="exists"):
+        both()
+    assert target.read_bytes() == b"theirs"
 
 
 def test_a_file_is_replaced(tmp_path: Path) -> None:

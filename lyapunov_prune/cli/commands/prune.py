@@ -113,7 +113,12 @@ def prune(
         require_ranks(by.goes_by, by.what, remove=remove, periods=keep_period)
     if (by.what == "activation") != (reduction is not None):
         raise LyapunovPruneError("--what activation and --reduction go together; give both or neither")
+    if output.suffix == ".gguf" and format != "gguf":
+        given.refuse(f"does not go with {output}, which is a GGUF file; leave it out", "format")
+        format = "gguf"
     stored = FORMATS.make(format)
+    if by.what != "layers" and stored.card is not None and not stored.card.parts:
+        raise LyapunovPruneError(f"--format {format} holds whole layers; leave out --what, or give another format")
     if mend and (by.what != "layers" or not stored.mends):
         raise LyapunovPruneError(
             "--mend closes the gaps of whole layers in a plain checkpoint; leave out --what and --format"
@@ -135,9 +140,8 @@ def prune(
     from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
     from lyapunov_prune.ranking.budget import remove_under_budget
     from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
-    from lyapunov_prune.results.files import require_empty
 
-    require_empty(output)
+    stored.require_names(model, output)
     why = "--stream" if stream else "--on-disk" if on_disk else ""
     if not why and not source.spread:
         why = too_large(model, resolve_device(source.device))
@@ -165,7 +169,7 @@ def prune(
         )
         if on_disk or stream:  # else it has said that the model does not fit there
             given.refuse("has no effect on what is pruned on disk; leave it out", "device")
-        _prune_on_disk(model, output, layers, plan_file, keep_period, source, as_json, full, why, stream)
+        _prune_on_disk(model, output, layers, plan_file, keep_period, source, as_json, full, why, stream, format)
         return
     if images is not None:
         assert plan_file is not None
@@ -252,26 +256,38 @@ def _prune_on_disk(
     full: bool,
     why: str,
     stream: bool,
+    format: str,
 ) -> None:
     from lyapunov_prune.checkpoints.outline import read_outline
     from lyapunov_prune.export.copied import prune_on_disk
+    from lyapunov_prune.export.gguf import gguf_identity, gguf_kinds, prune_gguf
     from lyapunov_prune.models.kinds import find_kinds
     from lyapunov_prune.models.loading import checkpoint_folder
     from lyapunov_prune.pruning.plan import PruningPlan
 
-    if model.endswith(".gguf"):
-        raise LyapunovPruneError(
-            f"{model} is no safetensors file, and only those are pruned on disk; leave out --on-disk"
-        )
-    outline = read_outline(checkpoint_folder(model), model, text_only=source.text_only)
+    outline = None
+    if format == "gguf":
+        if stream:
+            raise LyapunovPruneError("--stream reads safetensors, and a GGUF file is copied; give --on-disk instead")
+        identity = gguf_identity(model, planned=plan_file is not None)
+    elif model.endswith(".gguf"):
+        raise LyapunovPruneError(f"{model} is pruned on disk as a GGUF file; end --output in .gguf")
+    else:
+        outline = read_outline(checkpoint_folder(model), model, text_only=source.text_only)
+        identity = outline.identity
     if layers is not None:
-        plan = PruningPlan.given(outline.identity, layer_indices("--layers", layers))
+        plan = PruningPlan.given(identity, layer_indices("--layers", layers))
     else:
         assert plan_file is not None
-        plan = _plan_for(outline.identity, _read_plan(plan_file))
+        plan = _plan_for(identity, _read_plan(plan_file))
+        plan.require_model(identity)
     if keep_period:
-        plan.require_periods(find_kinds(outline.structure).require_period())
-    provenance = prune_on_disk(outline, plan, output, stream=stream)
+        kinds = find_kinds(outline.structure) if outline is not None else gguf_kinds(model)
+        plan.require_periods(kinds.require_period())
+    if outline is not None:
+        provenance = prune_on_disk(outline, plan, output, stream=stream)
+    else:
+        provenance = prune_gguf(model, plan, output)
     if not as_json:
         read = "on files, and on logits of streamed models" if stream else "on files"
         say(f"Pruned on disk ({why}); the gate's checks {read}:")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.format import Format
@@ -32,9 +32,9 @@ class Plain(Format):
     help = "dense matrices of the same size; parts that go become zeros"
     reference = "transformers"
     readers = "transformers, and engines that run the original"
-    units = ("sparsity", "rank", "bits")
+    units: ClassVar[tuple[str, ...]] = ("sparsity", "rank", "bits")
     card = PLAIN
-    streamed = ("prune", "compress")
+    streamed: ClassVar[tuple[str, ...]] = ("prune", "compress")
     mends = True
 
     def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:

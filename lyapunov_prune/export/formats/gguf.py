@@ -1,0 +1,60 @@
+"""The GGUF format: the file that the model was read from, without the layers that went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from lyapunov_prune.export.formats.plain import Plain
+from lyapunov_prune.pruning.stored import Stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lyapunov_prune.data.examples import Examples
+    from lyapunov_prune.mending.report import MendReport
+    from lyapunov_prune.models.decoder import Decoder
+    from lyapunov_prune.pruning.operation import Operation
+    from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.pruning.provenance import Provenance
+
+
+@dataclass(frozen=True)
+class GGUF(Plain):
+    """Kept tensors are the bytes of the original's, in whatever quantisation; what mending changed is rounded anew."""
+
+    name = "gguf"
+    help = "MODEL's .gguf file without the layers, copied byte for byte"
+    reference = "GGUF, llama.cpp"
+    readers = "llama.cpp and what is built on it, this package"
+    units: ClassVar[tuple[str, ...]] = ()
+    card = Stored("gguf", {}, engines=True)
+    streamed: ClassVar[tuple[str, ...]] = ("prune",)
+
+    def require_names(self, source: str, target: Path) -> None:
+        from lyapunov_prune.export.gguf import require_file, source_file
+
+        source_file(source)
+        require_file(target)
+
+    def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
+        from lyapunov_prune.export.gguf import require_gguf
+
+        require_gguf(decoder.model.config._name_or_path, plan)
+
+    def write_cut(
+        self,
+        target: Path,
+        decoder: Decoder,
+        pruned: Decoder,
+        tokenizer: PreTrainedTokenizerBase | None,
+        operation: Operation,
+        batch: Examples | None,
+        mended: MendReport | None,
+    ) -> Provenance:
+        from lyapunov_prune.data.images import ImageBatch
+        from lyapunov_prune.export.gguf import save_gguf
+
+        assert not isinstance(batch, ImageBatch)  # a classifier of images is read from no GGUF file
+        return save_gguf(target, decoder, pruned, operation, batch, mended)

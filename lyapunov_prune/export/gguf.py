@@ -1,0 +1,246 @@
+"""GGUF to GGUF: what stays of a model is copied byte for byte out of the file that it was read from.
+
+Only tensors that mending or healing changed are written anew, each in its own quantisation. The header follows the
+layers (`models.gguf_layers`), and says where the file came from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+
+from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, changed_setting
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.disk_gate import KEYS, PLACED
+from lyapunov_prune.forward.kept import KeptLogits
+from lyapunov_prune.forward.logits import SAME_LIMIT
+from lyapunov_prune.mending.report import MendReport
+from lyapunov_prune.models.cache import BUILTIN, Entry, builtin_place
+from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, gguf_file, read_gguf, stored_history
+from lyapunov_prune.models.gguf_copy import Anew, Piece, pieces_of, rewrite_text, same_bytes, write_pieces
+from lyapunov_prune.models.gguf_header import Header, Value, read_header, text
+from lyapunov_prune.models.gguf_layers import full_attention, values_without
+from lyapunov_prune.models.gguf_tensors import rounded
+from lyapunov_prune.models.kinds import LayerKinds
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.progress import warn
+from lyapunov_prune.pruning.counting import renamed
+from lyapunov_prune.pruning.gate import CACHED, SKIPPED, Gate, GateReport, OnFiles, attempt
+from lyapunov_prune.pruning.operation import Operation
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import Provenance, require_passed
+from lyapunov_prune.pruning.removal_gate import removal_gate
+from lyapunov_prune.results.files import require_absent, require_disk, whole_file
+from lyapunov_prune.results.history import History, Step, history_of
+from lyapunov_prune.results.result import ModelIdentity, Result, versions
+
+SUFFIX = ".gguf"
+_ROOM = 8192  # bytes for what the checks of the file will say
+
+
+def source_file(name: str) -> Path:
+    """The GGUF file that the model `name` is read from; raises LyapunovPruneError for one of another kind of file."""
+    source = gguf_file(name)
+    if source is None:
+        raise LyapunovPruneError(
+            f"{name} is read from no GGUF file, and a new one is made of the header and bytes of one; give a .gguf "
+            "file, or write it plain and convert that with llama.cpp's convert_hf_to_gguf.py"
+        )
+    return source
+
+
+def require_gguf(name: str, plan: PruningPlan) -> Header:
+    """The header of the file that the model `name` was read from.
+
+    Raises LyapunovPruneError for a model of another kind of file, and a plan that llama.cpp's header cannot express.
+    """
+    source = source_file(name)
+    if plan.drops_parts:
+        raise LyapunovPruneError("a GGUF file loses whole layers, and this plan drops parts of layers; leave those out")
+    header = read_header(source)
+    values_without(header, plan.kept)
+    return header
+
+
+def require_file(target: str | Path) -> None:
+    """Raise LyapunovPruneError unless a GGUF file can be written to `target`."""
+    if not str(target).endswith(SUFFIX):
+        raise LyapunovPruneError(f"{target} is no name of a GGUF file; end --output in {SUFFIX}")
+    require_absent(target)
+
+
+def gguf_identity(name: str, *, planned: bool) -> ModelIdentity:
+    """Which model the GGUF file of `name` holds, from its header; for a plan by its weights.
+
+    Weights are known of what was dequantised before, as ranking does: raises LyapunovPruneError where it was not.
+    """
+    source = source_file(name)
+    if planned:
+        folder = builtin_place() if name == BUILTIN else Entry(source).folder
+        if not (folder / "config.json").is_file():
+            raise LyapunovPruneError(
+                f"a plan tells its model by dequantised weights, and those of {name} are not in the cache; give "
+                "--layers, or leave out --on-disk"
+            )
+        return read_outline(folder, name).identity
+    header = read_header(source)
+    shapes = sorted((tensor.name, tensor.dims) for tensor in header.tensors)
+    return ModelIdentity(
+        name=name,
+        model_type=header.architecture,
+        num_layers=header.layers,
+        parameters=sum(prod(dims) for _, dims in shapes),
+        architecture=hashlib.sha256(repr(shapes).encode()).hexdigest(),
+        weights={},
+    )
+
+
+def gguf_kinds(name: str) -> LayerKinds:
+    """The kinds of the layers in the GGUF file of `name`, as its header tells them."""
+    header = read_header(source_file(name))
+    full = full_attention(header) or (True,) * header.layers
+    return LayerKinds(tuple(int(each) for each in full))
+
+
+def prune_gguf(name: str, plan: PruningPlan, target: str | Path) -> Provenance:
+    """Remove the layers of `plan` from the GGUF file of the model `name` into the file `target`, with no model loaded.
+
+    Raises as `save_gguf`. The provenance names the checks that ask for logits, which are not made.
+    """
+    require_file(target)
+    header = require_gguf(name, plan)
+    if header.layers != plan.model.num_layers:
+        raise LyapunovPruneError(f"the plan is of {plan.model.num_layers} layers, and {name} has {header.layers}")
+    history = History((*stored_history(header).steps, Step("prune", name, plan.measured_on)))
+    provenance = _provenance(plan, GateReport(()), (SKIPPED, CACHED, RELOADED), None)
+    return _written(target, header, {}, history, provenance, {})
+
+
+@in_eval_mode
+@torch.no_grad()
+def save_gguf(
+    target: str | Path,
+    decoder: Decoder,
+    pruned: Decoder,
+    operation: Operation,
+    batch: TokenBatch | None,
+    mended: MendReport | None,
+) -> Provenance:
+    """Write `pruned`, which `operation` made of `decoder`, to the file `target`: its file without the layers that went.
+
+    Tensors that differ from those of `decoder` are rounded as the file rounds them, in `pruned` too. Raises CheckFailed
+    when the removal or the file fails the gate, and LyapunovPruneError for a target that exists, or where the disk
+    refuses; either way nothing is left there.
+    """
+    plan = operation.plan
+    header = require_gguf(decoder.model.config._name_or_path, plan)
+    gate, checks = removal_gate(decoder, pruned, operation, batch)
+    report = gate.report(checks, {}, target)
+    require_passed(report)
+    anew = _anew(decoder, pruned, header, plan)
+    history, provenance = history_of(pruned.model), _provenance(plan, report, (), mended)
+    return _written(target, header, anew, history, provenance, {RELOADED: lambda file: _reloads(gate, file)})
+
+
+def _provenance(plan: PruningPlan, gate: GateReport, not_run: tuple[str, ...], mended: MendReport | None) -> Provenance:
+    return Provenance(plan.model.name, plan.kept, plan, gate, versions(), not_run, "gguf", mended)
+
+
+def _written(
+    target: str | Path,
+    header: Header,
+    anew: Mapping[str, Anew],
+    history: History,
+    draft: Provenance,
+    checks: Mapping[str, OnFiles],
+) -> Provenance:
+    """Write `target`, put the file through its own checks and these, and let it say how they went."""
+    plan = draft.plan
+    values = values_without(header, plan.kept) | {
+        HISTORY_KEY: text(_as_json(history)),
+        PROVENANCE_KEY: text(" " * (len(_as_json(draft)) + _ROOM)),  # filled when the checks are made
+    }
+    pieces = pieces_of(header, plan.kept, anew)
+    size = sum(piece.size for piece in pieces)
+    require_disk(Path(target).parent, size, "the tensors of the pruned model")
+    with whole_file(target) as file:
+        places = write_pieces(file, values, pieces, header.alignment)
+        own: dict[str, OnFiles] = {
+            KEYS: lambda file: _keys_check(file, values),
+            PLACED: lambda file: _places_check(header, file, plan, anew),
+        }
+        found = [attempt(name, partial(check, file)) for name, check in (own | dict(checks)).items()]
+        report = replace(draft.gate, checks=(*draft.gate.checks, *found))
+        require_passed(report)
+        provenance = replace(draft, gate=report)
+        rewrite_text(file, places[PROVENANCE_KEY], values[PROVENANCE_KEY], _as_json(provenance))
+    return provenance
+
+
+def _as_json(result: Result) -> str:
+    return json.dumps(result.to_json(), separators=(",", ":"), allow_nan=False)
+
+
+def _anew(decoder: Decoder, pruned: Decoder, header: Header, plan: PruningPlan) -> dict[str, Anew]:
+    """What `pruned` does not hold as `decoder` does, as it will stand in the file. Rounds it in `pruned` too."""
+    after, changed = pruned.model.state_dict(), {}
+    for name, tensor in decoder.model.state_dict().items():
+        new = renamed(name, decoder.structure, plan)
+        if new is not None and after[new].data_ptr() != tensor.data_ptr() and not torch.equal(after[new], tensor):
+            changed[new] = after[new]
+    if not changed:
+        return {}
+    before = {piece.name: piece.source for piece in pieces_of(header, plan.kept, {})}
+    made = rounded(pruned.model, changed, before)
+    for own, each in zip(changed, made, strict=True):
+        changed[own].copy_(each.back)
+    kinds = ", ".join(f"{each.name} ({each.quantisation})" for each in made)
+    warn(f"{len(made)} tensors changed and are written anew: {kinds}; the others are copied byte for byte")
+    return {each.name: each.anew for each in made}
+
+
+def _reloads(gate: Gate, file: Path) -> GateCheck:
+    """Whether what is read from `file`, as any GGUF file is, is the model that was written."""
+    model = gate.result.model
+    again = read_gguf(file, {"dtype": model.dtype, "device_map": str(model.device)})
+    limit, wrong = SAME_LIMIT[model.dtype], changed_setting(gate.result.layers, again.layers)
+    if wrong:
+        return GateCheck(RELOADED, False, float("inf"), limit, wrong)
+    worst = KeptLogits(again, gate.inputs).deviation(KeptLogits(gate.result, gate.inputs))
+    return GateCheck(RELOADED, worst <= limit, worst, limit, "logits of what is read from the file")
+
+
+def _keys_check(file: Path, values: Mapping[str, Value]) -> GateCheck:
+    written = read_header(file)
+    wrong = [key for key in values.keys() | written.values.keys() if written.values.get(key) != values.get(key)]
+    detail = f"{min(wrong)} is not what was written" if wrong else f"{len(values)} keys, {written.layers} layers"
+    return GateCheck(KEYS, not wrong, len(wrong), 0.0, detail)
+
+
+def _places_check(header: Header, file: Path, plan: PruningPlan, anew: Mapping[str, Anew]) -> GateCheck:
+    """Whether every tensor of `file` holds the bytes of the layer that it was, and none is missing."""
+    was = {tensor.name: tensor for tensor in header.tensors}
+    stay = {name for name, tensor in was.items() if tensor.layer is None or tensor.layer in plan.kept}
+    wrong, found = [], set()
+    for tensor in read_header(file).tensors:
+        name = tensor.name if tensor.layer is None else tensor.named_in(plan.kept[tensor.layer])
+        found.add(name)
+        if name not in stay or not same_bytes(Piece(tensor.name, was[name], anew.get(tensor.name)), tensor):
+            wrong.append(tensor.name)
+    if wrong or found != stay:
+        lacks = min(wrong or stay - found)
+        return GateCheck(PLACED, False, len(wrong), 0.0, f"{lacks} does not hold the bytes of the original")
+    size = sum(was[name].size for name in stay)
+    detail = f"{len(stay) - len(anew)} tensors byte for byte, {len(anew)} written anew"
+    total = sum(tensor.size for tensor in was.values())
+    return GateCheck(PLACED, True, 0.0, 0.0, f"{detail}; {1 - size / total:.0%} of all bytes went")

@@ -1,0 +1,134 @@
+"""A GGUF file written from the bytes of another: kept tensors are copied as they are, whatever their quantisation."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.gguf_header import MAGIC, STRING, VERSION, Header, Tensor, Value, text
+
+_BUFFER = 2**22
+
+
+@dataclass(frozen=True)
+class Anew:
+    """The numbers of a tensor that are not copied: its quantisation, as GGUF numbers it, and its bytes."""
+
+    kind: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor to write: its new name, the one whose shape it has, and its bytes where they are not that one's."""
+
+    name: str
+    source: Tensor
+    anew: Anew | None = None
+
+    @property
+    def kind(self) -> int:
+        return self.source.kind if self.anew is None else self.anew.kind
+
+    @property
+    def size(self) -> int:
+        return self.source.size if self.anew is None else len(self.anew.data)
+
+
+def pieces_of(header: Header, kept: Sequence[int], anew: Mapping[str, Anew]) -> list[Piece]:
+    """The tensors of a file of the layers `kept`, which are numbered anew; `anew` goes by the new names."""
+    number = {old: new for new, old in enumerate(kept)}
+    named = [(t.name if t.layer is None else t.named_in(number[t.layer]), t) for t in header.tensors if _stays(t, kept)]
+    return [Piece(name, tensor, anew.get(name)) for name, tensor in named]
+
+
+def _stays(tensor: Tensor, kept: Sequence[int]) -> bool:
+    return tensor.layer is None or tensor.layer in kept
+
+
+def write_pieces(path: Path, values: Mapping[str, Value], pieces: Sequence[Piece], alignment: int) -> dict[str, int]:
+    """Write a GGUF file. Returns where the bytes of each value begin. Memory: the header and one buffer.
+
+    Raises LyapunovPruneError when the files that are copied from end too early.
+    """
+    head, places = bytearray(MAGIC + struct.pack("<IQQ", VERSION, len(pieces), len(values))), {}
+    for key, value in values.items():
+        head += text(key).raw + struct.pack("<I", value.kind)
+        places[key] = len(head)
+        head += value.raw
+    offset = 0
+    for piece in pieces:
+        dims = piece.source.dims
+        head += text(piece.name).raw + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, piece.kind, offset)
+        offset += piece.size + _padding(piece.size, alignment)
+    head += bytes(_padding(len(head), alignment))
+    opened: dict[Path, BinaryIO] = {}
+    buffer = memoryview(bytearray(_BUFFER))
+    try:
+        with path.open("xb", buffering=0) as out:
+            _write(out, memoryview(head))
+            for piece in pieces:
+                if piece.anew is not None:
+                    _write(out, memoryview(piece.anew.data))
+                else:
+                    if piece.source.file not in opened:
+                        opened[piece.source.file] = piece.source.file.open("rb", buffering=0)
+                    _copy(opened[piece.source.file], out, piece.source, buffer)
+                _write(out, memoryview(bytes(_padding(piece.size, alignment))))
+    finally:
+        for file in opened.values():
+            file.close()
+    return places
+
+
+def rewrite_text(path: Path, place: int, old: Value, new: str) -> None:
+    """Put `new` in the place of the text `old`, which is at least as long; spaces fill the rest."""
+    assert old.kind == STRING
+    room, encoded = len(old.raw) - 8, new.encode("utf-8", "replace")
+    if len(encoded) > room:
+        raise ValueError(f"{len(encoded)} bytes do not fit into {room}")
+    with path.open("r+b") as file:
+        file.seek(place + 8)
+        file.write(encoded.ljust(room))
+
+
+def same_bytes(piece: Piece, written: Tensor) -> bool:
+    """Whether `written` holds the bytes that `piece` is copied from, or those written anew."""
+    if (written.kind, written.dims, written.size) != (piece.kind, piece.source.dims, piece.size):
+        return False
+    with written.file.open("rb", buffering=0) as now, piece.source.file.open("rb", buffering=0) as was:
+        now.seek(written.start)
+        was.seek(piece.source.start)
+        if piece.anew is not None:
+            return now.read(piece.size) == piece.anew.data
+        left = piece.size
+        while left:
+            size = min(left, _BUFFER)
+            if now.read(size) != was.read(size):
+                return False
+            left -= size
+    return True
+
+
+def _copy(source: BinaryIO, out: BinaryIO, tensor: Tensor, buffer: memoryview) -> None:
+    source.seek(tensor.start)
+    left = tensor.size
+    while left:
+        got = source.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]
+        if not got:
+            raise LyapunovPruneError(f"{tensor.file} ends inside {tensor.name}; fetch it again")
+        _write(out, buffer[:got])
+        left -= got
+
+
+def _write(out: BinaryIO, data: memoryview) -> None:
+    while data:  # an unbuffered file may take less than it is given
+        data = data[out.write(data) :]
+
+
+def _padding(size: int, alignment: int) -> int:
+    return -size % alignment

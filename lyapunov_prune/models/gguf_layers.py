@@ -1,0 +1,119 @@
+"""What the header of a GGUF file says of single layers, and what is left of it without some of them.
+
+An array with one item for every layer speaks of layers, whatever its key. What an engine works out from a layer's
+number stands in no array: `_ENGINE` says for which architectures llama.cpp does that, and how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.gguf_header import Header, Value, number
+
+# Arrays under the architecture's name that do not speak of layers.
+_OTHER_ARRAYS = ("rope.dimension_sections", "classifier.output_labels")
+# Numbers that say which layers are of which kind, by their place.
+_BY_PLACE = (
+    *("leading_dense_block_count", "moe_every_n_layers", "nextn_predict_layers", "n_deepstack_layers"),
+    *("interleave_moe_layer_step", "full_attention_interval", "attention.shared_kv_layers", "rescale_every_n_layers"),
+)
+_PATTERN = "attention.sliding_window_pattern"
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """How llama.cpp tells the layers of an architecture apart.
+
+    Every `period`-th layer sees all tokens and the others a window, unless `attention.sliding_window_pattern` says
+    another period; None: by nothing. A model of `scaled` layers computes with another scale than one of fewer.
+    """
+
+    period: int | None = None
+    scaled: int | None = None
+
+
+_ENGINE: Mapping[str, _Engine] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "gemma", "phi3"), _Engine()),
+    **dict.fromkeys(("gpt2", "bloom", "falcon", "starcoder2", "stablelm", "nemotron", "mamba"), _Engine()),
+    **dict.fromkeys(("lfm2", "deci"), _Engine()),
+    "gemma2": _Engine(2, scaled=46),
+    "gemma3": _Engine(6, scaled=62),
+    "gpt-oss": _Engine(2),
+}
+
+
+def full_attention(header: Header) -> tuple[bool, ...] | None:
+    """Which layers see all tokens, where the others see a window; None where they are not told apart.
+
+    Raises LyapunovPruneError for an array of another length than the number of layers.
+    """
+    name, engine = header.architecture, _ENGINE.get(header.architecture)
+    told = header.read(f"{name}.{_PATTERN}")
+    if isinstance(told, list):
+        if len(told) != header.layers:
+            raise _wrong_length(header, f"{name}.{_PATTERN}", len(told))
+        return tuple(not windowed for windowed in told)
+    known = None if engine is None else engine.period
+    period = known if told is None else int(told)
+    return None if period is None else _repeated(period, header.layers)
+
+
+def values_without(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
+    """The values of `header` for a file of the layers `kept` alone.
+
+    Raises LyapunovPruneError where a header of llama.cpp cannot say which layers are left.
+    """
+    name, layers = header.architecture, header.layers
+    engine = _ENGINE.get(name)
+    if engine is None:
+        raise LyapunovPruneError(
+            f"how llama.cpp tells the layers of {name} apart is not known here; load it, and leave out --format gguf"
+        )
+    if engine.scaled is not None and (layers == engine.scaled) != (len(kept) == engine.scaled):
+        raise LyapunovPruneError(
+            f"llama.cpp scales the attention of {name} by its number of layers, {engine.scaled} or not; keep it so"
+        )
+    values = {}
+    for key, value in header.values.items():
+        own = key.removeprefix(f"{name}.")
+        if key == own or value.length is None or own in _OTHER_ARRAYS:
+            if own in _BY_PLACE and key != own and value.read():
+                raise LyapunovPruneError(f"{key} says by their numbers which layers differ; not pruned as GGUF")
+            values[key] = value
+        elif value.length != layers:
+            raise _wrong_length(header, key, value.length)
+        else:
+            values[key] = value.picked(kept)
+    values[f"{name}.block_count"] = number(len(kept))
+    return values | _period_of(header, engine, kept)
+
+
+def _period_of(header: Header, engine: _Engine, kept: tuple[int, ...]) -> dict[str, Value]:
+    """The period that says of the layers `kept` what they were, where it is another than that of `header`."""
+    key = f"{header.architecture}.{_PATTERN}"
+    told, full = header.read(key), full_attention(header)
+    if full is None or isinstance(told, list):
+        return {}
+    wanted = tuple(full[layer] for layer in kept)
+    now = told if told is not None else engine.period
+    assert now is not None
+    for period in (now, *range(len(kept) + 1)):
+        if _repeated(period, len(kept)) == wanted:
+            return {} if period == now else {key: number(period)}
+    raise LyapunovPruneError(
+        f"llama.cpp reads one period for the windows of {header.architecture}, and no period fits the layers that "
+        "stay; give --keep-period, or --layers at equal distances"
+    )
+
+
+def _repeated(period: int, layers: int) -> tuple[bool, ...]:
+    """Of period 0 no layer sees all tokens, as llama.cpp has it."""
+    return tuple(period > 0 and layer % period == period - 1 for layer in range(layers))
+
+
+def _wrong_length(header: Header, key: str, length: int) -> LyapunovPruneError:
+    return LyapunovPruneError(
+        f"{key} in {header.path} holds {length} values, and the model has {header.layers} layers; fetch it again"
+    )
