@@ -60,4 +60,4 @@ docs: install
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -c docs -d build/doctrees . build
 
 clean:
-	rm -rf .venv build docs/api runs .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv build jupyter_execute docs/api runs .pytest_cache .hypothesis .mypy_cache .ruff_cache
