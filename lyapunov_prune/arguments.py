@@ -39,6 +39,13 @@ class Range(NamedTuple):
         return f"{least} to {'less than ' * self.below}{self.most}"
 
 
+class Parsed(NamedTuple):
+    """`Annotated[T, Parsed(kind, make)]`: a caller gives a `kind`, and `checked` hands the function `make` of it."""
+
+    kind: Any
+    make: Callable[[Any], Any]
+
+
 MOST_SEED = 2**32 - 1  # torch and numpy take it, also multiplied by the number of a window
 Seed = Annotated[int, Range(0, MOST_SEED)]
 Count = Annotated[int, Range(1)]
@@ -48,6 +55,8 @@ Share = Annotated[float, Range(0, 1)]
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator that raises LyapunovPruneError for an argument that does not match its annotation.
+
+    An argument whose annotation is `Parsed` is replaced by what it is parsed to, once all arguments match.
 
     Numbers of numpy count as numbers; True, NaN and infinity do not, and neither does a number outside its `Range`
     (arrays may contain NaN for unknown values). Any collection except text counts as a sequence. Any module counts as a
@@ -60,14 +69,18 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
+        bound = signature.bind_partial(*args, **kwargs)
+        for name, value in bound.arguments.items():
             hint, kind = hints().get(name, Any), signature.parameters[name].kind
             further = value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
             for told, given in further.items():
                 if not (fits(given, hint) and is_finite(given)):
                     wanted = words(hint) if is_finite(given) else "a finite number"
                     raise LyapunovPruneError(f"{function.__name__}: {told} is {_shown(given)}; give {wanted}")
-        return function(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            if parsed := _parsed(hints().get(name)):
+                bound.arguments[name] = parsed.make(value)
+        return function(*bound.args, **bound.kwargs)
 
     return run
 
@@ -89,6 +102,8 @@ def fits(value: Any, hint: Any) -> bool:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or origin is Literal:
         return True
+    if parsed := _parsed(hint):
+        return fits(value, parsed.kind)
     if origin is Annotated:
         return fits(value, inner[0]) and all(r.holds(value) for r in inner[1:] if isinstance(r, Range))
     if origin in (Union, UnionType):
@@ -118,6 +133,8 @@ def fits(value: Any, hint: Any) -> bool:
 def words(hint: Any) -> str:
     """An annotation in words: `int or None`, `several int`, `int from 0 to 9`."""
     origin, inner = get_origin(hint), get_args(hint)
+    if parsed := _parsed(hint):
+        return words(parsed.kind)
     if origin is Annotated:
         return " ".join((words(inner[0]), *(r.words() for r in inner[1:] if isinstance(r, Range))))
     if origin in (Union, UnionType):
@@ -131,6 +148,11 @@ def words(hint: Any) -> str:
     if origin in (Sequence, Iterable):
         return f"several {words(inner[0])}"
     return "None" if hint is NoneType else getattr(hint, "__name__", str(hint))
+
+
+def _parsed(hint: Any) -> Parsed | None:
+    """What the annotation `hint` says of parsing; None where an argument is handed on as it is."""
+    return next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Parsed)), None)
 
 
 def _shown(value: Any) -> str:

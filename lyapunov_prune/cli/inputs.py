@@ -50,7 +50,7 @@ def load_inputs(
         given.refuse("has no effect on --stream, which takes all windows together; leave it out", "batch_size")
     loaded = source.load(model, merge_adapter=merge_adapter, stream=stream)
     if plan is not None:
-        plan.require_model(loaded.model)
+        plan.require_model(loaded.identity)
     require_context(loaded.structure, text.context)
     return loaded, text.load(loaded, split)
 

@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.decoder import Model, model_of, wrap
-from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import Structure, identify
 from lyapunov_prune.results.overlap import fingerprint, run_hashes, shared_tokens
 from lyapunov_prune.results.result import MeasuredOn, versions
@@ -124,17 +122,8 @@ def rows_measured_on(
 Tokens = TokenBatch | torch.Tensor | Mapping[str, Any] | DataLoader
 
 
-def as_batch(model: Model, batch: Tokens) -> TokenBatch:
-    """A checked batch for `model`: two-dimensional ids inside its vocabulary and its context.
-
-    Raises LyapunovPruneError otherwise, for a streamed model, and as `wrap`.
-    """
-    require_not_streamed(model_of(model))
-    return checked_batch(wrap(model).structure, batch)
-
-
 def checked_batch(structure: Structure, batch: Tokens) -> TokenBatch:
-    """As `as_batch`, for a model whose structure is known."""
+    """Two-dimensional ids inside the model's vocabulary and its context; raises LyapunovPruneError for others."""
     if not isinstance(batch, TokenBatch):
         batch = TokenBatch(_ids_of(batch), text="token ids", split="all", bos=None)
     if batch.ids.ndim != 2 or batch.ids.shape[0] == 0 or batch.ids.shape[1] < 2:

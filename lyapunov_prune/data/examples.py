@@ -6,29 +6,28 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import require_least
-from lyapunov_prune.data.batch import TokenBatch, Tokens, as_batch
+from lyapunov_prune.data.batch import TokenBatch, Tokens, checked_batch
 from lyapunov_prune.data.images import ImageBatch, checked_images
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.classifiers import looks_at_images
-from lyapunov_prune.models.decoder import Model, model_of
+from lyapunov_prune.models.decoder import Decoder
 
 # Both give `len(examples)` items, `item(i)` one input of the model without the dimension of the batch,
 # `take(indices)`, `text_hash`, `shared_with` and `measured_on`.
 Examples = TokenBatch | ImageBatch
 
 
-def as_examples(model: Model, examples: Examples | Tokens) -> Examples:
-    """Checked examples for `model`: tokens, or their ids, for a decoder and images for an image classifier.
+def as_examples(decoder: Decoder, examples: Examples | Tokens) -> Examples:
+    """Checked examples for a model: tokens, or their ids, for a decoder and images for an image classifier.
 
-    Raises LyapunovPruneError for examples of the other kind, and as `as_batch` and `checked_images`.
+    Raises LyapunovPruneError for examples of the other kind, and as `checked_batch` and `checked_images`.
     """
+    model = decoder.model
     if isinstance(examples, ImageBatch):
-        return checked_images(model_of(model), examples)
-    if looks_at_images(model_of(model)):
-        raise LyapunovPruneError(
-            f"{type(model_of(model)).__name__} looks at images and was given tokens; give an ImageBatch"
-        )
-    return as_batch(model, examples)
+        return checked_images(model, examples)
+    if looks_at_images(model):
+        raise LyapunovPruneError(f"{type(model).__name__} looks at images and was given tokens; give an ImageBatch")
+    return checked_batch(decoder.structure, examples)
 
 
 def model_inputs(model: PreTrainedModel, examples: Examples, batch_size: int) -> list[torch.Tensor]:

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.classifiers import image_shape, looks_at_images
-from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.results.overlap import Fingerprint
 from lyapunov_prune.results.result import MeasuredOn, versions
@@ -108,9 +107,8 @@ class ImageBatch:
 def checked_images(model: PreTrainedModel, images: ImageBatch) -> ImageBatch:
     """`images`, if they are of the size that `model` looks at, and of classes that it tells apart.
 
-    Raises LyapunovPruneError otherwise, for a model of text, and for one with weights elsewhere.
+    Raises LyapunovPruneError otherwise, and for a model of text.
     """
-    require_in_memory(model)
     kind = type(model).__name__
     if not looks_at_images(model):
         raise LyapunovPruneError(f"{kind} reads text, and {images.source} are images; give a text, or a ViT or DeiT")

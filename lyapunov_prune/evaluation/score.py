@@ -19,6 +19,7 @@ from lyapunov_prune.evaluation.perplexity import of_windows, require_finite_loss
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import loss_sum
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.decoder import InMemoryAny, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
@@ -70,10 +71,10 @@ class ItemScores(Result):
         return self.measured_on.line()
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
-def score(model: PreTrainedModel, examples: TokenBatch | ImageBatch, *, batch_size: int = 1) -> ItemScores:
+def score(model: InMemoryAny, examples: TokenBatch | ImageBatch, *, batch_size: int = 1) -> ItemScores:
     """Loss and accuracy of `model` on every item of `examples`, `batch_size` items per forward.
 
     A window of tokens is scored as in `perplexity`, its first token unscored; an image by its class.
@@ -83,7 +84,7 @@ def score(model: PreTrainedModel, examples: TokenBatch | ImageBatch, *, batch_si
     """
     examples = as_examples(model, examples)
     if isinstance(examples, ImageBatch):
-        return _of_images(model, examples, batch_size)
+        return _of_images(model.model, examples, batch_size)
     reading = read(model, examples)
     losses, correct = of_windows(reading, _loss_and_correct, batch_size, "score").T.numpy().copy()
     require_finite_losses(reading, losses)

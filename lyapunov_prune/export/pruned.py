@@ -6,7 +6,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch, Tokens
 from lyapunov_prune.data.examples import Examples, as_examples, model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
@@ -17,18 +16,18 @@ from lyapunov_prune.mending.judge import judged_mends
 from lyapunov_prune.mending.mend import Mend
 from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.merging.table import require_reduction
-from lyapunov_prune.models.decoder import Decoder, Model, model_of, wrap_any
+from lyapunov_prune.models.decoder import Decoder, takes_model
 from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.left_out import require_whole
-from lyapunov_prune.models.plain import plain
+from lyapunov_prune.models.plain import PlainAny
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 
 
-@checked
+@takes_model
 def write_pruned(
-    model: Model,
+    model: PlainAny,
     tokenizer: PreTrainedTokenizerBase | None,
     plan: PruningPlan,
     target: str | Path,
@@ -55,35 +54,32 @@ def write_pruned(
     LyapunovPruneError for a format that cannot hold the plan, for activations or mending without a `batch`, for gaps
     that cannot be mended, when the target is not empty or the disk refuses; either way nothing is left at `target`.
     """
-    FORMATS.make(format).require_names(model_of(model).config._name_or_path, Path(target))
-    require_whole(model_of(model))
-    decoder = plain(model, wrap_any)
-    plan.require_model(decoder)
-    batch = None if batch is None else as_examples(decoder, batch)
-    stored = _format_for(decoder, plan, batch, format)
+    FORMATS.make(format).require_names(model.model.config._name_or_path, Path(target))
+    require_whole(model.model)
+    plan.require_model(model.identity)
+    batch = None if batch is None else as_examples(model, batch)
+    stored = _format_for(model, plan, batch, format)
     lesson = _mended_by(plan, batch, stored) if mend else None
     if batch is not None:
         first = batch.take([0])
         # Else the gate would blame the removal.
-        require_finite(
-            decoder.structure, model_inputs(decoder.model, first, 1)[0], first.measured_on(decoder.model).text
-        )
+        require_finite(model.structure, model_inputs(model.model, first, 1)[0], first.measured_on(model.model).text)
     merged: tuple[Merged, ...] = ()
     if batch is not None and plan.reduction is not None:
-        merged = merge_layers(decoder, batch, plan.drop_activation, plan.reduction)
-        plan = plan.seen_on(batch.measured_on(decoder.model))
+        merged = merge_layers(model, batch, plan.drop_activation, plan.reduction)
+        plan = plan.seen_on(batch.measured_on(model.model))
     mends: tuple[Mend, ...] = ()
     mended = None
     if lesson is not None:
-        mends, mended = judged_mends(decoder, plan.remove, lesson, judge)
+        mends, mended = judged_mends(model, plan.remove, lesson, judge)
         plan = plan.seen_on(mended.measured_on)
         for each in mended.judgements:
             plan = plan.seen_on(each.measured_on)
     operation = Operation(plan, merged, mends)
-    pruned = stored.cut(decoder, operation)
+    pruned = stored.cut(model, operation)
     # Had the cut written into what both share, the gate would hold the fault against itself.
-    plan.require_model(decoder)
-    return stored.write_cut(Path(target), decoder, pruned, tokenizer, operation, batch, mended)
+    plan.require_model(model.identity)
+    return stored.write_cut(Path(target), model, pruned, tokenizer, operation, batch, mended)
 
 
 def _mended_by(plan: PruningPlan, batch: Examples | None, stored: Format) -> TokenBatch:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.blocks import sum_blocks
 from lyapunov_prune.data.examples import as_examples, model_inputs
 from lyapunov_prune.data.images import ImageBatch
@@ -21,7 +20,7 @@ from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.table import REDUCTIONS, require_reduction
-from lyapunov_prune.models.decoder import Model, wrap_any
+from lyapunov_prune.models.decoder import InMemoryAny, takes_model
 from lyapunov_prune.models.feedforward import Affine, BlockParts, FeedForward, find_feedforward, lifted
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
@@ -49,10 +48,10 @@ class Merged:
         return self.weight.numel() + (0 if self.bias is None else self.bias.numel())
 
 
-@checked
+@takes_model
 @in_eval_mode
 def merge_layers(
-    model: Model, batch: Readable | ImageBatch, layers: Sequence[int], reduction: str, *, batch_size: int = 1
+    model: InMemoryAny, batch: Readable | ImageBatch, layers: Sequence[int], reduction: str, *, batch_size: int = 1
 ) -> tuple[Merged, ...]:
     """Merge the feed-forward blocks of these layers of a model, which is not changed, see `merge_blocks`.
 
@@ -60,9 +59,8 @@ def merge_layers(
     unchanged model, up to the last of the layers, if the reduction needs any. Raises like `merge_blocks` and
     `find_feedforward`.
     """
-    decoder = wrap_any(model)
-    structure, examples = decoder.structure, as_examples(decoder, batch.batch if isinstance(batch, Reading) else batch)
-    inputs = model_inputs(decoder.model, examples, batch_size)
+    structure, examples = model.structure, as_examples(model, batch.batch if isinstance(batch, Reading) else batch)
+    inputs = model_inputs(model.model, examples, batch_size)
     outside = [i for i in layers if not 0 <= i < structure.num_layers]
     if outside or len(set(layers)) < len(layers) or not layers:
         raise LyapunovPruneError(

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Parsed, checked
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.dispatched import bring_all
 from lyapunov_prune.models.families import Family, family_entry
+from lyapunov_prune.models.held import held
 from lyapunov_prune.models.quantised import is_packed
-from lyapunov_prune.models.streamed import Stream, stream_of
+from lyapunov_prune.models.streamed import Stream, require_not_streamed, stream_of
 from lyapunov_prune.models.structure import Structure, find_layers, find_structure, identify, model_name, settle
 from lyapunov_prune.results.result import ModelIdentity
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -82,10 +88,11 @@ def wrap(model: Model, tokenizer: PreTrainedTokenizerBase | None = None) -> Deco
     """
     if isinstance(model, Decoder):
         return model
-    if stream_of(model) is None:
-        bring_all(model)
-        settle(model)
-    return Decoder(model, find_structure(model), tokenizer)
+    with held(model):
+        if stream_of(model) is None:
+            bring_all(model)
+            settle(model)
+        return Decoder(model, find_structure(model), tokenizer)
 
 
 def wrap_any(model: Model) -> Decoder:
@@ -94,6 +101,29 @@ def wrap_any(model: Model) -> Decoder:
         return wrap(model)
     bring_all(model)
     return Decoder(model, find_layers(model))
+
+
+def in_memory(model: Model, handle: Callable[[Model], Decoder] = wrap) -> Decoder:
+    """The handle of a model whose weights are all in memory; raises LyapunovPruneError for others, and as `handle`."""
+    require_not_streamed(model_of(model))
+    return handle(model)
+
+
+# Public functions declare what kind of model they take. Callers give a `Model`, the function gets the handle.
+Streamable = Annotated[Decoder, Parsed(Model, wrap)]
+InMemory = Annotated[Decoder, Parsed(Model, in_memory)]
+InMemoryAny = Annotated[Decoder, Parsed(Model, partial(in_memory, handle=wrap_any))]  # classifiers of images too
+
+
+@overload
+def takes_model(
+    function: Callable[Concatenate[Decoder, Decoder, P], T],
+) -> Callable[Concatenate[Model, Model, P], T]: ...
+@overload
+def takes_model(function: Callable[Concatenate[Decoder, P], T]) -> Callable[Concatenate[Model, P], T]: ...
+def takes_model(function: Any) -> Any:
+    """`checked`, for a function whose first arguments are models; it tells type checkers that plain ones are taken."""
+    return checked(function)
 
 
 def is_wrapped(model: PreTrainedModel) -> bool:

@@ -6,16 +6,17 @@ Removal copies weights and saves them. What it cannot do right is refused here, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Annotated
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from lyapunov_prune.arguments import Parsed
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.decoder import Decoder, Model, model_of, wrap
-from lyapunov_prune.models.dispatched import bring_all
+from lyapunov_prune.models.decoder import Decoder, Model, in_memory, model_of, wrap, wrap_any
 from lyapunov_prune.models.quantised import UNPACK, quantisation
-from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import Structure
 
 
@@ -27,10 +28,14 @@ def plain(model: Model, handle: Callable[[Model], Decoder] = wrap) -> Decoder:
     """
     require_no_adapters(model_of(model))
     require_unquantised(model_of(model))
-    require_not_streamed(model_of(model))
-    decoder = handle(model)
+    decoder = in_memory(model, handle)
     require_parameters(decoder.structure)
     return decoder
+
+
+# The models that can be copied and saved: decoders alone, and classifiers of images too.
+Plain = Annotated[Decoder, Parsed(Model, plain)]
+PlainAny = Annotated[Decoder, Parsed(Model, partial(plain, handle=wrap_any))]
 
 
 def require_unquantised(model: nn.Module) -> None:
@@ -72,9 +77,3 @@ def _made_by_hooks(module: nn.Module) -> list[str]:
         if isinstance(value, torch.Tensor)
         and (name == "weight" or not module._parameters.keys().isdisjoint({f"{name}_g", f"{name}_orig"}))
     ]
-
-
-def require_in_memory(model: nn.Module) -> None:
-    """Raise LyapunovPruneError for weights that are nowhere; those that accelerate has offloaded are brought."""
-    require_not_streamed(model)
-    bring_all(model)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
 from lyapunov_prune.checkpoints.tensor_files import read_header
-from lyapunov_prune.data.batch import TokenBatch, Tokens, as_batch
+from lyapunov_prune.data.batch import TokenBatch, Tokens, checked_batch
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import in_short
@@ -175,7 +175,7 @@ def seen_by(decoder: Decoder, batch: Examples | Tokens | None, inputs: list[torc
         return ImageBatch(pixels, torch.zeros(len(pixels), dtype=torch.int64), source, split).measured_on(model)
     tokens, text, split, bos = torch.cat([ids.flatten() for ids in inputs]).unsqueeze(0), "random tokens", "all", None
     if batch is not None and not isinstance(batch, ImageBatch):  # `sample_inputs` has refused images for a decoder
-        given = as_batch(decoder, batch)
+        given = checked_batch(decoder.structure, batch)
         text, split, bos = f"{text} and the start of {given.text}", given.split, given.bos
     seen = TokenBatch(tokens, text, split, bos)
     return replace(seen.measured_on(model), context=max(ids.shape[1] for ids in inputs))

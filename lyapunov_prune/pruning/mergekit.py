@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError, first_line, printable
-from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.files import require_file
 from lyapunov_prune.results.result import ModelIdentity
@@ -56,20 +54,20 @@ class MergekitSlices:
                 )
         return cls(str(path), models[0], tuple(layers for _, layers in found))
 
-    def require_model(self, model: PreTrainedModel | ModelIdentity) -> None:
-        """Raise LyapunovPruneError unless the last slice ends with the last layer of `model`."""
-        layers = (model if isinstance(model, ModelIdentity) else find_structure(model)).num_layers
+    def require_model(self, identity: ModelIdentity) -> None:
+        """Raise LyapunovPruneError unless the last slice ends with the last layer of this model."""
+        layers = identity.num_layers
         if self.ranges[-1][1] != layers:
             raise LyapunovPruneError(
                 f"the slices of {self.path} end with layer {self.ranges[-1][1] - 1} and the model's last layer is "
                 f"{layers - 1}; give the model that they were made for, or name the layers to remove: --layers"
             )
 
-    def plan(self, model: PreTrainedModel | ModelIdentity) -> PruningPlan:
-        """The plan for `model`. Raises as `require_model`, and LyapunovPruneError where no layer is left out."""
-        self.require_model(model)
+    def plan(self, identity: ModelIdentity) -> PruningPlan:
+        """The plan for this model. Raises as `require_model`, and LyapunovPruneError where no layer is left out."""
+        self.require_model(identity)
         kept = {layer for first, end in self.ranges for layer in range(first, end)}
-        return PruningPlan.given(model, [layer for layer in range(self.ranges[-1][1]) if layer not in kept])
+        return PruningPlan.given(identity, [layer for layer in range(self.ranges[-1][1]) if layer not in kept])
 
 
 def read_plan(path: Path) -> PruningPlan | MergekitSlices:

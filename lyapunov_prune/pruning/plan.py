@@ -10,8 +10,7 @@ import numpy as np
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.models.decoder import Model, model_of, wrap_any
-from lyapunov_prune.models.streamed import require_not_streamed
+from lyapunov_prune.models.decoder import Decoder, Model, in_memory, wrap_any
 from lyapunov_prune.profiles.contraction_profile import dtype_note, floor_note
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
@@ -114,7 +113,7 @@ class PruningPlan(Result):
             criterion="given",
             alpha=None,
             scores=np.empty(0),
-            model=_identity(model),
+            model=model if isinstance(model, ModelIdentity) else in_memory(model, wrap_any).identity,
             measured_on=(),
             drop_attention=tuple(drop_attention),
             drop_mlp=tuple(drop_mlp),
@@ -148,9 +147,8 @@ class PruningPlan(Result):
         """Whether a layer that stays loses its attention, its MLP or its activation."""
         return bool(self.drop_attention or self.drop_mlp or self.drop_activation)
 
-    def require_model(self, model: Model | ModelIdentity) -> None:
+    def require_model(self, identity: ModelIdentity) -> None:
         """Raise LyapunovPruneError unless the plan was made for this model."""
-        identity = _identity(model)
         if not self.model.same_as(identity):
             raise LyapunovPruneError(
                 f"this plan was made for {self.model.name} ({self.model.model_type}, {self.model.num_layers} layers), "
@@ -249,16 +247,9 @@ def require_reduction(activations: Sequence[int], reduction: str | None) -> None
         raise LyapunovPruneError(f"activations cannot be dropped {said}; give one of {', '.join(REDUCTIONS)}")
 
 
-def _identity(model: Model | ModelIdentity) -> ModelIdentity:
-    if isinstance(model, ModelIdentity):
-        return model
-    require_not_streamed(model_of(model))
-    return wrap_any(model).identity
-
-
-def as_plan(model: Model, plan: PruningPlan | Sequence[int]) -> PruningPlan:
-    """`plan`, or a plan for a plain list of indices; raises LyapunovPruneError unless it fits `model`."""
-    if isinstance(plan, PruningPlan):
-        plan.require_model(model)
-        return plan
-    return PruningPlan.given(model, plan)
+def as_plan(decoder: Decoder, plan: PruningPlan | Sequence[int]) -> PruningPlan:
+    """`plan`, or a plan for a plain list of indices; raises LyapunovPruneError unless it fits the model."""
+    if not isinstance(plan, PruningPlan):
+        return PruningPlan.given(decoder.identity, plan)
+    plan.require_model(decoder.identity)
+    return plan

@@ -6,21 +6,20 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import Tokens
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.mending.mend import fit_mends
-from lyapunov_prune.models.decoder import Decoder, Model
+from lyapunov_prune.models.decoder import Decoder, takes_model
 from lyapunov_prune.models.families import TRUSTED
-from lyapunov_prune.models.plain import plain
+from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
 
 
-@checked
-def remove_layers(model: Model, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
+@takes_model
+def remove_layers(model: Plain, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
     """A new model without the layers of `plan` (or a plain list of indices); `model` is untouched.
 
     How is said at `surgery.cut`. The result saves with `save_pretrained` and loads with plain transformers. A
@@ -32,8 +31,7 @@ def remove_layers(model: Model, plan: PruningPlan | Sequence[int]) -> PreTrained
     format cannot express, a decoder that fails the gate, and a model that is not its plain weights (adapters,
     quantised weights).
     """
-    decoder = plain(model)
-    return _proven(decoder, Operation(as_plan(decoder, plan)))
+    return _proven(model, Operation(as_plan(model, plan)))
 
 
 def _proven(decoder: Decoder, operation: Operation) -> PreTrainedModel:
@@ -49,8 +47,8 @@ def _proven(decoder: Decoder, operation: Operation) -> PreTrainedModel:
     return pruned.model
 
 
-@checked
-def mend(model: Model, plan: PruningPlan | Sequence[int], batch: Tokens) -> PreTrainedModel:
+@takes_model
+def mend(model: Plain, plan: PruningPlan | Sequence[int], batch: Tokens) -> PreTrainedModel:
     """As `remove_layers`, the gaps closed without training by what is left before them (`mending.mend`).
 
     The layer before each gap learns on `batch` the linear map that brings the state nearest to what the removed layers
@@ -58,8 +56,7 @@ def mend(model: Model, plan: PruningPlan | Sequence[int], batch: Tokens) -> PreT
 
     Raises as `remove_layers` and `mending.mend.fit_mends`, and for a plan that drops parts of layers.
     """
-    decoder = plain(model)
-    plan = as_plan(decoder, plan)
+    plan = as_plan(model, plan)
     plan.require_gaps()
-    mends, report = fit_mends(decoder, plan.remove, batch)
-    return _proven(decoder, Operation(plan.seen_on(report.measured_on), mends=mends))
+    mends, report = fit_mends(model, plan.remove, batch)
+    return _proven(model, Operation(plan.seen_on(report.measured_on), mends=mends))

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.outline import layer_of
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.data.batch import Tokens
@@ -26,7 +25,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.mending.mend import Mend, products
 from lyapunov_prune.merging.merge import Merged
-from lyapunov_prune.models.decoder import Decoder, Model, wrap
+from lyapunov_prune.models.decoder import Decoder, InMemory, Model, takes_model, wrap
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.counting import COUNTED, count_check, shares_leaving, sizes_in_memory
@@ -37,9 +36,9 @@ from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 
 
-@checked
+@takes_model
 def verify_removal(
-    original: Model,
+    original: InMemory,
     pruned: Model,
     plan: PruningPlan | Sequence[int],
     batch: Tokens | None = None,
@@ -58,13 +57,12 @@ def verify_removal(
     folder. Long enough inputs are used to roll over sliding windows of up to 1,024 tokens. Raises
     LyapunovPruneError for a plan made for another model.
     """
-    reference = wrap(original)
-    operation = Operation(as_plan(reference, plan), merged, mends)
+    operation = Operation(as_plan(original, plan), merged, mends)
     try:
         result = wrap(pruned)
     except LyapunovPruneError as error:  # no decoder any more
         return GateReport((crashed(RELOADED, error),))
-    return check_removal(reference, result, operation, batch, checkpoint)
+    return check_removal(original, result, operation, batch, checkpoint)
 
 
 @in_eval_mode

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import as_batch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.bounds.bound_check import BoundCheck
@@ -15,7 +16,6 @@ from lyapunov_prune.bounds.check import check_bounds
 from lyapunov_prune.bounds.decision import TokenCertificate
 from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import BoundsReport, Setting, Violation
-from lyapunov_prune.data.batch import as_batch
 
 HOLDS = BoundCheck("t", "b", 0, error=1.0, bound=2.0, margin=0.0, inputs=3)
 BROKEN = replace(HOLDS, error=3.0)

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from helpers import LAYERS, inputs_of, make_tiny
+from helpers import LAYERS, as_batch, inputs_of, make_tiny
 from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.methods.magnitude import Magnitude
-from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of
 from lyapunov_prune.models.projections import Projection, find_projections

@@ -263,7 +263,7 @@ def test_logits_are_formed_a_block_at_a_time(
         lambda model, ids: lp.compare_generation(model, model, ids[:, :8], steps=2),
         lambda model, ids: lp.measure_speed({"a": model}),
         lambda model, ids: lp.verify_removal(model, model, [1]),
-        lambda model, ids: lp.PruningPlan.given(model, [1]).require_model(model),
+        lambda model, ids: lp.PruningPlan.given(model, [1]),
         lambda model, ids: lp.mend(model, [1], ids),
     ],
 )

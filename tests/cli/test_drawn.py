@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lyapunov_prune import LyapunovPruneError, compress
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.data.text import load_text
+from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.profile import LayerProfile, profile_layers
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.measured import rank_layers
@@ -111,7 +112,7 @@ def test_a_damaged_result_is_used_or_refused(
             if isinstance(result, LayerProfile):
                 rank_layers(result.contraction, result.influence).plan(1)
             elif isinstance(result, PruningPlan | Allocation):
-                result.require_model(reader)
+                result.require_model(reader if isinstance(result, Allocation) else identify(reader))
         except LyapunovPruneError as error:
             told = str(error)
         assert told.isprintable()

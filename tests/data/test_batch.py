@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import make_tiny
+from helpers import as_batch, make_tiny
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BatchEncoding, PreTrainedModel
 
 import lyapunov_prune as lp
-from lyapunov_prune.data.batch import LEAK_TOKENS, TokenBatch, as_batch, require_disjoint
+from lyapunov_prune.data.batch import LEAK_TOKENS, TokenBatch, require_disjoint
 from lyapunov_prune.errors import LyapunovPruneError
 
 IDS = torch.arange(12).view(3, 4)

@@ -12,6 +12,7 @@ from helpers import digits, make_classifier, make_tiny
 from lyapunov_prune import LyapunovPruneError, TokenBatch
 from lyapunov_prune.data import ImageBatch
 from lyapunov_prune.data.examples import as_examples
+from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.results.result import MeasuredOn, decode, encode
 
 
@@ -110,11 +111,11 @@ def test_what_are_no_images_is_refused(change: dict[str, torch.Tensor], message:
 )
 def test_images_that_the_model_cannot_be_given_are_refused(images: ImageBatch, message: str) -> None:
     with pytest.raises(LyapunovPruneError, match=message):
-        as_examples(make_classifier("vit"), images)
+        as_examples(wrap_any(make_classifier("vit")), images)
 
 
 def test_each_kind_of_model_is_given_its_own_kind_of_data(ids: torch.Tensor) -> None:
     with pytest.raises(LyapunovPruneError, match=r"LlamaForCausalLM .*digits"):
-        as_examples(make_tiny("llama"), digits())
+        as_examples(wrap_any(make_tiny("llama")), digits())
     with pytest.raises(LyapunovPruneError, match="DeiTForImageClassification looks at images"):
-        as_examples(make_classifier("deit"), ids)
+        as_examples(wrap_any(make_classifier("deit")), ids)

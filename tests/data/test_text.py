@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_tokenizer
+from helpers import as_batch, make_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.data import text as module
-from lyapunov_prune.data.batch import LEAK_TOKENS, TokenBatch, as_batch, require_disjoint
+from lyapunov_prune.data.batch import LEAK_TOKENS, TokenBatch, require_disjoint
 from lyapunov_prune.data.documents import Plain
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.data.unseen import require_unseen

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import hooks_of, make_tiny
+from helpers import as_batch, hooks_of, make_tiny
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, block_influence, compress, perplexity
-from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import Decoder, Model
 from lyapunov_prune.models.hooked import hooked

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.data import ImageBatch
+from lyapunov_prune.data.batch import TokenBatch, Tokens, checked_batch
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.factors import with_factors
 from lyapunov_prune.models.plain import plain
@@ -68,6 +69,11 @@ def from_settings(model_type: str, seed: int = 0, **settings: Any) -> PreTrained
     config = AutoConfig.for_model(model_type, **settings)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def as_batch(model: PreTrainedModel, batch: Tokens) -> TokenBatch:
+    """The windows, checked for this model."""
+    return checked_batch(find_structure(model), batch)
 
 
 def make_small(name: str, **changes: Any) -> PreTrainedModel:

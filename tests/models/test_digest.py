@@ -177,7 +177,7 @@ def test_a_changed_weight_is_another_model(what: str) -> None:
     assert weight_digests(model) == fresh(model)
     assert not identify(model).same_as(before)
     with pytest.raises(LyapunovPruneError, match="this plan was made for"):
-        plan.require_model(model)
+        plan.require_model(identify(model))
 
 
 def test_an_unchanged_model_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +207,6 @@ def test_a_model_made_for_inference_has_digests(llama: PreTrainedModel) -> None:
 def test_dtypes_of_which_neither_rounds_to_the_other_cannot_be_compared() -> None:
     plan = PruningPlan.given(make_tiny("llama").half(), [1])
     with pytest.raises(LyapunovPruneError, match=r"float16 .*bfloat16") as raised:
-        plan.require_model(make_tiny("llama").bfloat16())
+        plan.require_model(identify(make_tiny("llama").bfloat16()))
     assert "\n" not in str(raised.value)
     assert not identify(make_tiny("llama").half()).same_as(identify(make_tiny("gpt2").bfloat16()))

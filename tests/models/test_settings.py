@@ -68,7 +68,7 @@ def test_a_setting_that_changes_the_forward_is_another_model(
     assert not identify(model).same_as(identify(other))
     assert not identify(other).same_as(identify(model))
     with pytest.raises(LyapunovPruneError, match=f"its ({'|'.join(changes)}|layer_types)"):
-        PruningPlan.given(model, [1]).require_model(other)
+        PruningPlan.given(model, [1]).require_model(identify(other))
 
 
 def test_how_many_experts_take_part_is_part_of_the_model() -> None:
@@ -137,8 +137,8 @@ def test_a_file_that_does_not_know_the_settings_is_taken_by_its_weights(llama: P
     plan = encode(PruningPlan.given(llama, [1]))
     del plan["model"]["settings"]
     old = decode(PruningPlan, plan)
-    old.require_model(llama)
-    old.require_model(again(llama, hidden_act="gelu"))
+    old.require_model(identify(llama))
+    old.require_model(identify(again(llama, hidden_act="gelu")))
 
 
 def test_an_allocation_is_of_a_model_with_its_settings(llama: PreTrainedModel, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.structure import find_structure, identify
 from lyapunov_prune.pruning import MergekitSlices
 from lyapunov_prune.pruning.mergekit import read_plan
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -67,7 +67,7 @@ def test_what_no_slice_has_is_removed(text: str, suffix: str, tmp_path: Path) ->
     read = read_plan(saved(text, tmp_path / f"x.{suffix}"))
     assert isinstance(read, MergekitSlices)
     model = make_tiny("llama")
-    assert read.plan(model).to_json() == PruningPlan.given(model, [2, 3]).to_json()
+    assert read.plan(identify(model)).to_json() == PruningPlan.given(model, [2, 3]).to_json()
 
 
 @given(st.sets(st.integers(0, 5), min_size=1, max_size=5))
@@ -122,7 +122,7 @@ def test_what_is_no_removal_of_layers_is_one_line(content: Any, told: str, tmp_p
 def test_a_model_of_other_layers_is_refused(ranges: tuple[tuple[int, int], ...]) -> None:
     end = ranges[-1][1] - 1
     with pytest.raises(LyapunovPruneError, match=f"layer {end} and .*5"):
-        MergekitSlices("x.yaml", "m", ranges).plan(make_tiny("llama"))
+        MergekitSlices("x.yaml", "m", ranges).plan(identify(make_tiny("llama")))
 
 
 @pytest.mark.parametrize(
@@ -152,5 +152,5 @@ def test_prune_refuses_slices_before_the_text_is_read(run: Any) -> None:
 def test_families(family: str) -> None:
     model = make_tiny(family)
     layers = find_structure(model).num_layers
-    plan = MergekitSlices("x.yaml", "m", ((0, 1), (2, layers))).plan(model)
+    plan = MergekitSlices("x.yaml", "m", ((0, 1), (2, layers))).plan(identify(model))
     assert plan.remove == (1,)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import LAYERS, make_tiny
+from helpers import LAYERS, as_batch, make_tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, PruningPlan, measure_contraction, rank_layers, remove_layers
-from lyapunov_prune.data.batch import as_batch
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.pruning.plan import as_plan
 
 
@@ -55,8 +55,8 @@ def test_a_plan_for_another_model_is_refused(llama: PreTrainedModel) -> None:
     plan = PruningPlan.given(llama, [1])
     for other in (make_tiny("qwen3"), make_tiny("llama", seed=1), make_tiny("llama", num_hidden_layers=5)):
         with pytest.raises(LyapunovPruneError, match="made for"):
-            as_plan(other, plan)
-    assert as_plan(make_tiny("llama").bfloat16(), plan) is plan
+            as_plan(wrap(other), plan)
+    assert as_plan(wrap(make_tiny("llama").bfloat16()), plan) is plan
 
 
 def test_a_plan_of_an_earlier_version_is_refused_in_one_line(llama: PreTrainedModel, tmp_path: Path) -> None:

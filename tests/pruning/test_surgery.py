@@ -20,7 +20,7 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.families import FAMILIES, TRUSTED, Family
 from lyapunov_prune.models.layer_settings import slice_settings
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning.plan import PruningPlan, as_plan
+from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import share_memory
 
 REMOVALS = {
@@ -236,7 +236,10 @@ def test_a_shared_cut_is_the_same_model_and_leaves_the_original_alone(family: st
 def test_a_family_whose_weights_change_gets_its_own(name: str) -> None:
     model = make_tiny("gpt2-inverse-layer") if name == "gpt2" else make_zoo(name)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    alone, shared = operated(model, as_plan(model, [1])), operated(model, as_plan(model, [1]), shared=True)
+    alone, shared = (
+        operated(model, PruningPlan.given(model, [1])),
+        operated(model, PruningPlan.given(model, [1]), shared=True),
+    )
     assert all(torch.equal(*pair) for pair in zip(alone.parameters(), shared.parameters(), strict=True))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert places(shared) - places(model)
@@ -246,7 +249,7 @@ def test_what_is_the_same_is_shared_and_nothing_else(family: str) -> None:
     """Of another value, or of another sign of zero, is not the same."""
     model = make_tiny(family)
     find_structure(model).layers[3].get_parameter(_matrices(model)[1]).data[0, 0] = 0.0
-    plan = as_plan(model, [1])
+    plan = PruningPlan.given(model, [1])
     pruned = operated(model, plan)
     changed, signed = (find_structure(pruned).layers[2].get_parameter(name) for name in _matrices(model)[:2])
     changed.data[0, 0] += 0.5
@@ -271,7 +274,7 @@ def ties(model: PreTrainedModel) -> dict[str, Any]:
 
 def test_ties_between_layers_are_named_by_the_new_numbers() -> None:
     model = make_zoo("zamba")
-    pruned = operated(model, as_plan(model, [1]))
+    pruned = operated(model, PruningPlan.given(model, [1]))
     fresh = type(pruned)(pruned.config)
     assert ties(pruned) == ties(fresh) != ties(model)
     assert pruned.all_tied_weights_keys == fresh.all_tied_weights_keys

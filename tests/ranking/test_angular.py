@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import LAYERS, TINY, make_tiny, states_of
+from helpers import LAYERS, TINY, as_batch, make_tiny, states_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, block_influence
-from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.ranking import AngularDistance, angular_distance
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import as_batch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.ranking.tried import BestRemoval, Final, Tried, mended
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from helpers import example, make_tiny, moe, words_of
+from helpers import as_batch, example, make_tiny, moe, words_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -34,7 +34,6 @@ from lyapunov_prune.bounds import check_grid, check_written
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.report import BoundsReport, Violation
 from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
-from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.healing.report import Healing, HeldOut
 from lyapunov_prune.healing.rounds import Round, Stretch

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from helpers import as_batch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.predictions import ChoiceComparison
 from lyapunov_prune.report.predictions import certificate_figure, choices_figures, options_figure, subspace_figure

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from helpers import as_batch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.ranking.tried import BestRemoval, Final, Tried
 from lyapunov_prune.report.ranking import best_figure
 

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import LAYERS, make_tiny
+from helpers import LAYERS, as_batch, make_tiny
 
 from lyapunov_prune import LyapunovPruneError, PruningPlan, allocate, block_influence, compress, rank_layers
 from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.allocation.schedules.bits import Bits
-from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.predictions import skip_divergence
 from lyapunov_prune.profiles import sublayer_influence
 from lyapunov_prune.profiles.profile import profile_layers

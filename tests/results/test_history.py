@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_tiny
+from helpers import as_batch, make_tiny
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import compress, heal, load, rank_layers, remove_layers
 from lyapunov_prune.checkpoints.outline import read_outline
-from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.copied import prune_on_disk

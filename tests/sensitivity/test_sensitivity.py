@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers import LAYERS, assert_same, bits, computed, hooks_of, inputs_of, make_tiny
+from helpers import LAYERS, as_batch, assert_same, bits, computed, hooks_of, inputs_of, make_tiny
 from scipy import stats
 from transformers import PreTrainedModel
 
@@ -25,7 +25,6 @@ from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.compression.methods.rtn import RoundToNearest
 from lyapunov_prune.compression.methods.wanda import Wanda
 from lyapunov_prune.compression.methods.whitened_svd import WhitenedSVD
-from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward.hooks import skipped

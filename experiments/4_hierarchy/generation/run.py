@@ -36,7 +36,7 @@ from experiments.hierarchies import (
     summarise,
 )
 from experiments.statements import ranked, short, table
-from lyapunov_prune.data.batch import as_batch
+from lyapunov_prune.data.batch import checked_batch
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import walk
 from lyapunov_prune.forward.reading import read
@@ -92,7 +92,7 @@ def main(
                 model,
                 f"generation-{name}-{k}-{steps}",
                 lp.predictions.GenerationDivergence,
-                as_batch(loaded.model, ids).measured_on(loaded.model),
+                checked_batch(loaded.structure, ids).measured_on(loaded.model),
                 {"steps": steps, "model": name, "made on": made_on},
                 lambda ids=ids, small=small: lp.compare_generation(loaded.model, small(), ids, steps=steps),
             )

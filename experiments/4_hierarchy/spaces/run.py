@@ -32,7 +32,7 @@ from experiments.space_figures import (
     variances_figure,
 )
 from experiments.statements import short, signed, span, table
-from lyapunov_prune.data.batch import as_batch
+from lyapunov_prune.data.batch import checked_batch
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
@@ -72,7 +72,7 @@ def main(
     at = loaded.structure.num_layers // 2  # of Figures 5, 6 and 11: the 14th of 28 in the paper
 
     def origin(name: str) -> MeasuredOn:
-        return as_batch(loaded.model, prompts[name]).measured_on(loaded.model)
+        return checked_batch(loaded.structure, prompts[name]).measured_on(loaded.model)
 
     def probes(
         name: str, names: Sequence[str], count: int, what: tuple[str, ...] = PARTS, **how: Any

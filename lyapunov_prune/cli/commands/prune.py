@@ -44,8 +44,7 @@ from lyapunov_prune.ranking.counts import count_of
 from lyapunov_prune.ranking.table import require_ranks
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+    from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.mergekit import MergekitSlices
     from lyapunov_prune.pruning.plan import PruningPlan
     from lyapunov_prune.pruning.provenance import Provenance
@@ -131,6 +130,7 @@ def prune(
     from lyapunov_prune.export.copied import too_large
     from lyapunov_prune.export.pruned import write_pruned
     from lyapunov_prune.forward.own_text import SELF
+    from lyapunov_prune.models.decoder import wrap_any
     from lyapunov_prune.models.device import resolve_device
     from lyapunov_prune.models.kinds import find_kinds
     from lyapunov_prune.models.left_out import require_whole
@@ -173,7 +173,8 @@ def prune(
         return
     if images is not None:
         assert plan_file is not None
-        classifier, _, examples = load_examples(model, source, text, images, given)
+        loaded_model, _, examples = load_examples(model, source, text, images, given)
+        classifier = wrap_any(loaded_model)
         plan = _plan_for(classifier, _read_plan(plan_file))
         written = write_pruned(classifier, None, plan, output, examples, format=format)
         _tell(written, as_json, output, full)
@@ -195,7 +196,7 @@ def prune(
         goes: dict[str, Any] = {FIELDS[by.what]: layer_indices("--layers", layers)}
         plan = PruningPlan.given(loaded.model, **goes, reduction=reduction)
     elif given_plan is not None:
-        plan = _plan_for(loaded.model, given_plan)
+        plan = _plan_for(loaded, given_plan)
     else:
         if remove is not None:
             remove = count_of(remove, loaded.structure.num_layers)
@@ -232,10 +233,13 @@ def _read_plan(path: Path) -> PruningPlan | MergekitSlices:
     return plan
 
 
-def _plan_for(model: PreTrainedModel | ModelIdentity, given: PruningPlan | MergekitSlices) -> PruningPlan:
+def _plan_for(model: Decoder | ModelIdentity, given: PruningPlan | MergekitSlices) -> PruningPlan:
     from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.results.result import ModelIdentity
 
-    return given if isinstance(given, PruningPlan) else given.plan(model)
+    if isinstance(given, PruningPlan):
+        return given
+    return given.plan(model if isinstance(model, ModelIdentity) else model.identity)
 
 
 def _tell(provenance: Provenance, as_json: bool, output: Path, full: bool) -> None:
