@@ -23,6 +23,7 @@ from lyapunov_prune.export import Cuts, make_compact
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.merging.merge import merge_layers
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.sensitivity.sweep import Job, Sweep
 
@@ -48,7 +49,7 @@ def main() -> None:
                 model(row[None], use_cache=False)
 
     def calibrate() -> None:
-        stream(model, batch, find_projections(model), "norms", lambda here, found: None)
+        stream(model, batch, find_projections(wrap(model)), "norms", lambda here, found: None)
 
     seconds = interleaved(
         {
@@ -87,7 +88,7 @@ def sweeps(found: Benchmark) -> None:
     loaded = lp.load("smollm2-135m")
     batch = lp.load_text("builtin", loaded.tokenizer, tokens=1024, context=512)
     model, layers = loaded.model, range(loaded.structure.num_layers)
-    weights = {p: p.weight(model).clone() for p in find_projections(model)}
+    weights = {p: p.weight(model).clone() for p in find_projections(wrap(model))}
 
     def of_layer(layer: int) -> dict[Projection, torch.Tensor]:
         return {p: W for p, W in weights.items() if p.layer == layer}
@@ -121,7 +122,7 @@ def probe(found: Benchmark) -> None:
     seconds = interleaved(
         {
             "probe": lambda: lp.probe_layers(loaded.model, prompts, steps=STEPS),
-            "decoding": lambda: decode_greedily(read(loaded.model, prompts), prompts.ids, STEPS),
+            "decoding": lambda: decode_greedily(read(loaded, prompts), prompts.ids, STEPS),
         }
     )
     ratio = seconds["probe"] / seconds["decoding"] / loaded.structure.num_layers

@@ -20,6 +20,7 @@ from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.evaluation.perplexity import Perplexity, interval_of, perplexity
 from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, GREY, log_axis, one_panel, svg
@@ -110,7 +111,7 @@ def evaluate_compressions(
     """
     require_disjoint(calibration, evaluation)
     require_unseen(model, evaluation)
-    reading = read(model, calibration)
+    reading = read(wrap(model), calibration)
     dense = perplexity(model, evaluation, batch_size=batch_size, description="perplexity, dense")
     settings = list(settings)
     table = CompressionTable(dense.value, (), reading.measured_on(), dense.measured_on)

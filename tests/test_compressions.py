@@ -30,6 +30,7 @@ from lyapunov_prune import LyapunovPruneError, allocate, compress, measure_contr
 from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.compression.methods.rtn import RoundToNearest
 from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 
 
@@ -171,7 +172,7 @@ def test_bits_by_rho_are_those_widths_layer_by_layer(llama: PreTrainedModel) -> 
     by_hand = copy.deepcopy(llama)
     wide = [3, 4, 1]  # A = 0.5625, 1.125, 0.75, 3, 3, 1
     with torch.no_grad():
-        for p in find_projections(by_hand):
+        for p in find_projections(wrap(by_hand)):
             W = p.weight(by_hand)
             W.copy_(RoundToNearest(8).compress(W, 4 if p.layer in wide else 2))
     assert rows[0].perplexity == pytest.approx(np.exp(reference(by_hand, UNSEEN.ids).mean()), rel=1e-6)

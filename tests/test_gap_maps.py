@@ -23,6 +23,7 @@ from experiments.gap_maps import (
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import read
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.hooked import hooked
 
 
@@ -75,7 +76,7 @@ def test_only_one_run_behind_a_layer() -> None:
 def test_on_a_model_the_states_are_its_own_and_the_hook_does_what_was_fitted() -> None:
     model = make_tiny("llama", seed=0)
     batch = TokenBatch(torch.randint(97, (4, 24), generator=torch.Generator().manual_seed(0)), "drawn", "all", None)
-    reading = read(model, batch)
+    reading = read(wrap(model), batch)
     states = [s.reshape(-1, s.shape[-1]).double() for s in model(batch.ids, output_hidden_states=True).hidden_states]
     gap = read_gap(reading, [1, 2])
     torch.testing.assert_close(gap.h, states[1])

@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling, floor_note
@@ -129,7 +130,7 @@ class Matrices:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Matrices:
-        projections = find_projections(model)
+        projections = find_projections(wrap(model))
         return cls(
             projections=projections,
             layers=np.array([p.layer for p in projections]),

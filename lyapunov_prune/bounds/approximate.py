@@ -20,6 +20,7 @@ from lyapunov_prune.bounds.approximation import Approximation, approximation, di
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.prefix import restore
 from lyapunov_prune.forward.replacement import Replacement
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.projections import Projection, find_projections
 
@@ -85,7 +86,7 @@ def approximate(
 
 
 def _chosen(model: PreTrainedModel, approximations: Approximations) -> Records:
-    projections = {p.name: p for p in find_projections(model)}
+    projections = {p.name: p for p in find_projections(wrap(model))}
     if not callable(approximations) and (unknown := [n for n in approximations if n not in projections]):
         known = next(iter(projections))
         raise LyapunovPruneError(f"{type(model).__name__} has no matrix {unknown[0]}; names are like {known}")

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.bounds.approx_linear import Record
 from lyapunov_prune.bounds.approximate import approximate
 from lyapunov_prune.bounds.approximation import Approximation, approximation, certify_difference
@@ -31,7 +30,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import CertifiedNorm, basis, certify, smallest, truncate
-from lyapunov_prune.models.decoder import Model
+from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
@@ -45,11 +44,11 @@ RANKS = (None, 32, 8)
 CACHE_RADII = (0.0, 0.1)
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def check_bounds(
-    model: Model,
+    model: InMemory,
     batch: Readable,
     *,
     sparsity: float = 0.5,
@@ -70,21 +69,20 @@ def check_bounds(
     Raises LyapunovPruneError for a bad setting or batch, or for NaN in a state.
     """
     reading = read(model, batch)
-    model = reading.model
     setting = Setting(float(sparsity), rank, float(cache_radius))
     _require([setting])
     projections = find_projections(model)
-    weights = {p.name: p.weight(model) for p in projections}
+    weights = {p.name: p.weight(reading.model) for p in projections}
     chosen = _each(partial(_approximate_one, setting=setting), weights, "certified norms")
     trajectory = _follow(reading, chosen, setting.cache_radius, batch_size)
     return _report(projections, [setting], [_seen(trajectory.records)], trajectory, reading)
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def check_written(
-    model: PreTrainedModel, compressed: PreTrainedModel, batch: Readable, *, method: str = WRITTEN, batch_size: int = 1
+    model: InMemory, compressed: PreTrainedModel, batch: Readable, *, method: str = WRITTEN, batch_size: int = 1
 ) -> BoundsReport:
     """Check the bounds for the matrices of `compressed`, a model made from `model` by any method, on every token.
 
@@ -99,7 +97,7 @@ def check_written(
     reading = read(model, batch)
     written = written_matrices(reading, compressed)
     projections = find_projections(model)
-    pairs = {p.name: (p.weight(model), written[p.name]) for p in projections}
+    pairs = {p.name: (p.weight(reading.model), written[p.name]) for p in projections}
     chosen = _each(lambda pair: approximation(*pair), pairs, "certified norms")
     trajectory = _follow(reading, chosen, 0.0, batch_size)
     return replace(
@@ -109,11 +107,11 @@ def check_written(
     )
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def check_grid(
-    model: PreTrainedModel,
+    model: InMemory,
     batch: Readable,
     *,
     sparsities: Sequence[float] = SPARSITIES,
@@ -134,7 +132,7 @@ def check_grid(
     settings = [Setting(float(s), r, float(c)) for s in sparsities for r in ranks for c in cache_radii]
     _require(settings)
     projections = find_projections(model)
-    weights = {p.name: p.weight(model) for p in projections}
+    weights = {p.name: p.weight(reading.model) for p in projections}
     about = {**encode(reading.measured_on()), "method": "magnitude"}
     with Store(folder, "check", about, resume=resume) as store:
         norms = _each(certify, weights, "norms of the weights")

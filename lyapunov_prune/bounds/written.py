@@ -35,7 +35,7 @@ def written_matrices(reading: Reading, compressed: PreTrainedModel) -> dict[str,
     other = plain(compressed)
     scale_weights(compressed)  # as for the dense model
     ours, theirs = _tensors(reading, other)
-    projections = find_projections(model)
+    projections = find_projections(reading.decoder)
     matrices = {f"{p.module}.{p.parameter}" for p in projections}
     changed = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name].to(tensor.device))]
     if not changed:

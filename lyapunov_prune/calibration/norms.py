@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.calibration.gathering import Gathering, require_seen
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
@@ -23,7 +24,7 @@ def input_norms(model: PreTrainedModel, batch: Readable, projections: Sequence[P
     Float64, from one forward of the model. Raises LyapunovPruneError for fused experts, whose inputs cannot be
     recorded, for a matrix that no token reached, and for activations that are not finite.
     """
-    reading = read(model, batch, streamed=True)
+    reading = read(wrap(model), batch)
     require_seen(projections)
     gathering = Gathering(model, projections, "norms")
     with gathering.watching():

@@ -11,6 +11,7 @@ from lyapunov_prune.calibration.gathering import Gathering, require_seen
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.forward.layers import each_layer
 from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection, by_layer
 
 # Called with a layer's matrices and their statistics; changes the layer's weights in place.
@@ -43,7 +44,7 @@ def stream(
     and for activations that are not finite.
     """
     require_seen(projections)
-    reading = read(model, batch, streamed=True)
+    reading = read(wrap(model), batch)
     matrices = by_layer(projections)
 
     def visit(layer: int, outputs: Iterator[torch.Tensor]) -> None:

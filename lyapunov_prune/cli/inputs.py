@@ -68,7 +68,7 @@ def load_judge(judge: str | None, loaded: Decoder, batch: TokenBatch, text: Text
     if judge is None and text.text == SELF:
         judge = "builtin"
     if judge is None or judge == SELF:
-        return second_text(read(loaded.model, batch))
+        return second_text(read(loaded, batch))
     other = load_beside(judge, loaded, max(1, len(batch) // share), text)
     require_disjoint(batch, other)
     return other
@@ -192,12 +192,14 @@ def profile_for(
     schedule: str | Allocation, loaded: Decoder, batch: TokenBatch, batch_size: int
 ) -> ContractionProfile | None:
     """The contraction profile that the schedule goes by; None where it needs none."""
+    from lyapunov_prune.forward.reading import read
     from lyapunov_prune.profiles.contraction import measure_contraction, require_above_rounding
 
     if not goes_by_rho(schedule):
         return None
-    require_above_rounding(loaded.model, batch)
-    return measure_contraction(loaded.model, batch, seeds=range(2), batch_size=batch_size)
+    reading = read(loaded, batch)
+    require_above_rounding(reading)
+    return measure_contraction(loaded, reading, seeds=range(2), batch_size=batch_size)
 
 
 def goes_by_rho(schedule: str | Allocation) -> bool:

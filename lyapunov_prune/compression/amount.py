@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Positive, checked
+from lyapunov_prune.arguments import Positive
 from lyapunov_prune.compression.compress import Compressed, compress
 from lyapunov_prune.compression.recipe import require_amount, require_options
 from lyapunov_prune.compression.table import METHODS
@@ -21,6 +21,7 @@ from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import predicting, require_finite_states
+from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.predictions.tiles import measures
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
@@ -94,11 +95,11 @@ def require_spendable(method: str, allocation: Any, **said: Any) -> str:
     return unit
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def compress_under_budget(
-    model: PreTrainedModel,
+    model: InMemory,
     batch: Readable,
     max_kl: Positive,
     *,
@@ -180,7 +181,7 @@ def compress_under_budget(
         found = [store[f"{level:g}"] if level not in refused else [None, None] for level in tried]
         costs, flipped = np.array(found, dtype=np.float64).T.copy()  # None is NaN
         spent = BudgetedCompression(method, allocation, unit, np.array(tried), costs, flipped, float(max_kl), on, by)
-        return spent, _seen(best.get(spent.amount) or compressed(spent.amount), model, on)
+        return spent, _seen(best.get(spent.amount) or compressed(spent.amount), model.model, on)
 
 
 def _seen(small: Compressed, model: PreTrainedModel, on: MeasuredOn) -> Compressed:

@@ -26,6 +26,7 @@ from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift, row_blocks, token_energy, widen
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.projections import Projection, by_layer, find_projections
 from lyapunov_prune.models.streamed import layer_held
@@ -156,7 +157,7 @@ def recipe_for(
     schedule = allocation.schedule if isinstance(allocation, Allocation) else allocation
     if pattern is not None and schedule != "uniform":
         raise LyapunovPruneError("a pattern keeps the same share of every matrix; give allocation uniform with it")
-    given = None if batch is None else read(model, batch, streamed=True)
+    given = None if batch is None else read(wrap(model), batch)
     if isinstance(allocation, Allocation):
         allocation.require_model(model)
     else:
@@ -166,7 +167,7 @@ def recipe_for(
         allocation = _allocated(
             model, kind, amount, allocation, schedule_options or {}, batch=given, profile=profile, score=score
         )
-    projections = find_projections(model)
+    projections = find_projections(wrap(model))
     _require_apart(model, projections)
     highest = max(min(p.weight(model).shape) for p in projections)
     if rank is not None and rank >= highest:

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from scipy import stats
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import Sum, is_large, loss_sum, mean_over, scored_in
-from lyapunov_prune.models.decoder import Model
+from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
@@ -127,11 +126,11 @@ def interval_of(nll: np.ndarray) -> tuple[float, float]:
         return (float(np.exp(nll.mean() - half)), float(np.exp(nll.mean() + half)))
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def perplexity(
-    model: Model,
+    model: Streamable,
     batch: Readable,
     *,
     batch_size: int = 1,
@@ -143,7 +142,7 @@ def perplexity(
     NonFiniteError naming the layer when a loss is not finite, and LyapunovPruneError for ids outside the vocabulary or
     windows longer than the context.
     """
-    reading = read(model, batch, streamed=True)
+    reading = read(model, batch)
     batch = reading.batch
     windows = of_windows(reading, loss_sum, batch_size, description).numpy()
     require_finite_losses(reading, windows)

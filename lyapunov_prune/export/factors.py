@@ -20,7 +20,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.compact import compact_copy, cuts_of
 from lyapunov_prune.linalg import basis, lift
 from lyapunov_prune.models.compact import compact_class
-from lyapunov_prune.models.decoder import Decoder, Model, model_of, wrap_any
+from lyapunov_prune.models.decoder import Decoder, Model, model_of, wrap, wrap_any
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.sharing import shared_memo
@@ -110,7 +110,7 @@ def find_factored(model: Model, ranks: Mapping[str, int | None]) -> tuple[Factor
     require_unquantised(model_of(model))
     compact_class(model_of(model))
     by_module: dict[str, list[Projection]] = {}
-    for p in find_projections(model):
+    for p in find_projections(wrap(model)):
         by_module.setdefault(p.module, []).append(p)
     found = []
     for module, runs in by_module.items():
@@ -129,7 +129,7 @@ def find_factored(model: Model, ranks: Mapping[str, int | None]) -> tuple[Factor
 
 def require_smaller(model: PreTrainedModel, rank: int | None = None) -> None:
     """Raise LyapunovPruneError as `find_factored` would of matrices of this rank; None: of a rank that saves some."""
-    find_factored(model, {p.name: rank or 1 for p in find_projections(model)})
+    find_factored(model, {p.name: rank or 1 for p in find_projections(wrap(model))})
 
 
 @checked

@@ -84,7 +84,7 @@ def require_packable(model: PreTrainedModel, group_size: int | None) -> tuple[Pr
     """
     if is_compact(model):
         raise LyapunovPruneError(f"a compact model is not packed ({FORMAT}); compress it without --format")
-    projections = find_projections(model)
+    projections = find_projections(wrap(model))
     owners: dict[int, str] = {}
     for p in projections:
         module = model.get_submodule(p.module)
@@ -210,7 +210,7 @@ class Packing:
     def size(self, model: PreTrainedModel) -> int:
         """The bytes of all tensors of `model`, packed."""
         size = size_of(model)
-        for name in {p.module for p in find_projections(model)}:
+        for name in {p.module for p in find_projections(wrap(model))}:
             module: Any = model.get_submodule(name)
             m, n, width = module.out_features, module.in_features, module.weight.itemsize
             scales = m * (n // self._group_size if self._group_size else 1)
@@ -222,7 +222,7 @@ class Packing:
         from compressed_tensors.compressors import ModelCompressor
         from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
-        packed = {p.module for p in find_projections(model)}
+        packed = {p.module for p in find_projections(wrap(model))}
         dense = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in packed]
         strategy: Any = "group" if self._group_size else "channel"
         weights = QuantizationArgs(num_bits=self._bits, symmetric=True, strategy=strategy, group_size=self._group_size)

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, hidden_of, with_input
 from lyapunov_prune.models.compact import stores_factors
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_parameters
 from lyapunov_prune.models.projections import layer_projections
@@ -116,9 +116,10 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
 
 
-def matrix_children(model: PreTrainedModel, structure: Structure) -> list[dict[str, bool]]:
+def matrix_children(decoder: Decoder) -> list[dict[str, bool]]:
     """For each layer its children that hold matrices, and whether the child is itself one, as two factors or not."""
-    require_readable(model)
+    structure = decoder.structure
+    require_readable(decoder.model)
     require_parameters(structure)
     return [layer_children(structure, index) for index in range(structure.num_layers)]
 

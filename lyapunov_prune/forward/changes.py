@@ -48,7 +48,7 @@ def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
         raise LyapunovPruneError(
             "the compressed model has other layers than the dense one; give one of the same shapes"
         )
-    projections = find_projections(model)
+    projections = find_projections(reading.decoder)
     matrices = {f"{p.module}.{p.parameter}" for p in projections}
     theirs = dict(compressed.named_parameters())
     gone: dict[str, list[str]] = {}  # biases, by module

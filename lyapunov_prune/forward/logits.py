@@ -55,8 +55,9 @@ def sample_inputs(decoder: Decoder, batch: Examples | Tokens | None) -> list[tor
     `batch`.
     """
     model, structure, config = decoder.model, decoder.structure, decoder.structure.config
-    if looks_at_images(model):
-        given = [] if batch is None else model_inputs(model, as_examples(decoder, batch), 2)[:1]
+    images = looks_at_images(model)
+    given = [] if batch is None else model_inputs(model, as_examples(decoder, batch), 2 if images else 1)[:1]
+    if images:
         return [random_images(model), *given]
     window = getattr(config, "sliding_window", None) or 0
     length = max(TOKENS, window + 2 * STEPS) if window <= WINDOW_LIMIT else TOKENS
@@ -67,11 +68,7 @@ def sample_inputs(decoder: Decoder, batch: Examples | Tokens | None) -> list[tor
     pad = getattr(config, "pad_token_id", None)
     if pad is not None:
         random[random == pad] = (pad + 1) % config.vocab_size
-    inputs = [random]
-    if batch is not None:
-        inputs += model_inputs(model, as_examples(decoder, batch), 1)[:1]
-        inputs[-1] = inputs[-1][:, :length]
-    return [ids.to(model.device) for ids in inputs]
+    return [random.to(model.device), *(ids[:, :length] for ids in given)]
 
 
 def random_images(model: PreTrainedModel, number: int = 2) -> torch.Tensor:

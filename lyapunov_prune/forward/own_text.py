@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Seed, checked, require_least
+from lyapunov_prune.arguments import Seed, require_least
 from lyapunov_prune.data.batch import Split, TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import draws_of, sample
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import read
-from lyapunov_prune.models.decoder import Model, model_of
+from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.structure import identify, in_eval_mode, model_name
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.store import Store, clear_results
@@ -46,10 +46,10 @@ def written_by(
     return replace(self_generated(model, **how), split=split)
 
 
-@checked
+@takes_model
 @in_eval_mode
 def self_generated(
-    model: Model,
+    model: InMemory,
     *,
     tokens: int = 25600,
     context: int = 256,
@@ -70,16 +70,15 @@ def self_generated(
     tokens or longer than the model's, fewer tokens than one window, a temperature that is not above 0, and logits that
     are not finite, naming the step.
     """
-    model = model_of(model)
     require_least(1, batch_size=batch_size)
     require_temperature(temperature)
     if context < 2 or tokens < context:
         raise LyapunovPruneError(f"{tokens} tokens in windows of {context} are no text; give 2 or more, and a window")
-    begin = _first_token(model)
+    begin = _first_token(model.model)
     windows, steps = tokens // context, context - 1
     reading = read(model, torch.full((1, context), begin))  # its context and vocabulary are checked
-    known = identify(model)
-    about: dict[str, Any] = {"weights": known.weights, "settings": known.settings, "dtype": str(model.dtype)}
+    known = model.identity
+    about: dict[str, Any] = {"weights": known.weights, "settings": known.settings, "dtype": str(model.model.dtype)}
     about |= {"context": context, "seed": seed, "temperature": temperature}
     with Store(folder, _KIND, about, resume=resume) as store:
         missing = [window for window in range(windows) if str(window) not in store]

@@ -13,8 +13,7 @@ from lyapunov_prune.data.examples import model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.models.decoder import Decoder, Model, model_of, wrap
-from lyapunov_prune.models.streamed import require_not_streamed
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.structure import Structure, scale_weights
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -72,19 +71,15 @@ class Reading:
 Readable = Tokens | Reading
 
 
-def read(model: Model, batch: Readable, *, streamed: bool = False) -> Reading:
-    """The reading of `batch` by `model`: `batch` itself if it is one of this model, that of its tokens otherwise.
+def read(decoder: Decoder, batch: Readable) -> Reading:
+    """The reading of `batch`: `batch` itself if it is one of this model, that of its tokens otherwise.
 
-    `streamed` says that the measurement also takes a streamed model: all windows in one forward, and no weights.
-    Raises LyapunovPruneError for another streamed model, as `wrap`, and as `checked_batch`.
+    Raises LyapunovPruneError as `checked_batch`.
     """
-    if not streamed:
-        require_not_streamed(model_of(model))
     if isinstance(batch, Reading):
-        if batch.model is model_of(model):
+        if batch.model is decoder.model:
             return batch
         batch = batch.batch
-    decoder = wrap(model)
     if decoder.stream is None:
         scale_weights(decoder.model)
     return Reading(decoder, checked_batch(decoder.structure, batch))

@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Seed, checked
+from lyapunov_prune.arguments import Seed
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
@@ -30,10 +30,10 @@ from lyapunov_prune.healing.sizes import update_sizes
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import beside, recomputed, require_few, require_trainable, trained
 from lyapunov_prune.healing.training import Budget, Tensors, Training
-from lyapunov_prune.models.decoder import Model, model_of
+from lyapunov_prune.models.decoder import InMemory, takes_model, wrap
 from lyapunov_prune.models.launched import processes_of, require_same_models
-from lyapunov_prune.models.plain import plain
-from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
+from lyapunov_prune.models.plain import Plain
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import encode
 
@@ -43,11 +43,11 @@ TRIALS = 6  # largest number of rates
 STEPS = 100
 
 
-@checked
+@takes_model
 @in_eval_mode
 def heal(
-    student: Model,
-    teacher: Model,
+    student: Plain,
+    teacher: InMemory,
     batch: Readable,
     *,
     steps: int | None = None,
@@ -104,18 +104,16 @@ def heal(
     a model that is not on the CPU), text shared with the judging text, evaluation text that the models were made with,
     a state of another run, and a loss or gradient of the first step that is not finite.
     """
-    student, teacher = model_of(student), model_of(teacher)
-    plain(student)
     reading = read(student, batch)
     taught = read(teacher, reading)
     budget = require_settings(steps, minutes, rank, learning_rate, temperature, per_step)
-    processes = sharing(per_step, rank) if shard else processes_of(student, teacher)
+    processes = sharing(per_step, rank) if shard else processes_of(student.model, teacher.model)
     if shard:
-        require_same_models(processes, student, teacher)
+        require_same_models(processes, student.model, teacher.model)
     _require(reading, taught, rank)
     if shard:
-        require_shardable(student, "the pruned model")
-        require_shardable(teacher, "the dense model")
+        require_shardable(student.model, "the pruned model")
+        require_shardable(teacher.model, "the dense model")
     if per_step < processes.num_processes:
         raise LyapunovPruneError(
             f"steps of {per_step} windows cannot be shared by {processes.num_processes} (one a process); give as many "
@@ -126,12 +124,12 @@ def heal(
         evaluation = read(student, evaluation)
         for other in (reading, judging):
             require_disjoint(other.batch, evaluation.batch)
-        for model in (student, teacher):
+        for model in (student.model, teacher.model):
             require_unseen(model, evaluation.batch)
 
     measured_on, judged_on = reading.measured_on(seed), judging.measured_on()
     settings: dict[str, Any] = {**encode(budget), "per_step": per_step, "rank": rank, "temperature": temperature}
-    guided_by = identify(teacher)  # reads all weights, so only once
+    guided_by = teacher.identity  # reads all weights, so only once
     about: dict[str, Any] = {}
     if folder is not None:
         about = {"teacher": [guided_by.weights, guided_by.settings], **encode(measured_on), **settings}
@@ -142,13 +140,13 @@ def heal(
             before = perplexity(student, evaluation, batch_size=batch_size, description="perplexity, pruned")
             dense = perplexity(teacher, evaluation, batch_size=batch_size, description="perplexity, dense")
         state.hold()
-        with _learner(student, teacher, rank, seed, temperature, checkpointing, processes, shard) as (
+        with _learner(student.model, teacher.model, rank, seed, temperature, checkpointing, processes, shard) as (
             learner,
             run,
             finish,
         ):
             # All parameters: those of the student, which does not change. Low-rank factors: copies, which are small.
-            start: Tensors = dict(find_layers(student).layers.named_parameters()) if rank is None else run.copies()
+            start: Tensors = dict(student.layers.named_parameters()) if rank is None else run.copies()
             training = Training(
                 run,
                 learnt.batch.ids,
@@ -183,7 +181,7 @@ def heal(
         report = replace(report, held_out=HeldOut(before, after, dense))
     if report.kept >= 0:
         seen = (measured_on,) if judge is None else (measured_on, judged_on)
-        add_step(model, "heal", seen, student, teacher)
+        add_step(model, "heal", seen, student.model, teacher.model)
     return Healed(model, report)
 
 
@@ -224,7 +222,7 @@ def _apart(reading: Reading, judge: Readable | None) -> tuple[Reading, Reading]:
     """The windows to train on, and those to judge by."""
     if judge is None:
         return apart(reading)
-    judging = read(reading.model, judge)
+    judging = read(reading.decoder, judge)
     require_disjoint(reading.batch, judging.batch)
     return reading, judging
 
@@ -232,7 +230,7 @@ def _apart(reading: Reading, judge: Readable | None) -> tuple[Reading, Reading]:
 def _judge(learner: PreTrainedModel, judging: Reading, shard: bool) -> Callable[[], np.ndarray]:
     """A function for the mean next-token loss (nats) of each judging window of `learner`, (windows,) float64."""
     if not shard:
-        judging = read(learner, judging.batch)
+        judging = read(wrap(learner), judging.batch)
         scorer, windows = judging.scorer, judging.windows(1)
 
     @torch.no_grad()

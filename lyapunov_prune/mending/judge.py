@@ -15,7 +15,7 @@ from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.mend import Mend, fit_mends, mapped
 from lyapunov_prune.mending.report import Judgement, MendReport
-from lyapunov_prune.models.decoder import Model
+from lyapunov_prune.models.decoder import Model, in_memory
 from lyapunov_prune.models.structure import in_eval_mode
 
 # Size of the text that the dense model writes, if no judging text is given.
@@ -33,7 +33,7 @@ def judged_mends(
     `judge` is another text; with None the dense model writes one (`second_text`). The report holds both judgements.
     Raises LyapunovPruneError for a batch of one window, and the errors of `fit_mends` and `second_text`.
     """
-    reading = read(model, batch)
+    reading = read(in_memory(model), batch)
     fitting, *judges = fitting_and_judges(reading, judge)
     mends, report = fit_mends(reading.decoder, removed, fitting, of=2)
     judged = [Judgement(losses(j, removed), losses(j, removed, mends), j.measured_on()) for j in judges]

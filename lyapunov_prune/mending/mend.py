@@ -20,7 +20,7 @@ from lyapunov_prune.mending.fit import FORMS, LinearMap, Sums, fit
 from lyapunov_prune.mending.place import Place, find_place, multiplied
 from lyapunov_prune.mending.report import NONE, Gap, MendReport
 from lyapunov_prune.merging.reduction import HiddenMap
-from lyapunov_prune.models.decoder import Model, model_of
+from lyapunov_prune.models.decoder import Model, in_memory, model_of
 from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_unquantised
@@ -63,7 +63,7 @@ def fit_mends(
     without a layer before it, a layer that can take no map (`find_place`), and where no loss is finite.
     """
     require_unquantised(model_of(model))
-    reading = read(model, batch)
+    reading = read(in_memory(model), batch)
     removed = sorted(removed)
     gaps = [[layer for _, layer in run] for _, run in groupby(enumerate(removed), key=lambda pair: pair[1] - pair[0])]
     if removed and removed[0] == 0:

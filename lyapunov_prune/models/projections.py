@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.decoder import Model, model_of, wrap
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.plain import require_no_adapters, require_parameters
 from lyapunov_prune.models.quantised import require_readable
 from lyapunov_prune.models.streamed import layer_held
@@ -62,14 +62,13 @@ class Projection:
         return (stored.T if self.transposed else stored)[self.start : self.stop]
 
 
-def find_projections(model: Model) -> tuple[Projection, ...]:
+def find_projections(decoder: Decoder) -> tuple[Projection, ...]:
     """Every matrix of every layer, in order; of a streamed model as well, whose numbers `weights_of` reads.
 
     Raises LyapunovPruneError for weights that are no plain matrices (quantised, parametrised) or have adapters.
     """
-    require_no_adapters(model_of(model))
-    require_readable(model_of(model))
-    decoder = wrap(model)
+    require_no_adapters(decoder.model)
+    require_readable(decoder.model)
     projections = structure_projections(decoder.structure)
     if not projections:
         raise LyapunovPruneError(

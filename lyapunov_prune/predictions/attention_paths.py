@@ -15,15 +15,15 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.positions import stretches
-from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
@@ -77,12 +77,12 @@ class AttentionPaths(Result):
         )
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def attention_paths(
-    dense: PreTrainedModel,
-    compressed: PreTrainedModel,
+    dense: InMemory,
+    compressed: InMemory,
     prompts: Readable,
     *,
     steps: int,
@@ -131,7 +131,7 @@ def attention_paths(
         rows.append(torch.cat(parts, -1))
     value, weight, both, total, prompt_weight, prompt_share = torch.stack(rows).mean(0).numpy()
     return AttentionPaths(
-        value, weight, both, total, prompt_weight, prompt_share, layers, identify(compressed), readings[0].measured_on()
+        value, weight, both, total, prompt_weight, prompt_share, layers, compressed.identity, readings[0].measured_on()
     )
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.bounds.decision import argmax_unchanged_of_row_difference, argmax_unchanged_of_state_error
 from lyapunov_prune.data.batch import checked_batch, rows_measured_on
 from lyapunov_prune.data.choices import ChoiceItem, tokenize
@@ -21,8 +20,9 @@ from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.positions import alike, rotation
-from lyapunov_prune.models.structure import Structure, find_structure, identify, in_eval_mode
+from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
 from lyapunov_prune.predictions.softmax import divergences
 from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.progress import track
@@ -214,12 +214,12 @@ def fitting(
     return tokenized
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def compare_choices(
-    dense: PreTrainedModel,
-    compressed: PreTrainedModel,
+    dense: InMemory,
+    compressed: InMemory,
     items: Sequence[ChoiceItem],
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -236,10 +236,10 @@ def compare_choices(
     when a recorded step of a model has seen one of them, when two choices have the same tokens, when one is longer than
     the context, or when the tokenizer does not match the vocabulary.
     """
-    models = (dense, compressed)
+    models = (dense.model, compressed.model)
     items = items[:limit]
     tokenized = fitting(items, tokenizer, models, limit)
-    readings = [read(model, tokenized[0][0]) for model in models]
+    readings = [read(decoder, tokenized[0][0]) for decoder in (dense, compressed)]
     scorers = [reading.scorer for reading in readings]
     provable = _same_heads(*scorers)
     likelihoods: tuple[list[tuple[float, ...]], list[tuple[float, ...]]] = ([], [])
@@ -281,8 +281,8 @@ def compare_choices(
         radius_of_norms=columns[8],
         moved=columns[9],
         changed=columns[10],
-        compressed_model=identify(compressed),
-        measured_on=rows_measured_on(dense, read_rows, f"{len(tokenized)} items", bos=adds_bos(tokenizer)),
+        compressed_model=compressed.identity,
+        measured_on=rows_measured_on(dense.model, read_rows, f"{len(tokenized)} items", bos=adds_bos(tokenizer)),
     )
 
 

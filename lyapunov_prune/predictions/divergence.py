@@ -9,14 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change, changed_finals, finals_without_each
 from lyapunov_prune.forward.sublayers import find_sublayers, require_kind, silent
-from lyapunov_prune.models.decoder import Model
+from lyapunov_prune.models.decoder import Model, Streamable, in_memory, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.tiles import MEASURES, measures
 from lyapunov_prune.results.arrays import require_array
@@ -87,11 +85,11 @@ class SublayerDivergence(SkipDivergence):
         return f"Divergence when one layer's {part} is silenced, T = {self.temperature:g}\n{self.measured_on.line()}"
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def skip_divergence(
-    model: Model,
+    model: Streamable,
     batch: Readable,
     *,
     temperature: float = 1.0,
@@ -110,7 +108,7 @@ def skip_divergence(
     not a function of its final state.
     """
     require_temperature(temperature)
-    reading = read(model, batch, streamed=True)
+    reading = read(model, batch)
     finals = finals_without_each(reading, batch_size, folder, "skipping layers")
     means = _means(reading, finals, reading.structure.num_layers, temperature)
     means[~np.isfinite(means).all(-1)] = np.nan
@@ -121,7 +119,7 @@ def skip_divergence(
 @in_eval_mode
 @torch.no_grad()
 def sublayer_divergence(
-    model: PreTrainedModel,
+    model: Model,
     batch: Readable,
     what: str,
     *,
@@ -135,7 +133,7 @@ def sublayer_divergence(
     """
     require_temperature(temperature)
     require_kind(what)
-    reading = read(model, batch)
+    reading = read(in_memory(model), batch)
     layers = reading.structure.num_layers
     sublayers = find_sublayers(reading.decoder, range(layers))
     branches = {i: sublayer.branches[what] for i, sublayer in sublayers.items() if what in sublayer.branches}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Seed, checked, require_least
+from lyapunov_prune.arguments import Seed, require_least
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import drawn, draws_of, likeliest, walk
@@ -23,8 +23,8 @@ from lyapunov_prune.forward.logits import (
 )
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import Model, model_of
-from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.softmax import divergences
 from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.progress import track
@@ -108,12 +108,12 @@ class GenerationDivergence(Result):
         )
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def compare_generation(
-    dense: Model,
-    compressed: Model,
+    dense: InMemory,
+    compressed: InMemory,
     prompts: Readable,
     *,
     steps: int,
@@ -139,7 +139,6 @@ def compare_generation(
     vocabularies, ids outside them, prompts that leave no room for the steps, a temperature that is not above 0, or a
     decoder whose cached and uncached outputs differ.
     """
-    dense, compressed = model_of(dense), model_of(compressed)
     require_temperature(temperature)
     require_least(1, batch_size=batch_size)
     if seed is not None:
@@ -155,7 +154,7 @@ def compare_generation(
                 f"prompts of {batch.context} and {steps} steps do not fit the context of {most}; shorten either"
             )
     told = [_told_positions(reading) for reading in readings]
-    ends = end_tokens(dense)
+    ends = end_tokens(dense.model)
     sums, running = torch.zeros(steps, 4, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
     texts: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
     draws = None if seed is None else draws_of(seed, range(len(batch.ids)), steps)
@@ -190,7 +189,7 @@ def compare_generation(
         dense_tokens=tuple(texts[0]),
         compressed_tokens=tuple(texts[1]),
         temperature=float(temperature),
-        compressed=identify(compressed),
+        compressed=compressed.identity,
         measured_on=readings[0].measured_on(seed),
     )
 

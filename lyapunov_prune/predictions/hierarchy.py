@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.probability import kl_softmax_le_range, kl_softmax_le_variance, variance_bound
 from lyapunov_prune.data.batch import require_context
@@ -25,7 +24,7 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.sublayers import between_branches, find_sublayers
 from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.decoder import Model
+from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.positions import stretches
 from lyapunov_prune.models.structure import Structure, identify, in_eval_mode
 from lyapunov_prune.predictions.exits import ReadAt, changed_state, dense_states
@@ -171,11 +170,11 @@ class HierarchyProbe(Result):
         return "\n".join([*lines, *map(str, self.violations)])
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def probe_layers(
-    model: Model,
+    model: InMemory,
     prompts: Readable,
     *,
     change: Literal["dropped"] | PreTrainedModel = "dropped",
@@ -213,14 +212,14 @@ def probe_layers(
     if read_at not in get_args(ReadAt):
         raise LyapunovPruneError(f"cannot read the state at {read_at!r}; give layer or branch")
     reading = read(model, prompts)
-    model = reading.model
     batch, structure, windows = reading.batch, reading.structure, reading.windows(batch_size)
     require_context(structure, batch.context + steps - 1)
     prefix, scorer = reading.prefix, reading.scorer
     if structure.num_layers not in prefix.entries:
         require_finite(structure, windows[0], batch.text)
+        kind = type(reading.model).__name__
         raise LyapunovPruneError(
-            f"the head of {type(model).__name__} reads more than the output of its last layer; give another decoder"
+            f"the head of {kind} reads more than the output of its last layer; give another decoder"
         )
     if isinstance(change, PreTrainedModel):
         changes = (compact_layers if is_compact(change) else compressed_layers)(reading, change)

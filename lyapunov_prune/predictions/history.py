@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.arguments import require_least
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import last_states, require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.generation import end_tokens, some_steps
 from lyapunov_prune.predictions.softmax import log_softmax
 from lyapunov_prune.predictions.spaces import PROBABILITIES, prediction_measures, turn
@@ -126,12 +126,12 @@ class HistoryDivergence(Result):
         )
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def history_divergence(
-    dense: PreTrainedModel,
-    compressed: PreTrainedModel,
+    dense: InMemory,
+    compressed: InMemory,
     prompts: Readable,
     *,
     steps: int,
@@ -156,7 +156,7 @@ def history_divergence(
     readings = [read(model, prompts) for model in (dense, compressed)]
     batch = readings[0].batch
     both = [greedy_text(r, steps, batch_size, known) for r, known in zip(readings, written or (None,) * 2, strict=True)]
-    ends = end_tokens(dense)
+    ends = end_tokens(dense.model)
     sums = torch.zeros(2, len(_MEASURES) + 1, steps, dtype=torch.float64)
     same, running = torch.zeros(steps, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
     begun = 0
@@ -182,7 +182,7 @@ def history_divergence(
         same_text=(same / running).numpy(),
         running=(running / len(batch)).numpy(),
         temperature=float(temperature),
-        compressed=identify(compressed),
+        compressed=compressed.identity,
         measured_on=readings[0].measured_on(),
     )
 

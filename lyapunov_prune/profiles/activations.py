@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, require_finite, run_backbone
 from lyapunov_prune.forward.products import watched_products
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import Structure, in_eval_mode
@@ -85,10 +85,10 @@ class ActivationStatistics(Result):
         return f"Activations of {len(self.names)} matrices (ranks are at most {most})\n{self.measured_on.line()}"
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
-def activation_statistics(model: PreTrainedModel, batch: Readable, *, batch_size: int = 1) -> ActivationStatistics:
+def activation_statistics(model: InMemory, batch: Readable, *, batch_size: int = 1) -> ActivationStatistics:
     """Measure rank, tails and sparsity of the activations at every matrix, see ActivationStatistics.
 
     Scatter matrices are summed in float64, the smaller one of tokens × tokens and width × width. Layers share one
@@ -100,7 +100,7 @@ def activation_statistics(model: PreTrainedModel, batch: Readable, *, batch_size
     """
     reading = read(model, batch)
     batch, structure = reading.batch, reading.structure
-    matrices = _matrices(find_projections(model), batch.ids.numel(), model)
+    matrices = _matrices(find_projections(model), batch.ids.numel(), reading.model)
     statistics: dict[str, tuple[float, ...]] = {}
     for group in track(list(_groups(matrices, batch.ids.numel())), "activations"):
         for ids in reading.windows(batch_size):

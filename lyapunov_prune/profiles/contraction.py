@@ -10,14 +10,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Seed, checked
+from lyapunov_prune.arguments import Seed
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.rounding import roughness
-from lyapunov_prune.models.decoder import Model
-from lyapunov_prune.models.quantised import UNSEEN_ROUNDING, is_packed, require_derivatives
+from lyapunov_prune.models.decoder import Streamable, takes_model
+from lyapunov_prune.models.quantised import UNSEEN_ROUNDING, require_derivatives
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import (
     ABOVE_FLOOR,
@@ -43,11 +42,11 @@ FAR_BELOW = ABOVE_FLOOR / 10
 FLOOR_TOKENS = 128
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def measure_contraction(
-    model: Model,
+    model: Streamable,
     batch: Readable,
     *,
     epsilon: float = 1e-2,
@@ -85,21 +84,20 @@ def measure_contraction(
     outside the vocabulary, windows longer than the context, an epsilon below rounding, or a model without forward-mode
     derivatives.
     """
-    reading = read(model, batch, streamed=True)
-    model = reading.model
-    structure = reading.structure
+    reading = read(model, batch)
+    structure, dtype = reading.structure, reading.model.dtype
     seeds = required(seeds, epsilon, batch_size)
     if method not in get_args(Derivative):
         raise LyapunovPruneError(f"unknown method {method!r}; give difference or jvp")
     require_pooling(pooling)
     if method == "jvp":
-        require_derivatives(model)
+        require_derivatives(reading.model)
 
     windows = reading.windows(batch_size)
     stretch = windows[0][:1, :FLOOR_TOKENS]
-    rough = roughness(structure, stretch, model.dtype)
+    rough = roughness(structure, stretch, dtype)
     unit = torch.finfo(rough.coarsest).eps
-    if is_packed(model):
+    if model.packed:
         unit = max(unit, UNSEEN_ROUNDING)
 
     def join(run: Callable[..., WindowSums], *how: Any) -> WindowSums:
@@ -122,7 +120,7 @@ def measure_contraction(
         trial = difference_sums(structure, stretch, 0, (seeds[0],) * 3, (epsilon, epsilon / 10, unit))
         floor, linearity = _floor_and_linearity(trial)
     state, error = total.state.sum(-1), total.error.sum((-2, -1))
-    require_moved(error[0], epsilon, model.dtype)
+    require_moved(error[0], epsilon, dtype)
 
     growth = np.sqrt(total.state[-1] / total.state[0])
     return ContractionProfile(
@@ -160,14 +158,14 @@ def _floor_and_linearity(trial: WindowSums) -> tuple[np.ndarray, np.ndarray]:
     return floor, linearity
 
 
-def require_above_rounding(model: PreTrainedModel, batch: Readable, epsilon: float = 1e-2) -> None:
+def require_above_rounding(reading: Reading, epsilon: float = 1e-2) -> None:
     """`require_above_floor` on the first window and one seed, to refuse half precision and packed weights early.
 
     Raises only if every energy is below `FAR_BELOW` times the floor; the whole profile decides the cases in between.
     """
-    reading = read(model, batch, streamed=True)
-    if torch.finfo(model.dtype).bits >= 32 and not is_packed(model):
+    decoder = reading.decoder
+    if torch.finfo(decoder.model.dtype).bits >= 32 and not decoder.packed:
         return
-    trial = measure_contraction(model, reading.batch.ids[:1], epsilon=epsilon, seeds=(0,))
+    trial = measure_contraction(decoder, reading.batch.ids[:1], epsilon=epsilon, seeds=(0,))
     if not trial.above(FAR_BELOW).any():
-        raise below_floor_error("the first window", "packed" if is_packed(model) else trial.measured_on.dtype)
+        raise below_floor_error("the first window", "packed" if decoder.packed else trial.measured_on.dtype)

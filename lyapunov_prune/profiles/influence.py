@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import token_energy, widen
-from lyapunov_prune.models.decoder import Model
+from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
@@ -65,17 +64,17 @@ class InfluenceProfile(Result):
         return f"Block Influence\n{self.measured_on.line()}"
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
-def block_influence(model: Model, batch: Readable, *, batch_size: int = 1) -> InfluenceProfile:
+def block_influence(model: Streamable, batch: Readable, *, batch_size: int = 1) -> InfluenceProfile:
     """Measure Block Influence of every layer in one forward per window.
 
     `1 − cos(a, b)` is computed as `½ ‖a/‖a‖ − b/‖b‖‖²`, which avoids cancellation when a layer barely turns the state.
     Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for ids
     outside the vocabulary or windows longer than the context.
     """
-    reading = read(model, batch, streamed=True)
+    reading = read(model, batch)
     values = turns(reading.structure, reading.windows(batch_size))
     finite = np.isfinite(values).all((-2, -1))
     if not finite.all():

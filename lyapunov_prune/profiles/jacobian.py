@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Seed, checked
+from lyapunov_prune.arguments import Seed
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.forward.hooks import layer_input, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.kernels import eager_experts
 from lyapunov_prune.models.structure import in_eval_mode
@@ -72,11 +72,11 @@ class JacobianNorms(Result):
         )
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def sublayer_jacobians(
-    model: PreTrainedModel,
+    model: InMemory,
     batch: Readable,
     *,
     steps: int = 12,
@@ -101,7 +101,7 @@ def sublayer_jacobians(
     text, structure = reading.batch.text, reading.structure
     if steps < 2 or probes < 1:
         raise LyapunovPruneError(f"{steps} steps and {probes} probes; give at least two steps and one probe")
-    matrices = matrix_children(model, structure)
+    matrices = matrix_children(model)
     windows: list[np.ndarray] = []
     for number, ids in enumerate(track(reading.windows(1), "jacobians")):
         rows: list[list[float]] = []
@@ -135,7 +135,7 @@ def sublayer_jacobians(
                 run_backbone(structure, ids)
         except NotImplementedError as error:
             raise LyapunovPruneError(
-                f"{type(model).__name__} has an operation without a forward-mode derivative "
+                f"{type(reading.model).__name__} has an operation without a forward-mode derivative "
                 f"({str(error).splitlines()[0]}); "
                 "load it with attn_implementation eager, or give a model without it"
             ) from None

@@ -11,11 +11,11 @@ from typing import Any, get_args
 import numpy as np
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Seed, checked
+from lyapunov_prune.arguments import Seed
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.models.decoder import Model, model_of
+from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.profiles.contraction import Derivative, measure_contraction
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling, dtype_note
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
@@ -141,9 +141,9 @@ class LayerProfile(Result):
         return shown.head(ROWS)
 
 
-@checked
+@takes_model
 def profile_layers(
-    model: Model,
+    model: Streamable,
     batch: Readable,
     *,
     epsilon: float = 1e-2,
@@ -153,8 +153,7 @@ def profile_layers(
     batch_size: int = 1,
 ) -> LayerProfile:
     """`measure_contraction` and `block_influence` on the same tokens."""
-    model = model_of(model)
-    reading = read(model, batch, streamed=True)
+    reading = read(model, batch)
     return LayerProfile(
         contraction=measure_contraction(
             model,

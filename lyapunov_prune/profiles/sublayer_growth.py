@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Seed, checked
+from lyapunov_prune.arguments import Seed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, between_branches, find_sublayers
+from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, require_moved, required
 from lyapunov_prune.progress import track
@@ -81,11 +81,11 @@ class SublayerGrowth(Result):
         return f"The {which} ρ, {np.nanprod(self.rho[layer]):.3g} of layer {layer}: {', '.join(parts)}"
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def sublayer_growth(
-    model: PreTrainedModel,
+    model: InMemory,
     batch: Readable,
     *,
     epsilon: float = 1e-2,
@@ -101,11 +101,12 @@ def sublayer_growth(
     them, and where no layer has separable sublayers; otherwise like `measure_contraction`.
     """
     reading = read(model, batch)
+    kind = type(reading.model).__name__
     structure, seeds = reading.structure, required(seeds, epsilon, batch_size)
     sublayers = find_sublayers(reading.decoder, range(structure.num_layers))
     if not any(found.branches for found in sublayers.values()):
         raise LyapunovPruneError(
-            f"layer 0 of {type(model).__name__} {sublayers[0].lack}, and no attention and MLP that could be told "
+            f"layer 0 of {kind} {sublayers[0].lack}, and no attention and MLP that could be told "
             "apart; measure whole layers"
         )
     places = between_branches(reading.decoder, sublayers, " whose growth could be measured; measure whole layers")
@@ -117,9 +118,9 @@ def sublayer_growth(
         ]
     )
     if len(total.state) != structure.num_layers + 1 + len(between):
-        raise LyapunovPruneError(f"{type(model).__name__} does not run every sublayer once; measure whole layers")
+        raise LyapunovPruneError(f"{kind} does not run every sublayer once; measure whole layers")
     energies = total.error.sum((-2, -1)), total.state.sum(-1), total.energy("token")
-    require_moved(energies[0][0], epsilon, model.dtype)
+    require_moved(energies[0][0], epsilon, reading.model.dtype)
     growth = np.full((len(energies), structure.num_layers, len(KINDS)), np.nan)
     at = 0
     for layer, found in sublayers.items():

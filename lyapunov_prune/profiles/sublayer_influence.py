@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, Sublayers, find_sublayers
 from lyapunov_prune.linalg import widen
+from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.influence import turned, unit_and_norm
@@ -73,10 +72,10 @@ class SublayerInfluence(Result):
         return f"Block Influence of attention and MLP\n{self.measured_on.line()}"
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
-def sublayer_influence(model: PreTrainedModel, batch: Readable, *, batch_size: int = 1) -> SublayerInfluence:
+def sublayer_influence(model: Streamable, batch: Readable, *, batch_size: int = 1) -> SublayerInfluence:
     """Measure both sublayers of every layer in one forward per window.
 
     The stream after the first sublayer is read at the input of the second, so residual multipliers are included;
@@ -84,7 +83,7 @@ def sublayer_influence(model: PreTrainedModel, batch: Readable, *, batch_size: i
     NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for weights that are
     not plain matrices in memory.
     """
-    reading = read(model, batch, streamed=True)
+    reading = read(model, batch)
     structure = reading.structure
     sublayers = find_sublayers(reading.decoder, range(structure.num_layers))
     rows: list[np.ndarray] = []

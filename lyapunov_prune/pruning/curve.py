@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.models.decoder import in_memory
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import remove_layers
@@ -103,7 +104,7 @@ def evaluate_removals(
     Plans that remove the same are measured once, and `model` not at all where it is known what it is on `batch`:
     `dense`. Raises LyapunovPruneError for a `dense` of another model or text.
     """
-    reading = read(model, batch)
+    reading = read(in_memory(model), batch)
     if dense is None:
         dense = perplexity(model, reading, batch_size=batch_size, description="perplexity, dense")
     elif dense.measured_on != reading.measured_on():

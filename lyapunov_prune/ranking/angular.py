@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
@@ -16,6 +15,7 @@ from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.states import room_for
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
@@ -107,11 +107,11 @@ class AngularDistance(Ranking):
         return f"Runs of layers that turn the state least, 1 − cos\n{self.measured_on.line()}"
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def angular_distance(
-    model: PreTrainedModel,
+    model: Streamable,
     batch: Readable,
     *,
     batch_size: int = 1,
@@ -126,7 +126,7 @@ def angular_distance(
     Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for ids
     outside the vocabulary, a context too long, or a decoder that carries several states a token.
     """
-    reading = read(model, batch, streamed=True)
+    reading = read(model, batch)
     batch, structure = reading.batch, reading.structure
     protected = protected_layers(structure.num_layers, protect)
     sums: list[np.ndarray] = []  # of each window

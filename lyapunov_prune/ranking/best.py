@@ -8,9 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import Tokens
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.evaluation.judging import apart
@@ -18,6 +16,7 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.judge import losses, second_text
 from lyapunov_prune.mending.mend import Mend, fit_mends, fitted_and_held
 from lyapunov_prune.mending.report import MendReport
+from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import phases
 from lyapunov_prune.ranking.angular import angular_distance
@@ -35,11 +34,11 @@ _FINALS = 4  # sets that are mended, at the most
 Fit = Callable[..., tuple[tuple[Mend, ...], MendReport]]  # as `fit_mends`
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def best_removal(
-    model: PreTrainedModel,
+    model: InMemory,
     batch: Readable,
     remove: int,
     *,

@@ -9,15 +9,15 @@ from functools import partial
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Positive, checked
+from lyapunov_prune.arguments import Positive
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change
 from lyapunov_prune.forward.sublayers import named_branches, silent
-from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.profiles.contraction_profile import floor_note
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -88,11 +88,11 @@ class BudgetedRemoval(Result):
         )
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def remove_under_budget(
-    model: PreTrainedModel,
+    model: InMemory,
     batch: Readable,
     ranking: LayerRanking,
     max_kl: Positive,
@@ -111,7 +111,7 @@ def remove_under_budget(
     not in memory as plain matrices, a temperature that is not above 0, and logits that are not a function of the final
     state.
     """
-    if not ranking.model.same_as(identify(model)):
+    if not ranking.model.same_as(model.identity):
         raise LyapunovPruneError(f"this ranking is of {ranking.model.name}; rank the layers of this model")
     reading = read(model, batch)
     most = len(ranking.order)

@@ -74,7 +74,7 @@ class Source(NamedTuple):
 
 
 def _by_profile(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
-    profile = profile_layers(reading.model, reading, seeds=_SEEDS, batch_size=batch_size)
+    profile = profile_layers(reading.decoder, reading, seeds=_SEEDS, batch_size=batch_size)
     contraction, bi = profile.contraction, profile.influence.influence[list(free)]
     sets: dict[str, Layers] = {}
     if not contraction.above_floor.any():  # nothing but rounding, which proposes nothing

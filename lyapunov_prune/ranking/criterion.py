@@ -198,8 +198,8 @@ class ByProfile(Scored):
         reading, how = asked.reading, {**HOW, "seeds": self.seeds}
 
         def measure() -> LayerProfile:
-            require_above_rounding(reading.model, reading)
-            profile = profile_layers(reading.model, reading, **how, batch_size=asked.batch_size)
+            require_above_rounding(reading)
+            profile = profile_layers(reading.decoder, reading, **how, batch_size=asked.batch_size)
             self.of_profiles(profile.contraction, profile.influence, asked.protect)  # a refused one is not kept
             return profile
 

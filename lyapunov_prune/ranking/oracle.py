@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import nn
-from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import layer_input
 from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.progress import is_main
@@ -126,11 +126,11 @@ class GreedyRemoval(Ranking):
         return f"Greedy removal by {self.criterion}\n{self.measured_on.line()}"
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def greedy_removal(
-    model: PreTrainedModel,
+    model: InMemory,
     batch: Readable,
     remove: int,
     *,

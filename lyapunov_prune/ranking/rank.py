@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lyapunov_prune.arguments import Seed, checked
+from lyapunov_prune.arguments import Seed
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.models.decoder import Model, model_of
-from lyapunov_prune.models.streamed import stream_of
+from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import listed
 from lyapunov_prune.ranking.counts import count_of, protected_layers, require_count
@@ -18,10 +17,10 @@ from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.ranking.table import CRITERIA, default_criterion, require_ranks
 
 
-@checked
+@takes_model
 @in_eval_mode
 def rank(
-    model: Model,
+    model: Streamable,
     batch: Readable,
     *,
     criterion: str | None = None,
@@ -57,8 +56,7 @@ def rank(
     protected, a profile in `folder` of other settings, and (after one window) a dtype in which ρ is rounding; and as
     the measurements.
     """
-    model = model_of(model)
-    streamed = stream_of(model) is not None
+    streamed = model.stream is not None
     if criterion is None:
         criterion = default_criterion(None if streamed else remove, what)
     given = {"alpha": alpha, "seeds": listed(seeds), "seed": seed, "search": search, "judge": judge}
@@ -69,9 +67,9 @@ def rank(
         options["temperature"] = temperature
     made = CRITERIA.make(criterion, **options)
     require_ranks(criterion, what, remove=remove)
-    reading = read(model, batch, streamed=True)
+    reading = read(model, batch)
     if streamed:
-        require_ranks(criterion, what, remove=remove, streamed=True)
+        require_ranks(criterion, what, remove=remove)
     if remove is not None:
         remove = count_of(remove, reading.structure.num_layers)
         require_count(remove, reading.structure.num_layers, what)

@@ -15,6 +15,7 @@ from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.linalg import basis, truncate
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.sweep import Job
@@ -28,7 +29,7 @@ class Compressor:
 
     def __init__(self, model: PreTrainedModel, calibration: Readable | None) -> None:
         self.model, self.calibration = model, calibration
-        self.projections = find_projections(model)
+        self.projections = find_projections(wrap(model))
         self._norms: dict[str, torch.Tensor] | None = None
         self._setting: Compression | None = None
         self._made: dict[Projection, torch.Tensor] = {}

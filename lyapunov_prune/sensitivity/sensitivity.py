@@ -10,16 +10,15 @@ import numpy as np
 import torch
 from scipy import stats
 
-from lyapunov_prune.arguments import Positive, checked
+from lyapunov_prune.arguments import Positive
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.models.decoder import Model, model_of
+from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.projections import Projection
-from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
@@ -195,9 +194,9 @@ class Sensitivity(Result):
         return "\n".join(lines)
 
 
-@checked
+@takes_model
 def measure_sensitivity(
-    model: Model,
+    model: InMemory,
     batch: Readable,
     *,
     studies: Sequence[str] = DEFAULT_STUDIES,
@@ -226,7 +225,6 @@ def measure_sensitivity(
     Raises LyapunovPruneError for an unknown study or method, overlapping text, a missing calibration, or a profile of
     another model.
     """
-    model = model_of(model)
     base = Compression(method, float(sparsity), rank, bits)
     unknown = [name for name in studies if name not in STUDIES]
     if unknown or not studies:
@@ -235,12 +233,12 @@ def measure_sensitivity(
     if calibration is not None:
         calibration = read(model, calibration)
         require_disjoint(calibration.batch, reading.batch)
-    require_unseen(model, reading.batch)
+    require_unseen(reading.model, reading.batch)
     if profile is not None and reading.batch.shared_with(profile.measured_on):
         raise LyapunovPruneError("the profile was measured on the tokens of the regret; give it other text")
-    if profile is not None and not profile.measured_on.model.same_as(identify(model)):
+    if profile is not None and not profile.measured_on.model.same_as(model.identity):
         raise LyapunovPruneError("the profile was measured on another model; measure this one")
-    compressor = Compressor(model, calibration)
+    compressor = Compressor(reading.model, calibration)
     needing = method if METHODS[method].needs != "nothing" else "wanda" if "threshold" in studies else None
     if calibration is None and needing:
         raise LyapunovPruneError(f"{needing} needs calibration text; give some, or leave out the study threshold")
@@ -264,7 +262,7 @@ def measure_sensitivity(
                 asked = made.changes(compressor.projections, base, losses)
             pairs += [(change, outcomes[change.key]) for change in asked]
         dense = sweep.dense
-    shapes = {p: p.weight(model).shape for p in compressor.projections}
+    shapes = {p: p.weight(reading.model).shape for p in compressor.projections}
     return Sensitivity(
         compression=base,
         limit=limit,

@@ -17,6 +17,7 @@ from lyapunov_prune.evaluation.perplexity import require_finite_losses
 from lyapunov_prune.forward.hooks import residual_stream
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.replacement import replaced
+from lyapunov_prune.models.decoder import Model, in_memory
 from lyapunov_prune.models.launched import processes_of, require_alike
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
@@ -75,7 +76,7 @@ class Sweep:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Model,
         batch: Readable,
         *,
         folder: str | Path | None = None,
@@ -83,8 +84,8 @@ class Sweep:
         batch_size: int = 1,
         also: Mapping[str, str | None] | None = None,
     ) -> None:
-        self.reading = read(model, batch)
-        self._processes = processes_of(model)
+        self.reading = read(in_memory(model), batch)
+        self._processes = processes_of(self.reading.model)
         self.measured_on = self.reading.measured_on()
         require_alike(self._processes, "texts", [self.measured_on.text_hash, also])
         self._store = Store(folder, _KIND, {**encode(self.measured_on), **(also or {})}, resume=resume)

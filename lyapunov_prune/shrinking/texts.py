@@ -16,6 +16,7 @@ from lyapunov_prune.evaluation.judging import EVERY, POWER
 from lyapunov_prune.forward.own_text import written_by
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.judge import second_text
+from lyapunov_prune.models.decoder import in_memory
 from lyapunov_prune.models.structure import find_structure
 
 TOKENS, CONTEXT = 25600, 256  # of the text that the model writes, as for `heal`
@@ -88,6 +89,6 @@ class Texts:
             place = None if folder is None else folder / "text"
             learn = written_by(model, "calibration", self.tokens, self.context, folder=place, resume=resume)
         if judge is None:
-            judge = second_text(read(model, learn))
+            judge = second_text(read(in_memory(model), learn))
         replace(self, learn=learn, judge=judge, held_out=held_out).require(model)
         return learn, judge, held_out

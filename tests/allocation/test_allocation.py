@@ -18,6 +18,7 @@ from lyapunov_prune.allocation import fitting as module
 from lyapunov_prune.allocation.allocation import Matrices, require_sparsity
 from lyapunov_prune.allocation.fitting import fit, shift
 from lyapunov_prune.allocation.schedules.atp import ATP
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 
 Case = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -178,7 +179,7 @@ def allocation(llama: PreTrainedModel) -> Allocation:
 
 def test_matrices_are_those_of_the_model(llama: PreTrainedModel) -> None:
     matrices = Matrices.of(llama)
-    assert matrices.sizes.sum() == sum(p.weight(llama).numel() for p in find_projections(llama))
+    assert matrices.sizes.sum() == sum(p.weight(llama).numel() for p in find_projections(wrap(llama)))
     found = matrices.layer_sum(matrices.sizes)
     for i, layer in enumerate(matrices.layers):
         assert found[i] == sum(n for n, k in zip(matrices.sizes, matrices.layers, strict=True) if k == layer)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.schedules.alpha_pruning import AlphaPruning, hill, tail_exponents
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 
 
@@ -56,7 +57,7 @@ def test_what_has_no_tail_is_refused(bad: list[float]) -> None:
 def reference(model: PreTrainedModel) -> np.ndarray:
     """By the eigenvalues of the smaller Gram matrix, by numpy."""
     found: dict[int, list[float]] = {}
-    for p in find_projections(model):
+    for p in find_projections(wrap(model)):
         W = p.weight(model).double().numpy()
         W = W if W.shape[0] <= W.shape[1] else W.T
         down = np.linalg.eigvalsh(W @ W.T)[::-1]
@@ -80,9 +81,9 @@ def test_a_layer_of_lighter_tail_is_sparser_as_the_formula_says(name: str) -> No
 
 def test_tails_that_are_equal_give_equal_sparsities() -> None:
     model = make_tiny("llama")
-    first = {p.component: p.weight(model) for p in find_projections(model) if p.layer == 0}
+    first = {p.component: p.weight(model) for p in find_projections(wrap(model)) if p.layer == 0}
     with torch.no_grad():
-        for p in find_projections(model):
+        for p in find_projections(wrap(model)):
             p.weight(model).copy_(first[p.component])
     assert np.ptp(alpha_pruning(model, 0.5).amount) < 1e-12
 

@@ -17,6 +17,7 @@ from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.schedules.atp import ATP, steepest
 from lyapunov_prune.allocation.schedules.atp_search import ATPSearch
 from lyapunov_prune.forward.reading import read
+from lyapunov_prune.models.decoder import wrap
 
 
 def atp(model: PreTrainedModel, budget: float, **options: Any) -> Allocation:
@@ -71,7 +72,7 @@ class Valley:
     """A score that is least where the last layer is `best` sparser than the first; a wreck beyond `end`."""
 
     def __init__(self, model: PreTrainedModel, best: float, end: float = np.inf) -> None:
-        self.measured_on = read(model, torch.ones(2, 4, dtype=torch.int64)).measured_on()
+        self.measured_on = read(wrap(model), torch.ones(2, 4, dtype=torch.int64)).measured_on()
         self.best, self.end = best, end
         self.asked: list[float] = []
 

@@ -15,6 +15,7 @@ from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.allocation.schedules.guidelines import Guidelines
 from lyapunov_prune.forward.reading import read
+from lyapunov_prune.models.decoder import wrap
 
 
 def guidelines(model: PreTrainedModel, budget: float, **options: Any) -> Allocation:
@@ -73,7 +74,7 @@ def test_a_model_that_the_rules_do_not_speak_of_is_refused() -> None:
 
 
 def test_the_measured_threshold_is_the_ceiling(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    by, on = read(llama, ids[:1]).measured_on(), read(llama, ids[1:]).measured_on()
+    by, on = read(wrap(llama), ids[:1]).measured_on(), read(wrap(llama), ids[1:]).measured_on()
     found = guidelines(llama, 0.5, ceiling=SimpleNamespace(threshold=0.6, measured_on=on, calibrated_on=by))
     np.testing.assert_array_equal(found.amount, guidelines(llama, 0.5, ceiling=0.6).amount)
     assert found.amount.max() == pytest.approx(0.6)
@@ -82,7 +83,7 @@ def test_the_measured_threshold_is_the_ceiling(llama: PreTrainedModel, ids: torc
 
 
 def test_a_threshold_that_is_none_or_another_model_s_is_refused(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    on = read(llama, ids).measured_on()
+    on = read(wrap(llama), ids).measured_on()
     none = SimpleNamespace(threshold=None, measured_on=on, calibrated_on=None)
     with pytest.raises(LyapunovPruneError, match=r"s\*.*ceiling"):
         guidelines(llama, 0.5, ceiling=none)

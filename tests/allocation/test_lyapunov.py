@@ -21,6 +21,7 @@ from lyapunov_prune.allocation.amplification import log_amplification, tolerance
 from lyapunov_prune.allocation.schedules.bits import Bits
 from lyapunov_prune.allocation.schedules.lyapunov import Lyapunov
 from lyapunov_prune.allocation.schedules.lyapunov_budget import LyapunovBudget
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles import ContractionProfile
 
@@ -112,7 +113,7 @@ def test_products_beyond_the_range_of_a_float_are_kept(profile: ContractionProfi
 def weights(model: PreTrainedModel) -> tuple[np.ndarray, np.ndarray]:
     """Σ‖W‖_F² and entries of every layer."""
     found = np.zeros((2, LAYERS))
-    for p in find_projections(model):
+    for p in find_projections(wrap(model)):
         W = p.weight(model).double().numpy()
         found[:, p.layer] += (W**2).sum(), W.size
     return found[0], found[1]
@@ -123,7 +124,7 @@ def test_no_other_schedule_has_less_error(least: float, most: float) -> None:
     """Against scipy, on layers of unequal weights and, for the widths of one MLP, unequal size."""
     model = make_tiny("llama")
     with torch.no_grad():
-        for p in find_projections(model):
+        for p in find_projections(wrap(model)):
             p.weight(model).mul_(1 + p.layer / 4)
     mlp = model.get_submodule("model.layers.4.mlp")
     for name, shape in (("gate_proj", (32, 80)), ("up_proj", (32, 80)), ("down_proj", (80, 32))):
@@ -197,7 +198,7 @@ def test_weights_of_nothing_and_bounds_without_the_budget_are_refused(profile: C
     with pytest.raises(LyapunovPruneError, match=r"least .*1\.1"):
         lyapunov(model, 0.5, profile, least=1.1)
     with torch.no_grad():
-        for p in find_projections(model):
+        for p in find_projections(wrap(model)):
             if p.layer == 3:
                 p.weight(model).zero_()
     with pytest.raises(LyapunovPruneError, match=r"layer 3.*zero"):

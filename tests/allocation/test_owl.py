@@ -16,6 +16,7 @@ from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.schedules.owl import OWL, outlier_share
 from lyapunov_prune.calibration import norms as module
 from lyapunov_prune.checkpoints.streamed import load_streamed
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.streamed import stream_of
@@ -29,7 +30,7 @@ def reference(model: PreTrainedModel, ids: torch.Tensor, outlier: float) -> list
     """All scores of a layer in one heap, and the share above `outlier` times their mean."""
     norms = captured(model, ids)
     heaps: dict[int, list[np.ndarray]] = {}
-    for p in find_projections(model):
+    for p in find_projections(wrap(model)):
         W = p.weight(model).double().numpy()
         heaps.setdefault(p.layer, []).append((np.abs(W) * norms[p.module]).ravel())
     found = [np.concatenate(heaps[layer]) for layer in sorted(heaps)]
@@ -106,7 +107,7 @@ def test_fused_experts_are_refused(ids: torch.Tensor) -> None:
 def test_planted_fault_scores_without_inputs_are_seen(
     llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flat = {p.name: torch.ones(p.weight(llama).shape[1]) for p in find_projections(llama)}
+    flat = {p.name: torch.ones(p.weight(llama).shape[1]) for p in find_projections(wrap(llama))}
     monkeypatch.setattr(module, "input_norms", lambda model, batch, projections: flat)
     matrices = Matrices.of(llama)
     wanted = np.array(reference(llama, ids, 2.0))[matrices.layers]

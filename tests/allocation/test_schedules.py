@@ -16,6 +16,7 @@ from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.allocation.allocation import SPARSEST
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.forward.reading import read
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 
 SPARSITIES = [name for name in SCHEDULES if name != "bits"]
@@ -25,7 +26,7 @@ class Depth:
     """A score that looks at nothing but the last layer's sparsity."""
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
-        self.measured_on = read(model, ids).measured_on()
+        self.measured_on = read(wrap(model), ids).measured_on()
 
     def __call__(self, allocation: Allocation) -> float:
         return abs(allocation.by_layer()[-1] - 0.8)
@@ -48,14 +49,14 @@ def test_the_mean_is_the_budget_and_the_amounts_are_sparsities(
     model: PreTrainedModel, given: dict[str, Any], schedule: str, budget: float, tmp_path: Path
 ) -> None:
     found = allocate(model, schedule, budget, **given)
-    sizes = np.array([p.weight(model).numel() for p in find_projections(model)])
+    sizes = np.array([p.weight(model).numel() for p in find_projections(wrap(model))])
     assert abs(float((found.amount * sizes).sum() / sizes.sum()) - budget) <= 1e-12
     assert abs(found.mean - budget) <= 1e-12
     assert (found.amount >= 0).all()
     assert (found.amount <= SPARSEST).all()
     assert (np.ptp(found.amount) == 0) == (schedule == "uniform")
     assert (found.schedule, found.unit, found.budget) == (schedule, "sparsity", budget)
-    assert found.names == tuple(p.name for p in find_projections(model))
+    assert found.names == tuple(p.name for p in find_projections(wrap(model)))
     assert set(found.parameters) - {"beta"} == set(SCHEDULES[schedule].options()) - {"beta"}
     assert len(found.measured_on) == (SCHEDULES[schedule].needs is not None)
     assert str(Allocation.load(found.save(tmp_path / "allocation.json"))) == str(found)

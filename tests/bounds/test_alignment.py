@@ -15,6 +15,7 @@ from lyapunov_prune.bounds.alignment import LayerAlignment
 from lyapunov_prune.bounds.bound_check import BoundCheck, Numbers
 from lyapunov_prune.bounds.check import check_bounds, check_written
 from lyapunov_prune.bounds.checkers import preln_contraction_sufficient
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 
 
@@ -31,7 +32,7 @@ def with_another_first_layer(rate: float) -> PreTrainedModel:
     """All later layers are the dense ones: what they make of the error is what its own states show."""
     model = growing(rate)
     with torch.no_grad():
-        for p in find_projections(model):
+        for p in find_projections(wrap(model)):
             if p.layer == 0:
                 p.weight(model).mul_(0.99)
     return model

@@ -20,6 +20,7 @@ from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.linalg import certify
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection, find_projections, groups
 
 
@@ -56,7 +57,7 @@ def test_every_family_installs_runs_and_restores(family: str, ids: torch.Tensor,
         assert torch.equal(model(ids).logits, changed)
     assert trace(model) == before
     assert torch.equal(model(ids).logits, dense)
-    assert list(records) == [p.name for p in find_projections(model)]
+    assert list(records) == [p.name for p in find_projections(wrap(model))]
     assert violations(records) == []
     for record in records.values():
         assert record.check is not None
@@ -84,7 +85,7 @@ def test_every_family_is_whole_after_an_exception(family: str, ids: torch.Tensor
         broken(ids)
     assert trace(broken) == before
 
-    name = find_projections(model)[-1].name
+    name = find_projections(wrap(model))[-1].name
     before = trace(model)
     with (
         approximate(model, lambda p, W: half(p, W) if p.name == name else None),
@@ -122,7 +123,7 @@ def test_runs_the_approximated_weights(family: str, ids: torch.Tensor) -> None:
     """The same logits as a model whose weights were overwritten."""
     model, twin = make_tiny(family), make_tiny(family)
     with torch.no_grad():
-        for p in find_projections(twin):
+        for p in find_projections(wrap(twin)):
             p.weight(twin).copy_(half(p, p.weight(model)))
         expected = twin(ids).logits
         with approximate(model, half):
@@ -134,7 +135,7 @@ def test_runs_the_approximated_weights(family: str, ids: torch.Tensor) -> None:
 def test_what_a_module_multiplies_by_itself_is_approximated_too(name: str, ids: torch.Tensor) -> None:
     model = make_zoo(name)
     before = trace(model)
-    weights = {p: half(p, p.weight(model)) for p in find_projections(model)}
+    weights = {p: half(p, p.weight(model)) for p in find_projections(wrap(model))}
     with torch.no_grad():
         dense = model(ids, use_cache=False).logits
         with replaced(model, weights):
@@ -160,7 +161,7 @@ def test_planted_fault_an_exact_weight_left_where_it_is_read_is_seen(
 
     monkeypatch.setattr(_Forward, "install", forward_alone)
     with torch.no_grad():
-        with replaced(model, {p: half(p, p.weight(model)) for p in find_projections(model)}):
+        with replaced(model, {p: half(p, p.weight(model)) for p in find_projections(wrap(model))}):
             expected = model(ids, use_cache=False).logits
         with approximate(model, half):
             assert not torch.allclose(model(ids, use_cache=False).logits, expected, rtol=0, atol=1e-3)
@@ -171,7 +172,7 @@ def test_records_the_error_against_the_exact_weight(name: str, ids: torch.Tensor
     """The recorded worst input is that of a float64 computation from the captured inputs."""
     model = make_tiny(name)
     seen: dict[str, torch.Tensor] = {}
-    projections = find_projections(model)
+    projections = find_projections(wrap(model))
     handles = [
         model.get_submodule(m).register_forward_pre_hook(lambda mod, args, m=m: seen.__setitem__(m, args[0].detach()))
         for m in {p.module for p in projections}
@@ -198,7 +199,7 @@ def test_records_the_error_against_the_exact_weight(name: str, ids: torch.Tensor
 
 def test_planted_fault_a_residual_scaled_after_its_norm_was_taken(family: str, ids: torch.Tensor) -> None:
     model = make_tiny(family)
-    name = find_projections(model)[7].name
+    name = find_projections(wrap(model))[7].name
 
     def scaled(p: Projection, W: torch.Tensor) -> Any:
         found = approximation(W, half(p, W))
@@ -215,7 +216,7 @@ def test_planted_fault_a_residual_scaled_after_its_norm_was_taken(family: str, i
 
 def test_planted_fault_a_norm_of_the_weight_too_small(ids: torch.Tensor) -> None:
     model = make_tiny("llama")
-    chosen = {p.name: approximation(p.weight(model), p.weight(model)) for p in find_projections(model)}
+    chosen = {p.name: approximation(p.weight(model), p.weight(model)) for p in find_projections(wrap(model))}
     name = list(chosen)[3]
     chosen[name] = type(chosen[name])(**{**vars(chosen[name]), "weight_norm": chosen[name].weight_norm * 0.99})
     with torch.no_grad(), approximate(model, chosen, cache_radius=0.5) as records:
@@ -243,7 +244,7 @@ def test_gpt2_small_has_the_matrices_of_the_paper() -> None:
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
     model = model.to_empty(device="cpu")
-    projections = find_projections(model)
+    projections = find_projections(wrap(model))
     assert len(projections) == 468
     assert len(groups(projections)) == 72
     of_layer = [p for p in projections if p.layer == 4]
@@ -264,7 +265,7 @@ def test_gpt2_small_has_the_matrices_of_the_paper() -> None:
 def test_fused_parts_are_the_queries_keys_and_values(name: str, ids: torch.Tensor) -> None:
     """Zeroing the values of all heads leaves the attention nothing to add; zeroing queries does not."""
     model = make_tiny(name)
-    projections = find_projections(model)
+    projections = find_projections(wrap(model))
     assert {p.component.rpartition(".")[2] for p in projections if ":" in p.name} >= {"q", "k", "v"}
     covered = {}
     for p in projections:
@@ -296,7 +297,7 @@ def test_fused_parts_are_the_queries_keys_and_values(name: str, ids: torch.Tenso
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe"])
 def test_experts_of_one_parameter_run_approximated_and_are_probed(model_type: str, ids: torch.Tensor) -> None:
     model = moe(model_type)
-    experts = [p for p in find_projections(model) if p.expert is not None]
+    experts = [p for p in find_projections(wrap(model)) if p.expert is not None]
     assert len(experts) == 3 * 2 * 4
     before, dense = trace(model), model(ids).logits
     with torch.no_grad(), approximate(model, lambda p, W: half(p, W) if p.expert is not None else None) as records:
@@ -340,8 +341,8 @@ def test_generation_with_a_cache_of_keys_runs_through(ids: torch.Tensor) -> None
 
 def test_bad_input_is_refused(ids: torch.Tensor) -> None:
     model = make_tiny("llama")
-    name = find_projections(model)[0].name
-    W = find_projections(model)[0].weight(model)
+    name = find_projections(wrap(model))[0].name
+    W = find_projections(wrap(model))[0].weight(model)
     for chosen, message in (
         ({"nothing": W}, "no matrix nothing"),
         ({name: W[1:]}, "shape"),
@@ -377,7 +378,7 @@ def test_margins_are_of_the_products_that_were_rounded(radius: float, ids: torch
     """ε (n + 16) of ‖E‖_F ‖x‖, and of ‖W‖_F ‖x − x'‖ where a cache answered; what underflows; 2⁻³⁷ of the bound."""
     model = make_tiny("llama")
     name = "model.layers.2.mlp.down_proj"
-    W = next(p for p in find_projections(model) if p.name == name).weight(model).detach().clone()
+    W = next(p for p in find_projections(wrap(model)) if p.name == name).weight(model).detach().clone()
     x = inputs_of(model, ids[:1])[name]  # of the dense model: nothing before it is changed
     (m, n), sizes = W.shape, x.norm(dim=-1)
     underflow = 2.0**-148 * n * (1 + float(sizes.max())) * m**0.5

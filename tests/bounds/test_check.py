@@ -24,7 +24,7 @@ from lyapunov_prune.bounds.trajectory import Trajectory
 from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.projections import find_projections
 
 
@@ -38,7 +38,7 @@ def test_every_family_has_no_violation(family: str, few: torch.Tensor) -> None:
     for options in ({}, {"rank": 4}, {"sparsity": 0.0, "rank": 4}, {"cache_radius": 0.6}, {"sparsity": 0.02}):
         report = check_bounds(model, few, **options)
         assert report.passed, str(report)
-        assert report.checks == len(find_projections(model))
+        assert report.checks == len(find_projections(wrap(model)))
         assert report.inputs == report.checks * few.numel()
         assert (report.attained > 0.9999).all()
         assert (report.ratio > 0).all()
@@ -60,9 +60,9 @@ def test_weights_that_a_first_forward_divides_are_divided_before(few: torch.Tens
             torch.testing.assert_close(model(few, use_cache=False).logits, wanted, rtol=0, atol=0)
     assert [c.error for c in first] == [c.error for c in second]
     small = make_zoo("rwkv")
-    name = find_projections(small)[-1].name
+    name = find_projections(wrap(small))[-1].name
     with torch.no_grad():
-        next(p for p in find_projections(small) if p.name == name).weight(small).mul_(0.5)
+        next(p for p in find_projections(wrap(small)) if p.name == name).weight(small).mul_(0.5)
     assert [c.error > 0 for c in check_written(make_zoo("rwkv"), small, few).composition] == [False] * 7 + [True]
 
 
@@ -86,7 +86,7 @@ def test_the_approximated_trajectory_is_followed_to_the_prediction(few: torch.Te
     """Errors and movements are those of two separate models, one with the weights overwritten."""
     model, twin = make_tiny("llama"), make_tiny("llama")
     with torch.no_grad():
-        for p in find_projections(twin):
+        for p in find_projections(wrap(twin)):
             p.weight(twin).copy_(Magnitude().compress(p.weight(model), 0.1))
         dense = model(few, output_hidden_states=True)
         changed = twin(few, output_hidden_states=True)
@@ -117,7 +117,7 @@ def test_the_contraction_theorems_speak_of_the_relative_errors(few: torch.Tensor
         twin = make_tiny("gpt2")
         twin.load_state_dict(model.state_dict())
         with torch.no_grad():
-            for p in find_projections(twin):
+            for p in find_projections(wrap(twin)):
                 p.weight(twin).copy_(Magnitude().compress(p.weight(model), sparsity))
             states.append(twin(few, output_hidden_states=True).hidden_states[:-1])
     relative = [float((h - h2).norm() / h.norm()) for h, h2 in zip(*states, strict=True)]
@@ -243,7 +243,7 @@ def test_planted_fault_is_caught_and_named(
     name: str, fault: str, few: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_tiny(name)
-    projection = find_projections(model)[11]
+    projection = find_projections(wrap(model))[11]
     guilty = projection.name
     plant(monkeypatch, FAULTS[fault], projection.weight(model))
     report = check_bounds(model, few)

@@ -25,6 +25,7 @@ from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.compact import Cuts, make_compact
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.pruning.removal import remove_layers
 
@@ -45,7 +46,7 @@ def changed_copy(model: PreTrainedModel, name: str, by: torch.Tensor) -> PreTrai
     """The model with `by` added to one matrix, output × input."""
     other = copy.deepcopy(model)
     with torch.no_grad():
-        next(p for p in find_projections(other) if p.name == name).weight(other).add_(by)
+        next(p for p in find_projections(wrap(other)) if p.name == name).weight(other).add_(by)
     return other
 
 
@@ -54,7 +55,7 @@ def test_predictions_that_weights_no_one_calls_change_are_seen(name: str, part: 
     dense = make_zoo(name)
     small = copy.deepcopy(dense)
     with torch.no_grad():
-        for p in find_projections(small):
+        for p in find_projections(wrap(small)):
             if part in p.name:
                 p.weight(small).copy_(Magnitude().compress(p.weight(small), 0.9))
         flipped = dense(few, use_cache=False).logits.argmax(-1) != small(few, use_cache=False).logits.argmax(-1)
@@ -72,7 +73,7 @@ def test_every_ratio_is_that_of_a_float64_reference(name: str, few: torch.Tensor
     small = compress(dense, few, method="wanda", sparsity=0.5).model
     report = check_written(dense, small, few)
     entering, wanted = inputs_of(small, few), []
-    for p in find_projections(dense):
+    for p in find_projections(wrap(dense)):
         E, x = p.weight(dense).double() - p.weight(small).double(), entering[p.module]
         wanted.append((x @ E.T).norm(dim=-1) / (torch.linalg.matrix_norm(E, 2) * x.norm(dim=-1)))
     ratios = torch.stack(wanted).numpy()
@@ -92,7 +93,7 @@ def test_every_family_is_checked_against_what_was_made_of_it(family: str, few: t
     dense = make_tiny(family)
     report = check_written(dense, compress(dense, method="rtn", bits=4).model, few[:1])
     assert report.passed, str(report)
-    assert report.checks == len(find_projections(dense))
+    assert report.checks == len(find_projections(wrap(dense)))
     assert report.inputs == report.checks * 20
     assert (report.attained > 0.9999).all()
 
@@ -108,7 +109,7 @@ def test_no_method_violates_its_bounds(method: str, llama: PreTrainedModel, few:
 
 def aligned(model: PreTrainedModel, ids: torch.Tensor) -> tuple[PreTrainedModel, str]:
     """A model whose first matrix differs by `u xᵀ`, with x what the first token gives it: the bound is attained."""
-    first = find_projections(model)[0]
+    first = find_projections(wrap(model))[0]
     x = inputs_of(model, ids)[first.module][0].float()
     u = torch.randn(first.stop - first.start, 1, generator=torch.Generator().manual_seed(3))
     return changed_copy(model, first.name, 0.1 * u @ (x / x.norm()).unsqueeze(0)), first.name
@@ -148,7 +149,7 @@ def test_planted_fault_a_wrong_matrix(
     """Certified for its own, and run with the same matrix of the next layer."""
     small = compress(llama, method="rtn", bits=4).model
     first, second = (
-        next(p for p in find_projections(llama) if p.layer == layer and p.component == "mlp.up_proj")
+        next(p for p in find_projections(wrap(llama)) if p.layer == layer and p.component == "mlp.up_proj")
         for layer in (0, 1)
     )
     guilty = first.weight(llama).data_ptr()

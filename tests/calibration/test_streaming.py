@@ -15,6 +15,7 @@ from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure
 
@@ -31,7 +32,7 @@ def test_every_layer_sees_what_the_compressed_layers_before_it_make(
     name: str, batch_size: int, ids: torch.Tensor
 ) -> None:
     model = make_tiny(name)
-    projections = find_projections(model)
+    projections = find_projections(wrap(model))
     references = {}
     partly = copy.deepcopy(model)
     for layer in range(LAYERS):
@@ -61,7 +62,7 @@ def test_a_pass_runs_every_layer_twice(llama: PreTrainedModel, ids: torch.Tensor
     batch = as_batch(llama, ids)
     before = [layer.mlp.register_forward_hook(lambda *a, i=i: calls.__setitem__(i, calls[i] + len(a[2])))
               for i, layer in enumerate(layers)]  # fmt: skip
-    stream(llama, batch, find_projections(llama), "norms", lambda here, found: None)
+    stream(llama, batch, find_projections(wrap(llama)), "norms", lambda here, found: None)
     for handle in before:
         handle.remove()
     tried = 2 + 1 + 1  # whole, other tokens twice, and alone, on one window, to find where a forward can begin
@@ -71,7 +72,7 @@ def test_a_pass_runs_every_layer_twice(llama: PreTrainedModel, ids: torch.Tensor
 
 def test_norms_need_no_gram(llama: PreTrainedModel, ids: torch.Tensor) -> None:
     grams, norms = {}, {}
-    batch, projections = as_batch(llama, ids), find_projections(llama)
+    batch, projections = as_batch(llama, ids), find_projections(wrap(llama))
     stream(llama, batch, projections, "gram", lambda here, found: grams.update(found))
     stream(llama, batch, projections, "norms", lambda here, found: norms.update(found))
     for name, statistics in norms.items():
@@ -84,7 +85,9 @@ def test_sensitivity_is_the_expected_square_of_the_derivative(name: str, ids: to
     """Against the derivative of the layer's output by the output of its last matrix, column by column."""
     model = make_tiny(name).double()
     structure = find_structure(model)
-    projections = [p for p in find_projections(model) if p.layer == 2 and p.component in ("mlp.up_proj", "mlp.c_fc")]
+    projections = [
+        p for p in find_projections(wrap(model)) if p.layer == 2 and p.component in ("mlp.up_proj", "mlp.c_fc")
+    ]
     (p,) = projections
     few = ids[:1, :6]
     found: dict[str, Statistics] = {}
@@ -145,7 +148,7 @@ def sensitivities(
 def test_sensitivity_is_what_statistics_says(name: str, ids: torch.Tensor) -> None:
     """Every matrix of a layer, queries and keys that move other tokens included; the loss's gradient does not pass."""
     model = make_tiny(name).double()
-    projections = [p for p in find_projections(model) if p.layer == 2]
+    projections = [p for p in find_projections(wrap(model)) if p.layer == 2]
     found: dict[str, Statistics] = {}
     stream(model, as_batch(model, ids), projections, "sensitivity", lambda here, s: found.update(s))
     exact, other = (sensitivities(model, ids, projections, of_loss=of_loss) for of_loss in (False, True))
@@ -163,7 +166,7 @@ def test_models_leave_no_trace(llama: PreTrainedModel, ids: torch.Tensor) -> Non
         raise RuntimeError("planted")
 
     with pytest.raises(RuntimeError, match="planted"):
-        stream(llama, as_batch(llama, ids), find_projections(llama), "sensitivity", fails)
+        stream(llama, as_batch(llama, ids), find_projections(wrap(llama)), "sensitivity", fails)
     for module in llama.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
@@ -172,7 +175,7 @@ def test_models_leave_no_trace(llama: PreTrainedModel, ids: torch.Tensor) -> Non
 
 def test_what_cannot_be_measured_is_refused(ids: torch.Tensor) -> None:
     model = make_tiny("llama")
-    projections = find_projections(model)
+    projections = find_projections(wrap(model))
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(LyapunovPruneError, match=r"layers\.1\.mlp\.down_proj"):

@@ -23,6 +23,7 @@ from lyapunov_prune.compression.recipe import _amount, recipe_for
 from lyapunov_prune.compression.report import CompressionReport, Packed
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction import measure_contraction
@@ -60,7 +61,7 @@ def test_every_method_with_every_schedule(
     )
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
-    projections = {p.name: p for p in find_projections(done.model)}
+    projections = {p.name: p for p in find_projections(wrap(done.model))}
     assert set(projections) == {m.name for m in done.report.matrices}
     sizes = [m.rows * m.columns for m in done.report.matrices]
     assert np.average([m.amount for m in done.report.matrices], weights=sizes) == pytest.approx(
@@ -89,7 +90,7 @@ def test_the_report_says_what_the_outputs_lost(ids: torch.Tensor) -> None:
     model = make_tiny("llama")
     done = compress(model, ids, method="sparsegpt", sparsity=0.5)
     inputs = inputs_of(model, ids)
-    first = [p for p in find_projections(model) if p.layer == 0]
+    first = [p for p in find_projections(wrap(model)) if p.layer == 0]
     rows = {m.name: m for m in done.report.matrices}
     for p in first:
         W, after, x = p.weight(model).double(), p.weight(done.model).double(), inputs[p.module]
@@ -107,7 +108,7 @@ def test_streaming_sees_the_compressed_layers_before(ids: torch.Tensor) -> None:
     model = make_tiny("llama")
     done = compress(model, ids, method="wanda", sparsity=0.7)
     dense = inputs_of(model, ids)
-    p = next(p for p in find_projections(model) if p.layer == 5 and p.component == "mlp.down_proj")
+    p = next(p for p in find_projections(wrap(model)) if p.layer == 5 and p.component == "mlp.down_proj")
     score = p.weight(model).double().abs() * dense[p.module].norm(dim=0)
     mask = torch.zeros_like(score).scatter_(1, score.argsort(1)[:, : round(0.7 * score.shape[1])], 1).bool()
     assert not torch.equal(p.weight(done.model) == 0, mask)
@@ -116,7 +117,7 @@ def test_streaming_sees_the_compressed_layers_before(ids: torch.Tensor) -> None:
 def test_a_pattern_and_an_allocation_by_hand(ids: torch.Tensor, tmp_path: Path) -> None:
     model = make_tiny("llama")
     done = compress(model, ids, method="wanda", sparsity=0.5, pattern=(2, 4))
-    for p in find_projections(done.model):
+    for p in find_projections(wrap(done.model)):
         assert ((p.weight(done.model).unflatten(1, (-1, 4)) == 0).sum(-1) == 2).all()
     chosen = allocate(model, "atp", 0.5)
     amounts = chosen.amount.copy()
@@ -124,7 +125,7 @@ def test_a_pattern_and_an_allocation_by_hand(ids: torch.Tensor, tmp_path: Path) 
     by_hand = type(chosen)(**{**vars(chosen), "amount": amounts, "schedule": "by hand"})
     done = compress(model, ids, method="magnitude", allocation=by_hand)
     assert torch.equal(
-        find_projections(model)[0].weight(done.model), find_projections(model)[0].weight(model)
+        find_projections(wrap(model))[0].weight(done.model), find_projections(wrap(model))[0].weight(model)
     )  # nothing taken from it
     loaded = CompressionReport.load(done.report.save(tmp_path / "compression.json"))
     assert str(loaded) == str(done.report)
@@ -240,7 +241,7 @@ def test_a_matrix_of_one_row_stays_and_is_told_so() -> None:
     assert {m.component for m in rows} == {"mlp.shared_expert_gate"}
     assert {(m.rank, m.weight_error) for m in rows} == {(None, 0.0)}
     assert all(m.rank for m in done.report.matrices if m.rows > 1)
-    for p in find_projections(model):
+    for p in find_projections(wrap(model)):
         assert torch.equal(p.weight(model), p.weight(done.model)) is (p.weight(model).shape[0] == 1)
 
 

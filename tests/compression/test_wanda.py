@@ -20,6 +20,7 @@ from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.methods.wanda import Wanda
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 
 
@@ -99,7 +100,7 @@ def test_a_pattern_keeps_the_best_of_each_group() -> None:
 
 def test_input_norms_are_those_of_the_tokens_that_enter(family: str, ids: torch.Tensor) -> None:
     model = make_tiny(family)
-    projections = find_projections(model)
+    projections = find_projections(wrap(model))
     found, wanted = input_norms(model, ids, projections), captured(model, ids)
     assert list(found) == [p.name for p in projections]
     for p in projections:
@@ -110,21 +111,21 @@ def test_input_norms_are_those_of_the_tokens_that_enter(family: str, ids: torch.
 
 def test_the_parts_of_a_fused_matrix_share_its_inputs(ids: torch.Tensor) -> None:
     model = make_tiny("gpt2")
-    projections = [p for p in find_projections(model) if p.module.endswith("h.3.attn.c_attn")]
+    projections = [p for p in find_projections(wrap(model)) if p.module.endswith("h.3.attn.c_attn")]
     assert len(projections) == 12  # queries, keys and values of four heads
     assert len({tuple(norms.tolist()) for norms in input_norms(model, ids, projections).values()}) == 1
 
 
 def test_only_the_modules_asked_for_are_listened_to(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    projections = find_projections(llama)[4:6]
+    projections = find_projections(wrap(llama))[4:6]
     assert list(input_norms(llama, ids, projections)) == [p.name for p in projections]
     assert hooks_of(llama) == 0
 
 
 def test_a_bfloat16_model_is_summed_in_float64(ids: torch.Tensor) -> None:
     model = make_tiny("llama").bfloat16()
-    found, wanted = input_norms(model, ids, find_projections(model)), captured(model, ids)
-    for p in find_projections(model):
+    found, wanted = input_norms(model, ids, find_projections(wrap(model))), captured(model, ids)
+    for p in find_projections(wrap(model)):
         np.testing.assert_allclose(found[p.name], wanted[p.module], rtol=1e-2)
 
 
@@ -132,8 +133,8 @@ def test_planted_fault_windows_after_the_first_that_are_forgotten_are_seen(
     llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "track", lambda rows, description: rows[:1])
-    found, wanted = input_norms(llama, ids, find_projections(llama)), captured(llama, ids)
-    p = find_projections(llama)[0]
+    found, wanted = input_norms(llama, ids, find_projections(wrap(llama))), captured(llama, ids)
+    p = find_projections(wrap(llama))[0]
     assert not np.allclose(found[p.name], wanted[p.module], rtol=1e-2)
 
 
@@ -144,9 +145,9 @@ def test_experts_of_a_fused_forward_are_refused(ids: torch.Tensor) -> None:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(LyapunovPruneError, match=r"layers\.0\..*fused forward"):
-        input_norms(model, ids, find_projections(model))
+        input_norms(model, ids, find_projections(wrap(model)))
     assert hooks_of(model) == 0
-    attention = [p for p in find_projections(model) if p.expert is None]
+    attention = [p for p in find_projections(wrap(model)) if p.expert is None]
     assert input_norms(model, ids, attention)
 
 
@@ -154,7 +155,7 @@ def test_a_module_that_took_no_part_is_named(ids: torch.Tensor) -> None:
     model: Any = make_tiny("llama")
     model.model.layers[2].extra = nn.Linear(4, 4)
     with pytest.raises(LyapunovPruneError, match=r"layers\.2\.extra"):
-        input_norms(model, ids, find_projections(model))
+        input_norms(model, ids, find_projections(wrap(model)))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -163,14 +164,14 @@ def test_activations_that_are_not_finite_are_refused(bad: float, ids: torch.Tens
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight[0, 0] = bad
     with pytest.raises(LyapunovPruneError, match=r"NaN .*calibration"):
-        input_norms(model, ids, find_projections(model))
+        input_norms(model, ids, find_projections(wrap(model)))
     assert hooks_of(model) == 0
 
 
 def test_dropout_is_off_while_norms_are_taken(ids: torch.Tensor) -> None:
     model = make_tiny("gpt2")
     wanted = captured(model, ids)
-    found = input_norms(model.train(), ids, find_projections(model))
+    found = input_norms(model.train(), ids, find_projections(wrap(model)))
     assert model.training
-    for p in find_projections(model):
+    for p in find_projections(wrap(model)):
         np.testing.assert_allclose(found[p.name], wanted[p.module], rtol=1e-5)

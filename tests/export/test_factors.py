@@ -16,6 +16,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.factors import find_factored, require_smaller, rounding_of, two_factors, with_factors
 from lyapunov_prune.forward.logits import deviation
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.modeling_compact import LowRank
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_layers, identify
@@ -101,8 +102,8 @@ def test_what_is_not_replaced_is_shared(llama: PreTrainedModel) -> None:
 
 def test_a_fused_matrix_comes_apart_with_a_rank_for_each_run() -> None:
     model = make_tiny("phi3")
-    names = [p.name for p in find_projections(model) if p.module.endswith("layers.2.self_attn.qkv_proj")]
-    ranks: dict[str, int | None] = dict.fromkeys(p.name for p in find_projections(model))
+    names = [p.name for p in find_projections(wrap(model)) if p.module.endswith("layers.2.self_attn.qkv_proj")]
+    ranks: dict[str, int | None] = dict.fromkeys(p.name for p in find_projections(wrap(model)))
     ranks |= dict(zip(names, (3, 2, 1), strict=True))
     (each,) = find_factored(model, ranks)
     assert each.form == "low-rank 32:3 16:2 16:1"
@@ -117,7 +118,9 @@ def test_a_fused_matrix_comes_apart_with_a_rank_for_each_run() -> None:
 
 
 def test_what_is_not_smaller_stays_dense(llama: PreTrainedModel) -> None:
-    ranks = {p.name: 13 for p in find_projections(llama)}  # of 16 × 32: at most 10; of 32 × 32: 15; of 48 × 32: 19
+    ranks = {
+        p.name: 13 for p in find_projections(wrap(llama))
+    }  # of 16 × 32: at most 10; of 32 × 32: 15; of 48 × 32: 19
     names = {each.module.rpartition(".")[2] for each in find_factored(llama, ranks)}
     assert names == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     with pytest.raises(LyapunovPruneError, match="two factors"):

@@ -22,6 +22,7 @@ from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.export.packed import Packing, require_packable, require_packed_options, write_packed
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.packed import PACK
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.results.history import HISTORY, read_history
@@ -51,7 +52,7 @@ def test_transformers_unpacks_what_rtn_gives(
     for bits, group_size in ((4, None), (8, 8)):
         done = written(model, tokenizer, tmp_path / str(bits), bits=bits, group_size=group_size)
         again, logits = plainly(tmp_path / str(bits), ids)
-        for p in find_projections(model):
+        for p in find_projections(wrap(model)):
             W = symmetric_grid(p.weight(model), bits, group_size).values()
             assert torch.equal(p.weight(done.model), W), p.name
             assert torch.equal(p.weight(again), W), p.name
@@ -97,7 +98,7 @@ def test_narrow_weights_and_tied_embeddings(
     assert torch.equal(again.lm_head.weight, done.model.lm_head.weight)
     assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
     assert torch.equal(again.model.embed_tokens.weight, before)
-    for p in find_projections(model):
+    for p in find_projections(wrap(model)):
         assert torch.equal(p.weight(again), p.weight(done.model)), p.name
     tensors = load_file(tmp_path / "small" / "model.safetensors")
     assert ("lm_head.weight" in tensors) == (not tied)
@@ -109,7 +110,7 @@ def test_the_files_hold_the_integers_and_scales_of_the_grid(tokenizer: PreTraine
         folder = tmp_path / f"{bits}-{group_size}"
         written(model, tokenizer, folder, bits=bits, group_size=group_size)
         tensors = load_file(folder / "model.safetensors")
-        for p in find_projections(model):
+        for p in find_projections(wrap(model)):
             q, scale = symmetric_grid(p.weight(model), bits, group_size)
             assert torch.equal(unpack_from_int32(tensors[f"{p.module}.weight_packed"], bits, q.shape), q)
             assert torch.equal(tensors[f"{p.module}.weight_scale"], scale)

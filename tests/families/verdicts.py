@@ -119,7 +119,7 @@ def _measured(model: PreTrainedModel) -> str:
     try:
         profile = measure_contraction(model, ids, epsilon=EPSILON, seeds=(0,))
         influence = block_influence(model, ids).influence
-        matrices = find_projections(model)
+        matrices = find_projections(wrap(model))
         growth = _growth(model, ids)
     except LyapunovPruneError as error:
         return str(error)

@@ -13,6 +13,7 @@ from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.export.factors import with_factors
 from lyapunov_prune.forward.branches import matrix_children
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure
 
 
@@ -77,7 +78,7 @@ def test_a_layer_without_matrices_is_refused(ids: torch.Tensor) -> None:
 
 
 def test_matrix_children_tell_bare_matrices(ids: torch.Tensor) -> None:
-    found = matrix_children(model := make_tiny("opt"), find_structure(model))
+    found = matrix_children(wrap(make_tiny("opt")))
     assert found[0] == {"self_attn": False, "fc1": True, "fc2": True}
-    found = matrix_children(model := make_tiny("gpt2"), find_structure(model))
+    found = matrix_children(wrap(make_tiny("gpt2")))
     assert found[5] == {"attn": False, "mlp": False}

@@ -24,7 +24,7 @@ def halved_at(decoder: Decoder, ids: torch.Tensor, layers: tuple[int, ...]) -> d
         for p in decoder.layers[layer].parameters():
             p.mul_(0.5)
 
-    each_layer(read(decoder, ids, streamed=True), layers, visit, 1, "layers")
+    each_layer(read(decoder, ids), layers, visit, 1, "layers")
     return found
 
 

@@ -18,6 +18,7 @@ from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.products import watched_products
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.activations import activation_statistics
@@ -30,7 +31,7 @@ IDLE = ("encoder_attn", "cross_attn", "adapter_list")
 
 def seen_in(model: Any, ids: torch.Tensor) -> tuple[set[str], set[str]]:
     """Modules of the matrices of a model whose products were seen, and those whose were not."""
-    modules = {p.module: model.get_submodule(p.module) for p in find_projections(model) if p.expert is None}
+    modules = {p.module: model.get_submodule(p.module) for p in find_projections(wrap(model)) if p.expert is None}
     seen: set[str] = set()
 
     def note(name: str, x: torch.Tensor, y: torch.Tensor, rows_are_features: bool) -> None:
@@ -51,7 +52,7 @@ def seen_in(model: Any, ids: torch.Tensor) -> tuple[set[str], set[str]]:
 def test_every_matrix_of_every_family_is_seen_or_has_no_part_in_text(name: str) -> None:
     try:
         model = make_zoo(name)
-        find_projections(model)
+        find_projections(wrap(model))
     except Exception:
         pytest.skip("this decoder cannot be built here, or its matrices are not found")
     ids = torch.randint(3, 90, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -88,7 +89,7 @@ def test_statistics_of_a_weight_that_mamba_multiplies_by_itself(
         return scan(x, delta, *args, **kwargs)
 
     found: dict[str, Statistics] = {}
-    (p,) = (p for p in find_projections(mamba) if p.layer == layer and p.module.endswith("dt_proj"))
+    (p,) = (p for p in find_projections(wrap(mamba)) if p.layer == layer and p.module.endswith("dt_proj"))
     stream(mamba, text, [p], "sensitivity", lambda here, s: found.update(s), batch_size=3)
     monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", recorded)
     handle = mixer.x_proj.register_forward_hook(lambda m, a, y: inputs.append(y[..., : mixer.time_step_rank]))
@@ -111,13 +112,13 @@ def test_statistics_of_a_weight_that_mamba_multiplies_by_itself(
 @pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
 def test_what_goes_by_inputs_takes_mamba(name: str, text: torch.Tensor) -> None:
     model = make_zoo(name)
-    (p,) = (p for p in find_projections(model) if p.layer == 1 and p.module.endswith("dt_proj"))
+    (p,) = (p for p in find_projections(wrap(model)) if p.layer == 1 and p.module.endswith("dt_proj"))
     for method in ("wanda", "sparsegpt", "whitened-svd", "balanced"):
         small = compress(model, text, method=method, sparsity=0.5).model
         assert not torch.equal(p.weight(small), p.weight(model)), method
     half = compress(model, text, method="wanda", sparsity=0.5).model
     assert ((p.weight(half) == 0).sum(1) == p.weight(half).shape[1] // 2).all()
-    assert OWL().allocate(model, 0.5, text).amount.shape == (len(find_projections(model)),)
+    assert OWL().allocate(model, 0.5, text).amount.shape == (len(find_projections(wrap(model))),)
     other = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
     found = measure_sensitivity(model, other, studies=["group"], method="wanda", calibration=text)
     assert found.of("group").component.str.endswith("dt_proj").any()

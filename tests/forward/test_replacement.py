@@ -10,6 +10,7 @@ from helpers import assert_same, bits, make_tiny
 from transformers import PreTrainedModel
 
 from lyapunov_prune.forward.replacement import Replacement, replaced
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection, find_projections
 
 
@@ -20,7 +21,7 @@ def half(model: PreTrainedModel, projections: tuple[Projection, ...]) -> dict[Pr
 def test_the_model_runs_as_one_whose_weights_were_overwritten(family: str, ids: torch.Tensor) -> None:
     model, twin = make_tiny(family), make_tiny(family)
     before, dense = bits(model), model(ids).logits
-    projections = find_projections(model)
+    projections = find_projections(wrap(model))
     for chosen in (projections[:1], projections[3:9], projections[1::2], projections):
         weights = half(model, chosen)
         for p in projections:
@@ -35,14 +36,14 @@ def test_the_model_runs_as_one_whose_weights_were_overwritten(family: str, ids: 
 def test_the_model_is_restored_after_an_exception() -> None:
     model = make_tiny("gpt2")
     before = bits(model)
-    with pytest.raises(RuntimeError, match="planted"), replaced(model, half(model, find_projections(model))):
+    with pytest.raises(RuntimeError, match="planted"), replaced(model, half(model, find_projections(wrap(model)))):
         raise RuntimeError("planted")
     assert_same(model, before)
 
 
 def test_a_matrix_of_another_shape_changes_nothing() -> None:
     model = make_tiny("llama")
-    before, first, *_, last = bits(model), *find_projections(model)
+    before, first, *_, last = bits(model), *find_projections(wrap(model))
     with pytest.raises(RuntimeError), replaced(model, {first: first.weight(model), last: torch.zeros(5, 7)}):
         pytest.fail("the block ran")
     assert_same(model, before)
@@ -52,7 +53,7 @@ def test_planted_fault_a_model_that_is_not_restored_is_seen(monkeypatch: pytest.
     model = make_tiny("llama")
     before = bits(model)
     monkeypatch.setattr(Replacement, "remove", lambda self: None)
-    with replaced(model, half(model, find_projections(model)[:1])):
+    with replaced(model, half(model, find_projections(wrap(model))[:1])):
         pass
     with pytest.raises(AssertionError, match=r"layers\.0\.self_attn\.q_proj"):
         assert_same(model, before)
@@ -60,7 +61,7 @@ def test_planted_fault_a_model_that_is_not_restored_is_seen(monkeypatch: pytest.
 
 def test_only_the_rows_of_a_fused_matrix_are_replaced() -> None:
     model = make_tiny("gpt2")
-    query = next(p for p in find_projections(model) if p.component == "attn.c_attn.k" and p.head == 2)
+    query = next(p for p in find_projections(wrap(model)) if p.component == "attn.c_attn.k" and p.head == 2)
     module: Any = model.get_submodule(query.module)
     own = module.weight.detach().clone()
     with replaced(model, {query: torch.zeros_like(query.weight(model))}):
@@ -73,7 +74,7 @@ def test_a_tensor_tied_to_the_replaced_one_keeps_its_own() -> None:
     model: Any = make_tiny("llama")
     first, second = model.model.layers[0].mlp, model.model.layers[1].mlp
     second.up_proj.weight = first.up_proj.weight
-    chosen = next(p for p in find_projections(model) if p.name == "model.layers.0.mlp.up_proj")
+    chosen = next(p for p in find_projections(wrap(model)) if p.name == "model.layers.0.mlp.up_proj")
     with replaced(model, {chosen: torch.zeros_like(chosen.weight(model))}):
         assert not first.up_proj.weight.any()
         assert second.up_proj.weight.any()
@@ -83,7 +84,7 @@ def test_a_tensor_tied_to_the_replaced_one_keeps_its_own() -> None:
 def test_the_parameter_stays_one_of_its_kind() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model: Any = make_tiny("llama").to(dtype)
-        p = find_projections(model)[0]
+        p = find_projections(wrap(model))[0]
         model.model.layers[0].self_attn.q_proj.weight.requires_grad_(dtype == torch.float32)
         with replaced(model, {p: p.weight(model).double()}):
             new = model.model.layers[0].self_attn.q_proj.weight
@@ -96,7 +97,7 @@ def test_the_parameter_stays_one_of_its_kind() -> None:
 def test_blocks_inside_each_other_end_in_turn() -> None:
     model = make_tiny("llama")
     before = bits(model)
-    p, other = find_projections(model)[:2]
+    p, other = find_projections(wrap(model))[:2]
     with replaced(model, {p: p.weight(model) * 0 + 1}):
         with replaced(model, {p: p.weight(model) * 0 + 2, other: other.weight(model) * 0}):
             assert (p.weight(model) == 2).all()

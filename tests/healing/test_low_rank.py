@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.low_rank import low_rank_updates
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 
 
@@ -32,7 +33,7 @@ def test_the_merged_model_is_the_one_with_the_updates(family: str, ids: torch.Te
     before, held = logits(model, ids), dict(model.named_parameters())
     with low_rank_updates(model, 3, seed=1) as factors:
         torch.testing.assert_close(logits(model, ids), before, rtol=0, atol=0)
-        assert {n.rpartition(".")[0] for n in factors} == {p.module for p in find_projections(model)}
+        assert {n.rpartition(".")[0] for n in factors} == {p.module for p in find_projections(wrap(model))}
         randomise(factors)
         during = logits(model, ids)
     after = logits(model, ids)
@@ -50,13 +51,13 @@ def test_the_update_is_the_product_rounded_once(family: str) -> None:
     before = copy.deepcopy(model)
     with low_rank_updates(model, 2) as factors:
         randomise(factors)
-    for name in {p.module for p in find_projections(model)}:
+    for name in {p.module for p in find_projections(wrap(model))}:
         W = before.get_submodule(name).weight.detach().double()
         update = factors[f"{name}.B"].detach().double() @ factors[f"{name}.A"].detach().double()
         wanted = (W + (update.T if family == "gpt2" else update)).float()
         assert torch.equal(model.get_submodule(name).weight, wanted)
         assert torch.linalg.matrix_rank(update) == 2
-    projections = {f"{p.module}.weight" for p in find_projections(model)}
+    projections = {f"{p.module}.weight" for p in find_projections(wrap(model))}
     assert all(torch.equal(p, model.get_parameter(n)) for n, p in before.named_parameters() if n not in projections)
 
 

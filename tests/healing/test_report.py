@@ -17,6 +17,7 @@ from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.healing.report import Healing, HeldOut
 from lyapunov_prune.healing.rounds import Round, Stretch
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import identify
 
 BEFORE = np.array([4.0, 5.0, 4.5, 5.5])
@@ -27,7 +28,7 @@ def report(
 ) -> Healing:
     """Of rounds of two steps that were judged so, the first `trials` of them trials."""
     student, teacher = pair()
-    on = read(student, ids).measured_on()
+    on = read(wrap(student), ids).measured_on()
     rounds = tuple(
         Round(Stretch("start" if k < trials else "here", k < trials, 1e-3 * (k + 1), 2), each)
         for k, each in enumerate(judged)

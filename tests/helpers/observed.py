@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction import measure_contraction
@@ -98,7 +99,7 @@ def inputs_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tens
         model.get_submodule(name).register_forward_pre_hook(
             lambda module, args, name=name: found.setdefault(name, []).append(args[0].detach().double().flatten(0, -2))
         )
-        for name in {p.module for p in find_projections(model)}
+        for name in {p.module for p in find_projections(wrap(model))}
     ]
     with torch.no_grad():
         model(ids, use_cache=False)
@@ -110,7 +111,7 @@ def inputs_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tens
 def branches_of(model: PreTrainedModel, ids: torch.Tensor) -> list[tuple[tuple[Branch, ...], torch.Tensor]]:
     """For each layer its branches and what it returned."""
     structure = find_structure(model)
-    matrices = matrix_children(model, structure)
+    matrices = matrix_children(wrap(model))
     found: list[tuple[tuple[Branch, ...], torch.Tensor]] = []
 
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -155,7 +156,7 @@ def captured(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, np.ndarray]
 
         return keep
 
-    names = {p.module for p in find_projections(model)}
+    names = {p.module for p in find_projections(wrap(model))}
     handles = [model.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
     with torch.no_grad():
         model(ids)

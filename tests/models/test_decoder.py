@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from transformers import BertConfig, BertModel, PreTrainedModel, PreTrainedToken
 
 import lyapunov_prune as lp
 from lyapunov_prune import LyapunovPruneError
-from lyapunov_prune.arguments import fits
+from lyapunov_prune.arguments import Parsed, fits
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.models.decoder import Decoder, model_of, wrap, wrap_any
+from lyapunov_prune.models.decoder import Decoder, Model, model_of, takes_model, wrap, wrap_any
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.results.result import encode
@@ -76,7 +76,8 @@ def test_a_measurement_puts_the_model_of_a_handle_in_eval_mode(llama: PreTrained
 def names_a_model(hint: Any) -> bool:
     """Whether an annotation allows a model, by itself or in a mapping."""
     is_model = isinstance(hint, type) and issubclass(hint, nn.Module)
-    return is_model or any(map(names_a_model, get_args(hint)))
+    parsed = [each.kind for each in getattr(hint, "__metadata__", ()) if isinstance(each, Parsed)]
+    return is_model or any(map(names_a_model, (*get_args(hint), *parsed)))
 
 
 @pytest.mark.parametrize("name", lp.__all__)
@@ -85,9 +86,34 @@ def test_every_public_function_takes_a_handle_for_a_model(name: str, llama: PreT
     if name == "merge_adapters" or not inspect.isfunction(function):
         return  # adapters are merged before a model is one that is measured
     decoder = wrap(llama)
-    for key, hint in get_type_hints(function).items():
+    for key, hint in get_type_hints(inspect.unwrap(function), include_extras=True).items():
         if key not in ("return", "change") and names_a_model(hint):
-            assert fits(decoder, hint) or fits({"model": decoder}, hint), f"{name}: {key}"
+            for given in (decoder, llama):
+                assert fits(given, hint) or fits({"model": given}, hint), f"{name}: {key}"
+
+
+_PARSED: list[Any] = []
+
+
+def _opened(given: Any) -> Decoder:
+    _PARSED.append(given)
+    return wrap(given)
+
+
+@takes_model
+def _handed(model: Annotated[Decoder, Parsed(Model, _opened)], times: int) -> Decoder:
+    return model
+
+
+def test_the_function_gets_the_handle_once_all_arguments_match(llama: PreTrainedModel) -> None:
+    decoder = wrap(llama)
+    assert _handed(decoder, 1) is decoder
+    assert _handed(llama, 1).structure == decoder.structure
+    with pytest.raises(LyapunovPruneError, match="times is 'x'"):
+        _handed(llama, "x")  # type: ignore[arg-type]
+    with pytest.raises(LyapunovPruneError, match="model is 3; give PreTrainedModel or Decoder"):
+        _handed(3, 1)  # type: ignore[arg-type]
+    assert [decoder, llama] == _PARSED
 
 
 def test_a_handle_gives_the_numbers_of_its_model(llama: PreTrainedModel, ids: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from lyapunov_prune import compress, heal, load, remove_layers
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.packed import write_packed
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles.profile import profile_layers
 
@@ -44,7 +45,7 @@ def small(made: tuple[Compressed, Path], tmp_path: Path) -> Path:
 def test_what_is_loaded_is_what_was_packed(made: tuple[Compressed, Path], ids: torch.Tensor) -> None:
     done, folder = made
     loaded = load(folder).model
-    for p in find_projections(loaded):
+    for p in find_projections(wrap(loaded)):
         assert torch.equal(p.weight(loaded), p.weight(done.model)), p.name
     assert loaded.num_parameters() == done.model.num_parameters()
     with torch.no_grad():
@@ -56,7 +57,7 @@ def test_what_is_loaded_is_what_was_packed(made: tuple[Compressed, Path], ids: t
 def test_a_narrower_dtype_is_rounded_once(made: tuple[Compressed, Path]) -> None:
     loaded = load(made[1], dtype="bfloat16").model
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
-    for p in find_projections(loaded):
+    for p in find_projections(wrap(loaded)):
         assert torch.equal(p.weight(loaded), p.weight(made[0].model).bfloat16()), p.name
 
 

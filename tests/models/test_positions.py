@@ -142,7 +142,7 @@ def test_the_switch_is_one(kind: str, model: PreTrainedModel, prompts: torch.Ten
 
 def test_greedy_text(kind: str, model: PreTrainedModel, prompts: torch.Tensor) -> None:
     wanted = continued(model, prompts)[:, PROMPT:]
-    assert torch.equal(decode_greedily(read(model, prompts), prompts, STEPS), wanted)
+    assert torch.equal(decode_greedily(read(wrap(model), prompts), prompts, STEPS), wanted)
     if kind in OWN_SWITCH or not kind.startswith("longrope"):
         mask = torch.ones_like(prompts)
         own = model.generate(prompts, attention_mask=mask, max_new_tokens=STEPS, do_sample=False)[:, PROMPT:]
@@ -315,7 +315,7 @@ def test_dynamic_ntk_begins_where_the_context_ends(prompts: torch.Tensor) -> Non
     model = made("llama", {"rope_parameters": rope, "max_position_embeddings": SWITCH})
     steps = SWITCH - PROMPT
     wanted = continued(model, prompts, steps)[:, PROMPT:]
-    assert torch.equal(decode_greedily(read(model, prompts), prompts, steps), wanted)
+    assert torch.equal(decode_greedily(read(wrap(model), prompts), prompts, steps), wanted)
     asked: list[Callable[[], Any]] = [
         lambda: self_generated(model, tokens=SWITCH + 1, context=SWITCH + 1),
         lambda: compare_generation(model, model, prompts, steps=STEPS),

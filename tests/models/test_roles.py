@@ -7,12 +7,13 @@ from collections import Counter
 import pytest
 from helpers import LAYERS, make_tiny
 
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.roles import NAMES, ROLES, role
 
 
 def test_every_family_has_every_role_in_every_layer(family: str) -> None:
-    found = Counter(role(p.component) for p in find_projections(make_tiny(family)) if p.head in (None, 0))
+    found = Counter(role(p.component) for p in find_projections(wrap(make_tiny(family))) if p.head in (None, 0))
     gated = family in {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"}
     wanted = dict.fromkeys(("query", "key", "value", "attention-output", "mlp-out"), LAYERS)
     assert found == {**wanted, "mlp-in": LAYERS * (2 if gated else 1)}

@@ -38,6 +38,7 @@ from lyapunov_prune import (
 from lyapunov_prune.bounds import approximate
 from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
@@ -365,7 +366,7 @@ def with_adapters(model: PreTrainedModel) -> Any:
 
 def test_attached_adapters_are_refused(ids: torch.Tensor) -> None:
     adapted = with_adapters(make_tiny("llama"))
-    for refused in (remove_layers, lambda model, _: find_projections(model)):
+    for refused in (remove_layers, lambda model, _: find_projections(wrap(model))):
         for model in (adapted, adapted.base_model.model):
             with pytest.raises(LyapunovPruneError, match="adapters are attached") as error:
                 refused(model, [1])
@@ -556,7 +557,7 @@ def test_a_dispatched_model_in_memory(ids: torch.Tensor) -> None:
 def test_a_module_with_a_base_layer_of_its_own_is_no_adapter() -> None:
     model: Any = make_tiny("llama")
     model.model.layers[0].mlp.base_layer = nn.Identity()
-    assert find_projections(model)
+    assert find_projections(wrap(model))
 
 
 # Weights that are made of others at every forward.

@@ -222,7 +222,7 @@ def test_each_matrix_is_replaced_with_its_branch(name: str, kind: str, prompts: 
     """Parallel branches, with a norm of their own or a shared one, and an MLP of bare matrices."""
     model = make_other(name) if name in ("phi", "cohere") else make_tiny(name)
     other = copy.deepcopy(model)
-    for p in find_projections(other):
+    for p in find_projections(wrap(other)):
         if ("att" in p.module) == (kind == "attention"):
             p.weight(other).mul_(0.5)
     found = probe_layers(model, prompts[:1], change=other, steps=2)

@@ -17,6 +17,7 @@ from lyapunov_prune import LyapunovPruneError, compress, probe_layers, remove_la
 from lyapunov_prune.forward import decoding
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.reading import read
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.predictions import HistoryDivergence, attention_paths, history_divergence
 from lyapunov_prune.report.predictions import history_figure
 from lyapunov_prune.results.result import Result, encode
@@ -109,7 +110,7 @@ def test_texts_that_are_written_are_read_as_they_are(
 ) -> None:
     """The same numbers as of texts that it decodes itself: here, and in the paths of attention and the probe."""
     other = compress(llama, method="rtn", bits=3).model
-    both = [greedy_text(read(model, prompts), STEPS, 2) for model in (llama, other)]
+    both = [greedy_text(read(wrap(model), prompts), STEPS, 2) for model in (llama, other)]
     asked: list[Callable[..., Result]] = [
         lambda **more: history_divergence(llama, other, prompts, steps=STEPS, batch_size=2, **more),
         lambda **more: attention_paths(llama, other, prompts, steps=STEPS, **more),

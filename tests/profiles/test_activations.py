@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles import activation_statistics, activations
 from lyapunov_prune.profiles.activations import ActivationStatistics, excess_kurtosis, spectral_ranks
@@ -32,7 +32,7 @@ def seen(model: PreTrainedModel, ids: torch.Tensor) -> Seen:
         model.get_submodule(name).register_forward_hook(
             lambda module, args, output, name=name: found.update({name: (args[0].detach(), output.detach())})
         )
-        for name in {p.module for p in find_projections(model) if p.expert is None}
+        for name in {p.module for p in find_projections(wrap(model)) if p.expert is None}
     ]
     with torch.no_grad():
         model(ids)

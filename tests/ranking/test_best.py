@@ -16,6 +16,7 @@ from lyapunov_prune.evaluation.judging import compare
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending import judge as judge_module
 from lyapunov_prune.mending.mend import fit_mends
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.ranking import BestRemoval, best_removal
 from lyapunov_prune.ranking import best as module
@@ -196,7 +197,7 @@ def test_no_text_to_judge_by_is_written_by_the_model(many: torch.Tensor, monkeyp
     found = best_removal(model, many, REMOVE, search=80, mend=True)
     assert found.other_on is not None
     assert found.other_on.text.startswith("written by")
-    require_mended(model, many, judge_module.second_text(read(model, many)).ids, found)
+    require_mended(model, many, judge_module.second_text(read(wrap(model), many)).ids, found)
     assert found.other_on in found.plan(REMOVE).measured_on
 
 

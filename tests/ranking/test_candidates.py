@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.mend import TRIALS
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.ranking.candidates import (
     SOURCES,
     Cost,
@@ -88,7 +89,7 @@ def test_the_sets_of_measurements_are_those_of_the_rankings(
         scores = dict(zip(left, lp.block_influence(small, ids).influence, strict=True))
         gone.append(min(set(left) & set(free), key=lambda layer: scores[layer]))
     wanted["bi anew"] = tuple(sorted(gone))
-    reading = read(llama, ids)
+    reading = read(wrap(llama), ids)
     found = {by: s for source in SOURCES.values() for by, s in source.sets(reading, 2, free, 1).items()}
     assert found == wanted
 
@@ -162,6 +163,6 @@ def test_what_a_part_of_a_forward_costs() -> None:
 
 
 def test_the_cost_is_of_the_parameters_that_multiply(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    cost = Cost.of(read(llama, ids[:1]), read(llama, ids))
+    cost = Cost.of(read(wrap(llama), ids[:1]), read(wrap(llama), ids))
     inside = sum(p.numel() for name, p in llama.named_parameters() if ".layers." in name)
     assert cost == Cost(inside / (inside + 97 * 32), LAYERS, 3.0)

@@ -13,6 +13,7 @@ from helpers import words_of
 from transformers import PreTrainedModel
 
 from lyapunov_prune import probe_layers
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.predictions import HierarchyProbe
 from lyapunov_prune.report.predictions import hierarchy_figure, kl_figure
@@ -22,7 +23,7 @@ from lyapunov_prune.report.predictions import hierarchy_figure, kl_figure
 def probe(llama: PreTrainedModel) -> HierarchyProbe:
     ids = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(0))
     small = copy.deepcopy(llama)
-    for p in find_projections(small):
+    for p in find_projections(wrap(small)):
         if p.layer < 4:  # layers 4 and 5 do not change
             p.weight(small).mul_(1.01)
     return probe_layers(llama, ids, change=small, steps=3, what=("attention", "mlp"))

@@ -29,6 +29,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.linalg import basis, truncate
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.profile import profile_layers
@@ -93,7 +94,7 @@ def test_regret_is_that_of_the_changed_model(name: str, few: torch.Tensor) -> No
     found = measure_sensitivity(model, few, studies=["removal", "layer", "sparsity"], sparsity=0.6)
     assert_same(model, before)
     assert hooks_of(model) == 0
-    dense, ps = perplexity(model, few).value, find_projections(model)
+    dense, ps = perplexity(model, few).value, find_projections(wrap(model))
     assert found.perplexity == pytest.approx(dense, rel=1e-6)
     for k in (0, 3, 5):
         pruned = with_weights(name, {p: Magnitude().compress(p.weight(model), 0.6) for p in ps if p.layer == k}, few)
@@ -110,7 +111,7 @@ def test_regret_is_that_of_the_changed_model(name: str, few: torch.Tensor) -> No
 
 def test_wanda_and_rank_are_those_of_the_methods(few: torch.Tensor, other: torch.Tensor) -> None:
     model = make_tiny("gpt2")
-    ps, dense = find_projections(model), perplexity(model, few).value
+    ps, dense = find_projections(wrap(model)), perplexity(model, few).value
     norms = input_norms(model, other, ps)
     found = measure_sensitivity(
         model, few, studies=["component"], method="wanda", sparsity=0.4, rank=6, calibration=other
@@ -127,7 +128,7 @@ def test_wanda_and_rank_are_those_of_the_methods(few: torch.Tensor, other: torch
 
 def test_low_rank_is_whitened_by_the_inputs_of_the_dense_model(few: torch.Tensor, other: torch.Tensor) -> None:
     model = make_tiny("llama")
-    ps, inputs = find_projections(model), inputs_of(model, other)
+    ps, inputs = find_projections(wrap(model)), inputs_of(model, other)
     found = measure_sensitivity(model, few, studies=["component"], method="whitened-svd", rank=5, calibration=other)
     keys = [p for p in ps if p.component.endswith("k_proj")]
     weights = {p: whitened(p.weight(model), inputs[p.module].T @ inputs[p.module], 5) for p in keys}
@@ -144,7 +145,7 @@ def test_rescored_greedy_is_the_best_next_group_by_hand(few: torch.Tensor, monke
     for module in (greedy, greedy_rescored):
         monkeypatch.setattr(module, "ROUNDS", 2)
     model = make_tiny("llama", num_hidden_layers=2)
-    groups = STUDIES.make("group").changes(find_projections(model), Compression("magnitude", 0.8, None), {})
+    groups = STUDIES.make("group").changes(find_projections(wrap(model)), Compression("magnitude", 0.8, None), {})
 
     def by_hand(chosen: tuple[Change, ...]) -> float:
         twin = copy.deepcopy(model)
@@ -162,7 +163,7 @@ def test_rescored_greedy_is_the_best_next_group_by_hand(few: torch.Tensor, monke
 
 def test_planted_fault_matrices_of_the_next_layer_are_seen(few: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tiny("llama")
-    ps, dense = find_projections(model), perplexity(model, few).value
+    ps, dense = find_projections(wrap(model)), perplexity(model, few).value
     by_layer = studies.by_layer
     monkeypatch.setattr(
         studies, "by_layer", lambda ps: dict(zip(range(6), [*by_layer(ps).values()][::-1], strict=True))
@@ -266,7 +267,7 @@ def test_the_threshold_is_the_highest_sparsity_below_the_limit(blank: Sensitivit
 
 def test_the_threshold_is_wanda_on_layer_zero(few: torch.Tensor, other: torch.Tensor) -> None:
     model = make_tiny("llama")
-    ps, dense = find_projections(model), perplexity(model, few).value
+    ps, dense = find_projections(wrap(model)), perplexity(model, few).value
     norms = input_norms(model, other, ps)
     found = measure_sensitivity(model, few, studies=["threshold"], calibration=other, limit=1e9)
     assert found.threshold == 0.99

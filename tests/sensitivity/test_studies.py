@@ -23,6 +23,7 @@ from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.compression.methods.wanda import Wanda
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.compressor import Compressor
@@ -50,7 +51,7 @@ def gpt2() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def ps(gpt2: PreTrainedModel) -> tuple[Projection, ...]:
-    return find_projections(gpt2)
+    return find_projections(wrap(gpt2))
 
 
 def losses_of(ps: Sequence[Projection], base: Compression = BASE) -> dict[str, float]:
@@ -83,7 +84,7 @@ def test_the_number_of_changes_of_each_study(ps: tuple[Projection, ...]) -> None
 
 
 def test_every_family_has_every_study(family: str) -> None:
-    found = find_projections(make_tiny(family))
+    found = find_projections(wrap(make_tiny(family)))
     components = {p.component for p in found}
     groups = changes("group", found, BASE, {})
     losses = {g.key: float(i) for i, g in enumerate(groups)}

@@ -20,6 +20,7 @@ from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward.hooks import final_state, skipped
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import next_token_loss
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.sensitivity.drift import Reference
@@ -28,7 +29,7 @@ from lyapunov_prune.sensitivity.sweep import DENSE, Job, Outcome, Sweep
 
 def sparse(model: PreTrainedModel, layers: Iterable[int], taken: list[str] | None = None) -> Job:
     """Half of every matrix of `layers` gone; adds its key to `taken` whenever it is carried out."""
-    chosen = [p for p in find_projections(model) if p.layer in layers]
+    chosen = [p for p in find_projections(wrap(model)) if p.layer in layers]
     key = f"sparse {','.join(map(str, layers))}"
 
     def weights() -> dict[Any, torch.Tensor]:
@@ -268,7 +269,7 @@ def test_a_change_that_diverges_is_told_and_the_sweep_goes_on(ids: torch.Tensor,
     model = make_tiny("llama")
 
     def wreck(layer: int, factor: float) -> Job:
-        chosen = [p for p in find_projections(model) if p.layer == layer]
+        chosen = [p for p in find_projections(wrap(model)) if p.layer == layer]
         return Job(f"wrecked {layer}", layer, weights=lambda: {p: p.weight(model) * factor for p in chosen})
 
     wrecked = [wreck(1, math.nan), wreck(2, math.inf)]
@@ -286,7 +287,7 @@ def test_a_change_that_diverges_is_told_and_the_sweep_goes_on(ids: torch.Tensor,
 
 def test_a_loss_that_overflows_is_infinite_or_nan_and_no_error(ids: torch.Tensor) -> None:
     model: Any = make_tiny("llama")
-    p = next(p for p in find_projections(model) if p.name == "model.layers.2.mlp.down_proj")
+    p = next(p for p in find_projections(wrap(model)) if p.name == "model.layers.2.mlp.down_proj")
     found = Sweep(model, ids).run([Job("huge", 2, weights=lambda: {p: torch.full_like(p.weight(model), 1e38)})])
     assert not np.isnan(found[DENSE].windows).any()
     assert found["huge"].windows.shape == (3,)

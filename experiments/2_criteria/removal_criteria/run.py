@@ -27,6 +27,7 @@ from experiments.statements import interval, measured, runs, short, table
 from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import find_structure
@@ -164,7 +165,7 @@ def mended(loaded: lp.models.Decoder, plan: lp.PruningPlan, batch: lp.TokenBatch
     structure = find_structure(small)
     prefix, at = Prefix(structure, batch.ids[:1]), 0
     states: list[torch.Tensor | None] = [None] * len(batch.ids)
-    last = {p.layer: p for p in find_projections(small) if role(p.component) == "mlp-out"}
+    last = {p.layer: p for p in find_projections(wrap(small)) if role(p.component) == "mlp-out"}
     for position, end in gaps:
         outputs: list[torch.Tensor] = []
         module = small.get_submodule(last[position].module)

@@ -23,7 +23,7 @@ from lyapunov_prune.forward.hooks import run_through
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.joint.importance import measure_importance
 from lyapunov_prune.merging.unmerged import Unmerged
-from lyapunov_prune.models.decoder import wrap_any
+from lyapunov_prune.models.decoder import wrap, wrap_any
 from lyapunov_prune.report.drawing import COLOURS, depth_axis, log_axis, one_panel, svg
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -75,7 +75,7 @@ def main(
 
 
 def measure(model: PreTrainedModel, batch: TokenBatch) -> Disparity:
-    reading = read(model, batch)
+    reading = read(wrap(model), batch)
     student = Unmerged(model, REDUCTION, lambda: run_through(wrap_any(model), batch))
     groups = np.array_split(np.arange(len(batch)), GROUPS)
     worth = [measure_importance(student, batch.take(g.tolist()), "taylor") for g in groups]

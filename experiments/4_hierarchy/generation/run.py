@@ -187,7 +187,7 @@ def unrelated(loaded: lp.models.Decoder, prompts: dict[str, torch.Tensor], steps
     """The dense model at the same step of the next prompt's text: what the measures say where nothing is related."""
     walks = {}
     for k, ids in prompts.items():
-        states, logits, _ = zip(*walk(read(loaded.model, ids), ids, steps, told=True), strict=True)
+        states, logits, _ = zip(*walk(read(loaded, ids), ids, steps, told=True), strict=True)
         walks[k] = torch.cat(states), torch.cat(logits)
     names, frames = list(walks), []
     for k, after in zip(names, [*names[1:], names[0]], strict=True):

@@ -35,7 +35,7 @@ from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.result import MeasuredOn, Result, decode, encode
 from lyapunov_prune.results.store import Store
@@ -136,7 +136,7 @@ def measured(
         logits = lift(model(ids).logits[0, len(begun) - 1 : -1])
         losses.append(float(cross_entropy(logits, ids[0, len(begun) :])))
         prompt = torch.tensor([begun])
-        texts.append(decode_greedily(read(model, prompt), prompt, steps)[0].tolist())
+        texts.append(decode_greedily(read(wrap(model), prompt), prompt, steps)[0].tolist())
     chosen = [taken(model, item, tokenizer) for item in items]
     return Row(name, np.array(chosen), np.array(losses), np.array(texts))
 

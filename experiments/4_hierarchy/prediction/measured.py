@@ -48,7 +48,7 @@ def main(
     window = TokenBatch(
         calibration.ids[:1, :length], text=calibration.text, split=calibration.split, bos=calibration.bos
     )
-    reading = read(loaded.model, window)
+    reading = read(loaded, window)
     sets = [tuple(each["removed"]) for each in known["sets"] if each["kl"] <= MOST]
     drawn = [
         sets[i] for i in np.random.default_rng(0).permutation(len(sets))

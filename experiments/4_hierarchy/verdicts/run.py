@@ -196,7 +196,7 @@ def decided(loaded: Decoder, model: PreTrainedModel, asked: Asked, steps: int) -
     chosen = tuple(tuple(taken(model, item, loaded.tokenizer) for item in items) for items in asked.items[1:])
     texts = []
     for batch in asked.prompts[1:]:
-        reading = read(model, batch)
+        reading = read(lp.wrap(model), batch)
         texts.append(tuple(map(tuple, decode_greedily(reading, batch.ids, steps).tolist())))
     return Decisions(chosen, tuple(texts))
 

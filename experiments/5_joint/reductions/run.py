@@ -99,7 +99,7 @@ def main(
 ) -> None:
     loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=max(TOKENS), evaluation=tokens, context=CONTEXT)
-    found = measure(read(loaded.model, calibration), read(loaded.model, evaluation))
+    found = measure(read(loaded, calibration), read(loaded, evaluation))
     found.save(HERE / f"{found.name}.json")
     draw(HERE, {found.name: figure(found)})
     print(found)

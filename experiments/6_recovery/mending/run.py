@@ -130,7 +130,7 @@ def _others(given: Inputs, removed: Sequence[int]) -> dict[str, list[float]]:
     """Each way is given all calibration windows: it holds none out, having nothing to choose."""
     if not one_run(removed):
         return {}
-    gap = read_gap(read(given.loaded.model, given.calibration), removed)
+    gap = read_gap(read(given.loaded, given.calibration), removed)
     hooks: dict[str, Hook | None] = {way: closed(way, gap) for way in WAYS}
     return {way: losses(given, removed, hooked(after=[hook])) for way, hook in hooks.items() if hook is not None}
 
@@ -138,7 +138,7 @@ def _others(given: Inputs, removed: Sequence[int]) -> dict[str, list[float]]:
 @torch.no_grad()
 def losses(given: Inputs, removed: Sequence[int], mended: AbstractContextManager[None]) -> list[float]:
     """Of every evaluation window, the layers passed over and what closes the gaps in its place by hooks."""
-    reading = read(given.loaded.model, given.evaluation)
+    reading = read(given.loaded, given.evaluation)
     prefix, scorer = reading.prefix, reading.scorer
     found: list[float] = []
     with prefix.without(removed) if removed else nullcontext(), mended:

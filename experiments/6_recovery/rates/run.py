@@ -51,7 +51,7 @@ def main(
     loaded = load(model, device, dtype)
     teacher = loaded.model
     split: Split = "calibration" if text == "builtin" else "all"
-    learnt, judging = apart(read(teacher, read_text(loaded, text, 256 * windows, 256, split)), most=16)
+    learnt, judging = apart(read(lp.wrap(teacher), read_text(loaded, text, 256 * windows, 256, split)), most=16)
     scored = read_text(loaded, unseen, 8192, 512, "all")
     dense = lp.perplexity(teacher, scored).nll
     count = max(1, round(share * loaded.structure.num_layers))

@@ -45,9 +45,10 @@ class OWL(Schedule):
         from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity
         from lyapunov_prune.allocation.fitting import shift
         from lyapunov_prune.forward.reading import read
+        from lyapunov_prune.models.decoder import wrap
 
         require_sparsity(budget)
-        reading = read(model, given, streamed=True)
+        reading = read(wrap(model), given)
         matrices = Matrices.of(model)
         D = outlier_share(model, reading, matrices, self.outlier)
         span = D.max() - D.min()

@@ -113,7 +113,7 @@ def hierarchy(
         fitting(items, loaded.tokenizer, (loaded.model, other.model), limit)
     if other is not None and sought is not None:
         require_unseen_texts({dense: loaded.model, str(compressed): other.model}, loaded.tokenizer, sought)
-    reading = read(loaded.model, batch)
+    reading = read(loaded, batch)
     dense_text = greedy_text(reading, new_tokens, batch_size)
     same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers
     probe = probe_layers(
@@ -133,7 +133,7 @@ def hierarchy(
         at_once: Any = {"steps": new_tokens, "batch_size": batch_size}
         generated = compare_generation(*pair, **at_once)
         parts.add("generation", generated)
-        both = dense_text, greedy_text(read(other.model, batch), new_tokens, batch_size)
+        both = dense_text, greedy_text(read(other, batch), new_tokens, batch_size)
         history = history_divergence(*pair, **at_once, written=both)
         parts.add("diverged-history", history)
     if other is not None and same_layers:
