@@ -61,7 +61,7 @@ class Subject:
 
     def student(self, reduction: str) -> Unmerged:
         """The model with what takes the place of its activations, fitted to the slice to learn from."""
-        return Unmerged(self.model, reduction, lambda: run_through(wrap_any(self.model), self.data.learn))
+        return Unmerged(wrap_any(self.model), reduction, lambda: run_through(wrap_any(self.model), self.data.learn))
 
     def scored(self, model: PreTrainedModel) -> dict[str, Any]:
         """The score of every item of the final slice, and whose items they are."""

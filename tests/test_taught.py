@@ -19,6 +19,7 @@ from lyapunov_prune.data.slices import slices
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.models.decoder import wrap_any
 
 ASYMMETRY = importlib.import_module("experiments.4_hierarchy.asymmetry.run")
 BIAS = importlib.import_module("experiments.5_joint.constant_bias.run")
@@ -28,11 +29,11 @@ MARKS = np.array([0, 1, 2, 4, 8])
 def a_subject(kind: str, folder: Path) -> Taught:
     if kind == "images":
         model, data = make_classifier("vit"), slices(digits(60))
-        return Taught(Unmerged(model, "identity", lambda: None), data, 4, folder)
+        return Taught(Unmerged(wrap_any(model), "identity", lambda: None), data, 4, folder)
     ids = torch.randint(3, 97, (40, 24), generator=torch.Generator().manual_seed(0))
     text = slices(TokenBatch(ids, "drawn", "all", bos=False))
     tiny = make_tiny("llama", num_hidden_layers=6).eval()
-    return Taught(Unmerged(tiny, "mean-gate", lambda: uncached_logits(tiny, ids)), text, 2, folder)
+    return Taught(Unmerged(wrap_any(tiny), "mean-gate", lambda: uncached_logits(tiny, ids)), text, 2, folder)
 
 
 def test_half_of_the_drop_is_regained_on_a_line_between_marks() -> None:

@@ -7,10 +7,9 @@ from typing import Any
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.schedule import Score
 from lyapunov_prune.allocation.table import SCHEDULES
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
-from lyapunov_prune.models.decoder import Model, model_of
+from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.held import held
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
@@ -21,9 +20,9 @@ REMEDIES = {
 }
 
 
-@checked
+@takes_model
 def allocate(
-    model: Model,
+    model: Streamable,
     schedule: str,
     budget: float,
     *,
@@ -41,10 +40,9 @@ def allocate(
     Raises LyapunovPruneError for an unknown schedule or parameter, a missing measurement, and the errors of the
     schedule, in particular for a budget that it cannot meet.
     """
-    model = model_of(model)
     made = SCHEDULES.make(schedule, **parameters)
     given = None if made.needs is None else {"batch": batch, "profile": profile, "score": score}[made.needs]
     if made.needs is not None and given is None:
         raise LyapunovPruneError(f"schedule {schedule} needs {REMEDIES[made.needs]}")
-    with held(model):  # another thread may have other weights in it
-        return made.allocate(model, budget, given)
+    with held(model.model):  # another thread may have other weights in it
+        return made.allocate(model.model, budget, given)

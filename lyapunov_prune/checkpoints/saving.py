@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import as_text, write_card
 from lyapunov_prune.checkpoints.elsewhere import elsewhere_check
@@ -16,31 +15,29 @@ from lyapunov_prune.checkpoints.reloading import reload_check
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.decoder import Model, model_of, wrap
+from lyapunov_prune.models.decoder import takes_model, wrap
 from lyapunov_prune.models.left_out import require_whole
-from lyapunov_prune.models.plain import plain
+from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import in_eval_mode, model_name
 from lyapunov_prune.results.files import RETRY, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 from lyapunov_prune.results.result import Result
 
 
-@checked
-def save(model: Model, tokenizer: PreTrainedTokenizerBase, target: str | Path) -> None:
+@takes_model
+def save(model: Plain, tokenizer: PreTrainedTokenizerBase, target: str | Path) -> None:
     """Write `model`, changed in memory, to the folder `target`, as the commands do: with tokenizer, history and card.
 
     The folder loads with plain transformers. Raises LyapunovPruneError for a model that cannot be written whole (one
     wrapped by adapters, or quantised in memory), and as `write_model`. `export.write_pruned` also runs the gate.
     """
-    model = model_of(model)
-    plain(model)
-    require_whole(model)
-    name, steps = Path(model_name(model)).name, history_of(model).steps
+    require_whole(model.model)
+    name, steps = Path(model_name(model.model)).name, history_of(model.model).steps
     saw = {as_text(on.line()): None for step in steps for on in step.saw}
     about = [f"Made by: {', '.join(step.kind for step in steps)}." if steps else "Written as it was in memory."]
     if saw:
         about += ["", "The steps saw:", "", *(f"- {line}" for line in saw)]
-    write_model(model, tokenizer, target, {}, f"{name}, changed", "\n".join(about))
+    write_model(model.model, tokenizer, target, {}, f"{name}, changed", "\n".join(about))
 
 
 def write_model(

@@ -12,15 +12,13 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.schedule import Score
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.compression.held_out import HeldOutLoss
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.recipe import recipe_for
 from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, Reading
-from lyapunov_prune.models.decoder import Model, model_of
-from lyapunov_prune.models.streamed import require_not_streamed
+from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.results.history import add_step
@@ -35,10 +33,10 @@ class Compressed(Reported):
     report: CompressionReport
 
 
-@checked
+@takes_model
 @in_eval_mode
 def compress(
-    model: Model,
+    model: InMemory,
     batch: Readable | None = None,
     *,
     method: str,
@@ -66,8 +64,6 @@ def compress(
     windows (`held_out.py`). Raises LyapunovPruneError for amounts and options
     that the method does not have, a missing text or profile, and matrices shared between layers.
     """
-    model = model_of(model)
-    require_not_streamed(model)
     recipe = recipe_for(
         model,
         batch,
@@ -83,9 +79,9 @@ def compress(
         symmetric=symmetric,
         search=partial(_held_out, method, group_size, batch_size),
     )
-    small = copy.deepcopy(model)
+    small = copy.deepcopy(model.model)
     report = recipe.apply(small, batch_size=batch_size)
-    add_step(small, "compress", report.saw, model)
+    add_step(small, "compress", report.saw, model.model)
     return Compressed(small, report)
 
 

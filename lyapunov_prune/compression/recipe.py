@@ -16,7 +16,6 @@ from lyapunov_prune.allocation.allocate import allocate
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.schedule import Score
 from lyapunov_prune.allocation.table import SCHEDULES
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.masks import Pattern, as_pattern
@@ -26,7 +25,7 @@ from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift, row_blocks, token_energy, widen
-from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.projections import Projection, by_layer, find_projections
 from lyapunov_prune.models.streamed import layer_held
@@ -123,10 +122,10 @@ class Recipe:
         )
 
 
-@checked
+@takes_model
 @in_eval_mode
 def recipe_for(
-    model: PreTrainedModel,
+    model: Streamable,
     batch: Readable | None = None,
     *,
     method: str,
@@ -146,7 +145,7 @@ def recipe_for(
     Raises LyapunovPruneError for amounts and options that the method does not have, a rank that changes no matrix, a
     missing text or profile, and matrices shared between layers.
     """
-    require_unquantised(model)
+    require_unquantised(model.model)
     pattern = as_pattern(pattern)
     if pattern is not None and sparsity is None and isinstance(allocation, str):
         sparsity = 1 - pattern[0] / pattern[1]
@@ -157,19 +156,19 @@ def recipe_for(
     schedule = allocation.schedule if isinstance(allocation, Allocation) else allocation
     if pattern is not None and schedule != "uniform":
         raise LyapunovPruneError("a pattern keeps the same share of every matrix; give allocation uniform with it")
-    given = None if batch is None else read(wrap(model), batch)
+    given = None if batch is None else read(model, batch)
     if isinstance(allocation, Allocation):
-        allocation.require_model(model)
+        allocation.require_model(model.model)
     else:
         amount = next(x for x in (sparsity, rank, bits) if x is not None)
         searches = SCHEDULES[allocation].needs == "score" and given is not None and search is not None
         score = search(given) if searches else None  # type: ignore[misc, arg-type]
         allocation = _allocated(
-            model, kind, amount, allocation, schedule_options or {}, batch=given, profile=profile, score=score
+            model.model, kind, amount, allocation, schedule_options or {}, batch=given, profile=profile, score=score
         )
-    projections = find_projections(wrap(model))
-    _require_apart(model, projections)
-    highest = max(min(p.weight(model).shape) for p in projections)
+    projections = find_projections(model)
+    _require_apart(model.model, projections)
+    highest = max(min(p.weight(model.model).shape) for p in projections)
     if rank is not None and rank >= highest:
         raise LyapunovPruneError(f"rank {rank} leaves every matrix as it is; give one below {highest}")
     if made.needs == "nothing":

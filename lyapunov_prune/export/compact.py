@@ -15,15 +15,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.compact import LAYOUTS, NO_ATTENTION, Layout, compact_class, is_compact
-from lyapunov_prune.models.decoder import Decoder, Model, wrap_any
+from lyapunov_prune.models.decoder import Decoder, takes_model, wrap_any
 from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.held import held
-from lyapunov_prune.models.plain import plain
+from lyapunov_prune.models.plain import PlainAny
 from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import without_layers
@@ -61,8 +60,8 @@ class Cuts:
         )
 
 
-@checked
-def make_compact(model: Model, cuts: Cuts, *, shared: bool = False) -> PreTrainedModel:
+@takes_model
+def make_compact(model: PlainAny, cuts: Cuts, *, shared: bool = False) -> PreTrainedModel:
     """A new, smaller model without what `cuts` names; `model`, plain or compact already, is untouched.
 
     Whole layers leave first, as `remove_layers` takes them out. What comes out is of the class of `model` and more: its
@@ -75,14 +74,14 @@ def make_compact(model: Model, cuts: Cuts, *, shared: bool = False) -> PreTraine
     twice or has lost the same before, for a matrix of another shape or with values that are not finite, when no
     attention of a decoder would be left, and for a model that is not its plain weights.
     """
-    source = decoder = plain(model, wrap_any)
-    compact_class(source.model)
-    places = cut_places(source, cuts)
+    decoder = model
+    compact_class(model.model)
+    places = cut_places(model, cuts)
     kept = [i for i in range(len(places)) if i not in cuts.remove]
     if cuts.remove:
-        with held(source.model):
-            plan = PruningPlan.given(source, cuts.remove)
-            decoder = wrap_any(without_layers(source, plan, shared_memo(source.model)))
+        with held(model.model):
+            plan = PruningPlan.given(model, cuts.remove)
+            decoder = wrap_any(without_layers(model, plan, shared_memo(model.model)))
         places = [places[i] for i in kept]
     structure, before = decoder.structure, cuts_of(decoder)
     # What goes is replaced, never copied.
@@ -101,7 +100,7 @@ def make_compact(model: Model, cuts: Cuts, *, shared: bool = False) -> PreTraine
         matrix.weight = nn.Parameter(W.detach().to(like, copy=True))
         if b is not None:
             matrix.bias = nn.Parameter(b.detach().to(like, copy=True))
-    add_step(compact, "prune", cuts.measured_on, source.model)
+    add_step(compact, "prune", cuts.measured_on, model.model)
     return compact
 
 

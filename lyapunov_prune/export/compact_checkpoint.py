@@ -6,14 +6,13 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.compact_gate import verify_compact
-from lyapunov_prune.models.decoder import Decoder, Model, wrap_any
-from lyapunov_prune.models.plain import plain
+from lyapunov_prune.models.decoder import Decoder, takes_model
+from lyapunov_prune.models.plain import PlainAny
 from lyapunov_prune.models.structure import model_name
 from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.pruning.provenance import gate_table, require_passed, save
@@ -23,9 +22,9 @@ from lyapunov_prune.results.history import HISTORY, history_of
 GATE = "gate.json"
 
 
-@checked
+@takes_model
 def write_compact(
-    model: Model,
+    model: PlainAny,
     tokenizer: PreTrainedTokenizerBase | None,
     cuts: Cuts,
     target: str | Path,
@@ -39,12 +38,11 @@ def write_compact(
     empty or the disk refuses; either way nothing is left at `target`.
     """
     require_empty(target)
-    decoder = plain(model, wrap_any)
-    compact = make_compact(decoder, cuts)
+    compact = make_compact(model, cuts)
     with whole_folder(target) as folder:
-        gate = save_compact(folder, decoder, compact, tokenizer, cuts, batch)
+        gate = save_compact(folder, model, compact, tokenizer, cuts, batch)
         gate.save(folder / GATE)
-        _describe(folder, decoder, compact, cuts, gate)
+        _describe(folder, model, compact, cuts, gate)
         return gate
 
 

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.data.batch import TokenBatch
@@ -33,7 +32,7 @@ from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.compact import LAYOUTS
-from lyapunov_prune.models.decoder import Decoder, Model, wrap_any
+from lyapunov_prune.models.decoder import Decoder, InMemoryAny, takes_model
 from lyapunov_prune.models.feedforward import Affine, FeedForward, read_feedforward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure, in_eval_mode
@@ -42,12 +41,12 @@ from lyapunov_prune.pruning.gate import CACHED, SKIPPED, Check, Gate, GateReport
 from lyapunov_prune.pruning.merge_gate import MERGED, merged_blocks, merged_check
 
 
-@checked
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def verify_compact(
-    original: Model,
-    compact: Model,
+    original: InMemoryAny,
+    compact: InMemoryAny,
     cuts: Cuts,
     batch: TokenBatch | ImageBatch | torch.Tensor | None = None,
     *,
@@ -60,17 +59,16 @@ def verify_compact(
     saved; without it the model is saved to a temporary folder. The process without this package takes some seconds to
     start; `elsewhere=False` leaves it out.
     """
-    reference, result = wrap_any(original), wrap_any(compact)
-    inputs = sample_inputs(reference, batch)
-    gate = Gate(reference, result, inputs, partial(cut_by_hooks, cuts=cuts), computed=bool(cuts.hidden), batch=batch)
+    inputs = sample_inputs(original, batch)
+    gate = Gate(original, compact, inputs, partial(cut_by_hooks, cuts=cuts), computed=bool(cuts.hidden), batch=batch)
     checks: dict[str, Check] = {SKIPPED: lambda: gate.same("logits against the original cut by hooks")}
-    if reference.model.can_generate():
+    if original.model.can_generate():
         checks[CACHED] = gate.cached
     if cuts.hidden:
         checks[MERGED] = lambda: _merged(gate, cuts)
     on_files: dict[str, OnFiles] = {RELOADED: gate.reloads}
     if elsewhere:
-        on_files[ELSEWHERE] = lambda folder: elsewhere_check(result.model, folder, inputs)
+        on_files[ELSEWHERE] = lambda folder: elsewhere_check(compact.model, folder, inputs)
     on_files[COUNTED] = lambda folder: _counted(gate, cuts, folder)
     return gate.report(checks, on_files, checkpoint)
 

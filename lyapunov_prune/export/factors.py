@@ -14,17 +14,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.gram import scaled
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.compact import compact_copy, cuts_of
 from lyapunov_prune.linalg import basis, lift
 from lyapunov_prune.models.compact import compact_class
-from lyapunov_prune.models.decoder import Decoder, Model, model_of, wrap, wrap_any
+from lyapunov_prune.models.decoder import Decoder, InMemoryAny, Model, model_of, takes_model, wrap
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.sharing import shared_memo
-from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.progress import track
 
 Factors = tuple[torch.Tensor, torch.Tensor]
@@ -132,20 +130,18 @@ def require_smaller(model: PreTrainedModel, rank: int | None = None) -> None:
     find_factored(model, {p.name: rank or 1 for p in find_projections(wrap(model))})
 
 
-@checked
+@takes_model
 @torch.no_grad()
-def with_factors(model: Model, ranks: Mapping[str, int | None]) -> PreTrainedModel:
+def with_factors(model: InMemoryAny, ranks: Mapping[str, int | None]) -> PreTrainedModel:
     """The compact model that has `two_factors` in the place of each matrix of `model` that is smaller so.
 
     `ranks` are by the name of a `Projection`, as `CompressionReport.ranks` gives them. What is not replaced lies in the
     memory of `model`, which stays as it is. Raises as `find_factored`.
     """
-    require_not_streamed(model_of(model))  # the rest find_factored asks for
-    decoder = wrap_any(model)
-    factored = find_factored(decoder, ranks)
-    compact = with_places(decoder, factored)
+    factored = find_factored(model, ranks)
+    compact = with_places(model, factored)
     for each in track(factored, "factors"):
-        compact.get_submodule(each.module).load_state_dict(factors_of(decoder.model, each), assign=True)
+        compact.get_submodule(each.module).load_state_dict(factors_of(model.model, each), assign=True)
     return compact
 
 

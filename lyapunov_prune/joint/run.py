@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import Count, Seed, checked
+from lyapunov_prune.arguments import Count, Seed
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.data.slices import NAMES
 from lyapunov_prune.data.unseen import require_unseen
@@ -38,10 +38,10 @@ from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.times import Times, measure_times
 from lyapunov_prune.merging.table import DEFAULT
 from lyapunov_prune.merging.unmerged import Unmerged
-from lyapunov_prune.models.decoder import wrap_any
+from lyapunov_prune.models.decoder import takes_model
 from lyapunov_prune.models.left_out import require_whole
-from lyapunov_prune.models.plain import require_unquantised
-from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.models.plain import PlainAny
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.counting import sizes_in_memory
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import describe
@@ -56,10 +56,10 @@ _LEAST_SELECTED = 5  # with 4 items a standard error has a relative error of 1/â
 MERGED = 10.0  # times the rounding limit of a single model: a merge rounds a product and sums in another order
 
 
-@checked
+@takes_model
 @in_eval_mode
 def remove_jointly(
-    model: PreTrainedModel,
+    model: PlainAny,
     tokenizer: PreTrainedTokenizerBase | None,
     slices: tuple[Examples, Examples, Examples],
     output: str | Path,
@@ -99,25 +99,24 @@ def remove_jointly(
     """
     require_empty(output)
     learn, select, final = slices
-    require_whole(model)
-    require_unquantised(model)
-    require_trainable(model, "the model")
-    origins = tuple(data.measured_on(model) for data in slices)
+    dense = model.model
+    require_whole(dense)
+    require_trainable(dense, "the model")
+    origins = tuple(data.measured_on(dense) for data in slices)
     _require_apart(slices, origins)
-    require_unseen(model, final)
+    require_unseen(dense, final)
     if len(select) < _LEAST_SELECTED:
         raise LyapunovPruneError(
             f"{len(select)} items to select by are too few to estimate an error; give {_LEAST_SELECTED} or more (for a "
             "text raise --tokens or lower --context)"
         )
-    decoder = wrap_any(model)
-    L = decoder.structure.num_layers
-    most = (L - 1 if model.can_generate() else L, L)
+    L = model.structure.num_layers
+    most = (L - 1 if dense.can_generate() else L, L)
     if speedup is None or remove is not None:  # fail early on a wrong budget
         within_budget(L, remove, speedup, None, most)
     seconds: dict[str, float] = {}
     with _timing(seconds, "calibration"):
-        student = Unmerged(model, reduction, lambda: run_through(decoder, learn))
+        student = Unmerged(model, reduction, lambda: run_through(model, learn))
     folder = Path(folder)
     about: dict[str, Any] = {
         "slices": encode(origins),
@@ -185,7 +184,7 @@ def remove_jointly(
                 course, select, decision.chosen, start, recover_steps, resume=resume, batch_size=batch_size
             )
         saw = origins[:2]
-        add_step(pupil.model, "heal", saw[:1], model)
+        add_step(pupil.model, "heal", saw[:1], dense)
         gone = lesson.activation
         cuts = Cuts(lesson.attention, pupil.merged(gone), saw, hidden=pupil.hidden(gone))
         plan = PruningPlan(
@@ -193,7 +192,7 @@ def remove_jointly(
             criterion=f"joint, {importance} within each type",
             alpha=None,
             scores=np.empty(0),
-            model=identify(model),
+            model=model.identity,
             measured_on=saw,
             drop_attention=lesson.attention,
             drop_activation=lesson.activation,
@@ -205,7 +204,7 @@ def remove_jointly(
             with _timing(seconds, "checkpoint"):
                 gate = save_compact(partial, pupil.decoder, compact, tokenizer, cuts, learn)
             with _timing(seconds, "final scores"):
-                dense, chosen = (score(m, final, batch_size=batch_size) for m in (model, compact))
+                before, chosen = (score(m, final, batch_size=batch_size) for m in (model, compact))
             run = JointRun(
                 importance=worth,
                 points=points,
@@ -216,11 +215,11 @@ def remove_jointly(
                 start=start,
                 losses=np.array(losses),
                 gain=gain,
-                dense=dense.value,
+                dense=before.value,
                 chosen=chosen.value,
-                error=paired_error(dense, chosen),
-                parameters=(model.num_parameters(), compact.num_parameters()),
-                size=tuple(sum(size for _, size in sizes_in_memory(m)) for m in (model, compact)),  # type: ignore[arg-type]
+                error=paired_error(before, chosen),
+                parameters=(dense.num_parameters(), compact.num_parameters()),
+                size=tuple(sum(size for _, size in sizes_in_memory(m)) for m in (dense, compact)),  # type: ignore[arg-type]
                 seconds=seconds,
                 measured_on=origins[2],
             )
@@ -230,7 +229,7 @@ def remove_jointly(
                 partial,
                 plan,
                 gate,
-                decoder.structure,
+                model.structure,
                 compact,
                 stored=COMPACT,
                 since=card.since(run),

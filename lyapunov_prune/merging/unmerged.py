@@ -15,9 +15,8 @@ from lyapunov_prune.merging.merge import product, require_smaller
 from lyapunov_prune.merging.reduction import GateConstant, HiddenMap, gated_by
 from lyapunov_prune.merging.table import REDUCTIONS, require_reduction
 from lyapunov_prune.models.compact import LAYOUTS, compact_class
-from lyapunov_prune.models.decoder import Model, wrap_any
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.feedforward import Affine, FeedForward, lifted, read_feedforward
-from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import in_eval_mode
 
 
@@ -35,7 +34,7 @@ class Constant(nn.Module):
 
 
 class Unmerged:
-    """`model`, whose layers can lose their attention or activation inside a with block.
+    """A model, whose layers can lose their attention or activation inside a with block.
 
     The module that replaces an activation (identity, mean-gate, scaled) or a feed-forward block (affine) is made once
     for every layer from the forwards of `run`, which runs the unchanged `model` over some inputs. Inside `cut` the
@@ -46,10 +45,10 @@ class Unmerged:
     a reduction that does not apply to such blocks.
     """
 
-    def __init__(self, model: Model, reduction: str, run: Callable[[], None]) -> None:
-        self.decoder = plain(model, wrap_any)
-        compact_class(self.decoder.model)
-        structure = self.decoder.structure
+    def __init__(self, decoder: Decoder, reduction: str, run: Callable[[], None]) -> None:
+        self.decoder = decoder
+        compact_class(decoder.model)
+        structure = decoder.structure
         layers = structure.layers
         self.reduction = reduction
         self.layout = LAYOUTS[structure.model_type]

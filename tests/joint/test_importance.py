@@ -18,13 +18,14 @@ from lyapunov_prune.forward.logits import deviation, uncached_logits
 from lyapunov_prune.joint import importance as module
 from lyapunov_prune.joint.importance import Importance, measure_importance, mixed, task_loss, taylor
 from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.models.decoder import wrap_any
 
 FAMILIES = {"llama": "mean-gate", "gemma2": "scaled", "gpt2": "identity", "opt": "affine", "gpt_neox": "identity"}
 
 
 def student(family: str, ids: torch.Tensor, dtype: torch.dtype = torch.float64, **changes: Any) -> Unmerged:
     model = make_tiny(family, **changes).to(dtype)
-    return Unmerged(model, FAMILIES[family], lambda: uncached_logits(model, ids))
+    return Unmerged(wrap_any(model), FAMILIES[family], lambda: uncached_logits(model, ids))
 
 
 @pytest.fixture

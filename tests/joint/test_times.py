@@ -18,6 +18,7 @@ from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.joint import times as module
 from lyapunov_prune.joint.times import REPEATS, Times, measure_times
 from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.models.decoder import wrap_any
 
 
 def of_seconds(dense: float, attention: float, activation: float, most: tuple[int, int] = (2, 3)) -> Times:
@@ -58,7 +59,7 @@ def test_times_are_medians_of_rounds_after_the_first(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "make_compact", lambda model, cuts: cut.append(cuts) or model)
     model: Any = make_tiny("llama").eval()
     ids = torch.randint(97, (3, 16), generator=torch.Generator().manual_seed(0))
-    student = Unmerged(model, "mean-gate", lambda: uncached_logits(model, ids))
+    student = Unmerged(wrap_any(model), "mean-gate", lambda: uncached_logits(model, ids))
     times = measure_times(student, TokenBatch(ids, "ids", "all", bos=False), (2, 3))
     assert (times.dense, times.attention, times.activation) == (5, 10, 2.5)
     assert [sorted(cuts.merged) for cuts in cut if cuts.merged] == [[0, 1, 2]]

@@ -16,6 +16,7 @@ from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.compact_gate import cut_by_hooks
 from lyapunov_prune.forward.logits import deviation, uncached_logits
 from lyapunov_prune.merging.unmerged import Constant, Unmerged
+from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.models.structure import find_layers
 
 PLAIN = ("gpt2", "gpt_neox", "opt", "vit", "deit")
@@ -33,7 +34,7 @@ def subject(name: str, dtype: torch.dtype = torch.float64) -> tuple[PreTrainedMo
 
 def unmerged(name: str, reduction: str, dtype: torch.dtype = torch.float64) -> tuple[Any, PreTrainedModel, Any]:
     model, inputs = subject(name, dtype)
-    return copy.deepcopy(Unmerged(model, reduction, lambda: uncached_logits(model, inputs))), model, inputs
+    return copy.deepcopy(Unmerged(wrap_any(model), reduction, lambda: uncached_logits(model, inputs))), model, inputs
 
 
 @pytest.mark.parametrize(("name", "reduction"), PAIRS)
