@@ -32,7 +32,7 @@ from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.compact import LAYOUTS
-from lyapunov_prune.models.decoder import Decoder, InMemoryAny, takes_model
+from lyapunov_prune.models.decoder import Decoder, InMemoryAny, takes_models
 from lyapunov_prune.models.feedforward import Affine, FeedForward, read_feedforward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure, in_eval_mode
@@ -41,7 +41,7 @@ from lyapunov_prune.pruning.gate import CACHED, SKIPPED, Check, Gate, GateReport
 from lyapunov_prune.pruning.merge_gate import MERGED, merged_blocks, merged_check
 
 
-@takes_model
+@takes_models
 @in_eval_mode
 @torch.no_grad()
 def verify_compact(

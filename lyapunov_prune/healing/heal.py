@@ -30,7 +30,7 @@ from lyapunov_prune.healing.sizes import update_sizes
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import beside, recomputed, require_few, require_trainable, trained
 from lyapunov_prune.healing.training import Budget, Tensors, Training
-from lyapunov_prune.models.decoder import InMemory, takes_model, wrap
+from lyapunov_prune.models.decoder import InMemory, takes_models, wrap
 from lyapunov_prune.models.launched import processes_of, require_same_models
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import in_eval_mode
@@ -43,7 +43,7 @@ TRIALS = 6  # largest number of rates
 STEPS = 100
 
 
-@takes_model
+@takes_models
 @in_eval_mode
 def heal(
     student: Plain,

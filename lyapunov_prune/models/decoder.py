@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -115,15 +115,18 @@ InMemory = Annotated[Decoder, Parsed(Model, in_memory)]
 InMemoryAny = Annotated[Decoder, Parsed(Model, partial(in_memory, handle=wrap_any))]  # classifiers of images too
 
 
-@overload
-def takes_model(
+def takes_model(function: Callable[Concatenate[Decoder, P], T]) -> Callable[Concatenate[Model, P], T]:
+    """`checked`, for a function whose first argument is a model; it tells type checkers that a plain one is taken."""
+    handed: Any = checked(function)
+    return handed
+
+
+def takes_models(
     function: Callable[Concatenate[Decoder, Decoder, P], T],
-) -> Callable[Concatenate[Model, Model, P], T]: ...
-@overload
-def takes_model(function: Callable[Concatenate[Decoder, P], T]) -> Callable[Concatenate[Model, P], T]: ...
-def takes_model(function: Any) -> Any:
-    """`checked`, for a function whose first arguments are models; it tells type checkers that plain ones are taken."""
-    return checked(function)
+) -> Callable[Concatenate[Model, Model, P], T]:
+    """`takes_model`, for a function of two models."""
+    handed: Any = checked(function)
+    return handed
 
 
 def is_wrapped(model: PreTrainedModel) -> bool:

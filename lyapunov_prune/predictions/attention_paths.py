@@ -21,7 +21,7 @@ from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import InMemory, takes_models
 from lyapunov_prune.models.positions import stretches
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
@@ -77,7 +77,7 @@ class AttentionPaths(Result):
         )
 
 
-@takes_model
+@takes_models
 @in_eval_mode
 @torch.no_grad()
 def attention_paths(

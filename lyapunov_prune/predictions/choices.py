@@ -20,7 +20,7 @@ from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import InMemory, takes_models
 from lyapunov_prune.models.positions import alike, rotation
 from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
 from lyapunov_prune.predictions.softmax import divergences
@@ -214,7 +214,7 @@ def fitting(
     return tokenized
 
 
-@takes_model
+@takes_models
 @in_eval_mode
 @torch.no_grad()
 def compare_choices(

@@ -23,7 +23,7 @@ from lyapunov_prune.forward.logits import (
 )
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import InMemory, takes_models
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.softmax import divergences
 from lyapunov_prune.predictions.spaces import turn
@@ -108,7 +108,7 @@ class GenerationDivergence(Result):
         )
 
 
-@takes_model
+@takes_models
 @in_eval_mode
 @torch.no_grad()
 def compare_generation(

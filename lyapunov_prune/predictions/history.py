@@ -15,7 +15,7 @@ from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import last_states, require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import InMemory, takes_models
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.generation import end_tokens, some_steps
 from lyapunov_prune.predictions.softmax import log_softmax
@@ -126,7 +126,7 @@ class HistoryDivergence(Result):
         )
 
 
-@takes_model
+@takes_models
 @in_eval_mode
 @torch.no_grad()
 def history_divergence(
