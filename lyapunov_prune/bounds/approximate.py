@@ -12,15 +12,13 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.bounds.approx_linear import ApproxLinear, Record, frobenius
 from lyapunov_prune.bounds.approximation import Approximation, approximation, difference
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.prefix import restore
 from lyapunov_prune.forward.replacement import Replacement
-from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.decoder import Decoder, InMemory, takes_model
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.projections import Projection, find_projections
 
@@ -46,11 +44,9 @@ Choice = torch.Tensor | Approximation | None
 Approximations = Mapping[str, torch.Tensor | Approximation] | Callable[[Projection, torch.Tensor], Choice]
 
 
-@checked
+@takes_model
 @contextmanager
-def approximate(
-    model: PreTrainedModel, approximations: Approximations, *, cache_radius: float = 0.0
-) -> Iterator[Records]:
+def approximate(model: InMemory, approximations: Approximations, *, cache_radius: float = 0.0) -> Iterator[Records]:
     """Run `model` with some matrices approximated, and yield a record for each, by name.
 
     `approximations` maps names (`models.projections.find_projections`) to `Ŵ` (output × input), or is a function of a
@@ -64,13 +60,13 @@ def approximate(
     if not 0 <= cache_radius < 1:
         raise LyapunovPruneError(f"cache radius {cache_radius}; give a share of the input's norm, 0 to below 1")
     with ExitStack() as stack:
-        stack.enter_context(held(model))
+        stack.enter_context(held(model.model))
         records = _chosen(model, approximations)
         by_module: dict[str, list[Record]] = {}
         for record in records.values():
             by_module.setdefault(record.projection.module, []).append(record)
         for name, of_module in by_module.items():
-            module = model.get_submodule(name)
+            module = model.model.get_submodule(name)
             if of_module[0].projection.expert is None:
                 records.swaps.append(_Forward(name, module, ApproxLinear(module, of_module, cache_radius)))
             else:
@@ -85,14 +81,14 @@ def approximate(
             record.take_probes()
 
 
-def _chosen(model: PreTrainedModel, approximations: Approximations) -> Records:
-    projections = {p.name: p for p in find_projections(wrap(model))}
+def _chosen(decoder: Decoder, approximations: Approximations) -> Records:
+    projections = {p.name: p for p in find_projections(decoder)}
     if not callable(approximations) and (unknown := [n for n in approximations if n not in projections]):
         known = next(iter(projections))
-        raise LyapunovPruneError(f"{type(model).__name__} has no matrix {unknown[0]}; names are like {known}")
+        raise LyapunovPruneError(f"{type(decoder.model).__name__} has no matrix {unknown[0]}; names are like {known}")
     records = Records()
     for name, p in projections.items():
-        W = p.weight(model)
+        W = p.weight(decoder.model)
         choice = approximations(p, W) if callable(approximations) else approximations.get(name)
         if choice is None:
             continue

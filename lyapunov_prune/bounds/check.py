@@ -163,7 +163,7 @@ def check_grid(
 
 def _follow(reading: Reading, chosen: dict[str, Approximation], cache_radius: float, batch_size: int) -> Trajectory:
     """Run the windows through the dense and the approximated model, layer by layer."""
-    with approximate(reading.model, chosen, cache_radius=cache_radius) as records:
+    with approximate(reading.decoder, chosen, cache_radius=cache_radius) as records:
         trajectory = Trajectory(reading.model, reading.structure, records)
         for ids in track(reading.windows(batch_size), "bounds"):
             trajectory.follow(ids)
@@ -174,7 +174,7 @@ def _outcome(
     reading: Reading, chosen: dict[str, Approximation], cache_radius: float, batch_size: int
 ) -> dict[str, Seen]:
     """The records under one setting."""
-    with approximate(reading.model, chosen, cache_radius=cache_radius) as records:
+    with approximate(reading.decoder, chosen, cache_radius=cache_radius) as records:
         for ids in reading.windows(batch_size):
             run_backbone(reading.structure, ids)
     return _seen(records)
