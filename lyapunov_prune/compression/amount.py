@@ -21,7 +21,8 @@ from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import predicting, require_finite_states
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import takes_model
+from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.predictions.tiles import measures
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
@@ -99,7 +100,7 @@ def require_spendable(method: str, allocation: Any, **said: Any) -> str:
 @in_eval_mode
 @torch.no_grad()
 def compress_under_budget(
-    model: InMemory,
+    model: Plain,
     batch: Readable,
     max_kl: Positive,
     *,

@@ -18,7 +18,8 @@ from lyapunov_prune.compression.recipe import recipe_for
 from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, Reading
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import takes_model
+from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.results.history import add_step
@@ -36,7 +37,7 @@ class Compressed(Reported):
 @takes_model
 @in_eval_mode
 def compress(
-    model: InMemory,
+    model: Plain,
     batch: Readable | None = None,
     *,
     method: str,
