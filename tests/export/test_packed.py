@@ -75,7 +75,7 @@ def test_what_gptq_rounds_packs_as_what_rtn_does(
     done, nearest = compress(model, ids, method="gptq", **how), compress(model, method="rtn", **how)
     write_packed(model, done, tokenizer, tmp_path / "small", "packed")
     again, logits = plainly(tmp_path / "small", ids)
-    for p in find_projections(model):
+    for p in find_projections(wrap(model)):
         assert torch.equal(p.weight(again), p.weight(done.model)), p.name
         assert not torch.equal(p.weight(again), p.weight(nearest.model)), p.name
     if dtype == torch.float32:

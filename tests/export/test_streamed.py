@@ -34,6 +34,7 @@ from lyapunov_prune.export.factored import write_factored
 from lyapunov_prune.export.packed import Packing, write_packed
 from lyapunov_prune.export.streamed import compress_on_disk
 from lyapunov_prune.models.compact import MODULE
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.streamed import stream_of
@@ -293,7 +294,7 @@ def test_what_gptq_rounds_is_packed_as_it_is_written_dense(
     compress_on_disk(*streamed(folder), tmp_path / "dense", ids, **how)
     found = compress_on_disk(*streamed(folder), tmp_path / "packed", ids, format="compressed-tensors", **how)
     dense, again = load(tmp_path / "dense").model, load(tmp_path / "packed").model
-    for p in find_projections(dense):
+    for p in find_projections(wrap(dense)):
         assert torch.equal(p.weight(again), p.weight(dense)), p.name
     assert all(matrix.output_error is not None for matrix in found.matrices)
 

@@ -212,7 +212,7 @@ def test_every_study_rounds_too(few: torch.Tensor, other: torch.Tensor, tmp_path
     model = make_tiny("llama")
     asked = [name for name, known in STUDIES.items() if known.in_all]
     found = measure_sensitivity(model, few, studies=asked, method="rtn", bits=3, calibration=other)
-    dense, ps = perplexity(model, few).value, find_projections(model)
+    dense, ps = perplexity(model, few).value, find_projections(wrap(model))
     for k in (0, 4):
         rounded = {p: RoundToNearest().compress(p.weight(model), 3) for p in ps if p.layer == k}
         assert regrets(found, "layer")[k] == pytest.approx(with_weights("llama", rounded, few) - dense, rel=1e-3)
