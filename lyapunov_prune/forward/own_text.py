@@ -16,7 +16,7 @@ from lyapunov_prune.forward.decoding import draws_of, sample
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import InMemory, takes_model
-from lyapunov_prune.models.structure import identify, in_eval_mode, model_name
+from lyapunov_prune.models.structure import in_eval_mode, model_name
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.store import Store, clear_results
 
