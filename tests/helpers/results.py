@@ -108,7 +108,7 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
     if name == "Importance":
         return {"attention": some(5), "activation": some(5)}
     if name == "Compression":
-        return {"method": "wanda", "sparsity": 0.5}
+        return {"method": "wanda", "sparsity": 0.5, "bits": None}
     if name == "Points":
         scored = {"pairs": np.array([[0, 3], [2, 1]]), "seeds": np.array([0, 1]), "scores": some(2)}
         return {**scored, "items": loose(2, 3), "losses": some(2, 2), "seconds": some(2)}
