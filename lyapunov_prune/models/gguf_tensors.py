@@ -72,5 +72,5 @@ def _quantised(values: np.ndarray, kind: int) -> tuple[gguf.GGMLQuantizationType
     try:
         known = gguf.GGMLQuantizationType(kind)
         return known, gguf.quants.quantize(values, known)
-    except (NotImplementedError, ValueError):
+    except (NotImplementedError, ValueError, gguf.quants.QuantError):
         return _ROUNDEST, gguf.quants.quantize(values, _ROUNDEST)
