@@ -5,6 +5,7 @@ from . import bounds as bounds
 from . import compression as compression
 from . import data as data
 from . import evaluation as evaluation
+from . import explaining as explaining
 from . import export as export
 from . import healing as healing
 from . import joint as joint
@@ -29,9 +30,9 @@ from .errors import NonFiniteError as NonFiniteError
 from .evaluation.perplexity import perplexity as perplexity
 from .evaluation.speed import measure_speed as measure_speed
 from .evaluation.tasks import evaluate_tasks as evaluate_tasks
+from .explaining.explain import explain as explain
 from .forward.own_text import self_generated as self_generated
 from .healing.heal import heal as heal
-from .models.adapters import merge_adapters as merge_adapters
 from .models.decoder import wrap as wrap
 from .models.loading import load as load
 from .predictions.generation import compare_generation as compare_generation

@@ -3,6 +3,7 @@
 - `bound_check`: the result of one check; `checkers`, `probability`, `decision`, `choice`: one checker per theorem;
 - `approximation`, `approx_linear`, `approximate`, `trajectory`: matrices that check themselves on every forward, and
   the dense and the approximated states side by side;
+- `phases`: the composed bound with one factor before a layer and another behind it;
 - `check`, `written`, `report`: check a model under a grid of settings, or a checkpoint made from it; the result, with
   `distribution` and `alignment`;
 - `theorems`: the registry of what is proven in `lean/`.

@@ -14,6 +14,7 @@ from lyapunov_prune import __version__
 from lyapunov_prune.cli.commands.cache import cache
 from lyapunov_prune.cli.commands.compress import compress
 from lyapunov_prune.cli.commands.evaluate import evaluate
+from lyapunov_prune.cli.commands.explain import explain
 from lyapunov_prune.cli.commands.heal import heal
 from lyapunov_prune.cli.commands.joint import joint
 from lyapunov_prune.cli.commands.measure import check, profile, rank, sensitivity
@@ -42,6 +43,7 @@ EXAMPLES = {
     "joint": "joint smollm2-135m --remove 6 -o without",
     "eval": "eval smaller --against smollm2-135m --speed",
     "check": "check smollm2-135m sparse",
+    "explain": "explain smollm2-135m smaller",
     "sensitivity": "sensitivity smollm2-135m --study layer,removal",
     "hierarchy": "hierarchy smollm2-135m smaller",
     "cache": "cache --clear",
@@ -107,6 +109,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "joint": joint,
     "eval": evaluate,
     "check": check,
+    "explain": explain,
     "sensitivity": sensitivity,
     "hierarchy": hierarchy,
     "cache": cache,

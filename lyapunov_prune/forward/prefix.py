@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -63,8 +63,13 @@ class Prefix:
 
     @contextmanager
     def entered(self, boundary: int, hidden: torch.Tensor) -> Iterator[None]:
-        """Every forward inside the block begins with the state `hidden` of `boundary`: no layer before it computes."""
-        with self._answering(range(boundary), lambda args, kwargs: hidden):
+        """Every forward inside the block begins with the state `hidden` of `boundary`: no layer before it computes.
+
+        At boundary 0 it takes the place of the embedding's, unless it is empty.
+        """
+        injected = boundary == 0 and hidden.numel() > 0
+        first = residual_stream(self.structure, lambda k, h: None, lambda h: hidden, one_state=False, every_layer=False)
+        with self._answering(range(boundary), lambda args, kwargs: hidden), first if injected else nullcontext():
             yield
 
     @contextmanager

@@ -73,6 +73,23 @@ def require_same_tokenizer(
         )
 
 
+def require_same_ids(
+    first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase, names: tuple[str, str], size: int
+) -> None:
+    """Raise LyapunovPruneError for an id below `size` that is another token to the two models of these `names`.
+
+    Enough where both models are given the same ids: what is in a GGUF file may cut a text in other ways, and name
+    special tokens that the folder does not.
+    """
+    mine, theirs = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (first, second))
+    for i in sorted(mine.keys() & theirs.keys()):
+        if i < size and mine[i] != theirs[i]:
+            raise LyapunovPruneError(
+                f"{names[0]} and {names[1]} have different vocabularies (id {i} is {mine[i]!r} and {theirs[i]!r}); "
+                "give two versions of one model"
+            )
+
+
 def _difference(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> str:
     mine, theirs = first.get_vocab(), second.get_vocab()
     if mine != theirs:

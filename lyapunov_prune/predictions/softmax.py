@@ -77,10 +77,21 @@ def divergences(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor,
     nothing cancels, and an error in the normaliser enters in second order only.
     """
     p, q, u = log_p.exp(), log_q.exp(), log_q - log_p
-    moved = torch.where(u < 1, p * torch.expm1(u), q - p)  # q − p without cancellation; expm1 overflows for large u
+    moved = _moved(p, log_q, u)
     mean = torch.linalg.vecdot(p, u).unsqueeze(-1)
     return (
         torch.linalg.vecdot(p, (u - mean).square()) / 2,
         (moved - p * u).sum(-1),
         (q * u - moved).sum(-1),
     )
+
+
+def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """`KL(p‖q)` of every row, summed as in `divergences`; (rows × vocabulary) float64."""
+    p, u = log_p.exp(), log_q - log_p
+    return (_moved(p, log_q, u) - p * u).sum(-1)
+
+
+def _moved(p: torch.Tensor, log_q: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """`q − p` without cancellation; `expm1` overflows for large u."""
+    return torch.where(u < 1, p * torch.expm1(u), log_q.exp() - p)

@@ -7,6 +7,7 @@ from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
+from lyapunov_prune.explaining.explanation import EXPLANATION, Explanation
 from lyapunov_prune.healing.report import REPORT as HEALING
 from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.joint.result import REPORT as JOINT
@@ -19,6 +20,7 @@ from lyapunov_prune.predictions.history import HistoryDivergence
 from lyapunov_prune.predictions.verdict import Verdict
 from lyapunov_prune.report.compression import compression_figure
 from lyapunov_prune.report.evaluation import retrieval_figure, speed_figure, tasks_figure
+from lyapunov_prune.report.explaining import explanation_figure
 from lyapunov_prune.report.healing import healing_figure
 from lyapunov_prune.report.joint import importance_figure, joint_figure
 from lyapunov_prune.report.predictions import (
@@ -61,6 +63,16 @@ MODELS = (
         "not say what the whole model has lost: evaluate it.",
         lambda r: {"compression": compression_figure(r)},
         in_folders=True,
+    ),
+    Section(
+        EXPLANATION,
+        Explanation,
+        "Where the error comes from",
+        "The error that leaves a layer is what arrived, what the layer's own change added at the dense state, and what "
+        "the compressed layer did to what arrived. Above, how the three move the error relative to the state; below, "
+        "the KL that a layer costs when it alone is compressed, and the KL that is saved when it alone is put back.",
+        lambda r: {"explanation": explanation_figure(r)},
+        leads=True,
     ),
     Section(
         HEALING,

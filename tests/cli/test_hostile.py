@@ -224,6 +224,7 @@ OTHERS = {
     "check": ["check", "tiny"],
     "sensitivity": ["sensitivity", "tiny"],
     "hierarchy": ["hierarchy", "tiny"],
+    "explain": ["explain", "tiny", "tiny"],
 }
 
 

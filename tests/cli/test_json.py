@@ -32,6 +32,7 @@ JSON = COMMANDS | {
     "eval --speed": ["eval", "out", "--against", "tiny", "--speed", *TEXT],
     "sensitivity --why": ["sensitivity", "tiny", "--study", "removal", "--why", *TEXT],
     "hierarchy": ["hierarchy", "tiny", "out", "--new-tokens", "1", "--tokens", "32", "--context", "16"],
+    "explain": ["explain", "tiny", "out", "--tokens", "32", "--context", "16"],
     "report": ["report", "runs/tiny"],
     "theorems": ["theorems"],
     "cache": ["cache"],

@@ -152,11 +152,15 @@ def test_a_second_step_keeps_what_the_first_saw(
     assert run("eval", "again", *LONGER, "--text", text).code == 0
 
 
-def test_hierarchy_and_sensitivity_ask_the_history_too(text: str, run: Callable[..., Done]) -> None:
+def test_what_measures_on_held_out_text_asks_the_history_too(text: str, run: Callable[..., Done]) -> None:
     halves = "".join(Path(text).read_text().partition("Line 100 ")[::2][::-1])  # the other half first
     Path("turned.txt").write_text(halves)
     run(*PRUNE, "tiny", "-o", "out", *LONGER, "--text", text)
-    for command in (["hierarchy", "tiny", "out", "--new-tokens", "1"], ["sensitivity", "out", "--study", "removal"]):
+    for command in (
+        ["hierarchy", "tiny", "out", "--new-tokens", "1"],
+        ["sensitivity", "out", "--study", "removal"],
+        ["explain", "tiny", "out"],
+    ):
         done = run(*command, *LONGER, "--text", "turned.txt")
         assert done.code == 2, command
         assert "made with own.txt (calibration" in done.err

@@ -13,7 +13,7 @@ from transformers import AddedToken, AutoTokenizer, ByT5Tokenizer, PreTrainedTok
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.tokenizers import require_same_tokenizer
+from lyapunov_prune.models.tokenizers import require_same_ids, require_same_tokenizer
 
 NAMES = ("dense", "pruned")
 
@@ -87,6 +87,16 @@ def test_what_gives_other_ids_is_named_in_one_line(
     message = rf"^dense and pruned have different tokenizers \({difference}\)"
     with pytest.raises(LyapunovPruneError, match=message):
         require_same_tokenizer(make_tokenizer(), rewritten(tmp_path, change), NAMES)
+
+
+def test_an_id_that_is_another_token_is_named(tmp_path: Path) -> None:
+    mine, other = make_tokenizer(), rewritten(tmp_path, permuted)
+    with pytest.raises(LyapunovPruneError, match=r"dense and pruned have different vocabularies \(id 3 is"):
+        require_same_ids(mine, other, NAMES, len(VOCABULARY))
+    require_same_ids(mine, other, NAMES, 3)
+    other = make_tokenizer()
+    other.add_tokens(["<more>"])
+    require_same_ids(mine, other, NAMES, len(VOCABULARY) + 1)
 
 
 def test_tokens_that_one_alone_has_are_named() -> None:

@@ -1,0 +1,61 @@
+"""The command that says where the error of a compressed checkpoint comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs
+from lyapunov_prune.cli.options import BatchSize, Full, Json, Model, ModelOptions, Output, TextOptions, what_option
+from lyapunov_prune.cli.terminal import note, show
+from lyapunov_prune.errors import CheckFailed
+
+
+def explain(
+    dense: Model,
+    compressed: Annotated[
+        str, typer.Argument(help="Made from DENSE: packed, GGUF, sparsified, rounded, pruned, mended, healed.")
+    ],
+    *,
+    profile: Annotated[
+        Path | None,
+        what_option(help="profile.json of DENSE, whose ρ is set beside that of this very error."),
+    ] = None,
+    source: ModelOptions = ModelOptions(),
+    text: TextOptions = TextOptions(tokens=2048, context=256),
+    batch_size: BatchSize = 1,
+    output: Output = None,
+    as_json: Json = False,
+    full: Full = False,
+) -> None:
+    """Where the error of COMPRESSED comes from: layer by layer inherited, added or amplified; writes explanation.json.
+
+    And what each layer costs at the prediction: KL and perplexity when it alone is compressed, and when all others
+    are. A layer that is gone is told by the provenance of its folder. Exit code 1 where the parts do not add up.
+    """
+    from lyapunov_prune.data.unseen import require_unseen
+    from lyapunov_prune.explaining.cost import told_cost
+    from lyapunov_prune.explaining.explain import explain as measured
+    from lyapunov_prune.explaining.explanation import EXPLANATION
+    from lyapunov_prune.forward.reading import read
+    from lyapunov_prune.models.tokenizers import require_same_ids
+    from lyapunov_prune.profiles.profile import LayerProfile
+
+    known = None if profile is None else LayerProfile.load(profile).contraction
+    run = begun_run(output, dense, EXPLANATION)
+    loaded, batch = load_inputs(dense, source, text, "evaluation")
+    other = source.load(compressed)
+    for model in (loaded.model, other.model):
+        require_unseen(model, batch)
+    reading = read(loaded, batch)
+    require_same_ids(loaded.tokenizer, other.tokenizer, (dense, compressed), reading.scorer.vocabulary)
+    if not as_json:
+        note(told_cost(reading))
+    result = measured(loaded, other, reading, profile=known, batch_size=batch_size)
+    written = result.save(run / EXPLANATION)
+    draw_report(run)
+    show(result, as_json, written, full=full)
+    if not result.adds_up:
+        raise CheckFailed(f"the parts of the error do not add up; see {written}")

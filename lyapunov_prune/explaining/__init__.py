@@ -1,0 +1,13 @@
+"""Where the error of a compressed model comes from: which layers add it, which pass it on, what putting one back gains.
+
+- `pair`: a dense and a compressed model whose layers are aligned, and what is refused;
+- `decomposition`: the error behind every layer as the sum of what arrived, what the layer added, and what it did to
+  what arrived;
+- `blame`: KL and loss when one layer alone is compressed, and when all others are;
+- `explanation`: the result; `explain`: both of them measured from the same forwards; `cost`: what that takes, said
+  first.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

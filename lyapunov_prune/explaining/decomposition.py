@@ -1,0 +1,69 @@
+"""The error behind every layer as a sum: what arrived, what the layer added, and what it did to what arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from lyapunov_prune.linalg import lift
+
+PARTS = ("inherited", "added", "amplified")
+
+
+class ErrorSums:
+    """Sums over tokens that decompose the error of every layer, float64.
+
+    With `h_k`, `h'_k` the states of the dense and the compressed model before layer k, `f_k` and `g_k` their layers and
+    `e_k = h'_k − h_k`:
+
+    `e_{k+1} = e_k + (g(h) − f(h)) + ((g(h') − g(h)) − e_k)`: inherited, added, amplified (or damped).
+
+    `size` and `error` (L + 1,) are `Σ_t ‖h_k‖²` and `Σ_t ‖e_k‖²`; `energy` (3, L) those of the parts; `along` (3, L)
+    the sums of `⟨part, e_{k+1}⟩`; `passed` (L,) of `‖g(h') − g(h)‖²`. `off` (L,) is the squared distance of the sum of
+    the parts from `e_{k+1}`: the states come from whole forwards and the parts from layers that ran alone, so it is
+    zero only up to rounding, and large where a layer alone does not do what it does in its model.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.size, self.error = np.zeros((2, layers + 1))
+        self.passed, self.off = np.zeros((2, layers))
+        self.energy, self.along = np.zeros((2, 3, layers))
+
+    def add_states(self, dense: Sequence[torch.Tensor], compressed: Sequence[torch.Tensor]) -> None:
+        """The states at all boundaries of a batch of windows."""
+        for boundary, (h, changed) in enumerate(zip(dense, compressed, strict=True)):
+            self.size[boundary] += _energy(lift(h))
+            self.error[boundary] += _energy(_minus(changed, h))
+
+    def add_layer(
+        self,
+        layer: int,
+        error: tuple[torch.Tensor, torch.Tensor],
+        dense: torch.Tensor,
+        compressed: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """`error` is `(e_k, e_{k+1})` in float64, `dense` is `f(h)`, and `compressed` is `(g(h), g(h'))`."""
+        arriving, leaving = error
+        of_dense, of_compressed = compressed
+        passed = _minus(of_compressed, of_dense)
+        parts = arriving, _minus(of_dense, dense), passed - arriving
+        self.passed[layer] += _energy(passed)
+        self.off[layer] += _energy(leaving - parts[0] - parts[1] - parts[2])
+        for number, part in enumerate(parts):
+            self.energy[number, layer] += _energy(part)
+            self.along[number, layer] += float((part * leaving).sum())
+
+
+def difference(changed: Sequence[torch.Tensor], dense: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`h'_k − h_k` at every boundary, float64."""
+    return [_minus(a, b) for a, b in zip(changed, dense, strict=True)]
+
+
+def _minus(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return lift(a).to(b.device) - lift(b)
+
+
+def _energy(x: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(x).square())

@@ -1,0 +1,223 @@
+"""The result: where the error of a compressed model comes from, and what each layer costs at the prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lyapunov_prune.bounds.bound_check import BoundCheck
+from lyapunov_prune.bounds.checkers import trajectory_error_le
+from lyapunov_prune.bounds.phases import TwoPhases, two_phases
+from lyapunov_prune.explaining.decomposition import PARTS
+from lyapunov_prune.results.arrays import require_array, require_layers
+from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.result import LINES, ROWS, MeasuredOn, ModelIdentity, Result
+
+EXPLANATION = "explanation.json"
+_NAMED = 3  # layers that are called to blame
+
+
+@dataclass(frozen=True)
+class Explanation(Result):
+    """Where the error of `compressed` comes from, layer by layer, in the dense model's numbers (L layers).
+
+    With `h_k`, `h'_k` the dense and the compressed state before layer k, `f_k` and `g_k` the dense and the compressed
+    layer (a layer that is gone hands on its input) and `e_k = h'_k − h_k`, exactly
+
+    `e_{k+1} = e_k + (g(h) − f(h)) + ((g(h') − g(h)) − e_k)`: inherited, added, amplified or damped.
+
+    Sums over all tokens, float64: `size` and `error` (L + 1,) are `Σ‖h_k‖²` and `Σ‖e_k‖²`; `energy` (3, L) are those of
+    the three parts, `along` (3, L) their `Σ⟨part, e_{k+1}⟩`; `passed` (L,) is `Σ‖g(h') − g(h)‖²`; `off` (L,) is how far
+    the parts are from `e_{k+1}` together, over `√Σ‖h_{k+1}‖²`, and `rounding` what rounding allows of it.
+
+    At the prediction, in nats a token: `kl` and `loss` of the compressed model, `dense_loss`, and (L + 2,) for the
+    embedding, every layer, and final norm and head: `kl_only` and `loss_only` where this alone is compressed, `kl_but`
+    and `loss_but` where all but this is. `rho` (L,) is that of a profile of the dense model, NaN without one.
+    `settings` says which setting of the two configs differs, empty if none.
+    """
+
+    kept: tuple[int, ...]
+    size: np.ndarray
+    error: np.ndarray
+    energy: np.ndarray
+    along: np.ndarray
+    passed: np.ndarray
+    off: np.ndarray
+    rounding: float
+    kl: float
+    loss: float
+    dense_loss: float
+    kl_only: np.ndarray
+    kl_but: np.ndarray
+    loss_only: np.ndarray
+    loss_but: np.ndarray
+    rho: np.ndarray
+    settings: str
+    compressed: ModelIdentity
+    measured_on: MeasuredOn  # the dense model
+
+    def __post_init__(self) -> None:
+        L = self.measured_on.model.num_layers
+        require_layers("explanation, kept", self.kept, L)
+        for name, shape in (("size", (L + 1,)), ("error", (L + 1,)), ("energy", (3, L)), ("passed", (L,))):
+            require_array(f"explanation, {name}", getattr(self, name), shape)
+        require_array("explanation, off", self.off, (L,))
+        require_array("explanation, along", self.along, (3, L), least=-np.inf)
+        require_array("explanation, rho", self.rho, (L,), finite=False)
+        for name in ("kl_only", "kl_but", "loss_only", "loss_but"):
+            require_array(f"explanation, {name}", getattr(self, name), (L + 2,), least=-1e-9, finite=False)
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two models compute anything else on this text."""
+        return bool(self.error.any()) or self.kl > 0
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the three parts of every layer are what leaves it, up to rounding."""
+        return bool((self.off <= self.rounding).all())
+
+    @property
+    def relative(self) -> np.ndarray:
+        """`‖e_k‖ / ‖h_k‖` at every boundary, (L + 1,)."""
+        return np.sqrt(self.error / self.size)
+
+    @property
+    def parts(self) -> np.ndarray:
+        """What inherited, added and amplified are of `‖e_{k+1}‖ / ‖h_{k+1}‖`, which they add up to: (3, L)."""
+        leaving = np.sqrt(self.error[1:] * self.size[1:])
+        return np.divide(self.along, leaving, out=np.zeros_like(self.along), where=leaving > 0)
+
+    @property
+    def carried(self) -> np.ndarray:
+        """By how much each layer makes larger or smaller the relative error that arrives, (L,).
+
+        `r_L = r_0 + Σ_k (added_k + carried_k)` with `r` the `relative` error.
+        """
+        inherited, _, amplified = self.parts
+        return inherited + amplified - self.relative[:-1]
+
+    @property
+    def growth(self) -> np.ndarray:
+        """`‖g(h') − g(h)‖ / ‖e_k‖`, (L,); 0 where no error arrives."""
+        arriving = self.error[:-1]
+        return np.sqrt(np.divide(self.passed, arriving, out=np.zeros_like(arriving), where=arriving > 0))
+
+    @property
+    def rho_of_error(self) -> np.ndarray:
+        """ρ of this very error, `growth² ‖h_k‖² / ‖h_{k+1}‖²`, as a profile defines it; NaN where no error arrives."""
+        return np.where(self.error[:-1] > 0, self.growth**2 * self.size[:-1] / self.size[1:], np.nan)
+
+    @property
+    def gain(self) -> np.ndarray:
+        """KL that is saved when this alone is put back: `kl − kl_but`, (L + 2,)."""
+        return self.kl - self.kl_but
+
+    @property
+    def interaction(self) -> np.ndarray:
+        """`gain − kl_only`, (L + 2,): above zero where the other errors make it worse, below where they hide it."""
+        return self.gain - self.kl_only
+
+    @property
+    def composition(self) -> tuple[BoundCheck, ...]:
+        """`trajectory_error_le` with the compressed layers as those whose growth is measured."""
+        return trajectory_error_le(np.sqrt(self.error), self.growth, np.sqrt(self.energy[1]), unit=self.rounding)
+
+    @property
+    def phases(self) -> TwoPhases:
+        """The bound in two phases on the relative error, from the end of layer 0 on."""
+        growth = self.growth * np.sqrt(self.size[:-1] / self.size[1:])
+        local = np.sqrt(self.energy[1] / self.size[1:])
+        return two_phases(self.relative[1:], growth[1:], local[1:], first=1)
+
+    @property
+    def names(self) -> list[str]:
+        return ["embedding", *map(str, range(len(self.passed))), "head"]
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row for the embedding, every layer and the head."""
+        nothing = [np.nan]
+        relative, parts = self.relative, self.parts
+        columns = {name: np.array([np.nan, *part, np.nan]) for name, part in zip(PARTS, parts, strict=True)}
+        columns["added"][0] = relative[0]
+        return pd.DataFrame(
+            {
+                "layer": self.names,
+                **columns,
+                "error": [*relative, np.nan],
+                "rho_of_error": [*nothing, *self.rho_of_error, *nothing],
+                **({"rho": [*nothing, *self.rho, *nothing]} if np.isfinite(self.rho).any() else {}),
+                "kl_only": self.kl_only,
+                "kl_but": self.kl_but,
+                "gain": self.gain,
+                "interaction": self.interaction,
+                "perplexity_only": np.exp(self.loss_only),
+                "perplexity_but": np.exp(self.loss_but),
+            }
+        )
+
+    def brief(self) -> pd.DataFrame:
+        """What there is most to gain from, first."""
+        order = np.argsort(-self.gain, kind="stable")[:ROWS]
+        return self.to_frame().iloc[order]
+
+    def answer(self) -> list[str]:
+        if not self.differs:
+            return ["Nothing differs: both models compute the same on this text.", self.measured_on.line()]
+        lines = [
+            f"KL from the dense model {self.kl:.3g} nats a token; perplexity {np.exp(self.dense_loss):.4g} → "
+            f"{np.exp(self.loss):.4g}{self.settings and f'; {self.settings}'}.",
+            *self._blame(),
+            self._kind(),
+        ]
+        if len(self.passed) > 1:
+            lines.append(f"{self.phases.line()} (estimates).")
+        lines.append(self._sum())
+        return [*lines[: LINES - 1], self.measured_on.line()]
+
+    def headline(self) -> str:
+        last = self.composition[-1]
+        return (
+            f"{self.compressed.name} against {self.measured_on.model.name}: {len(self.kept)} of "
+            f"{self.measured_on.model.num_layers} layers are there. After the last: error {last.error:.4g}, composed "
+            f"estimate {last.bound:.4g} (trajectory_error_le, growth measured along this trajectory)\n"
+            f"{self.measured_on.line()}"
+        )
+
+    def _blame(self) -> list[str]:
+        gain = np.nan_to_num(self.gain, nan=-np.inf)
+        order = [int(i) for i in np.argsort(-gain, kind="stable")[:_NAMED] if gain[i] > 0]
+        if not order:
+            return ["No single layer is to blame: putting one back gains nothing."]
+        named = ", ".join(f"{_part(self.names[i])} ({self.gain[i] / self.kl:.0%})" for i in order)
+        first = order[0]
+        together = float(np.nansum(self.kl_only))
+        return [
+            f"To blame most, by the share of the KL that putting it back alone saves: {named}.",
+            f"Change {_part(self.names[first])} first: dense in the compressed model it leaves KL "
+            f"{self.kl_but[first]:.3g} and perplexity {np.exp(self.loss_but[first]):.4g}; compressed alone it costs KL "
+            f"{self.kl_only[first]:.3g}.",
+            f"Each compressed alone, the KLs sum to {together:.3g}: together they are "
+            f"{'more' if self.kl > together else 'less'} by {abs(self.kl - together):.3g}.",
+        ]
+
+    def _kind(self) -> str:
+        """Whether the error at the end was added by the layers, or made large on the way."""
+        start, end = self.relative[[0, -1]]
+        added, carried = float(self.parts[1].sum()), float(self.carried.sum())
+        arrived = f"{start:.3g} from the embedding, " if start > 0 else ""
+        way = f"{carried:.3g} by amplifying it" if carried > 0 else f"−{-carried:.3g} by damping it"
+        most = "amplified" if carried > start + added else "added, not amplified"
+        return f"Relative error {end:.3g} behind the last layer: {arrived}{added:.3g} added, {way}; mostly {most}."
+
+    def _sum(self) -> str:
+        worst = int(np.argmax(self.off))
+        told = f"{self.off[worst]:.2g} of the state at layer {worst}, rounding allows {self.rounding:.2g}"
+        if self.adds_up:
+            return f"Inherited, added and amplified add up to what leaves each layer, within {told}."
+        return f"THE PARTS DO NOT ADD UP to what leaves the layers: off by {told}."
+
+
+def _part(name: str) -> str:
+    return f"layer {name}" if name.isdecimal() else f"the {name}"

@@ -1,0 +1,138 @@
+"""A dense and a compressed model whose layers are aligned, so that one layer of either can stand in the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import final_state, require_finite, residual_stream
+from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.models.decoder import Model
+from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+
+_TRIED = 32  # tokens, those that `Prefix` tries
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One of the two models, with its layers numbered as in the dense one.
+
+    `layers` holds the dense model's number of each of its layers. A layer that it lacks hands on what it is given.
+    """
+
+    reading: Reading
+    layers: tuple[int, ...]
+    total: int  # layers of the dense model
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """The model's own boundary at each boundary 0 … `total` of the dense model."""
+        return [sum(layer < boundary for layer in self.layers) for boundary in range(self.total + 1)]
+
+    def states(self, ids: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The states at the boundaries 0 … `total` in one whole forward, and the state that the head reads.
+
+        Raises as `require_finite`.
+        """
+        seen: list[torch.Tensor] = []
+        structure = self.reading.structure
+        with residual_stream(structure, lambda boundary, hidden: seen.append(hidden.clone())):
+            final = final_state(structure, ids.to(self.reading.model.device))
+        if not all(state.isfinite().all() for state in (*seen, final)):
+            self.require_finite(ids)
+        return [seen[boundary] for boundary in self.begins], final
+
+    def require_finite(self, ids: torch.Tensor) -> None:
+        """Raise NonFiniteError naming the first layer, in the model's own numbers, whose state is not finite."""
+        model, batch = self.reading.model, self.reading.batch
+        name = model.config._name_or_path or type(model).__name__
+        require_finite(self.reading.structure, ids.to(model.device), f"{name} on {batch.text}")
+
+    def run(self, layer: int, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """What leaves layer `layer` of the dense model's numbers when `hidden` enters it."""
+        hidden = self._own(hidden)
+        begin, end = self.begins[layer : layer + 2]
+        return hidden if begin == end else self.reading.prefix.advance(ids.to(hidden.device), begin, hidden, end)
+
+    def finish(self, boundary: int, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The state that the head reads when `hidden` stands at `boundary` of the dense model's numbers."""
+        hidden = self._own(hidden)
+        return self.reading.prefix.finish(ids.to(hidden.device), self.begins[boundary], hidden)
+
+    def _own(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.to(self.reading.model.device, self.reading.model.dtype)
+
+
+def pair_up(dense: Model, compressed: Model, batch: Readable, kept: Sequence[int] | None) -> tuple[Side, Side]:
+    """Both models on the same batch, their layers aligned by `kept` (`kept_layers` if None).
+
+    Raises NonFiniteError as `Side.require_finite`, and LyapunovPruneError for models of other families, widths or
+    vocabularies, for layers that do not fit, for a streamed model, and where a layer needs more of earlier ones than
+    their hidden state.
+    """
+    first = read(dense, batch)
+    second = read(compressed, first.batch)
+    mine, theirs = first.structure, second.structure
+    if mine.model_type != theirs.model_type:
+        raise LyapunovPruneError(
+            f"the compressed model is a {theirs.model_type} and the dense one a {mine.model_type}; give two versions "
+            "of one model"
+        )
+    for what, of in (("width", "hidden_size"), ("vocabulary", "vocab_size")):
+        wanted, given = (getattr(structure.config, of, None) for structure in (mine, theirs))
+        if wanted != given:
+            raise LyapunovPruneError(
+                f"the compressed model has a {what} of {given} and the dense one of {wanted}; give two versions of one "
+                "model"
+            )
+    layers = kept_layers(second, mine.num_layers) if kept is None else tuple(kept)
+    _require_fitting(layers, theirs.num_layers, mine.num_layers)
+    sides = Side(first, tuple(range(mine.num_layers)), mine.num_layers), Side(second, layers, mine.num_layers)
+    for side in sides:
+        side.require_finite(side.reading.windows(1)[0][:, :_TRIED])  # else no forward could begin in between
+        missing = set(range(side.reading.structure.num_layers + 1)) - set(side.reading.prefix.entries)
+        if missing:
+            raise LyapunovPruneError(
+                f"layer {min(missing)} of {type(side.reading.model).__name__} uses more of the layers before it than "
+                "their hidden state, so that its error cannot be told from theirs; this decoder is not supported"
+            )
+    return sides
+
+
+def kept_layers(compressed: Reading, total: int) -> tuple[int, ...]:
+    """The dense model's number of every layer of `compressed`, by the provenance of its folder where some are gone.
+
+    Raises LyapunovPruneError where there is none, or where it is of a dense model with another number of layers.
+    """
+    own = compressed.structure.num_layers
+    if own == total:
+        return tuple(range(total))
+    name = compressed.model.config._name_or_path
+    made = Path(name) / PROVENANCE
+    if not name or not made.is_file():
+        raise LyapunovPruneError(
+            f"the compressed model has {own} layers and the dense one {total}, and no {PROVENANCE} says which are "
+            "left; give the folder that prune wrote, or in Python kept=[…]"
+        )
+    provenance = Provenance.load(made)
+    if provenance.plan.model.num_layers != total:
+        raise LyapunovPruneError(
+            f"{made} is of a model of {provenance.plan.model.num_layers} layers, {provenance.source!r}, and the dense "
+            f"one has {total}; give that model as the dense one"
+        )
+    return provenance.kept_to_original
+
+
+def _require_fitting(layers: tuple[int, ...], own: int, total: int) -> None:
+    rises = all(a < b for a, b in pairwise(layers))
+    if len(layers) != own or not rises or not all(0 <= layer < total for layer in layers):
+        raise LyapunovPruneError(
+            f"{len(layers)} layers of the dense model ({', '.join(map(str, layers[:8]))}…) do not fit the {own} layers "
+            f"of the compressed one; give one number of 0 to {total - 1} for each, in rising order"
+        )
