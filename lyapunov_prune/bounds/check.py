@@ -266,6 +266,7 @@ def _report(
         measured_on=reading.measured_on(),
         distribution=_distribution(trajectory.records, projections) if trajectory else None,
         alignment=trajectory.alignment.result() if trajectory else None,
+        phases=trajectory.phases() if trajectory else None,
     )
 
 

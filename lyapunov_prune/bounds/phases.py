@@ -45,6 +45,18 @@ class TwoPhases:
         )
 
 
+def relative_phases(size: np.ndarray, error: np.ndarray, growth: np.ndarray, local: np.ndarray) -> TwoPhases | None:
+    """`two_phases` of the relative error from the end of layer 0 on, where no error need arrive; None for one layer.
+
+    `size` and `error` (L + 1,) are the energies `Σ‖h_k‖²` and `Σ‖e_k‖²`, `local` (L,) that of the local errors;
+    `growth` (L,) is that of the norm.
+    """
+    if len(growth) < 2:
+        return None
+    relative, factors = np.sqrt(error / size), growth * np.sqrt(size[:-1] / size[1:])
+    return two_phases(relative[1:], factors[1:], np.sqrt(local / size[1:])[1:], first=1)
+
+
 def two_phases(errors: Numbers, growth: Numbers, local: Numbers, *, first: int = 0) -> TwoPhases:
     """The split with the smallest bound: `errors` r (N + 1,), `growth` G (N,) and `local` δ (N,), all relative.
 

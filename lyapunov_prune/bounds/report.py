@@ -11,6 +11,7 @@ from lyapunov_prune.bounds.alignment import LayerAlignment
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.decision import TokenCertificate
 from lyapunov_prune.bounds.distribution import RatioDistribution
+from lyapunov_prune.bounds.phases import TwoPhases
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, ModelIdentity, Result
 
@@ -65,8 +66,8 @@ class BoundsReport(Result):
     `compressed` names the checkpoint, and `settings` is then empty. `ratio` (K, M) is the largest error / bound of any
     token, NaN where no input was recorded (`unseen`: fused experts, weights that a module multiplies by directly,
     modules that did not run). `attained` (K, M) is the same for the top right singular vector of the residual, near 1
-    when the bound is tight. `composition`, `contraction`, `decisions`, `distribution` and `alignment` exist for a
-    single setting or a checkpoint.
+    when the bound is tight. `composition`, `contraction`, `decisions`, `distribution`, `alignment` and `phases`
+    exist for a single setting or a checkpoint.
     """
 
     method: str
@@ -88,6 +89,7 @@ class BoundsReport(Result):
     compressed: ModelIdentity | None = None
     distribution: RatioDistribution | None = None
     alignment: LayerAlignment | None = None
+    phases: TwoPhases | None = None
 
     @property
     def checks(self) -> int:
@@ -174,6 +176,8 @@ class BoundsReport(Result):
                 "(trajectory_error_le with growth measured along this trajectory, no worst case)"
             )
             lines += self._contraction_lines()
+        if self.phases is not None:
+            lines.append(f"{self.phases.line()} (derived from trajectory_error_le, measured)")
         if self.alignment is not None:
             lines.append(self.alignment.headline())
         lines += [f"VIOLATION: {c}" for c in self._estimates if not c.holds]

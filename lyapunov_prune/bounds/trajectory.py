@@ -15,6 +15,7 @@ from lyapunov_prune.bounds.approximate import Records
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.checkers import lyapunov_contraction_bound, residual_growth_contraction, trajectory_error_le
 from lyapunov_prune.bounds.decision import TokenCertificate, argmax_unchanged_of_state_error
+from lyapunov_prune.bounds.phases import TwoPhases, relative_phases
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, residual_stream
 from lyapunov_prune.linalg import token_energy, widen
@@ -75,6 +76,10 @@ class Trajectory:
             added = float(np.sqrt(self.local / self.size[1:])[1:].max())
             checks += (lyapunov_contraction_bound(np.sqrt(relative[1:]), self.gamma, added, unit=self._unit),)
         return checks
+
+    def phases(self) -> TwoPhases | None:
+        """The bound in two phases on the relative error (estimate)."""
+        return relative_phases(self.size, self.error, self._growth(), self.local)
 
     @property
     def gamma(self) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.checkers import trajectory_error_le
-from lyapunov_prune.bounds.phases import TwoPhases, two_phases
+from lyapunov_prune.bounds.phases import TwoPhases, relative_phases
 from lyapunov_prune.explaining.decomposition import PARTS
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
@@ -125,11 +125,9 @@ class Explanation(Result):
         return trajectory_error_le(np.sqrt(self.error), self.growth, np.sqrt(self.energy[1]), unit=self.rounding)
 
     @property
-    def phases(self) -> TwoPhases:
-        """The bound in two phases on the relative error, from the end of layer 0 on."""
-        growth = self.growth * np.sqrt(self.size[:-1] / self.size[1:])
-        local = np.sqrt(self.energy[1] / self.size[1:])
-        return two_phases(self.relative[1:], growth[1:], local[1:], first=1)
+    def phases(self) -> TwoPhases | None:
+        """The bound in two phases on the relative error (estimate)."""
+        return relative_phases(self.size, self.error, self.growth, self.energy[1])
 
     @property
     def names(self) -> list[str]:
@@ -171,7 +169,7 @@ class Explanation(Result):
             *self._blame(),
             self._kind(),
         ]
-        if len(self.passed) > 1:
+        if self.phases is not None:
             lines.append(f"{self.phases.line()} (estimates).")
         lines.append(self._sum())
         return [*lines[: LINES - 1], self.measured_on.line()]

@@ -138,6 +138,14 @@ def test_the_contraction_theorems_speak_of_the_relative_errors(few: torch.Tensor
     assert "geometric estimate" in report.headline()
 
 
+def test_two_phases_stand_beside_one(few: torch.Tensor) -> None:
+    report = check_bounds(make_tiny("llama"), few, sparsity=0.5)
+    assert report.phases is not None
+    assert report.phases.error <= report.phases.bound <= report.phases.one_phase
+    assert report.phases.line() in report.headline()
+    assert check_bounds(make_tiny("llama", num_hidden_layers=1), few).phases is None
+
+
 def test_a_hypothesis_that_is_not_met_is_told(few: torch.Tensor) -> None:
     report = check_bounds(make_tiny("llama"), few)
     assert report.gamma >= 1
