@@ -20,7 +20,7 @@ def explanation_figure(explanation: Explanation) -> str:
     above.bar(places - 0.2, added, 0.4, bottom=arriving, color=COLOURS["bi"], label="added by the layer")
     above.bar(places + 0.2, carried, 0.4, bottom=arriving + added, color=COLOURS["rho"], label="amplified or damped")
     above.step([*places - 0.5, layers - 0.5], relative, where="post", color=GREY, linewidth=0.8, label="arriving error")
-    above.set_ylim(0, 1.08 * max((arriving + added).max(), relative.max()))
+    above.set_ylim(0, 1.08 * max((arriving + added).max(), relative.max()) or 1)
     above.set_ylabel("error / state")
     above.legend(frameon=False, fontsize=SMALL)
     below.bar(places - 0.2, explanation.kl_only[1:-1], 0.4, color=GREY, label="compressed alone")
