@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from lyapunov_prune.arguments import Count, checked
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.explaining.blame import Blame, predictions
 from lyapunov_prune.explaining.decomposition import ErrorSums, difference
@@ -18,7 +18,7 @@ from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.states import predicting
-from lyapunov_prune.models.decoder import Model
+from lyapunov_prune.models.decoder import InMemory, takes_models
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
@@ -29,12 +29,12 @@ from lyapunov_prune.results.result import ModelIdentity
 _UNITS = 16
 
 
-@checked
+@takes_models
 @in_eval_mode
 @torch.no_grad()
 def explain(
-    dense: Model,
-    compressed: Model,
+    dense: InMemory,
+    compressed: InMemory,
     batch: Readable,
     *,
     kept: Sequence[int] | None = None,

@@ -13,7 +13,7 @@ import torch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite, residual_stream
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.models.decoder import Model
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 
 _TRIED = 32  # tokens, those that `Prefix` tries
@@ -69,7 +69,7 @@ class Side:
         return hidden.to(self.reading.model.device, self.reading.model.dtype)
 
 
-def pair_up(dense: Model, compressed: Model, batch: Readable, kept: Sequence[int] | None) -> tuple[Side, Side]:
+def pair_up(dense: Decoder, compressed: Decoder, batch: Readable, kept: Sequence[int] | None) -> tuple[Side, Side]:
     """Both models on the same batch, their layers aligned by `kept` (`kept_layers` if None).
 
     Raises NonFiniteError as `Side.require_finite`, and LyapunovPruneError for models of other families, widths or
