@@ -62,6 +62,10 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         windows = Energies(some(6, 3), some(6, seeds, 3), some(6, seeds, 3))
         kept = {"pooling": "token", "energies": energies, "intervals": intervals, "floor": some(6), "windows": windows}
         return {**kept, **made, **shares}
+    if name == "Explanation":
+        lengths = {"size": (6,), "error": (6,), "energy": (3, 5), "along": (3, 5), "passed": (5,), "off": (5,)}
+        costs = {field: loose(7) for field in ("kl_only", "kl_but", "loss_only", "loss_but")}
+        return {field: some(*shape) for field, shape in lengths.items()} | costs | {"rho": loose(5)}
     if name == "InfluenceProfile":
         return {"influence": some(5), "spread": loose(5), "change": some(5), "windows": some(5, 3)}
     if name == "LayerProfile":
