@@ -21,6 +21,7 @@ from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, changed_se
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.disk_gate import KEYS, PLACED
+from lyapunov_prune.export.llama_cpp import ENGINE, engine_check, installed
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT
 from lyapunov_prune.mending.report import MendReport
@@ -122,7 +123,7 @@ def prune_gguf(name: str, plan: PruningPlan, target: str | Path) -> Provenance:
     if header.layers != plan.model.num_layers:
         raise LyapunovPruneError(f"the plan is of {plan.model.num_layers} layers, and {name} has {header.layers}")
     history = History((*stored_history(header).steps, Step("prune", name, plan.measured_on)))
-    provenance = _provenance(plan, GateReport(()), (SKIPPED, CACHED, RELOADED), None)
+    provenance = _provenance(plan, GateReport(()), (SKIPPED, CACHED, RELOADED, ENGINE), None)
     return _written(target, header, {}, history, provenance, {})
 
 
@@ -144,12 +145,21 @@ def save_gguf(
     """
     plan = operation.plan
     header = require_gguf(decoder.model.config._name_or_path, plan)
-    gate, checks = removal_gate(decoder, pruned, operation, batch)
-    report = gate.report(checks, {}, target)
+    gate, in_memory = removal_gate(decoder, pruned, operation, batch)
+    report = gate.report(in_memory, {}, target)
     require_passed(report)
     anew = _anew(decoder, pruned, header, plan)
-    history, provenance = history_of(pruned.model), _provenance(plan, report, (), mended)
-    return _written(target, header, anew, history, provenance, {RELOADED: lambda file: _reloads(gate, file)})
+    checks: dict[str, OnFiles] = {RELOADED: lambda file: _reloads(gate, file)}
+    left: tuple[str, ...] = (ENGINE,)
+    if not installed():
+        warn("not tried in llama.cpp: xllamacpp is not installed (pip install lyapunov-prune[engines])")
+    elif len(header.parts) > 1:
+        warn("not tried in llama.cpp: the original is in parts")
+    else:
+        left = ()
+        checks[ENGINE] = lambda file: engine_check(header.path, decoder, file, pruned, gate.inputs)
+    history, provenance = history_of(pruned.model), _provenance(plan, report, left, mended)
+    return _written(target, header, anew, history, provenance, checks)
 
 
 def _provenance(plan: PruningPlan, gate: GateReport, not_run: tuple[str, ...], mended: MendReport | None) -> Provenance:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.export import gguf as exported
 from lyapunov_prune.export.gguf import gguf_identity, prune_gguf
+from lyapunov_prune.export.llama_cpp import ENGINE
 from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY
 from lyapunov_prune.models.gguf_copy import Piece
@@ -48,6 +49,7 @@ GOES = {"gemma2": (2, 3), "gemma3": (0, 3)}
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(exported, "installed", lambda: False)
 
 
 @pytest.fixture
@@ -95,7 +97,7 @@ def test_both_ways_write_the_same_tensors_and_keys(file: Path, tmp_path: Path) -
     dense = load(file)
     write_pruned(dense, None, PruningPlan.given(dense, GONE), tmp_path / "a.gguf", format="gguf")
     told = on_disk(file, tmp_path / "b.gguf")
-    assert set(told.not_run) == {"same as skipping", "cached decoding", "reloads as saved"}
+    assert set(told.not_run) == {"same as skipping", "cached decoding", "reloads as saved", ENGINE}
     assert tensors(tmp_path / "a.gguf") == tensors(tmp_path / "b.gguf")
     first, second, source = (read_header(path) for path in (tmp_path / "a.gguf", tmp_path / "b.gguf", file))
     own = {PROVENANCE_KEY, HISTORY_KEY}
@@ -114,6 +116,7 @@ def test_the_header_says_where_the_file_came_from(file: Path, tmp_path: Path) ->
     assert content.pop("kind") == "Provenance"
     told = decode(Provenance, content)
     assert told.gate.passed
+    assert told.not_run == (ENGINE,)
     assert told.source == written.source == str(file)
     assert told.kept_to_original == (0, 2, 3, 5)
     on_disk(tmp_path / "y.gguf", tmp_path / "z.gguf", (0,))
