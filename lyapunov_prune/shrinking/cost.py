@@ -95,8 +95,8 @@ def estimated(
     remove: int | None,
     *,
     windows: int,
-    searched: int,
     context: int,
+    choosing: tuple[int, int],
     held_out: int,
     writes: bool,
     search: float | None = None,
@@ -104,8 +104,9 @@ def estimated(
     answering: float = 0.0,
     minutes: float | None,
 ) -> Estimate:
-    """The cost of shrinking by `remove` layers on `windows` windows of `context` tokens, `searched` of which choose.
+    """The cost of shrinking by `remove` layers, healed on `windows` windows of `context` tokens.
 
+    `choosing` are the number of windows that choose, and their width.
     `held_out` tokens evaluate. With `writes` the model writes the text itself. `search` forwards choose and `steps`
     heal, as many as usual if None. `answering` are the seconds in which a model answers a whole task, by which layers
     are chosen. `minutes` bound all of it.
@@ -113,12 +114,15 @@ def estimated(
     layers = find_structure(model).num_layers
     goes = as_if(remove, layers)
     searches = 1 if remove is not None else 1 + math.ceil(math.log2(layers))
-    window = window_seconds(model, context)
+    window, chosen = window_seconds(model, context), choosing[0] * window_seconds(model, choosing[1])
     smaller = smaller_bytes(model, goes)
     budget = (search or search_budget(layers, goes, mend=True)) * searches
-    seconds = {"writing the text": writing_seconds(model, windows, context) if writes else 0.0}
-    seconds["choosing layers"] = budget * window * searched / 2
-    seconds["mending"] = budget * window * searched / 16  # as each of the four sets that the search mends
+    seconds = {"writing the text": 0.0}
+    if writes:
+        texts = [(windows, context), *([choosing] if choosing[1] != context else [])]
+        seconds["writing the text"] = sum(writing_seconds(model, *text) for text in texts)
+    seconds["choosing layers"] = budget * chosen / 2
+    seconds["mending"] = budget * chosen / 16  # as each of the four sets that the search mends
     seconds["healing"] = (steps or STEPS) * _STEP * window
     if answering:  # one half by the dense model and after every choice, the other half by both at the end
         seconds[TASK] = answering * (searches + 3) / 2

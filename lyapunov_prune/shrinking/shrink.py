@@ -20,7 +20,6 @@ from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
 from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks, halves
-from lyapunov_prune.forward.own_text import clear_text
 from lyapunov_prune.healing.heal import STEPS, heal
 from lyapunov_prune.healing.report import REPORT as HEALING
 from lyapunov_prune.healing.report import Healed
@@ -42,7 +41,7 @@ from lyapunov_prune.shrinking.cost import Estimate
 from lyapunov_prune.shrinking.report import REPORT, Shrinking, Shrunk, Taken
 from lyapunov_prune.shrinking.request import MENDED_SEARCH, Clock, Request, healing_minutes, search_forwards
 from lyapunov_prune.shrinking.target import Target
-from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts
+from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts, clear_texts
 from lyapunov_prune.shrinking.within import Loss, divergence, drop_of, largest
 from lyapunov_prune.shrinking.written import by_hand, write_shrunk
 
@@ -83,7 +82,8 @@ def shrink(
     and nothing is written that fails the gate. `minutes` bounds the whole run: a step for which no time is left is
     skipped, and the report says so. Without it healing takes STEPS steps.
 
-    `batch` teaches every step; None has the model write `tokens` tokens in windows of `context`. `judge` is a second
+    `batch` teaches every step; None has the model write `tokens` tokens in windows of `context` to heal by, and longer
+    windows to choose layers and mend by. `judge` is a second
     text that judges mending, `evaluation` one that no step sees; the built-in text if None (`Texts.filled`). Finished
     work is kept in `folder`, and with `resume` not repeated.
 
@@ -118,6 +118,7 @@ def carry_out(request: Request, output: Path | None, told: Callable[[Estimate], 
     texts = request.texts
     about = {"model": identify(request.model).weights, "target": request.target.option(), "seed": request.seed}
     about |= {"text": "self" if texts.learn is None else texts.learn.text_hash}
+    about |= {"choose": None if texts.choose is None else texts.choose.text_hash}
     about |= {"search": request.search, "steps": request.steps}
     about |= {"tokens": texts.tokens, "context": texts.context, "minutes": request.minutes}
     with Store(request.folder, "shrinking", about, resume=request.resume) as store:
@@ -138,11 +139,10 @@ def _run(
             require_disk(place, expected.disk, "the smaller model and the state of its healing")
     search = clock.once("search", lambda: request.search or search_forwards(expected, clock))
     told(expected)
-    learn, judge, held_out = request.texts.filled(model, request.tokenizer, request.folder, request.resume)
-    searched = request.texts.searched(model)
+    choose, learn, judge, held_out = request.texts.filled(model, request.tokenizer, request.folder, request.resume)
     chooser = Chooser(
         model,
-        learn.take(range(searched)),
+        choose,
         judge,
         search=search,
         mend=search is None or search >= MENDED_SEARCH,
@@ -169,9 +169,8 @@ def _run(
         healed=heals,
         text=request.words,
         source=request.source,
-        searched=searched,
-        windows=len(learn),
-        context=learn.context,
+        choose=choose,
+        learn=learn,
         held_out=held_out,
         task=request.target.task,
         output="OUT" if output is None else str(output),
@@ -292,5 +291,5 @@ def _clear(folder: Path) -> None:
     clear_states(folder / "heal")
     for kept in sorted(folder.glob("best-*")):
         clear_search(kept)
-    clear_text(folder / "text")
+    clear_texts(folder)
     clear_results(folder, "shrinking")

@@ -1,4 +1,4 @@
-"""The texts of a run: one to choose, mend and heal by, a second that judges mending, and one that no step sees."""
+"""The texts of a run: to choose and mend by, to heal by, a second that judges mending, and one that no step sees."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ from lyapunov_prune.data.text import load_text
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import EVERY, POWER
-from lyapunov_prune.forward.own_text import written_by
+from lyapunov_prune.forward.own_text import clear_text, written_by
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.judge import second_text
 from lyapunov_prune.models.decoder import in_memory
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.structure import Structure, find_structure
 
 TOKENS, CONTEXT = 25600, 256  # of the text that the model writes, as for `heal`
-EVALUATED, WIDE = 4096, 512  # tokens and context, as of `eval`
+EVALUATED, WIDE = 4096, 512  # tokens and context, as of `eval`; layers are chosen in windows as long, as of `prune`
 _SEARCHED = 16  # windows that choose, at the least
 
 
 @dataclass(frozen=True)
 class Texts:
-    """`learn` teaches every step, `judge` judges mending beside it, `held_out` evaluates; None is made by `filled`."""
+    """`learn` heals, `judge` judges mending beside the text that chooses, `held_out` evaluates.
+
+    None is made by `filled`, where `learn` is `tokens` tokens in windows of `context`. `choose` is the text that
+    chooses layers and mends; where it is None, `learn` does that too, or the model writes one in wider windows.
+    """
 
     learn: TokenBatch | None
     judge: TokenBatch | None
     held_out: TokenBatch | None
     tokens: int
     context: int
+    choose: TokenBatch | None = None
 
     @property
     def windows(self) -> int:
@@ -47,12 +52,14 @@ class Texts:
         """The tokens that evaluate."""
         return EVALUATED if self.held_out is None else self.held_out.tokens
 
-    def searched(self, model: PreTrainedModel) -> int:
-        """How many windows choose and mend: enough that a map sees as many tokens as the model is wide."""
-        hidden = find_structure(model).config.hidden_size
+    def searched(self, model: PreTrainedModel) -> tuple[int, int]:
+        """How many windows choose and mend, enough that a map sees as many tokens as the model is wide; their width."""
+        structure = find_structure(model)
+        given = self.choose or self.learn
+        width = wide_context(structure, self.tokens, self.context) if given is None else given.context
         # Half of them are scored, and three fourths of that half are fitted on.
-        needed = -(-(8 * hidden // 3 + self.width) // self.width) + 4
-        return min(self.windows, max(_SEARCHED, needed))
+        needed = max(_SEARCHED, -(-(8 * structure.config.hidden_size // 3 + width) // width) + 4)
+        return min(self.tokens // width if given is None else len(given), needed), width
 
     def require(self, model: PreTrainedModel) -> None:
         """Raise LyapunovPruneError, before anything is written or measured, for texts that cannot judge."""
@@ -64,31 +71,54 @@ class Texts:
                 f"{self.windows} windows of {self.width} tokens are too few to judge by; give {least * self.width:,} "
                 f"tokens or more, {least} windows of this context"
             )
-        given = [text for text in (self.learn, self.judge, self.held_out) if text is not None]
-        for text in given:
-            checked_batch(structure, text)
-        for one, other in combinations(given, 2):
-            require_disjoint(one, other)
+        for learn in (self.learn, self.choose):  # which may share their tokens
+            given = [text for text in (learn, self.judge, self.held_out) if text is not None]
+            for text in given:
+                checked_batch(structure, text)
+            for one, other in combinations(given, 2):
+                require_disjoint(one, other)
 
     def filled(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | None, resume: bool
-    ) -> tuple[TokenBatch, TokenBatch, TokenBatch]:
-        """All three: where none is given the model writes what teaches, and the built-in text judges and evaluates."""
-        held_out = self.held_out
+    ) -> tuple[TokenBatch, TokenBatch, TokenBatch, TokenBatch]:
+        """What chooses, `learn`, `judge` and `held_out`.
+
+        Where no text is given the model writes what teaches, and the built-in text judges and evaluates.
+        """
+        held_out, (windows, width) = self.held_out, self.searched(model)
         if held_out is None:
             wide = find_structure(model).at_most(WIDE)
             held_out = load_text("builtin", tokenizer, tokens=EVALUATED, context=wide, split="evaluation")
         require_unseen(model, held_out)
-        judge = self.judge
-        if judge is None and self.learn is None:
-            tokens = self.searched(model) // 2 * self.context
-            judge = load_text("builtin", tokenizer, tokens=tokens, context=self.context)
+        judge, learn, choose = self.judge, self.learn, self.choose or self.learn
+        if judge is None and learn is None:
+            judge = load_text("builtin", tokenizer, tokens=windows // 2 * width, context=width)
         replace(self, judge=judge, held_out=held_out).require(model)  # before minutes of writing
-        learn = self.learn
+        if choose is None and width != self.context:
+            choose = _written(model, windows * width, width, folder, "chooses", resume)
         if learn is None:
-            place = None if folder is None else folder / "text"
-            learn = written_by(model, "calibration", self.tokens, self.context, folder=place, resume=resume)
+            learn = _written(model, self.tokens, self.context, folder, "text", resume)
+        choose = (choose or learn).take(range(windows))
         if judge is None:
-            judge = second_text(read(in_memory(model), learn))
-        replace(self, learn=learn, judge=judge, held_out=held_out).require(model)
-        return learn, judge, held_out
+            judge = second_text(read(in_memory(model), choose))
+        replace(self, learn=learn, judge=judge, held_out=held_out, choose=choose).require(model)
+        return choose, learn, judge, held_out
+
+
+def wide_context(structure: Structure, tokens: int, context: int) -> int:
+    """The width of the windows that choose: WIDE where so many `tokens` fill enough of them, `context` at the least."""
+    wide = structure.at_most(WIDE)
+    return wide if wide > context and tokens >= _SEARCHED * wide else context
+
+
+def clear_texts(folder: Path) -> None:
+    """Delete what the model has written for a run in `folder`."""
+    for name in ("chooses", "text"):
+        clear_text(folder / name)
+
+
+def _written(
+    model: PreTrainedModel, tokens: int, context: int, folder: Path | None, name: str, resume: bool
+) -> TokenBatch:
+    place = None if folder is None else folder / name
+    return written_by(model, "calibration", tokens, context, folder=place, resume=resume)

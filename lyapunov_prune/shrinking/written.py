@@ -89,9 +89,8 @@ def by_hand(
     healed: Sequence[str] | None,
     text: Sequence[str],
     source: Sequence[str],
-    searched: int,
-    windows: int,
-    context: int,
+    choose: TokenBatch,
+    learn: TokenBatch,
     held_out: TokenBatch,
     task: str | None,
     output: str,
@@ -102,7 +101,6 @@ def by_hand(
     those of `heal`, None where healing was not kept.
     """
     name, cut = plan.model.name, f"{output}-cut"
-    size = ["--context", f"{context}", "--tokens"]
     chosen = ["--remove", f"{len(plan.remove)}", "--criterion", "best"]
     if search is not None:
         chosen += ["--search", f"{search:g}"]
@@ -111,16 +109,19 @@ def by_hand(
     else:
         chosen.append("--mend")
     first = output if healed is None else cut
-    commands = [["prune", name, *chosen, *source, *text, *size, f"{searched * context}", "-o", first]]
+    commands = [["prune", name, *chosen, *source, *text, *_size(choose), "-o", first]]
     if healed is not None:
         taught = _without_judge(text) or ["--text", "self"]
-        commands.append(
-            ["heal", cut, "--teacher", name, *healed, *source, *taught, *size, f"{windows * context}", "-o", output]
-        )
-    scored = ["--context", f"{held_out.context}", "--tokens", f"{held_out.tokens}"]
+        commands.append(["heal", cut, "--teacher", name, *healed, *source, *taught, *_size(learn), "-o", output])
     asked = [] if task is None else ["--tasks", task]
-    commands.append(["eval", output, "--against", name, "--speed", *asked, *source, *_without_judge(text), *scored])
+    commands.append(
+        ["eval", output, "--against", name, "--speed", *asked, *source, *_without_judge(text), *_size(held_out)]
+    )
     return tuple(printable(shlex.join(["lyapunov-prune", *words])) for words in commands)
+
+
+def _size(text: TokenBatch) -> list[str]:
+    return ["--context", f"{text.context}", "--tokens", f"{text.tokens}"]
 
 
 def _without_judge(text: Sequence[str]) -> list[str]:

@@ -23,6 +23,7 @@ from lyapunov_prune.models import loading
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.shrinking import shrink as module
+from lyapunov_prune.shrinking import texts
 from lyapunov_prune.shrinking.report import Shrinking
 
 SMALL = ["--tokens", f"{32 * 24}", "--context", "24"]
@@ -37,12 +38,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_commands_by_hand_make_the_same_model(
     text: list[str], run: Callable[..., Done], healing_kept: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(texts, "WIDE", 48)
     done = run("shrink", "tiny", "--remove", "25%", "-o", "out", *text, *SMALL)
     assert done.code == 0, done.err
     assert done.out.splitlines()[0].startswith("tiny without 2 of 6 layers")
     assert "GB of memory" in done.err
     commands = Provenance.load("out/provenance.json").commands
     assert [shlex.split(command)[1] for command in commands] == ["prune", "heal", "eval"]
+    assert ["--context 48" in command for command in commands[:2]] == [True, False]  # wide windows choose
     made, card = load_file("out/model.safetensors"), Path("out/README.md").read_text()
     assert all(command in card for command in commands)
     Path("out").rename("shrunk")

@@ -87,7 +87,7 @@ def shrink(
     from lyapunov_prune.shrinking.request import Request
     from lyapunov_prune.shrinking.shrink import carry_out
     from lyapunov_prune.shrinking.target import Target as Wanted
-    from lyapunov_prune.shrinking.texts import Texts
+    from lyapunov_prune.shrinking.texts import Texts, wide_context
 
     wanted = Wanted.of(remove, params, speedup, max_kl, max_drop)
     require_empty(output)
@@ -114,15 +114,19 @@ def shrink(
             "--stream --plan remove layers without it, and heal nothing"
         )
     loaded = source.load(model)
-    learn = held_out = second = None
+    learn = held_out = choose = second = None
     if not own:
         learn = text.load(loaded, "calibration")
         wide = loaded.structure.at_most(TextOptions.context)
         held_out = text.as_eval(wide).load(loaded, "evaluation")
-    texts = Texts(learn, None, held_out, text.tokens, text.context)
+        width = wide_context(loaded.structure, learn.tokens, learn.context)
+        if width != learn.context:
+            choose = replace(text, context=width).load(loaded, "calibration")
+    texts = Texts(learn, None, held_out, text.tokens, text.context, choose)
     if judge is not None and judge != SELF:
         texts.require(loaded.model)
-        second = load_beside(judge, loaded, texts.searched(loaded.model) // 2, text)
+        windows, width = texts.searched(loaded.model)
+        second = load_beside(judge, loaded, windows // 2, replace(text, context=width))
     request = Request(
         loaded.model,
         loaded.tokenizer,
