@@ -2,6 +2,7 @@
 
 - `schedules/`: one file a schedule; `table` lists them by name; `schedule`: what each is; `allocate` calls one;
 - `allocation`: the decision; `fitting`: the arithmetic that makes its sum right;
+- `bit_widths`: whole bits for every layer at least cost;
 - `amplification`: what an error of each layer becomes at the end of the model.
 
 A new schedule is a file in `schedules` and a row in `table.SCHEDULES`; docs/adding/method.md shows one.

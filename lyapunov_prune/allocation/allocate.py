@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.schedule import Score
+from lyapunov_prune.allocation.schedule import Cost, Score
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
@@ -16,6 +16,7 @@ from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 REMEDIES = {
     "batch": "a calibration batch; give batch",
     "profile": "a contraction profile; measure one and give it",
+    "cost": "the cost of bits, which compress measures on its calibration text; give that a batch",
     "score": "a score of allocations, which compress makes of its calibration text; give that a batch",
 }
 
@@ -29,19 +30,22 @@ def allocate(
     batch: Readable | None = None,
     profile: ContractionProfile | None = None,
     score: Score | None = None,
+    cost: Cost | None = None,
     **parameters: Any,
 ) -> Allocation:
     """Distribute the compression over the matrices of `model` by a schedule of `SCHEDULES`, with mean `budget`.
 
-    The budget is a sparsity (`0 ≤ S < 1`), or for `bits` a number of bits per weight. `parameters` are the fields
-    of the schedule; a profile is used under its `pooling`. A measurement that the schedule does not need is
+    The budget is a sparsity (`0 ≤ S < 1`), or for those of bits a number of bits per weight. `parameters` are the
+    fields of the schedule; a profile is used under its `pooling`. A measurement that the schedule does not need is
     ignored.
 
     Raises LyapunovPruneError for an unknown schedule or parameter, a missing measurement, and the errors of the
     schedule, in particular for a budget that it cannot meet.
     """
     made = SCHEDULES.make(schedule, **parameters)
-    given = None if made.needs is None else {"batch": batch, "profile": profile, "score": score}[made.needs]
+    given = (
+        None if made.needs is None else {"batch": batch, "profile": profile, "score": score, "cost": cost}[made.needs]
+    )
     if made.needs is not None and given is None:
         raise LyapunovPruneError(f"schedule {schedule} needs {REMEDIES[made.needs]}")
     with held(model.model):  # another thread may have other weights in it

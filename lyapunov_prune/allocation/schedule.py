@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from lyapunov_prune.registry import Choice
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedModel
 
     from lyapunov_prune.allocation.allocation import Allocation
@@ -24,17 +26,32 @@ class Score(Protocol):
         """Mean loss in nats, smaller is better; infinite or NaN for a broken model."""
 
 
+@runtime_checkable
+class Cost(Protocol):
+    """What it costs to give one layer so many bits, and the text it is measured on."""
+
+    @property
+    def measured_on(self) -> MeasuredOn: ...
+
+    def __call__(self, widths: Sequence[int]) -> np.ndarray:
+        """The cost of every layer at each of `widths` bits, (L × widths) float64; smaller is better."""
+
+
 class Schedule(Choice):
     """How much goes where. A schedule is a subclass in a file of its own and a row in `table.SCHEDULES`.
 
-    `needs` names the measurement that it goes by: a "batch", a contraction "profile" or a "score" of allocations; None
-    for one that needs none. Its parameters are its fields.
+    `needs` names the measurement that it goes by: a "batch", a contraction "profile", a "score" of allocations or the
+    "cost" of bits; None for one that needs none. Its parameters are its fields. `unit` is what it shares out:
+    "sparsity" or "bits".
     """
 
     needs: ClassVar[str | None] = None
+    unit: ClassVar[str] = "sparsity"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        """The amount of every matrix, in the mean exactly the budget; `given` is the measurement that it needs.
+        """The amount of every matrix, in the mean exactly the budget, or of `BitWidths` at most the budget.
+
+        `given` is the measurement that it needs.
 
         Raises LyapunovPruneError for a budget that it cannot meet.
         """

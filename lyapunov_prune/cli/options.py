@@ -327,7 +327,7 @@ class RankOptions:
 Method = Annotated[choices.Method, what_option(help=one_of(METHODS, "What a matrix is replaced by."))]
 Sparsity = Annotated[float | None, what_option(help="Share removed: of entries, or of parameters by low rank.")]
 Rank = Annotated[int | None, what_option(help="Rank kept: of the matrix, or of what sparsity took from it.")]
-Bits = Annotated[float | None, what_option(help="Bits a weight (rtn, gptq); the mean of all with --allocation bits.")]
+Bits = Annotated[float | None, what_option(help="Bits a weight (rtn, gptq); the mean with an allocation of bits.")]
 Allocation = Annotated[
     str,
     what_option(
@@ -341,6 +341,15 @@ GroupSize = Annotated[int | None, what_option(help="Weights that share a grid (r
 Stored = Annotated[
     choices.Stored,
     output_option("--format", help=one_of(formats_of("compress"), "What is written.")),
+]
+
+LLMCompressor = Annotated[
+    Path | None,
+    output_option("--llm-compressor", help="File for a recipe of llm-compressor, bits by layer."),
+]
+LlamaCpp = Annotated[
+    Path | None,
+    output_option("--llama-cpp", help="File for options of llama-quantize, bits by layer."),
 ]
 
 Output = Annotated[Path | None, output_option("--output", "-o", help="Folder for results; runs/MODEL if not given.")]

@@ -4,7 +4,8 @@
   what several share;
 - `recipe`: what is to be done to every matrix of a model, and the loop over layers that does it; `compress`: done to a
   copy of it in memory; `report`: what came of it;
-- `held_out`: what a compression costs, for schedules that search; `amount`: as much of every matrix as a divergence
+- `held_out`: what a compression costs, for schedules that search; `rounding_cost`: what bits cost, for those that share
+  them out; `amount`: as much of every matrix as a divergence
   allows.
 
 A new method is a file in `methods` and a row in `table.METHODS`; docs/adding/method.md shows one.

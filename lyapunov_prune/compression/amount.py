@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import Positive
 from lyapunov_prune.compression.compress import Compressed, compress
 from lyapunov_prune.compression.recipe import require_amount, require_options
@@ -89,8 +90,8 @@ def require_spendable(method: str, allocation: Any, **said: Any) -> str:
         raise LyapunovPruneError(f"--max-kl says how much goes; leave out --{given[0]}")
     if not isinstance(allocation, str):
         raise LyapunovPruneError("the allocation says how much of every matrix; name a schedule with --max-kl")
-    if allocation == "bits":
-        raise LyapunovPruneError("allocation bits has few means to choose among; give --max-kl with uniform")
+    if allocation in SCHEDULES and SCHEDULES[allocation].unit == "bits":
+        raise LyapunovPruneError(f"allocation {allocation} has few means to choose among; give --max-kl with uniform")
     unit = "bits" if method in METHODS and METHODS[method].unit == "bits" else "sparsity"
     require_amount(method, 0.5 if unit == "sparsity" else None, None, 4 if unit == "bits" else None, allocation)
     return unit

@@ -11,11 +11,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.schedule import Score
+from lyapunov_prune.allocation.schedule import Cost, Score
 from lyapunov_prune.compression.held_out import HeldOutLoss
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.recipe import recipe_for
 from lyapunov_prune.compression.report import CompressionReport
+from lyapunov_prune.compression.rounding_cost import RoundingCost
+from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.models.decoder import takes_model
@@ -78,12 +80,19 @@ def compress(
         pattern=pattern,
         group_size=group_size,
         symmetric=symmetric,
-        search=partial(_held_out, method, group_size, batch_size),
+        measured={
+            "score": partial(_held_out, method, group_size, batch_size),
+            "cost": partial(_rounding, method, {"group_size": group_size, "symmetric": symmetric}, batch_size),
+        },
     )
     small = copy.deepcopy(model.model)
     report = recipe.apply(small, batch_size=batch_size)
     add_step(small, "compress", report.saw, model.model)
     return Compressed(small, report)
+
+
+def _rounding(method: str, options: Mapping[str, Any], batch_size: int, reading: Reading) -> Cost:
+    return RoundingCost(reading, METHODS.make(method, **{k: v for k, v in options.items() if v}), batch_size)
 
 
 def _held_out(method: str, group_size: int | None, batch_size: int, reading: Reading) -> Score:

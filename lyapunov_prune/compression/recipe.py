@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocate import allocate
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
-from lyapunov_prune.allocation.schedule import Score
+from lyapunov_prune.allocation.bit_widths import DENSE
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
@@ -138,9 +138,9 @@ def recipe_for(
     pattern: Pattern | str | None = None,
     group_size: int | None = None,
     symmetric: bool = False,
-    search: Callable[[Reading], Score] | None = None,
+    measured: Mapping[str, Callable[[Reading], Any]] | None = None,
 ) -> Recipe:
-    """What `compress` says of these arguments; `search` makes of the text the score of a schedule that searches.
+    """What `compress` says of these arguments; `measured` makes of the text what a schedule `needs` (a score, a cost).
 
     Raises LyapunovPruneError for amounts and options that the method does not have, a rank that changes no matrix, a
     missing text or profile, and matrices shared between layers.
@@ -161,11 +161,11 @@ def recipe_for(
         allocation.require_model(model.model)
     else:
         amount = next(x for x in (sparsity, rank, bits) if x is not None)
-        searches = SCHEDULES[allocation].needs == "score" and given is not None and search is not None
-        score = search(given) if searches else None  # type: ignore[misc, arg-type]
-        allocation = _allocated(
-            model.model, kind, amount, allocation, schedule_options or {}, batch=given, profile=profile, score=score
-        )
+        needs = SCHEDULES[allocation].needs
+        known: dict[str, Any] = {"batch": given, "profile": profile}
+        if given is not None and needs in (measured or {}):
+            known[needs] = measured[needs](given)  # type: ignore[index]
+        allocation = _allocated(model.model, kind, amount, allocation, schedule_options or {}, **known)
     projections = find_projections(model)
     _require_apart(model.model, projections)
     highest = max(min(p.weight(model.model).shape) for p in projections)
@@ -193,9 +193,9 @@ def require_amount(
     if len(given) != 1 or given[0] not in takes:
         wanted, got = " or ".join(takes), ", ".join(given) or "nothing"
         raise LyapunovPruneError(f"method {method} takes {wanted}, and nothing beside it; got {got}")
-    shares = (
-        {"uniform": given[0], "bits": "bits"}.get(allocation, "sparsity") if isinstance(allocation, str) else given[0]
-    )
+    shares = given[0]
+    if isinstance(allocation, str) and allocation != "uniform":
+        shares = SCHEDULES[allocation].unit
     if given[0] != shares:
         raise LyapunovPruneError(f"allocation {allocation} does not share out {given[0]}; give uniform")
     if allocation == "uniform" and given[0] != "sparsity":
@@ -228,8 +228,10 @@ def _allocated(
 
 def _amount(method: Method, amount: float, unit: str, shape: Sequence[int]) -> float | None:
     """What the method is called with; None for a matrix that stays as it is."""
+    if unit == "bits":
+        return None if amount == DENSE else amount
     if method.unit != "rank":
-        return amount if unit == "bits" or amount > 0 else None
+        return amount if amount > 0 else None
     if unit == "sparsity" and amount == 0:
         return None
     rank = rank_for(shape, amount) if unit == "sparsity" else amount

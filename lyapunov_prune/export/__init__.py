@@ -8,7 +8,7 @@
 - `compact`: attentions gone and feed-forward blocks merged, in a format of its own, with `compact_gate`;
   `compact_checkpoint`: such a cut that no plan tells, written;
 - `factors`: a matrix of low rank as two, in a compact model; `factored`: its checkpoint and gate;
-- `packed`: rounded weights as packed integers.
+- `packed`: rounded weights as packed integers; `recipes`: their bits as other quantisers take them.
 
 A new format is a file in `formats` and a row in `table.FORMATS`; docs/adding/format.md shows one.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.allocation.allocation import Allocation
+from lyapunov_prune.allocation.bit_widths import DENSE
+from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import write_card
@@ -65,11 +68,15 @@ def require_packed_options(
     if METHODS[method].unit != "bits":
         rounding = " or ".join(name for name, known in METHODS.items() if known.unit == "bits")
         raise LyapunovPruneError(f"--format {FORMAT} packs rounded weights, not those of {method}; give {rounding}")
-    if bits not in BITS:
-        given = "no bits" if bits is None else f"{bits:g} bits"
-        raise LyapunovPruneError(f"--format {FORMAT} packs 4 or 8 bits, not {given}; give --bits 4 or --bits 8")
-    if allocation != "uniform":
-        raise LyapunovPruneError(f"--format {FORMAT} packs all matrices alike; leave out --allocation")
+    if isinstance(allocation, Allocation):
+        if allocation.unit != "bits" or not {*allocation.amount} <= {*range(2, 9), DENSE}:
+            raise LyapunovPruneError(f"--format {FORMAT} packs 2 to 8 whole bits, or none (16); allocate such widths")
+    elif allocation == "uniform":
+        if bits not in BITS:
+            given = "no bits" if bits is None else f"{bits:g} bits"
+            raise LyapunovPruneError(f"--format {FORMAT} packs 4 or 8 bits, not {given}; give --bits 4 or --bits 8")
+    elif SCHEDULES[allocation].unit != "bits":
+        raise LyapunovPruneError(f"--format {FORMAT} packs bits; leave out --allocation {allocation}")
     if not symmetric:
         raise LyapunovPruneError(
             "the zero points of asymmetric grids do not load packed with transformers; give symmetric=True"
@@ -114,7 +121,8 @@ def _require_loads_packed(model: PreTrainedModel, group_size: int | None) -> Non
     with tempfile.TemporaryDirectory(prefix="lyapunov-prune-packed-") as place, quiet():
         folder = Path(place)
         model.config.save_pretrained(folder)
-        Packing("rtn", BITS[0], group_size).write_config(folder, model)
+        bits = {p.module: BITS[0] for p in find_projections(wrap(model))}
+        Packing("rtn", bits, group_size).write_config(folder, model)
         save_file({}, folder / SINGLE, {"format": "pt"})
         loader: Any = loading_class(model)
         try:
@@ -142,11 +150,10 @@ def write_packed(
     nothing is left there.
     """
     report, small = done.report, done.model
-    bits = report.allocation.budget
-    require_packed_options(report.method, bits, report.symmetric, report.allocation.schedule)
+    require_packed_options(report.method, None, report.symmetric, report.allocation)
     projections = require_packable(model, report.group_size)
     require_empty(target)
-    packing = Packing(report.method, int(bits), report.group_size)
+    packing = Packing(report.method, _widths(projections, report.allocation), report.group_size)
     for p in projections:
         packing.keep(p, p.weight(model), p.weight(small))
     state = packing.stored(small.state_dict())
@@ -166,13 +173,24 @@ def write_packed(
     return report
 
 
+def _widths(projections: Sequence[Projection], allocation: Allocation) -> dict[str, int]:
+    """The bits of every module that is packed; raises LyapunovPruneError where the matrices of one differ."""
+    widths: dict[str, int] = {}
+    for p in projections:
+        bits = int(allocation.of(p.name))
+        if widths.setdefault(p.module, bits) != bits:
+            raise LyapunovPruneError(f"{p.module} holds matrices of {widths[p.module]} and {bits} bits; give it one")
+    return {module: bits for module, bits in widths.items() if bits != DENSE}
+
+
 class Packing:
     """What a file holds of rounded matrices: the integers and scales of their grids, each with its shape.
 
-    The grid of a matrix is in memory from when it is given to `keep` until it is `stored`.
+    `bits` are those of every module that is packed. The grid of a matrix is in memory from when it is given to `keep`
+    until it is `stored`.
     """
 
-    def __init__(self, method: str, bits: int, group_size: int | None) -> None:
+    def __init__(self, method: str, bits: Mapping[str, int], group_size: int | None) -> None:
         made = METHODS.make(method, symmetric=True, **({} if group_size is None else {"group_size": group_size}))
         assert isinstance(made, Rounder)
         self._method, self._bits, self._group_size = made, bits, group_size
@@ -182,11 +200,13 @@ class Packing:
         """Keep `after`, which the method made of the matrix W of `p`, as integers on the grids of W.
 
         Of a module that holds several matrices in the order of its rows. Raises CheckFailed unless the values of those
-        integers are `after` to the last bit.
+        integers are `after` to the last bit. A matrix that is not packed is none of its concern.
         """
+        if p.module not in self._bits:
+            return
         parts = []
         for rows, left in zip(row_blocks(W), row_blocks(after), strict=True):
-            steps = self._method.steps(rows, self._bits)
+            steps = self._method.steps(rows, self._bits[p.module])
             parts.append(Grid(steps.integers(lift(left)).to(torch.int8), steps.scale.to(W.dtype)))
         grid = Grid(*(torch.cat(part) for part in zip(*parts, strict=True)))
         if not torch.equal(grid.values(), after):
@@ -203,18 +223,18 @@ class Packing:
         for name in [name for name in self._grids if f"{name}.weight" in state]:
             W = state.pop(f"{name}.weight")
             integers, scale = (torch.cat(rows) for rows in zip(*self._grids.pop(name), strict=True))
-            packed = pack_to_int32(integers, self._bits), scale, torch.tensor(W.shape)
+            packed = pack_to_int32(integers, self._bits[name]), scale, torch.tensor(W.shape)
             state |= {f"{name}.{part}": tensor for part, tensor in zip(_PARTS, packed, strict=True)}
         return state
 
     def size(self, model: PreTrainedModel) -> int:
         """The bytes of all tensors of `model`, packed."""
         size = size_of(model)
-        for name in {p.module for p in find_projections(wrap(model))}:
+        for name, bits in self._bits.items():
             module: Any = model.get_submodule(name)
             m, n, width = module.out_features, module.in_features, module.weight.itemsize
             scales = m * (n // self._group_size if self._group_size else 1)
-            size += 4 * m * math.ceil(n * self._bits / 32) + scales * width + _SHAPE - m * n * width
+            size += 4 * m * math.ceil(n * bits / 32) + scales * width + _SHAPE - m * n * width
         return size
 
     def write_config(self, folder: Path, model: PreTrainedModel) -> None:
@@ -222,12 +242,18 @@ class Packing:
         from compressed_tensors.compressors import ModelCompressor
         from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
-        packed = {p.module for p in find_projections(wrap(model))}
-        dense = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in packed]
+        dense = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in self._bits]
         strategy: Any = "group" if self._group_size else "channel"
-        weights = QuantizationArgs(num_bits=self._bits, symmetric=True, strategy=strategy, group_size=self._group_size)
+        by_width: dict[int, list[str]] = {}
+        for module, bits in self._bits.items():
+            by_width.setdefault(bits, []).append(module)
+        groups = {}
+        for number, (bits, modules) in enumerate(sorted(by_width.items())):
+            weights = QuantizationArgs(num_bits=bits, symmetric=True, strategy=strategy, group_size=self._group_size)
+            targets = modules if len(by_width) > 1 else ["Linear"]
+            groups[f"group_{number}"] = QuantizationScheme(targets=targets, weights=weights, format=PACK)
         config = QuantizationConfig(
-            config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights, format=PACK)},
+            config_groups=groups,
             ignore=dense,
             format=PACK,
             quantization_status="compressed",

@@ -40,9 +40,9 @@ from lyapunov_prune.results.history import HISTORY, history_with
 
 def require_streamed(allocation: str | Allocation) -> None:
     """Raise LyapunovPruneError for a schedule that a streamed model cannot be compressed by."""
-    if isinstance(allocation, str) and SCHEDULES[allocation].needs == "score":
+    if isinstance(allocation, str) and SCHEDULES[allocation].needs in ("score", "cost"):
         raise LyapunovPruneError(
-            f"allocation {allocation} compresses the model once a trial, and a streamed one reads and writes all "
+            f"allocation {allocation} changes the model once a trial, and a streamed one reads and writes all "
             "of its files each time; name another, or take the model in memory"
         )
 
@@ -126,12 +126,17 @@ def _packing(
     **others: Any,
 ) -> Packing:
     require_packed_options(method, bits, symmetric, allocation, as_pattern(pattern))
+    if allocation != "uniform":
+        raise LyapunovPruneError(
+            f"--stream packs all matrices alike ({PACKED}); leave out --allocation, or take the model in memory"
+        )
     assert bits is not None
-    for p in require_packable(model, group_size):
+    projections = require_packable(model, group_size)
+    for p in projections:
         n: Any = model.get_submodule(p.module).in_features
         if group_size is None and n * bits % 32:  # read by its outline it would get the width of whole words
             raise LyapunovPruneError(
                 f"the {n} inputs of {p.module} at {bits:g} bits do not fill words of 32, by which packed rows are read "
                 "a layer at a time; give --group-size, or leave out --stream"
             )
-    return Packing(method, int(bits), group_size)
+    return Packing(method, {p.module: int(bits) for p in projections}, group_size)

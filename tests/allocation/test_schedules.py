@@ -19,7 +19,7 @@ from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 
-SPARSITIES = [name for name in SCHEDULES if name != "bits"]
+SPARSITIES = [name for name, known in SCHEDULES.items() if known.unit == "sparsity"]
 
 
 class Depth:

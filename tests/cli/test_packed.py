@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from helpers import make_tiny
 from packed_files import one_integer, spoil_what_is_packed
 from packed_kernels import write_packed_checkpoint
 from transformers import AutoModelForCausalLM
+
+from lyapunov_prune.compression import CompressionReport
 
 TEXT = ("--tokens", "64", "--context", "32")
 PACK = ("compress", "tiny", "--method", "rtn", "--format", "compressed-tensors", "-o", "small")
@@ -81,6 +84,24 @@ def test_a_packed_checkpoint_is_made_ranked_pruned_and_scored_a_layer_at_a_time(
     ):
         done = run(*command)
         assert done.code == 0, done.err
+
+
+def test_bits_by_layer_are_packed_and_told_to_others(run: Callable[..., Any], run_bad: Callable[..., str]) -> None:
+    """What others are told is the allocation of the checkpoint, which plain transformers loads."""
+    more = ("--bits", "4.5", "--allocation", "bits-kl", "--llm-compressor", "recipe.yaml", "--llama-cpp", "types.txt")
+    done = run(*PACK, *more, *TEXT)
+    assert done.code == 0, done.err
+    allocation = CompressionReport.load("small/compression.json").allocation
+    widths = {int(bits) for bits in allocation.by_layer()}
+    assert len(widths) > 1
+    assert allocation.mean <= 4.5
+    assert AutoModelForCausalLM.from_pretrained("small").config.num_hidden_layers == 6
+    assert len(Path("types.txt").read_text().splitlines()) == len(widths)
+    told = yaml.safe_load(Path("recipe.yaml").read_text())
+    groups = told["quantization_stage"]["quantization_modifiers"]["QuantizationModifier"]["config_groups"]
+    assert {group["weights"]["num_bits"] for group in groups.values()} == widths - {16}
+    sparse = ("compress", "tiny", "--sparsity", "0.5", "-o", "sparse", *TEXT)
+    assert "--llama-cpp writes bits" in run_bad(*sparse, "--llama-cpp", "types.txt")
 
 
 @pytest.mark.parametrize(

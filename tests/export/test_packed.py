@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -21,8 +24,10 @@ from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.export import packed
 from lyapunov_prune.export.packed import Packing, require_packable, require_packed_options, write_packed
 from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.packed import PACK
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.results.history import HISTORY, read_history
@@ -83,6 +88,33 @@ def test_what_gptq_rounds_packs_as_what_rtn_does(
             assert torch.equal(logits, done.model(ids).logits)
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3", "opt"])
+def test_unequal_bits_load_in_plain_transformers(
+    family: str, tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    """Each layer of its own width, one left as it is: the weights to the last bit, and the logits."""
+    model = make_tiny(family)
+    uniform = compress(model, **ROUNDED).report.allocation
+    widths = np.array([2.0, 3.0, 4.0, 8.0, 16.0, 5.0])
+    allocation = replace(uniform, schedule="by hand", amount=widths[list(uniform.layers)])
+    done = compress(model, method="rtn", allocation=allocation, group_size=8, symmetric=True)
+    write_packed(model, done, tokenizer, tmp_path / "small", "packed")
+    groups = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert sorted(group["weights"]["num_bits"] for group in groups.values()) == [2, 3, 4, 5, 8]
+    again, logits = plainly(tmp_path / "small", ids)
+    for p in find_projections(wrap(model)):
+        W = p.weight(done.model)
+        assert torch.equal(p.weight(again), W), p.name
+        assert torch.equal(W, p.weight(model)) == (p.layer == 4), p.name
+    with torch.no_grad():
+        assert torch.equal(logits, done.model(ids).logits)
+    with pytest.raises(LyapunovPruneError, match="compressed-tensors"):
+        load(tmp_path / "small")  # transformers' dequantize takes one group for all
+    held = sum(tensor.nbytes for tensor in load_file(tmp_path / "small" / "model.safetensors").values())
+    packing = Packing("rtn", packed._widths(find_projections(wrap(model)), allocation), 8)
+    assert packing.size(model) == held
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_weights_and_tied_embeddings(
@@ -92,7 +124,8 @@ def test_narrow_weights_and_tied_embeddings(
     before = model.model.embed_tokens.weight.clone()
     done = written(model, tokenizer, tmp_path / "small")
     held = sum(tensor.nbytes for tensor in load_file(tmp_path / "small" / "model.safetensors").values())
-    assert Packing("rtn", 4, None).size(model) == held
+    bits = {p.module: 4 for p in find_projections(wrap(model))}
+    assert Packing("rtn", bits, None).size(model) == held
     again, _ = plainly(tmp_path / "small", ids)
     assert again.dtype == dtype
     assert torch.equal(again.lm_head.weight, done.model.lm_head.weight)
@@ -180,8 +213,8 @@ def test_weights_that_are_not_of_the_grid_are_not_packed(tokenizer: PreTrainedTo
         (("wanda", None, False, "uniform"), "rounded weights, not those of wanda; give rtn or gptq"),
         (("rtn", 3, True, "uniform"), "not 3 bits"),
         (("rtn", None, True, "uniform"), "not no bits"),
-        (("rtn", 4.5, True, "bits"), r"not 4\.5 bits"),
-        (("rtn", 4, True, "bits"), "leave out allocation"),
+        (("rtn", 4.5, True, "uniform"), r"not 4\.5 bits"),
+        (("rtn", None, True, "atp"), "leave out allocation"),
         (("rtn", 4, False, "uniform"), "give symmetric"),
     ],
 )

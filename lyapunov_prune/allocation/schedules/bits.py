@@ -35,6 +35,7 @@ class Bits(Schedule):
     help = "wide weights for the layers whose errors grow most"
     reference = "structural sensitivity, §6.2"
     needs = "profile"
+    unit = "bits"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,6 +20,8 @@ from lyapunov_prune.cli.options import (
     Full,
     GroupSize,
     Json,
+    LlamaCpp,
+    LLMCompressor,
     Method,
     Model,
     ModelOptions,
@@ -35,6 +37,7 @@ from lyapunov_prune.cli.options import (
 )
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
+from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.table import FORMATS, require_streamed_format
 from lyapunov_prune.predictions.expectation import require_budget
@@ -55,6 +58,8 @@ def compress(
     pattern: Pattern = None,
     group_size: GroupSize = None,
     format: Stored = "plain",
+    llm_compressor: LLMCompressor = None,
+    llama_cpp: LlamaCpp = None,
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
@@ -81,11 +86,12 @@ def compress(
     from lyapunov_prune.compression.masks import as_pattern
     from lyapunov_prune.compression.recipe import require_amount, require_options
     from lyapunov_prune.export.format import Asked
+    from lyapunov_prune.export.recipes import llama_cpp_overrides, llm_compressor_recipe
     from lyapunov_prune.export.streamed import compress_on_disk, require_streamed
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_unquantised
     from lyapunov_prune.predictions.expectation import expectation
-    from lyapunov_prune.results.files import require_empty
+    from lyapunov_prune.results.files import require_empty, write_whole
 
     require_empty(output)
     keep_of = as_pattern(pattern)
@@ -102,6 +108,8 @@ def compress(
     require_options(schedule, {}, bits)
     if sparsity == 0:
         raise LyapunovPruneError("--sparsity 0 removes nothing; give more than 0")
+    if METHODS[method].unit != "bits":
+        given.refuse(f"writes bits, and {method} leaves none; give --method rtn", "llm_compressor", "llama_cpp")
     reads = max_kl is not None or reads_text(method, schedule)
     if not reads:
         given.refuse_record(
@@ -111,7 +119,7 @@ def compress(
         )
     stored = FORMATS.make(format)
     if stream:
-        given.refuse(IN_MEMORY, "max_kl")
+        given.refuse(IN_MEMORY, "max_kl", "llm_compressor", "llama_cpp")
         require_streamed(schedule)
         require_streamed_format(format, "compress")
     asked = Asked(method, schedule, rank, bits, keep_of, group_size, stored.symmetric)
@@ -150,5 +158,9 @@ def compress(
             say(expectation().told(float(spent.kl[spent.chosen]), "matrices compressed"))
     tokenizer, dense = loaded.tokenizer, loaded.model if stored.keeps_dense else None
     del loaded  # what was written is loaded beside what was compressed: no room for a third
+    recipes = {llm_compressor: llm_compressor_recipe(done.model, done.report)} if llm_compressor is not None else {}
+    recipes |= {llama_cpp: llama_cpp_overrides(done.report)} if llama_cpp is not None else {}
     report = stored.write(done, dense, tokenizer, output, f"{Path(model).name}, compressed", results)
+    for place, text_of in recipes.items():
+        write_whole(place, text_of)
     show(report, as_json, output, full=full)

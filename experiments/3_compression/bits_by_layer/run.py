@@ -1,0 +1,143 @@
+"""Bits by layer at equal bytes: by the measured divergence of each layer, by ρ, by A, at the ends, and alike.
+
+    python experiments/3_compression/bits_by_layer/run.py [--model MODEL] [--text FILE]
+
+`rtn` in groups of 64. Every schedule has the same mean at most; `uniform` spends what whole layers leave on layers
+evenly apart. The divergence that `bits-kl` goes by is measured on calibration text, the one reported on other text.
+Writes bits.json beside this file.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+import lyapunov_prune as lp
+from experiments.common import Device, DType, load, of_model, run_command, texts
+from experiments.statements import ratio, short, table
+from lyapunov_prune.allocation.allocation import Allocation, Matrices
+from lyapunov_prune.allocation.bit_widths import BitWidths
+from lyapunov_prune.compression.methods.rtn import RoundToNearest
+from lyapunov_prune.compression.rounding_cost import RoundingCost
+from lyapunov_prune.forward.hooks import final_state
+from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.forward.states import predicting
+from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.predictions.tiles import measures
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+HERE = Path(__file__).parent
+BUDGETS = (3.0, 4.5)
+SCHEDULES = ("bits-kl", "bits-rho", "bits-amplification", "bits-ends")
+GROUP = 64
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One schedule at one budget: the width of each layer, and `KL(dense‖rounded)` of every window, nats a token."""
+
+    schedule: str
+    budget: float
+    mean: float
+    widths: tuple[int, ...]
+    kl: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class BitsByLayer(Result):
+    """What each schedule leaves of the prediction, on text that none of them saw."""
+
+    rows: tuple[Shared, ...]
+    costs: np.ndarray  # (layers × widths): the divergence of each layer rounded alone, on calibration text
+    widths: tuple[int, ...]
+    measured_on: MeasuredOn
+    calibrated_on: MeasuredOn
+
+    def headline(self) -> str:
+        return f"Bits by layer, rtn in groups of {GROUP}\n{self.measured_on.line()}"
+
+
+@dataclass(frozen=True)
+class Known:
+    """Costs that were measured, for more than one budget."""
+
+    costs: np.ndarray
+    measured_on: MeasuredOn
+
+    def __call__(self, widths: Sequence[int]) -> np.ndarray:
+        return self.costs
+
+
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    calibration_tokens: int = 1024,
+    tokens: int = 4096,
+    context: int = 256,
+) -> None:
+    folder = of_model(HERE, model)
+    loaded = load(model, device, dtype)
+    calibration, evaluation = texts(loaded, text, calibration=calibration_tokens, evaluation=tokens, context=context)
+    dense = loaded.model
+    profile = lp.measure_contraction(dense, calibration, seeds=range(2))
+    cost = RoundingCost(read(loaded, calibration), RoundToNearest(GROUP), 1)
+    known = Known(cost(BitWidths.widths), cost.measured_on)
+    reading = read(loaded, evaluation)
+    rows = []
+    for budget in BUDGETS:
+        chosen = [lp.allocate(dense, name, budget, profile=profile, cost=known) for name in SCHEDULES]
+        for allocation in (*chosen, uniform(Matrices.of(dense), budget)):
+            small = lp.compress(dense, method="rtn", allocation=allocation, group_size=GROUP).model
+            widths = tuple(int(bits) for bits in allocation.by_layer())
+            kl = divergences(reading, small)
+            rows.append(Shared(allocation.schedule, budget, allocation.mean, widths, kl))
+            print(allocation.schedule, budget, allocation.mean, np.mean(kl), widths, flush=True)
+    found = BitsByLayer(tuple(rows), known.costs, BitWidths.widths, reading.measured_on(), known.measured_on)
+    found.save(folder / "bits.json")
+    print(written(folder)["bits"])
+
+
+def uniform(matrices: Matrices, budget: float) -> Allocation:
+    """The widest of 2, 3, 4 and 8 bits that all layers can have, and one wider on as many layers as fit, evenly."""
+    below = max(bits for bits in (2, 3, 4) if bits <= budget)
+    above = {2: 3, 3: 4, 4: 8}[below]
+    layers = matrices.model.num_layers
+    for count in range(int(layers * (budget - below) / (above - below)), -1, -1):
+        wide = {int((k + 0.5) * layers / count) for k in range(count)} if count else set()
+        amount = np.array([float(above if layer in wide else below) for layer in matrices.layers])
+        if np.average(amount, weights=matrices.sizes) <= budget:
+            break
+    return matrices.allocated("uniform", budget, amount, {}, unit="bits")
+
+
+@torch.no_grad()
+def divergences(reading: Reading, small: PreTrainedModel) -> tuple[float, ...]:
+    """`KL(p‖q)` of every window, the mean over its positions but the last."""
+    other = read(wrap(small), reading.batch)
+    found = []
+    for ids in reading.windows(1):
+        dense, changed = (predicting(final_state(r.structure, ids)) for r in (reading, other))
+        found.append(float(measures(reading.scorer, dense, [changed], 1.0)[0, 1].mean()))
+    return tuple(found)
+
+
+def written(folder: Path = HERE) -> dict[str, str]:
+    found = BitsByLayer.load(folder / "bits.json")
+    lines: list[list[object]] = []
+    for budget in BUDGETS:
+        kl = {row.schedule: np.array(row.kl) for row in found.rows if row.budget == budget}
+        for row in found.rows:
+            if row.budget == budget:
+                beside = None if row.schedule == "uniform" else ratio(np.log(kl[row.schedule] / kl["uniform"]))
+                lines.append([short(budget), row.schedule, short(row.mean), float(kl[row.schedule].mean()), beside])
+    head = ["bits at most", "schedule", "mean bits", "KL, nats a token", "/ uniform, geometric mean over windows"]
+    return {"bits": table(head, lines), "setting": f"{found.measured_on.line()}\n"}
+
+
+if __name__ == "__main__":
+    run_command(main, HERE / "bits.json", written)

@@ -1,0 +1,111 @@
+"""A width in bits for every layer, of a few that there are: the least cost that fits in a budget of bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lyapunov_prune.allocation.schedule import Schedule
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.lazy import np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lyapunov_prune.allocation.allocation import Allocation, Matrices
+    from lyapunov_prune.profiles.contraction_profile import ContractionProfile
+
+DENSE = 16  # the width that stands for a layer left as it is
+
+
+@dataclass(frozen=True)
+class BitWidths(Schedule):
+    """One of `widths` bits for each layer, so that their mean over all weights is at most the budget, at least cost.
+
+    `min Σ_l cost(l, b_l)` with `Σ_l size_l b_l ≤ budget · Σ_l size_l`: a knapsack over layers, solved exactly by
+    `scipy.optimize.milp`. The matrices of a layer share its width, so that engines can fuse them; 16 leaves the layer
+    as it is. Scales are not counted: they take the same whatever the width. What fits may leave a part of the budget.
+
+    Raises LyapunovPruneError for a budget below the narrowest width, and for widths that are not ascending whole
+    numbers from 2 to 8, or 16.
+    """
+
+    widths: tuple[int, ...] = (2, 3, 4, 8, DENSE)
+
+    unit = "bits"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if list(self.widths) != sorted({*self.widths} & {*range(2, 9), DENSE}) or len(self.widths) < 2:
+            raise LyapunovPruneError(f"widths {self.widths}; give two or more of 2 to 8, or 16, in rising order")
+
+    def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
+        """What each width of each layer costs, (layers × widths); `given` is what the schedule `needs`."""
+        raise NotImplementedError
+
+    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
+        from lyapunov_prune.allocation.allocation import Matrices
+
+        matrices = Matrices.of(model)
+        cost = self.cost(matrices, given)
+        sizes = np.bincount(matrices.layers, matrices.sizes, len(cost))
+        width = least_cost(cost, np.array(self.widths), sizes, budget)
+        parameters: dict[str, float | str] = {"widths": " ".join(map(str, self.widths))}
+        parameters["cost"] = picked(cost, self.widths, width)
+        return matrices.allocated(
+            self.name,
+            budget,
+            width[matrices.layers].astype(np.float64),
+            parameters,
+            unit="bits",
+            measured_on=(given.measured_on,) if self.needs == "cost" else (),
+            profile=given if self.needs == "profile" else None,
+        )
+
+
+def least_cost(cost: np.ndarray, widths: np.ndarray, sizes: np.ndarray, budget: float) -> np.ndarray:
+    """The width of every layer, (L,) int, with the least sum of `cost` (L × widths) and a mean of at most `budget`.
+
+    `sizes` (L,) are the weights of each layer; one of none gets the narrowest width. Raises LyapunovPruneError for
+    costs that are not finite and for a budget that nothing fits in.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    if not np.isfinite(cost).all():
+        layer = int(np.argwhere(~np.isfinite(cost))[0, 0])
+        raise LyapunovPruneError(f"the cost of layer {layer} is not finite; give wider widths, or other text")
+    if not budget >= widths[0]:
+        raise LyapunovPruneError(
+            f"no layer is narrower than {widths[0]} bits, so their mean is not {budget:g}; give {widths[0]} or more"
+        )
+    (L, W), share = cost.shape, sizes / sizes.sum()
+    largest = np.abs(cost).max()
+    found = milp(
+        cost.ravel() / (largest if largest > 0 else 1),
+        integrality=np.ones(L * W),
+        bounds=Bounds(0, 1),
+        constraints=[
+            LinearConstraint(np.kron(np.eye(L), np.ones(W)), 1, 1),
+            LinearConstraint((share[:, None] * widths).ravel(), -np.inf, budget * (1 + 1e-12)),
+        ],
+        options={"mip_rel_gap": 0},
+    )
+    if found.x is None:
+        raise LyapunovPruneError(f"no widths were found for a mean of {budget:g} bits ({found.message}); give another")
+    return widths[found.x.reshape(L, W).argmax(1)]
+
+
+def picked(cost: np.ndarray, widths: tuple[int, ...], width: np.ndarray) -> float:
+    """The sum of `cost` (L × widths) at the `width` of every layer."""
+    return float(cost[np.arange(len(cost)), np.searchsorted(widths, width)].sum())
+
+
+def noise(widths: tuple[int, ...]) -> np.ndarray:
+    """The energy of the rounding error of each width up to a constant, `4^−b`; 0 at 16."""
+    return np.array([0.0 if b == DENSE else 4.0**-b for b in widths])
+
+
+def of_profile(profile: ContractionProfile, logs: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
+    """`w_l² 4^−b` for `logs = ln w_l`, (L × widths): the energy of the error of layer l, weighted by w_l."""
+    profile.require_above_floor()
+    return np.exp(2 * (logs - logs.max()))[:, None] * noise(widths)

@@ -1,0 +1,32 @@
+"""Bits by A: the layers whose errors the later layers amplify most get more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lyapunov_prune.allocation.bit_widths import BitWidths
+
+if TYPE_CHECKING:
+    from lyapunov_prune.allocation.allocation import Matrices
+    from lyapunov_prune.lazy import np
+
+
+@dataclass(frozen=True)
+class BitsAmplification(BitWidths):
+    """The cost of b bits in layer l is `A_l² 4^−b` with `A_l = Π_{k > l} ρ_k`: the energy at the output.
+
+    Raises LyapunovPruneError for a profile of another model and for a ρ that is not finite or not positive.
+    """
+
+    name = "bits-amplification"
+    help = "bits a layer by the product of later rho"
+    reference = "structural sensitivity, §6.2"
+    needs = "profile"
+
+    def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
+        from lyapunov_prune.allocation.amplification import log_amplification, require_profile
+        from lyapunov_prune.allocation.bit_widths import of_profile
+
+        require_profile(given, matrices.model)
+        return of_profile(given, log_amplification(given), self.widths)

@@ -1,0 +1,29 @@
+"""Bits by position: the first layer and the last get more, the others the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lyapunov_prune.allocation.bit_widths import BitWidths, noise
+from lyapunov_prune.lazy import np
+
+if TYPE_CHECKING:
+    from lyapunov_prune.allocation.allocation import Matrices
+
+
+@dataclass(frozen=True)
+class BitsEnds(BitWidths):
+    """The cost of b bits is `w_l 4^−b` with `w = 4^4` for the first and the last layer and 1 for the others.
+
+    So these two get about four bits more than the rest, the rule of thumb of llama.cpp's mixes.
+    """
+
+    name = "bits-ends"
+    help = "bits a layer: more for the first and the last, else alike"
+    reference = "control"
+
+    def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
+        weight = np.ones(matrices.model.num_layers)
+        weight[[0, -1]] = 4.0**4
+        return weight[:, None] * noise(self.widths)

@@ -1,0 +1,33 @@
+"""Bits by ρ: the layers in which an error grows most get more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lyapunov_prune.allocation.bit_widths import BitWidths
+from lyapunov_prune.lazy import np
+
+if TYPE_CHECKING:
+    from lyapunov_prune.allocation.allocation import Matrices
+
+
+@dataclass(frozen=True)
+class BitsRho(BitWidths):
+    """The cost of b bits in layer l is `ρ_l² 4^−b`, the energy of a rounding error grown by the layer itself.
+
+    Raises LyapunovPruneError for a profile of another model and for a ρ that is not finite or not positive.
+    """
+
+    name = "bits-rho"
+    help = "bits a layer by rho: more where an error grows most"
+    reference = "structural sensitivity, §6.4"
+    needs = "profile"
+
+    def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
+        from lyapunov_prune.allocation.amplification import log_amplification, require_profile
+        from lyapunov_prune.allocation.bit_widths import of_profile
+
+        require_profile(given, matrices.model)
+        log_amplification(given)  # refuses what has no logarithm
+        return of_profile(given, np.log(given.rho), self.widths)

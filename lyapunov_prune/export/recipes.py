@@ -1,0 +1,68 @@
+"""The bits of every layer as other quantisers take them: a recipe of llm-compressor, overrides of llama.cpp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.allocation.bit_widths import DENSE
+from lyapunov_prune.compression.report import CompressionReport
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.projections import find_projections
+
+# The type of llama.cpp that spends so many bits a weight, before its scales.
+_TYPES = {2: "q2_k", 3: "q3_k", 4: "q4_k", 5: "q5_k", 6: "q6_k", 7: "q8_0", 8: "q8_0", DENSE: "f16"}
+
+
+def llm_compressor_recipe(model: PreTrainedModel, report: CompressionReport) -> str:
+    """The YAML recipe by which llm-compressor rounds the matrices of `model` as `report` says, one group a width.
+
+    Its GPTQModifier for gptq, else its QuantizationModifier, on symmetric grids; `ignore` holds the Linear modules that
+    stay dense. Raises LyapunovPruneError for another amount than bits, and matrices that are no Linear of their own.
+    """
+    groups: dict[int, dict[str, None]] = {}
+    for p in find_projections(wrap(model)):
+        if not isinstance(model.get_submodule(p.module), nn.Linear):
+            raise LyapunovPruneError(f"{p.module} is no Linear module, and a recipe names those; leave it out")
+        groups.setdefault(_bits(report, p.name), {})[p.module] = None
+    named = {name for width, names in groups.items() if width != DENSE for name in names}
+    size = report.group_size
+    grid: dict[str, Any] = {"type": "int", "symmetric": True, "strategy": "group" if size else "channel"}
+    grid |= {"group_size": size} if size else {}
+    modifier = {
+        "ignore": [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in named],
+        "config_groups": {
+            f"group_{number}": {"targets": [*names], "weights": {"num_bits": width, **grid}}
+            for number, (width, names) in enumerate(sorted(groups.items()))
+            if width != DENSE
+        },
+    }
+    kind = "GPTQModifier" if report.method == "gptq" else "QuantizationModifier"
+    return yaml.safe_dump({"quantization_stage": {"quantization_modifiers": {kind: modifier}}}, sort_keys=False)
+
+
+def llama_cpp_overrides(report: CompressionReport) -> str:
+    """Options of `llama-quantize`, a line a width: `--tensor-type blk\\.(0|29)\\.=q8_0` for layers 0 and 29.
+
+    llama.cpp names the tensors of layer l `blk.l.…` and takes the pattern as a regular expression, so the line is for
+    all matrices of these layers. Its types have scales of their own, and are not the grids of this program. Raises
+    LyapunovPruneError for another amount than bits and for a layer of several widths.
+    """
+    layers: dict[int, dict[int, None]] = {}
+    for matrix in report.matrices:
+        layers.setdefault(_bits(report, matrix.name), {})[matrix.layer] = None
+    every = [layer for of in layers.values() for layer in of]
+    if len(every) != len({*every}):
+        raise LyapunovPruneError("a layer has matrices of several widths, and an override names whole layers")
+    lines = [f"--tensor-type blk\\.({'|'.join(map(str, of))})\\.={_TYPES[bits]}" for bits, of in sorted(layers.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _bits(report: CompressionReport, name: str) -> int:
+    if report.allocation.unit != "bits":
+        raise LyapunovPruneError(f"{report.method} leaves no widths to write a recipe of; take a method that rounds")
+    return int(report.allocation.of(name))

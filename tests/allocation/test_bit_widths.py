@@ -1,0 +1,112 @@
+"""Widths of layers: the least cost within a budget, by trying all, and what each schedule calls cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import LAYERS, make_tiny, profile_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from lyapunov_prune import LyapunovPruneError, allocate
+from lyapunov_prune.allocation import Allocation
+from lyapunov_prune.allocation.bit_widths import least_cost
+from lyapunov_prune.allocation.schedules.bits_ends import BitsEnds
+from lyapunov_prune.allocation.table import SCHEDULES
+from lyapunov_prune.forward.reading import read
+from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.structure import identify
+
+WIDTHS = (2, 3, 4, 8, 16)
+BITS = [name for name in SCHEDULES if name.startswith("bits-")]
+
+
+class Known:
+    """A cost that rises with depth and falls with the width."""
+
+    def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
+        self.measured_on = read(wrap(model), ids).measured_on()
+
+    def __call__(self, widths: tuple[int, ...]) -> np.ndarray:
+        return 3.0 ** np.arange(LAYERS)[:, None] / np.array(widths)
+
+
+def measured(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Any]:
+    return {"profile": profile_of(model), "cost": Known(model, ids)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.floats(2, 17))
+def test_no_other_widths_that_fit_cost_less(seed: int, layers: int, budget: float) -> None:
+    rng = np.random.default_rng(seed)
+    cost, sizes = rng.lognormal(0, 3, (layers, 4)), rng.integers(1, 9, layers)
+    widths = np.array([2, 3, 4, 8])
+    found = least_cost(cost, widths, sizes, budget)
+    every = [
+        (sum(cost[layer, k] for layer, k in enumerate(picks)), picks)
+        for picks in itertools.product(range(4), repeat=layers)
+        if np.dot(widths[list(picks)], sizes) <= budget * sizes.sum() * (1 + 1e-12)
+    ]
+    assert np.dot(found, sizes) <= budget * sizes.sum() * (1 + 1e-9)
+    own = sum(cost[layer, list(widths).index(b)] for layer, b in enumerate(found))
+    assert own <= min(every)[0] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", BITS)
+@pytest.mark.parametrize("budget", [2.0, 3.0, 4.5, 9.0, 16.0])
+def test_every_schedule_keeps_the_budget_with_one_width_a_layer(
+    schedule: str, budget: float, llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    found = allocate(llama, schedule, budget, **measured(llama, ids))
+    assert (found.schedule, found.unit, found.budget) == (schedule, "bits", budget)
+    assert budget - 4 <= found.mean <= budget * (1 + 1e-12)
+    assert {*found.amount} <= {*map(float, WIDTHS)}
+    for layer in range(LAYERS):
+        assert len({a for a, k in zip(found.amount, found.layers, strict=True) if k == layer}) == 1
+    assert len(found.measured_on) == (SCHEDULES[schedule].needs is not None)
+    assert str(Allocation.load(found.save(tmp_path / "allocation.json"))) == str(found)
+
+
+def test_layers_that_cost_more_get_no_fewer_bits(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    """ρ of the profile is 2, .5, 1.5, .25, 1, 3, and A = 0.5625, 1.125, 0.75, 3, 3, 1."""
+    given = measured(llama, ids)
+    assert (np.diff(allocate(llama, "bits-kl", 4.0, **given).by_layer()) >= 0).all()
+    for schedule, scores in (
+        ("bits-rho", given["profile"].rho),
+        ("bits-amplification", given["profile"].downstream_amplification),
+    ):
+        bits = allocate(llama, schedule, 3.5, **given).by_layer()
+        assert len({*bits}) > 1
+        assert (np.diff(bits[np.argsort(scores, kind="stable")]) >= 0).all() or len({*scores}) < LAYERS
+    ends = allocate(llama, "bits-ends", 4.5).by_layer()
+    assert ends[[0, -1]].min() > ends[1:-1].max()
+
+
+def test_what_cannot_be_met_or_has_no_sense_is_refused(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    with pytest.raises(LyapunovPruneError, match=r"narrower than 2 bits.*1\.5"):
+        allocate(llama, "bits-ends", 1.5)
+    with pytest.raises(LyapunovPruneError, match="nan"):
+        allocate(llama, "bits-ends", float("nan"))
+    with pytest.raises(LyapunovPruneError, match="bits-kl needs the cost of bits"):
+        allocate(llama, "bits-kl", 4.0, batch=ids)
+    with pytest.raises(LyapunovPruneError, match="bits-rho needs a contraction profile"):
+        allocate(llama, "bits-rho", 4.0, batch=ids)
+    for widths in ((4,), (8, 4), (1, 4), (4, 12), (4, 4, 8)):
+        with pytest.raises(LyapunovPruneError, match="in rising order"):
+            BitsEnds(widths)
+    other = make_tiny("llama", seed=1)
+    with pytest.raises(LyapunovPruneError, match="contraction profile"):
+        allocate(other, "bits-rho", 4.0, profile=profile_of(llama))
+    broken = dataclasses.replace(profile_of(llama), energies=dict.fromkeys(("energy", "token"), np.zeros(LAYERS + 1)))
+    assert broken.measured_on.model.same_as(identify(llama))
+    with pytest.raises(LyapunovPruneError, match="rho of layer 0"):
+        allocate(llama, "bits-rho", 4.0, profile=broken)
+    with pytest.raises(LyapunovPruneError, match="cost of layer 1 is not finite"):
+        least_cost(np.array([[1.0, 2.0], [np.nan, 1.0]]), np.array([2, 4]), np.ones(2), 3.0)
