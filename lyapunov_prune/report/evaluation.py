@@ -11,6 +11,7 @@ from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.evaluation.tasks import COLLAPSED, REPEATED, TaskScore, TaskScores
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, one_panel, svg
+from lyapunov_prune.shrinking.report import Shrinking
 
 
 def speed_figure(speed: Speed) -> str:
@@ -37,6 +38,37 @@ def speed_figure(speed: Speed) -> str:
     axes.margins(x=0.22)
     axes.set_xlabel(f"speed, × {first.model}")
     axes.legend(frameon=False, fontsize=SMALL, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    return svg(figure)
+
+
+def before_after_figure(shrunk: Shrinking) -> str:
+    """What the smaller model has of the dense one: parameters, bytes, speed (quartiles), perplexity (95 %)."""
+    dense, smaller = shrunk.evaluation.perplexities
+    rows: list[tuple[str, float, tuple[float, float] | None, str]] = [
+        (name, after / before, None, f"{before / 1e6:,.1f} → {after / 1e6:,.1f} {unit}")
+        for name, (before, after), unit in (("parameters", shrunk.parameters, "M"), ("weights", shrunk.size, "MB"))
+    ]
+    if shrunk.evaluation.speed is not None:
+        first, last = shrunk.evaluation.speed.rows
+        for name, phase in (("reading", "prefill"), ("writing", "decode")):
+            before, after = getattr(first, phase), getattr(last, phase)
+            low, high = getattr(last, f"{phase}_quartiles")
+            rows.append((name, after / before, (low / before, high / before), f"{before:.3g} → {after:.3g} tok/s"))
+    worth = f"{dense.value:.4g} → {smaller.value:.4g}"
+    rows.append(("perplexity", smaller.value / dense.value, smaller.ratio_interval(dense), worth))
+    figure, axes = one_panel(6.5, 1 + 0.4 * len(rows))
+    for y, (name, value, interval, told) in enumerate(rows):
+        low, high = interval or (value, value)
+        if not np.isfinite([value, low, high]).all():  # what is not finite has no bar
+            value = low = high = 0.0
+        axes.barh(y, value, height=0.6, color=COLOURS["bi" if name == "perplexity" else "rho"], alpha=0.85)
+        axes.plot([low, high], [y, y], color=INK, linewidth=0.8)
+        axes.text(high + 0.02, y, told, va="center", fontsize=SMALL)
+    axes.axvline(1, color=GREY, linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [row[0] for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.35)
+    axes.set_xlabel("the smaller model, × the dense one")
     return svg(figure)
 
 
