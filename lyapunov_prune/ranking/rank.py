@@ -69,7 +69,7 @@ def rank(
     require_ranks(criterion, what, remove=remove)
     reading = read(model, batch)
     if streamed:
-        require_ranks(criterion, what, remove=remove)
+        require_ranks(criterion, what, remove=remove, streamed=True)
     if remove is not None:
         remove = count_of(remove, reading.structure.num_layers)
         require_count(remove, reading.structure.num_layers, what)
