@@ -31,13 +31,13 @@ from lyapunov_prune import (
     load,
     measure_contraction,
     measure_sensitivity,
-    merge_adapters,
     remove_layers,
     verify_removal,
 )
 from lyapunov_prune.bounds import approximate
 from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.models import merge_adapters
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt
 from lyapunov_prune.models.projections import find_projections

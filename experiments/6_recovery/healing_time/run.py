@@ -110,8 +110,11 @@ def main(
             points = [once("cut", removed, lambda model, gone=removed: lp.remove_layers(model, gone))]
             points.append(once("mended", removed, lambda _, mend=mend: mend()))
             for steps in STEPS:
-                heal = partial(lp.heal, teacher=dense, batch=short_windows, steps=steps)
-                healed = once("healed", removed, lambda student, heal=heal: heal(student).model, mend, steps)
+
+                def heal(student: PreTrainedModel, steps: int = steps) -> PreTrainedModel:
+                    return lp.heal(student, dense, short_windows, steps=steps).model
+
+                healed = once("healed", removed, heal, mend, steps)
                 points.append(replace(healed, seconds=points[1].seconds + healed.seconds))
             courses.append(Course(removed, tuple(points)))
     found = HealingTime(whole.windows, tuple(courses), *origins)
