@@ -44,7 +44,7 @@ def explain(
     """Where the error of `compressed` comes from: see Explanation. Only forwards are run, so weights may be packed.
 
     `kept` are the dense model's numbers of the layers of `compressed`, if some are gone; None takes them from the
-    provenance of its folder. `profile` is one of the dense model, whose ρ is set beside that of this error.
+    provenance of its checkpoint. `profile` is one of the dense model, whose ρ is set beside that of this error.
 
     Cost: `cost.forwards(L)` forwards of every window, fewer where layers are equal: both models once, every layer of
     `compressed` on both states and of `dense` on the other's, and for both blames half a forward a layer, each begun at

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
@@ -14,7 +13,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite, residual_stream
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+from lyapunov_prune.pruning.provenance import made_by
 
 _TRIED = 32  # tokens, those that `Prefix` tries
 
@@ -106,7 +105,7 @@ def pair_up(dense: Decoder, compressed: Decoder, batch: Readable, kept: Sequence
 
 
 def kept_layers(compressed: Reading, total: int) -> tuple[int, ...]:
-    """The dense model's number of every layer of `compressed`, by the provenance of its folder where some are gone.
+    """The dense model's number of every layer of `compressed`, by its provenance where some are gone.
 
     Raises LyapunovPruneError where there is none, or where it is of a dense model with another number of layers.
     """
@@ -114,17 +113,16 @@ def kept_layers(compressed: Reading, total: int) -> tuple[int, ...]:
     if own == total:
         return tuple(range(total))
     name = compressed.model.config._name_or_path
-    made = Path(name) / PROVENANCE
-    if not name or not made.is_file():
+    provenance = made_by(name)
+    if provenance is None:
         raise LyapunovPruneError(
-            f"the compressed model has {own} layers and the dense one {total}, and no {PROVENANCE} says which are "
-            "left; give the folder that prune wrote, or in Python kept=[…]"
+            f"the compressed model has {own} layers and the dense one {total}, and no provenance says which are left; "
+            "give the folder or file that prune wrote, or in Python kept=[…]"
         )
-    provenance = Provenance.load(made)
     if provenance.plan.model.num_layers != total:
         raise LyapunovPruneError(
-            f"{made} is of a model of {provenance.plan.model.num_layers} layers, {provenance.source!r}, and the dense "
-            f"one has {total}; give that model as the dense one"
+            f"{name} was made from {provenance.source!r}, a model of {provenance.plan.model.num_layers} layers, and "
+            f"the dense one has {total}; give that one as the dense model"
         )
     return provenance.kept_to_original
 

@@ -55,10 +55,11 @@ def engine_check(
     limit = max(_LEAST, _TIMES * own)
     with status("llama.cpp, with what was written"):
         try:
-            worst = _deviation(smaller, prompts, _answers(file, prompts))
+            answers = _answers(file, prompts)
         except LyapunovPruneError as error:
             return GateCheck(ENGINE, False, float("inf"), limit, str(error).partition(";")[0])
-    detail = f"nats, at {len(prompts)} prompts and {_GREEDY} greedy tokens (with the original {own:.2g})"
+    worst = _deviation(smaller, prompts, answers)
+    detail = f"nats, at {sum(map(bool, answers))} prompts and {_GREEDY} greedy tokens (with the original {own:.2g})"
     return GateCheck(ENGINE, worst <= limit, worst, limit, detail)
 
 
@@ -66,6 +67,8 @@ def _deviation(decoder: Decoder, prompts: Sequence[list[int]], answers: Sequence
     """The largest difference of a log-probability, in nats."""
     worst = 0.0
     for prompt, answer in zip(prompts, answers, strict=True):
+        if not answer:
+            continue
         said = [step["id"] for step in answer]
         ids = torch.tensor([prompt + said[:-1]], device=decoder.model.device)
         with torch.no_grad():
@@ -81,7 +84,9 @@ def _deviation(decoder: Decoder, prompts: Sequence[list[int]], answers: Sequence
 def _answers(file: Path, prompts: Sequence[list[int]]) -> list[list[dict[str, Any]]]:
     """What llama.cpp says to each prompt: tokens with the log-probabilities of those that it likes best.
 
-    Raises LyapunovPruneError when it does not load the file, crashes, or takes too long.
+    It leaves out tokens that are a part of a character. An answer that lacks any is empty here, since which one stands
+    where is not known. Raises LyapunovPruneError when no answer is whole, and when llama.cpp does not load the file,
+    crashes, or takes too long.
     """
     with TemporaryDirectory(prefix="lyapunov-prune-engine-") as folder:
         asked, told = Path(folder) / "asked.json", Path(folder) / "told.json"
@@ -96,4 +101,8 @@ def _answers(file: Path, prompts: Sequence[list[int]]) -> list[list[dict[str, An
             lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if "error" in line.lower()]
             why = lines[0].strip()[:160] if lines else f"it ended with {done.returncode}"
             raise LyapunovPruneError(f"llama.cpp does not run {file.name}: {why}; try it by hand")
-        return json.loads(told.read_text(encoding="utf-8"))
+        answers = json.loads(told.read_text(encoding="utf-8"))
+    whole = [answer if len(answer) == (1 if i else _GREEDY) else [] for i, answer in enumerate(answers)]
+    if not any(whole):
+        raise LyapunovPruneError(f"llama.cpp answers no prompt of {file.name} in whole characters; try it by hand")
+    return whole

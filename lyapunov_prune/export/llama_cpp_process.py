@@ -32,7 +32,7 @@ def run(file: str, asked: str, told: str, top: str, greedy: str) -> None:
                 "ignore_eos": True,
             }
         )
-        answers.append(said["choices"][0]["logprobs"]["content"])
+        answers.append((said["choices"][0]["logprobs"] or {}).get("content", []))
     partial = Path(f"{told}.partial")
     partial.write_text(json.dumps(answers), encoding="utf-8")
     partial.rename(told)

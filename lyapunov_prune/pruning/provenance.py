@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,6 +15,8 @@ from lyapunov_prune.checkpoints.cards import as_text, write_card
 from lyapunov_prune.checkpoints.reloading import RELOADED
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, printable
 from lyapunov_prune.mending.report import MendReport
+from lyapunov_prune.models.gguf import PROVENANCE_KEY
+from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.kinds import LayerKinds, find_kinds
 from lyapunov_prune.models.structure import Structure, identify
 from lyapunov_prune.pruning.gate import GateReport, crashed
@@ -80,6 +83,23 @@ class Provenance(Result):
                 f"{name}{identity.other_setting(self.plan.model)} is not the model that {made} was made from, which "
                 f"{Path(made) / PROVENANCE} records as {self.source!r}; give that one as {option}"
             )
+
+
+def made_by(name: str) -> Provenance | None:
+    """What a folder or GGUF file that this program wrote says of its last removal; None for any other checkpoint.
+
+    Raises LyapunovPruneError for one that is damaged.
+    """
+    if not name.endswith(".gguf"):
+        made = Path(name) / PROVENANCE
+        return Provenance.load(made) if name and made.is_file() else None
+    told = read_header(Path(name)).read(PROVENANCE_KEY)
+    if told is None:
+        return None
+    with TemporaryDirectory(prefix="lyapunov-prune-gguf-") as folder:
+        made = Path(folder) / PROVENANCE
+        made.write_text(str(told), encoding="utf-8")
+        return Provenance.load(made)
 
 
 def save(pruned: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,3 +43,19 @@ def test_a_crash_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "crash.py").write_text("import os; os.abort()")
     with pytest.raises(LyapunovPruneError, match=r"does not run x\.gguf: it ended with -6"):
         llama_cpp._answers(tmp_path / "x.gguf", [[1]])
+
+
+@pytest.mark.parametrize(("lengths", "whole"), [((64, 1, 0), [64, 1, 0]), ((63, 1, 1), [0, 1, 1]), ((63, 0, 0), None)])
+def test_answers_without_parts_of_characters_are_not_compared(
+    lengths: tuple[int, ...], whole: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp, "_PROGRAM", tmp_path / "speaks.py")
+    answers = [[{"id": 1, "top_logprobs": []}] * length for length in lengths]
+    (tmp_path / "speaks.py").write_text(
+        f"import pathlib, sys; pathlib.Path(sys.argv[3]).write_text({json.dumps(answers)!r})"
+    )
+    if whole is None:
+        with pytest.raises(LyapunovPruneError, match="whole characters"):
+            llama_cpp._answers(tmp_path / "x.gguf", [[1]] * 3)
+    else:
+        assert [len(answer) for answer in llama_cpp._answers(tmp_path / "x.gguf", [[1]] * 3)] == whole

@@ -33,7 +33,7 @@ def explain(
     """Where the error of COMPRESSED comes from: layer by layer inherited, added or amplified; writes explanation.json.
 
     And what each layer costs at the prediction: KL and perplexity when it alone is compressed, and when all others
-    are. A layer that is gone is told by the provenance of its folder. Exit code 1 where the parts do not add up.
+    are. A layer that is gone is told by the provenance of its checkpoint. Exit code 1 where the parts do not add up.
     """
     from lyapunov_prune.data.unseen import require_unseen
     from lyapunov_prune.explaining.cost import told_cost

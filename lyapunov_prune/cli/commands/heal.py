@@ -153,10 +153,9 @@ def heal(
 def _origin(model: str, teacher: str | None) -> tuple[Provenance | None, str]:
     """What the pruned checkpoint says of its making, and the name of the dense model that teaches."""
     from lyapunov_prune.models.cache import BUILTIN
-    from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+    from lyapunov_prune.pruning.provenance import made_by
 
-    made = Path(model) / PROVENANCE
-    provenance = Provenance.load(made) if made.is_file() else None
+    provenance = made_by(model)
     if teacher is not None:
         return provenance, teacher
     if provenance is None:

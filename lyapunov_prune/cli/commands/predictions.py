@@ -167,7 +167,7 @@ def _require_made_from(dense: Decoder, other: Decoder, names: tuple[str, str]) -
 
     A checkpoint's provenance names the model of its last removal, so it decides where that was the first step.
     """
-    from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+    from lyapunov_prune.pruning.provenance import made_by
     from lyapunov_prune.results.history import history_of
 
     mine, theirs = (
@@ -184,7 +184,7 @@ def _require_made_from(dense: Decoder, other: Decoder, names: tuple[str, str]) -
                 f"{names[1]} has another {what} than {names[0]} ({theirs[what]}, not {value}); give a model that was "
                 "made from it"
             )
-    made = Path(names[1]) / PROVENANCE
+    made = made_by(names[1])
     removals = [step.kind for step in history_of(other.model).steps if step.kind != "heal"]
-    if made.is_file() and removals == ["prune"]:
-        Provenance.load(made).require_dense(dense.model, *names, "DENSE")
+    if made is not None and removals == ["prune"]:
+        made.require_dense(dense.model, *names, "DENSE")
