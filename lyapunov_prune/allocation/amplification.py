@@ -20,11 +20,11 @@ from lyapunov_prune.results.result import ModelIdentity
 Reading = Literal["equal-error", "downstream"]
 
 
-def log_amplification(profile: ContractionProfile) -> np.ndarray:
-    """`ln A_l = Σ_{k > l} ln ρ_k`, (L,) float64; 0 for the last layer.
+def log_rho(profile: ContractionProfile) -> np.ndarray:
+    """`ln ρ_l`, (L,) float64.
 
-    In logarithms, because the product over many layers overflows. Raises LyapunovPruneError for a ρ that is not finite
-    or not positive, and when every ρ lies below the rounding floor.
+    Raises LyapunovPruneError for a ρ that is not finite or not positive, and when every ρ lies below the rounding
+    floor.
     """
     rho = profile.rho
     wrong = ~(np.isfinite(rho) & (rho > 0))
@@ -32,7 +32,15 @@ def log_amplification(profile: ContractionProfile) -> np.ndarray:
         layer = int(np.argmax(wrong))
         raise LyapunovPruneError(f"rho of layer {layer} is {rho[layer]:g}; measure again in float32 or with method jvp")
     profile.require_above_floor()
-    logs = np.log(rho)
+    return np.log(rho)
+
+
+def log_amplification(profile: ContractionProfile) -> np.ndarray:
+    """`ln A_l = Σ_{k > l} ln ρ_k`, (L,) float64; 0 for the last layer.
+
+    In logarithms, because the product over many layers overflows. Raises as `log_rho`.
+    """
+    logs = log_rho(profile)
     return np.concatenate([np.cumsum(logs[:0:-1])[::-1], [0.0]])
 
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lyapunov_prune.allocation.allocation import Allocation, Matrices
-    from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
 DENSE = 16  # the width that stands for a layer left as it is
 
@@ -105,7 +104,6 @@ def noise(widths: tuple[int, ...]) -> np.ndarray:
     return np.array([0.0 if b == DENSE else 4.0**-b for b in widths])
 
 
-def of_profile(profile: ContractionProfile, logs: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
-    """`w_l² 4^−b` for `logs = ln w_l`, (L × widths): the energy of the error of layer l, weighted by w_l."""
-    profile.require_above_floor()
+def weighted_noise(logs: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
+    """`w_l² 4^−b` for `logs = ln w_l`, up to a constant, (L × widths): the energy of layer l's error, weighted."""
     return np.exp(2 * (logs - logs.max()))[:, None] * noise(widths)

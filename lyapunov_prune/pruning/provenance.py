@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -94,12 +93,7 @@ def made_by(name: str) -> Provenance | None:
         made = Path(name) / PROVENANCE
         return Provenance.load(made) if name and made.is_file() else None
     told = read_header(Path(name)).read(PROVENANCE_KEY)
-    if told is None:
-        return None
-    with TemporaryDirectory(prefix="lyapunov-prune-gguf-") as folder:
-        made = Path(folder) / PROVENANCE
-        made.write_text(str(told), encoding="utf-8")
-        return Provenance.load(made)
+    return None if told is None else Provenance.parse(str(told).encode(), name)
 
 
 def save(pruned: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:

@@ -204,9 +204,16 @@ class Result:
         """Read a result of this class; raises LyapunovPruneError when the file is not one."""
         try:
             require_file(path)
-            data = parsed(Path(path).read_text(encoding="utf-8"))
+            content = Path(path).read_bytes()
         except OSError as error:
             raise LyapunovPruneError(f"cannot read {path}: {error.strerror}; give the file a run wrote") from None
+        return cls.parse(content, path)
+
+    @classmethod
+    def parse(cls: type[R], content: bytes, path: str | Path) -> R:
+        """`load` of the `content` that stands in `path`, whole or as a part of it."""
+        try:
+            data = parsed(content.decode("utf-8"))
         except ValueError:
             raise LyapunovPruneError(f"{path} is not complete JSON; make it again") from None
         kind = data.pop("kind", None) if isinstance(data, dict) else None

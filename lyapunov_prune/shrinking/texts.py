@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -71,12 +71,12 @@ class Texts:
                 f"{self.windows} windows of {self.width} tokens are too few to judge by; give {least * self.width:,} "
                 f"tokens or more, {least} windows of this context"
             )
-        for learn in (self.learn, self.choose):  # which may share their tokens
-            given = [text for text in (learn, self.judge, self.held_out) if text is not None]
-            for text in given:
-                checked_batch(structure, text)
-            for one, other in combinations(given, 2):
-                require_disjoint(one, other)
+        teach = [text for text in (self.learn, self.choose) if text is not None]  # which may share their tokens
+        judge = [text for text in (self.judge, self.held_out) if text is not None]
+        for text in (*teach, *judge):
+            checked_batch(structure, text)
+        for one, other in (*product(teach, judge), *combinations(judge, 2)):
+            require_disjoint(one, other)
 
     def filled(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | None, resume: bool

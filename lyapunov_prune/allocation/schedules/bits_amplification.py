@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.allocation.bit_widths import BitWidths
+from lyapunov_prune.allocation.bit_widths import BitWidths, weighted_noise
 
 if TYPE_CHECKING:
     from lyapunov_prune.allocation.allocation import Matrices
@@ -26,7 +26,6 @@ class BitsAmplification(BitWidths):
 
     def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
         from lyapunov_prune.allocation.amplification import log_amplification, require_profile
-        from lyapunov_prune.allocation.bit_widths import of_profile
 
         require_profile(given, matrices.model)
-        return of_profile(given, log_amplification(given), self.widths)
+        return weighted_noise(log_amplification(given), self.widths)

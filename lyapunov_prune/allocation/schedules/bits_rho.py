@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.allocation.bit_widths import BitWidths
-from lyapunov_prune.lazy import np
+from lyapunov_prune.allocation.bit_widths import BitWidths, weighted_noise
 
 if TYPE_CHECKING:
     from lyapunov_prune.allocation.allocation import Matrices
+    from lyapunov_prune.lazy import np
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,7 @@ class BitsRho(BitWidths):
     needs = "profile"
 
     def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
-        from lyapunov_prune.allocation.amplification import log_amplification, require_profile
-        from lyapunov_prune.allocation.bit_widths import of_profile
+        from lyapunov_prune.allocation.amplification import log_rho, require_profile
 
         require_profile(given, matrices.model)
-        log_amplification(given)  # refuses what has no logarithm
-        return of_profile(given, np.log(given.rho), self.widths)
+        return weighted_noise(log_rho(given), self.widths)
