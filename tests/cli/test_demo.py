@@ -161,6 +161,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Decoder) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_module, "load", lambda name: smollm2)
         patch.setattr(demo_module, "PROFILED", 256)
+        patch.setattr(demo_module, "SEARCH", 8.0)
         patch.setattr(demo_module, "STEPS", 8)
         demo_module.run_demo(folder, tokens=32 * 64, context=64, show=lambda *_: None)
     return folder

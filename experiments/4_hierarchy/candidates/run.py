@@ -112,7 +112,7 @@ class Decision:
 
     def __init__(self, log_p: torch.Tensor, options: torch.Tensor) -> None:
         self.log_p = log_p
-        self.options = log_p[options].numpy()
+        self.options = log_p[options].cpu().numpy()
         self.likeliest = log_p.topk(TOP).indices
         self.named = options
 
@@ -167,7 +167,7 @@ def shift(before: list[Decision], after: list[Decision]) -> dict[str, float]:
         columns.setdefault(name, []).append(float(value))
 
     for p, q in zip(before, after, strict=True):
-        top, top_after = p.log_p[p.likeliest].numpy(), q.log_p[p.likeliest].numpy()
+        top, top_after = p.log_p[p.likeliest].cpu().numpy(), q.log_p[p.likeliest].cpu().numpy()
         note("top_probability", np.abs(np.exp(top_after) - np.exp(top)).sum())
         note("top_log", np.abs(top_after - top).mean())
         note("options_probability", np.abs(np.exp(q.options) - np.exp(p.options)).sum())
@@ -200,7 +200,7 @@ def subspace_figure(before: list[Decision], after: list[Decision]) -> str:
             column[0],
             f"the {TOP} likeliest tokens",
             COLOURS["bi"],
-            [(p.log_p[p.likeliest].numpy(), q.log_p[p.likeliest].numpy()) for p, q in zip(before, after, strict=True)],
+            [(p.log_p[p.likeliest].cpu().numpy(), q.log_p[p.likeliest].cpu().numpy()) for p, q in zip(before, after, strict=True)],
         ),
         (
             column[1],

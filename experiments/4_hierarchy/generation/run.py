@@ -195,7 +195,7 @@ def unrelated(loaded: lp.models.Decoder, prompts: dict[str, torch.Tensor], steps
         log_p, log_q = log_softmax(z, 1.0), log_softmax(z2, 1.0)
         turned = [turn(a, b)[0] for a, b in ((h, h2), (lift(z), lift(z2)), (log_p.exp(), log_q.exp()))]
         values = [*(1 - x for x in turned), divergences(log_p, log_q)[1]]
-        columns = dict(zip(MEASURES, (x.numpy() for x in values), strict=True))
+        columns = dict(zip(MEASURES, (x.cpu().numpy() for x in values), strict=True))
         frames.append(pd.DataFrame({"model": OTHER, "prompt": k, "step": range(steps), **columns}))
     return pd.concat(frames)
 
