@@ -25,7 +25,7 @@ from lyapunov_prune.bounds.approximation import Approximation, approximation, ce
 from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import WRITTEN, BoundsReport, Seen, Setting, Violation
 from lyapunov_prune.bounds.trajectory import Trajectory
-from lyapunov_prune.bounds.written import written_matrices
+from lyapunov_prune.bounds.written import read_written
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -88,22 +88,25 @@ def check_written(
 
     For `W` of the dense and `W'` of the compressed model, `‖W x − W' x‖ ≤ ‖W − W'‖ ‖x‖` with a certified norm (Theorem
     2, `sparse_activation_bound`, valid for any `W'`). The `x` are the inputs in the forward of `compressed`: the dense
-    model runs with the matrices of the compressed one, which is equivalent if nothing else differs. Errors are composed
-    and followed as in `check_bounds`. `method` says in the report what made the matrices, if the caller knows.
+    model runs with the matrices of the compressed one, which is equivalent if nothing else differs. Quantised weights
+    are read as `load` unpacks them (compressed-tensors, GGUF). Where embedding or head differ, both models run with
+    those of `compressed`, so that every error is one of the matrices. Errors are composed and followed as in
+    `check_bounds`. `method` says in the report what made the matrices, if the caller knows.
 
-    Raises LyapunovPruneError where the models differ in more than matrices (`written_matrices`), for a bad batch, and
-    for NaN in a state.
+    Raises LyapunovPruneError where the models differ in more than that (`read_written`), for a bad batch, and for NaN
+    in a state.
     """
     reading = read(model, batch)
-    written = written_matrices(reading, compressed)
+    on = reading.measured_on()  # before the embeddings are exchanged
+    written = read_written(reading, compressed)
     projections = find_projections(model)
-    pairs = {p.name: (p.weight(reading.model), written[p.name]) for p in projections}
+    pairs = {p.name: (p.weight(reading.model), written.matrices[p.name]) for p in projections}
     chosen = _each(lambda pair: approximation(*pair), pairs, "certified norms")
-    trajectory = _follow(reading, chosen, 0.0, batch_size)
+    with written.with_embeddings(reading.model):
+        trajectory = _follow(reading, chosen, 0.0, batch_size)
+        report = _report(projections, [], [_seen(trajectory.records)], trajectory, reading)
     return replace(
-        _report(projections, [], [_seen(trajectory.records)], trajectory, reading),
-        method=method,
-        compressed=identify(compressed),
+        report, method=method, compressed=identify(compressed), shared=tuple(written.embeddings), measured_on=on
     )
 
 

@@ -63,7 +63,8 @@ class BoundsReport(Result):
     """The result of checking every matrix (M) under every setting (K), or the matrices of a checkpoint (K = 1).
 
     The inputs are those of the approximated model, including its errors; for a checkpoint, those of its own forward.
-    `compressed` names the checkpoint, and `settings` is then empty. `ratio` (K, M) is the largest error / bound of any
+    `compressed` names the checkpoint, and `settings` is then empty; `shared` are its embeddings (and head) that differ,
+    which both models then ran with. `ratio` (K, M) is the largest error / bound of any
     token, NaN where no input was recorded (`unseen`: fused experts, weights that a module multiplies by directly,
     modules that did not run). `attained` (K, M) is the same for the top right singular vector of the residual, near 1
     when the bound is tight. `composition`, `contraction`, `decisions`, `distribution`, `alignment` and `phases`
@@ -90,6 +91,7 @@ class BoundsReport(Result):
     distribution: RatioDistribution | None = None
     alignment: LayerAlignment | None = None
     phases: TwoPhases | None = None
+    shared: tuple[str, ...] = ()
 
     @property
     def checks(self) -> int:
@@ -161,6 +163,8 @@ class BoundsReport(Result):
             f"Bounds: {subject}, {len(self.violations)} violations ({', '.join(self.theorems)})",
             self.measured_on.line(),
         ]
+        if self.shared:
+            lines.append(f"Both models run with {' and '.join(self.shared)} of the compressed one")
         lines += map(str, self.violations)
         if self.distribution is not None:
             lines.append(self.distribution.headline())

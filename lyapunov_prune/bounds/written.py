@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -13,43 +16,92 @@ from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.plain import plain
+from lyapunov_prune.models.decoder import Decoder, in_memory, model_of
+from lyapunov_prune.models.plain import require_no_adapters, require_parameters
 from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.quantised import require_readable
 from lyapunov_prune.models.structure import scale_weights
 
 
-@torch.no_grad()
-def written_matrices(reading: Reading, compressed: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """`W'` (output × input) of `compressed` for every matrix `W` of the model, by name.
+@dataclass(frozen=True)
+class Written:
+    """`matrices` holds `W'` (output × input) for every matrix `W` of the dense model, by name.
 
-    The dense model must compute what `compressed` does when it uses these matrices, which is tested on a few tokens.
+    `embeddings` are the tables of the compressed model (embedding, head) that differ from the dense model's, by name.
+    """
+
+    matrices: dict[str, torch.Tensor]
+    embeddings: dict[str, torch.Tensor]
+
+    @contextmanager
+    def with_embeddings(self, model: PreTrainedModel) -> Iterator[None]:
+        """Inside the block `model` reads and predicts with these embeddings."""
+        before = {name: model.get_parameter(name).data for name in self.embeddings}
+        for name, tensor in self.embeddings.items():
+            model.get_parameter(name).data = tensor.to(before[name].device)
+        try:
+            yield
+        finally:
+            for name, tensor in before.items():
+                model.get_parameter(name).data = tensor
+
+
+@torch.no_grad()
+def read_written(reading: Reading, compressed: PreTrainedModel) -> Written:
+    """What `compressed` has in the place of the matrices and embeddings of the dense model.
+
+    Quantised weights that were unpacked on loading count as plain ones. The dense model must compute what `compressed`
+    does when it uses them, which is tested on a few tokens.
 
     Raises LyapunovPruneError, naming the first difference, for another family, number of layers, parameter, shape or
-    dtype; for a bias, norm, embedding or buffer that differs (an input scaled by another norm makes `W x − W' x` more
-    than the error of one matrix); for different settings; for adapters and quantised weights; and where nothing
+    dtype; for a bias, norm or buffer that differs (an input scaled by another norm makes `W x − W' x` more than the
+    error of one matrix); for different settings; for adapters and weights that stay packed; and where no matrix
     differs.
     """
-    model = reading.model
-    plain(reading.decoder)
-    other = plain(compressed)
+    model, other = reading.model, _readable(compressed)
+    _readable(model)
     scale_weights(compressed)  # as for the dense model
     ours, theirs = _tensors(reading, other)
     projections = find_projections(reading.decoder)
     matrices = {f"{p.module}.{p.parameter}" for p in projections}
     changed = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name].to(tensor.device))]
-    if not changed:
-        raise LyapunovPruneError("the compressed model is the dense one, weight for weight; there is nothing to check")
-    if others := [name for name in changed if name not in matrices]:
+    tables = _embeddings(model)
+    if others := [name for name in changed if name not in matrices | tables]:
         raise LyapunovPruneError(
             f"the compressed model has another {others[0]}, and bounds are for matrices alone; give a model in which "
-            "nothing but the matrices of the layers was changed"
+            "nothing but the matrices of the layers (and the embedding) was changed"
+        )
+    if not matrices.intersection(changed):
+        raise LyapunovPruneError(
+            "the matrices of the compressed model are those of the dense one, weight for weight; there is nothing to "
+            "check"
         )
     if broken := [name for name in changed if not theirs[name].isfinite().all()]:
         raise LyapunovPruneError(f"{broken[0]} of the compressed model holds NaN or infinity; make it again")
-    written = {p: p.weight(compressed) for p in projections}
-    _require_same_forward(reading, other, {p: W.to(model.device) for p, W in written.items()})
-    return {p.name: W for p, W in written.items()}
+    weights = {p: p.weight(compressed) for p in projections}
+    written = Written(
+        {p.name: W for p, W in weights.items()},
+        {name: theirs[name].detach() for name in changed if name not in matrices},
+    )
+    with written.with_embeddings(model):
+        _require_same_forward(reading, other, {p: W.to(model.device) for p, W in weights.items()})
+    return written
+
+
+def _readable(model: PreTrainedModel | Decoder) -> Decoder:
+    """The handle of a model whose matrices can be read as numbers, unpacked on loading or plain."""
+    require_no_adapters(model_of(model))
+    require_readable(model_of(model))
+    decoder = in_memory(model)
+    require_parameters(decoder.structure)
+    return decoder
+
+
+def _embeddings(model: PreTrainedModel) -> set[str]:
+    """The names of the parameters of embeddings and of the head."""
+    head = model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding) or module is head]
+    return {f"{name}.{key}" for name in names for key, _ in model.get_submodule(name).named_parameters(recurse=False)}
 
 
 def _tensors(reading: Reading, made: Decoder) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from lyapunov_prune.models.dispatched import bring_weights, offload_folder, requ
 from lyapunov_prune.models.expansion import require_bounded, require_bounded_file
 from lyapunov_prune.models.folder import loading_errors, require_loadable
 from lyapunov_prune.models.left_out import find_left_out, keep_left_out
-from lyapunov_prune.models.packed import is_unpacked, require_scales, unlogged, unpacking
+from lyapunov_prune.models.packed import is_unpacked, require_scales, unpacked_by_group, unpacking
 from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation, require_kernels
 from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
 from lyapunov_prune.models.stored_names import targets_of
@@ -63,7 +63,7 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
                 f"the weights in {folder} are {packed}, and cannot be read here ({first_line(error)}); install what is "
                 f"missing, or {UNPACK}"
             ) from None
-    with unlogged(config):
+    with unpacked_by_group(config):
         auto = auto_class(config, text_only=text_only)
         wanted = "a causal decoder" if auto is AutoModelForCausalLM else "the text model alone (--text-only)"
         if text_only:

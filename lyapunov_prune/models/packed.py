@@ -11,10 +11,14 @@ from typing import Any
 
 from safetensors import safe_open
 from transformers import CompressedTensorsConfig, PreTrainedConfig
+from transformers.integrations.compressed_tensors import CompressedTensorsDequantize
 from transformers.quantizers import AutoHfQuantizer, HfQuantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
 from lyapunov_prune.errors import LyapunovPruneError
 
+_METHOD = "compressed-tensors"
 _PACKED, _SCALE = ".weight_packed", ".weight_scale"
 DENSE = "weight"  # what transformers' rule of unpacking calls a weight that is not packed, and leaves alone
 PACK = "pack-quantized"  # its name for integers of fewer bits that lie side by side in 32
@@ -27,49 +31,87 @@ def require_compressed_tensors() -> None:
 
 
 def is_unpacked(config: PreTrainedConfig) -> bool:
-    """Whether `load` makes a dense model of a checkpoint with this config: integer weights, all packed alike.
+    """Whether `load` makes a dense model of a checkpoint with this config: integer weights and nothing else packed.
 
-    Others would be measured as what they are not: rounded activations left out, or one group unpacked as another.
+    The matrices may be packed in several groups, each with its own bits. Rounded activations or caches are refused,
+    because a dense model would leave them out.
     """
     packed = getattr(config, "quantization_config", None)
-    if not isinstance(packed, dict) or packed.get("quant_method") != "compressed-tensors":
+    if not isinstance(packed, dict) or packed.get("quant_method") != _METHOD:
         return False
     groups = packed.get("config_groups")
-    group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
+    if not isinstance(groups, dict) or not groups:
+        return False
+    more = [packed.get(key) for key in ("kv_cache_scheme", "transform_config", "sparsity_config")]
+    return not any(more) and all(_holds_integers(group, packed.get("format")) for group in groups.values())
+
+
+def _holds_integers(group: Any, format: Any) -> bool:
+    """Whether a group of the config packs integer weights and rounds no activations."""
     if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
         return False
-    more = [group.get(key) for key in ("input_activations", "output_activations")]
-    more += [packed.get(key) for key in ("kv_cache_scheme", "transform_config", "sparsity_config")]
-    format = group.get("format") or packed.get("format")
     weights = group["weights"]
     known = weights.get("type") == "int" and weights.get("strategy") in ("channel", "group")
-    return format == PACK and known and not any(more)
+    activations = group.get("input_activations") or group.get("output_activations")
+    return known and not activations and (group.get("format") or format) == PACK
 
 
 def stays_packed(config: PreTrainedConfig) -> bool:
     """Whether the weights of a checkpoint with this config are of another method, which transformers runs packed."""
     packed = getattr(config, "quantization_config", None)
-    return isinstance(packed, dict) and packed.get("quant_method") != "compressed-tensors"
+    return isinstance(packed, dict) and packed.get("quant_method") != _METHOD
 
 
 def require_scales(files: Iterable[Path], config: PreTrainedConfig) -> None:
     """Raise ValueError for scales of another shape than their matrices need: torch would spread them over these.
 
-    A matrix of m rows is packed in (m, ⌈n · bits / 32⌉), and has scales (m, 1), or (m, n / group size).
+    A matrix of m rows is packed in (m, ⌈n · bits / 32⌉), and has scales (m, 1), or (m, n / group size). With several
+    groups a matrix must fit one of those that name it, or any group if none does (files may use other names).
     """
-    weights = next(iter(config.quantization_config["config_groups"].values()))["weights"]
-    bits, size = weights["num_bits"], weights["group_size"] if weights["strategy"] == "group" else None
+    groups = list(config.quantization_config["config_groups"].values())
     shapes: dict[str, list[int]] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             ours = (name for name in opened.keys() if name.endswith((_PACKED, _SCALE)))  # noqa: SIM118
             shapes |= {name: opened.get_slice(name).get_shape() for name in ours}
     for name in [name for name in shapes if name.endswith(_PACKED)]:
-        rows, words = shapes[name]
-        scale = shapes.get(name.removesuffix(_PACKED) + _SCALE, [0, 0])
-        right = scale[1:] == [1] if size is None else ceil(scale[-1] * size * bits / 32) == words
-        if len(scale) != 2 or scale[0] != rows or not right:
+        module = name.removesuffix(_PACKED)
+        scale = shapes.get(module + _SCALE, [0, 0])
+        named = [group for group in groups if module in (group.get("targets") or ())] or groups
+        if not any(_fits(shapes[name], scale, group["weights"]) for group in named):
             raise ValueError(f"{name} has scales of shape {tuple(scale)}, which are not its own")
+
+
+def _fits(packed: list[int], scale: list[int], weights: dict[str, Any]) -> bool:
+    rows, words = packed
+    if len(scale) != 2 or scale[0] != rows:
+        return False
+    if weights["strategy"] != "group":
+        return scale[1] == 1
+    return ceil(scale[1] * weights["group_size"] * weights["num_bits"] / 32) == words
+
+
+class _ByGroup(CompressedTensorsDequantize):
+    """Unpacks each matrix by the group that names it; transformers' own rule takes one group for all of them."""
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        from compressed_tensors.utils.match import match_targets
+
+        groups = self.hf_quantizer.compressor.quantization_config.config_groups
+        scheme = None
+        if len(groups) > 1 and any("weight_scale" in key for key in input_dict):
+            name = kwargs["full_layer_name"].rpartition(".")[0]
+            owner = {target: group for group in groups.values() for target in group.targets}
+            found = match_targets(name, kwargs["model"].get_submodule(name), owner)
+            if not found:
+                raise ValueError(f"{name} is packed, and no group of the config names it")
+            scheme = owner[found[0]]
+        return CompressedTensorsDequantize(self.hf_quantizer, scheme).convert(input_dict, *args, **kwargs)
+
+
+class _Quantizer(CompressedTensorsHfQuantizer):
+    def get_load_operations(self) -> dict[str, type]:
+        return {"dequantize": _ByGroup}
 
 
 def unpacking() -> dict[str, Any]:
@@ -83,9 +125,25 @@ def unpacker(config: PreTrainedConfig) -> HfQuantizer | None:
     if not is_unpacked(config):
         return None
     require_compressed_tensors()
-    quantizer = AutoHfQuantizer.from_config({**config.quantization_config, "dequantize": True}, pre_quantized=True)
+    with unpacked_by_group(config):
+        quantizer = AutoHfQuantizer.from_config({**config.quantization_config, "dequantize": True}, pre_quantized=True)
     quantizer.validate_environment()  # where it learns what of it is in use
     return quantizer
+
+
+@contextmanager
+def unpacked_by_group(config: PreTrainedConfig) -> Iterator[None]:
+    """Inside the block transformers unpacks every matrix of a checkpoint with this config by its own group."""
+    if not is_unpacked(config):
+        yield
+        return
+    before = AUTO_QUANTIZER_MAPPING[_METHOD]
+    AUTO_QUANTIZER_MAPPING[_METHOD] = _Quantizer
+    try:
+        with unlogged(config):
+            yield
+    finally:
+        AUTO_QUANTIZER_MAPPING[_METHOD] = before
 
 
 @contextmanager

@@ -126,11 +126,12 @@ def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any
     for command in (
         ("eval", "tiny", "--against", "other"),
         ("hierarchy", "other", "tiny"),
-        ("check", "other", "tiny"),
         ("heal", "tiny", "--teacher", "other", "-o", "healed"),
     ):
         told = run_bad(*command, *TEXT)
         assert "(token '!' has id 258 and id 3)" in told
+    for command in ("check", "explain"):  # both models are given the same ids
+        assert "have different vocabularies (id 3 is" in run_bad(command, "other", "tiny", *TEXT)
 
 
 @pytest.mark.usefixtures("healing_kept")

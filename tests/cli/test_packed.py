@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
-from helpers import make_tiny
+from helpers import make_tiny, write_gguf
 from packed_files import one_integer, spoil_what_is_packed
 from packed_kernels import write_packed_checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.compression import CompressionReport
 
 TEXT = ("--tokens", "64", "--context", "32")
@@ -96,12 +98,26 @@ def test_bits_by_layer_are_packed_and_told_to_others(run: Callable[..., Any], ru
     assert len(widths) > 1
     assert allocation.mean <= 4.5
     assert AutoModelForCausalLM.from_pretrained("small").config.num_hidden_layers == 6
+    for command in ("check", "explain"):
+        done = run(command, "tiny", "small", *TEXT)
+        assert done.code == 0, done.err
+    assert run("eval", "small", "--against", "tiny", *TEXT).code == 0
     assert len(Path("types.txt").read_text().splitlines()) == len(widths)
     told = yaml.safe_load(Path("recipe.yaml").read_text())
     groups = told["quantization_stage"]["quantization_modifiers"]["QuantizationModifier"]["config_groups"]
     assert {group["weights"]["num_bits"] for group in groups.values()} == widths - {16}
     sparse = ("compress", "tiny", "--sparsity", "0.5", "-o", "sparse", *TEXT)
     assert "--llama-cpp writes bits" in run_bad(*sparse, "--llama-cpp", "types.txt")
+
+
+def test_the_matrices_of_a_gguf_file_are_checked(run: Callable[..., Any], reader: PreTrainedModel) -> None:
+    write_gguf(reader, Path("q8.gguf"), packed=True)
+    done = run("check", "tiny", "q8.gguf", "-o", "run", *TEXT)
+    assert done.code == 0, done.err
+    report = BoundsReport.load("run/bounds.json")
+    assert report.shared == ("model.embed_tokens.weight", "lm_head.weight")
+    rounded = np.array([component != "mlp.down_proj" for component in report.components])  # rows of 48 stay dense
+    assert (report.attained[0] > 0.9999).tolist() == rounded.tolist()
 
 
 @pytest.mark.parametrize(

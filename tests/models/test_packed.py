@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import make_tiny
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
 from lyapunov_prune import compress, heal, load, remove_layers
+from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.packed import write_packed
@@ -52,6 +57,55 @@ def test_what_is_loaded_is_what_was_packed(made: tuple[Compressed, Path], ids: t
         assert torch.equal(loaded(ids).logits, done.model(ids).logits)
     packed, dense = (profile_layers(model, ids) for model in (loaded, done.model))
     assert packed.to_frame().equals(dense.to_frame())
+
+
+def unpacked_by_hand(words: torch.Tensor, bits: int, columns: int) -> np.ndarray:
+    """The signed integers of one matrix: `columns` of `bits` each side by side, the lowest bit first."""
+    stream = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")[:, : bits * columns]
+    numbers = stream.reshape(len(words), columns, bits) @ (1 << np.arange(bits))
+    return numbers - (1 << (bits - 1))
+
+
+@pytest.mark.parametrize("named", ["modules", "patterns"])
+def test_each_group_is_unpacked_by_its_own_bits(
+    named: str, tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    """Against integers taken from the file bit by bit, times their scales, in float64; also read from the files."""
+    model, folder = make_tiny("llama"), tmp_path / "small"
+    uniform = compress(model, method="rtn", bits=4, group_size=8, symmetric=True).report.allocation
+    widths = np.array([2.0, 3.0, 4.0, 8.0, 16.0, 5.0])
+    allocation = replace(uniform, schedule="by hand", amount=widths[list(uniform.layers)])
+    done = compress(model, method="rtn", allocation=allocation, group_size=8, symmetric=True)
+    write_packed(model, done, tokenizer, folder, "small")
+    if named == "patterns":
+        config = json.loads((folder / "config.json").read_text())
+        for group in config["quantization_config"]["config_groups"].values():
+            layer = widths.tolist().index(group["weights"]["num_bits"])
+            group["targets"] = [rf"re:.*layers\.{layer}\..*proj"]
+        (folder / "config.json").write_text(json.dumps(config))
+    loaded, tensors = load(folder).model, load_file(folder / "model.safetensors")
+    outline = read_outline(folder, "small")
+    for p in find_projections(wrap(loaded)):
+        bits, W = int(widths[p.layer]), p.weight(loaded)
+        if bits < 16:
+            words, scale = tensors[f"{p.module}.weight_packed"], tensors[f"{p.module}.weight_scale"]
+            integers = unpacked_by_hand(words, bits, W.shape[1])
+            wanted = integers * np.repeat(scale.double().numpy(), 8, axis=1)
+            np.testing.assert_allclose(W.double().numpy(), wanted, rtol=2e-7)
+        assert torch.equal(W, p.weight(done.model))
+        read = torch.empty_like(W)
+        outline.fill(read, f"{p.module}.weight")
+        assert torch.equal(read, W)
+    assert AUTO_QUANTIZER_MAPPING["compressed-tensors"] is CompressedTensorsHfQuantizer  # as it was
+
+
+def test_a_matrix_that_no_group_names_is_refused(small: Path) -> None:
+    def other_targets(packed: dict[str, Any], group: dict[str, Any]) -> None:
+        packed["config_groups"]["group_1"] = group | {"targets": ["model.layers.0.mlp.up_proj"]}
+        group["targets"] = ["model.layers.1.mlp.up_proj"]
+
+    with pytest.raises(LyapunovPruneError, match=r"small|fetch it again"):
+        load(edited(small, other_targets))
 
 
 def test_a_narrower_dtype_is_rounded_once(made: tuple[Compressed, Path]) -> None:
@@ -92,7 +146,7 @@ def edited(folder: Path, edit: Callable[[dict[str, Any], dict[str, Any]], Any]) 
         lambda packed, group: packed.update(
             sparsity_config={"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
         ),
-        lambda packed, group: packed["config_groups"].update(group_1=group),
+        lambda packed, group: packed["config_groups"].update(group_1=group | {"output_activations": {"num_bits": 8}}),
         lambda packed, group: packed.update(config_groups=[1]),
         lambda packed, group: packed.pop("config_groups"),
         lambda packed, group: group.update(weights=None),
@@ -104,7 +158,7 @@ def edited(folder: Path, edit: Callable[[dict[str, Any], dict[str, Any]], Any]) 
         "activations",
         "cache",
         "2:4",
-        "two groups",
+        "activations of one group",
         "a list",
         "no groups",
         "no weights",

@@ -204,7 +204,8 @@ def check(
     """
     from lyapunov_prune.bounds.check import check_grid, check_written
     from lyapunov_prune.compression.compress import compress
-    from lyapunov_prune.models.tokenizers import require_same_tokenizer
+    from lyapunov_prune.forward.reading import read
+    from lyapunov_prune.models.tokenizers import require_same_ids
 
     if compressed is not None:
         given.refuse("rounds the matrices of MODEL, and COMPRESSED has its own; leave out one of them", "bits")
@@ -214,8 +215,9 @@ def check(
     loaded, batch = load_inputs(model, source, text)
     if compressed is not None:
         other = source.load(compressed)
-        require_same_tokenizer(loaded.tokenizer, other.tokenizer, (model, compressed))
-        result = check_written(loaded.model, other.model, batch)
+        reading = read(loaded, batch)
+        require_same_ids(loaded.tokenizer, other.tokenizer, (model, compressed), reading.scorer.vocabulary)
+        result = check_written(loaded, other.model, reading)
     elif bits is not None:
         rounded = compress(loaded.model, method="rtn", bits=bits)
         result = check_written(loaded.model, rounded.model, batch, method=f"rtn, {bits} bits")
