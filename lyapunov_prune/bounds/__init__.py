@@ -6,6 +6,7 @@
 - `phases`: the composed bound with one factor before a layer and another behind it;
 - `check`, `written`, `report`: check a model under a grid of settings, or a checkpoint made from it; the result, with
   `distribution` and `alignment`;
+- `matrix_errors`: compressed matrices each on its own, on the inputs of the dense model;
 - `theorems`: the registry of what is proven in `lean/`.
 
 A new theorem gets a row in `theorems` with the digest of its statement, and a checker that names it.

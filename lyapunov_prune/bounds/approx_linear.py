@@ -46,6 +46,8 @@ class Record:
     approximation: Approximation
     check: BoundCheck | None = None  # the worst input of all forwards; None before the first
     hits: int = 0  # inputs that the cache answered
+    energy: float = 0.0  # Σ ‖error‖² over all inputs
+    output: float = 0.0  # Σ ‖W x‖², where the exact model runs (`observe`)
     ratios: list[np.ndarray] = field(repr=False, default_factory=list)  # error / bound where the bound is above zero
     probe: BoundCheck | None = None  # Theorem 2 on the top right singular vector of the residual
     weight_probe: BoundCheck | None = None  # Theorem 1 on that of W, if there is a cache
@@ -120,12 +122,13 @@ class ApproxLinear:
         used, distance, radius = (x, None, None) if self.radius == 0 else _look_up(x, self.radius)
         output = linear(used.view(input.shape), self.weight, self.module.bias)  # type: ignore[arg-type]
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            self._account(x, used, distance, radius)
+            self.account(x, used, distance, radius)
         return output
 
-    def _account(
+    def account(
         self, x: torch.Tensor, used: torch.Tensor, distance: torch.Tensor | None, radius: torch.Tensor | None
     ) -> None:
+        """Record error and bound of every input (windows × tokens × n); the last three as `_look_up` gives them."""
         if not _full_products():
             raise LyapunovPruneError(
                 "bounds are checked with full float32 products; set matmul precision to highest "
@@ -142,7 +145,9 @@ class ApproxLinear:
         for record in self.records:
             p, a = record.projection, record.approximation
             rows = slice(p.start, p.stop)
-            e = token_energy(error[..., rows]).sqrt()
+            squares = token_energy(error[..., rows])
+            record.energy += float(squares.sum())
+            e = squares.sqrt()
             rounding = underflow + steps * record.residual_size * size
             if hit is not None and distance is not None:
                 rounding = rounding + steps * record.exact_size * distance

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +19,10 @@ from lyapunov_prune.bounds.approximation import Approximation, approximation, di
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.prefix import restore
 from lyapunov_prune.forward.replacement import Replacement
+from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.decoder import Decoder, InMemory, takes_model
 from lyapunov_prune.models.held import held
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
 
 
@@ -61,18 +64,7 @@ def approximate(model: InMemory, approximations: Approximations, *, cache_radius
         raise LyapunovPruneError(f"cache radius {cache_radius}; give a share of the input's norm, 0 to below 1")
     with ExitStack() as stack:
         stack.enter_context(held(model.model))
-        records = _chosen(model, approximations)
-        by_module: dict[str, list[Record]] = {}
-        for record in records.values():
-            by_module.setdefault(record.projection.module, []).append(record)
-        for name, of_module in by_module.items():
-            module = model.model.get_submodule(name)
-            if of_module[0].projection.expert is None:
-                records.swaps.append(_Forward(name, module, ApproxLinear(module, of_module, cache_radius)))
-            else:
-                for key in dict.fromkeys(r.projection.parameter for r in of_module):
-                    same = [r for r in of_module if r.projection.parameter == key]
-                    records.swaps.append(_Experts(module, key, same))
+        records = _chosen(model, approximations, cache_radius)
         for swap in records.swaps:
             swap.install()
             stack.callback(swap.remove)
@@ -81,7 +73,25 @@ def approximate(model: InMemory, approximations: Approximations, *, cache_radius
             record.take_probes()
 
 
-def _chosen(decoder: Decoder, approximations: Approximations) -> Records:
+@takes_model
+@contextmanager
+def observe(model: InMemory, approximations: Approximations) -> Iterator[Records]:
+    """Run `model` as it is and record what each approximation would do to the inputs of its matrix.
+
+    As `approximate`, without any effect on what the model computes.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(held(model.model))
+        records = _chosen(model, approximations, 0.0)
+        watched = [(swap.module, swap.observe) for swap in records.swaps if isinstance(swap, _Forward)]
+        with hooked(after=watched):
+            yield records
+        for record in records.values():
+            record.take_probes()
+
+
+def _chosen(decoder: Decoder, approximations: Approximations, cache_radius: float) -> Records:
+    """The records of the matrices that are approximated, and the swaps that would install them."""
     projections = {p.name: p for p in find_projections(decoder)}
     if not callable(approximations) and (unknown := [n for n in approximations if n not in projections]):
         known = next(iter(projections))
@@ -99,6 +109,16 @@ def _chosen(decoder: Decoder, approximations: Approximations) -> Records:
         if chosen.weight.shape != W.shape:
             raise LyapunovPruneError(f"{name}: an approximation of shape {tuple(chosen.weight.shape)}")
         records[name] = Record(p, chosen)
+    by_module: dict[str, list[Record]] = {}
+    for record in records.values():
+        by_module.setdefault(record.projection.module, []).append(record)
+    for name, of_module in by_module.items():
+        module = decoder.model.get_submodule(name)
+        if of_module[0].projection.expert is None:
+            records.swaps.append(_Forward(name, module, ApproxLinear(module, of_module, cache_radius)))
+            continue
+        for key in dict.fromkeys(r.projection.parameter for r in of_module):
+            records.swaps.append(_Experts(module, key, [r for r in of_module if r.projection.parameter == key]))
     return records
 
 
@@ -122,6 +142,16 @@ class _Forward:
     def remove(self) -> None:
         self.module._parameters["weight"] = self.exact
         restore(self.module, self.before)
+
+    def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        """A hook after the exact module: record what the approximation would have done, and the size of `W x`."""
+        x = args[0] if args else kwargs["input"]
+        x = x.reshape(-1, *x.shape[-2:]) if x.ndim > 1 else x.view(1, 1, -1)
+        self.replacement.account(x, x, None, None)
+        bias: Any = module.bias
+        product = widen(output) if bias is None else widen(output) - widen(bias)
+        for record in self.replacement.records:
+            record.output += float(token_energy(product[..., record.projection.start : record.projection.stop]).sum())
 
 
 class _Experts(Replacement):

@@ -9,16 +9,18 @@ import numpy as np
 import torch
 
 from lyapunov_prune.arguments import Count
+from lyapunov_prune.bounds.matrix_errors import MatrixErrors, measure_matrix_errors
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.explaining.blame import Blame, predictions
 from lyapunov_prune.explaining.decomposition import ErrorSums, difference
-from lyapunov_prune.explaining.explanation import Explanation
+from lyapunov_prune.explaining.explanation import Explanation, blamed_layers
 from lyapunov_prune.explaining.pair import Side, pair_up
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.states import predicting
 from lyapunov_prune.models.decoder import InMemory, takes_models
+from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
@@ -47,8 +49,9 @@ def explain(
     provenance of its checkpoint. `profile` is one of the dense model, whose ρ is set beside that of this error.
 
     Cost: `cost.forwards(L)` forwards of every window, fewer where layers are equal: both models once, every layer of
-    `compressed` on both states and of `dense` on the other's, and for both blames half a forward a layer, each begun at
-    a kept state. Memory: both models, the states of `batch_size` windows at all boundaries, and a block of logits.
+    `compressed` on both states and of `dense` on the other's, for both blames half a forward a layer, each begun at a
+    kept state, and `dense` once more for the matrices of the layers to blame. Memory: both models, the states of
+    `batch_size` windows at all boundaries, and a block of logits.
 
     Raises NonFiniteError naming the layer where a state of either model is not finite, and LyapunovPruneError for two
     models that cannot be compared (`pair_up`) or a profile of another model.
@@ -83,7 +86,26 @@ def explain(
         settings=_other_settings(on.model, identity),
         compressed=identity,
         measured_on=on,
+        matrices=_matrices(sides, blamed_layers(mean[1, 0] - mean[3::2, 0]), batch_size),
     )
+
+
+def _matrices(sides: tuple[Side, Side], layers: Sequence[int], batch_size: int) -> MatrixErrors | None:
+    """The errors of the matrices of these layers; None where either model's cannot be read, or none is comparable."""
+    dense, changed = (side.reading.decoder for side in sides)
+    try:
+        ours, theirs = find_projections(dense), find_projections(changed)
+    except LyapunovPruneError:  # packed for their library's kernels, adapters, or no matrices at all
+        return None
+    given = {_place(p, sides[1].layers[p.layer]): p.weight(changed.model) for p in theirs}
+    pairs = [(p, p.weight(dense.model), given.get(_place(p, p.layer))) for p in ours if p.layer in layers]
+    written = {p: W2.to(W.device) for p, W, W2 in pairs if W2 is not None and W2.shape == W.shape}
+    return measure_matrix_errors(sides[0].reading, written, batch_size) if written else None
+
+
+def _place(p: Projection, layer: int) -> tuple[int, str, int | None, int | None]:
+    """Which matrix it is, in the dense model's number of its layer."""
+    return layer, p.component, p.head, p.expert
 
 
 def _explain_windows(

@@ -8,6 +8,7 @@ import numpy as np
 
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.checkers import trajectory_error_le
+from lyapunov_prune.bounds.matrix_errors import MatrixErrors
 from lyapunov_prune.bounds.phases import TwoPhases, relative_phases
 from lyapunov_prune.explaining.decomposition import PARTS
 from lyapunov_prune.results.arrays import require_array, require_layers
@@ -34,7 +35,8 @@ class Explanation(Result):
     At the prediction, in nats a token: `kl` and `loss` of the compressed model, `dense_loss`, and (L + 2,) for the
     embedding, every layer, and final norm and head: `kl_only` and `loss_only` where this alone is compressed, `kl_but`
     and `loss_but` where all but this is. `rho` (L,) is that of a profile of the dense model, NaN without one.
-    `settings` says which setting of the two configs differs, empty if none.
+    `settings` says which setting of the two configs differs, empty if none. `matrices` are those of the layers to
+    blame (`blamed`), each on its own; None where they cannot be read as numbers or differ in shape.
     """
 
     kept: tuple[int, ...]
@@ -56,6 +58,7 @@ class Explanation(Result):
     settings: str
     compressed: ModelIdentity
     measured_on: MeasuredOn  # the dense model
+    matrices: MatrixErrors | None = None
 
     def __post_init__(self) -> None:
         L = self.measured_on.model.num_layers
@@ -113,6 +116,11 @@ class Explanation(Result):
     def gain(self) -> np.ndarray:
         """KL that is saved when this alone is put back: `kl − kl_but`, (L + 2,)."""
         return self.kl - self.kl_but
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """The layers that are to blame most, by `gain`, the first the most."""
+        return blamed_layers(self.gain)
 
     @property
     def interaction(self) -> np.ndarray:
@@ -183,9 +191,12 @@ class Explanation(Result):
             f"{self.measured_on.line()}"
         )
 
+    def parts_of_it(self) -> list[Result]:
+        """Further tables, each with its own answer."""
+        return [part for part in (self.matrices,) if part is not None]
+
     def _blame(self) -> list[str]:
-        gain = np.nan_to_num(self.gain, nan=-np.inf)
-        order = [int(i) for i in np.argsort(-gain, kind="stable")[:_NAMED] if gain[i] > 0]
+        order = _most(self.gain)
         if not order:
             return ["No single layer is to blame: putting one back gains nothing."]
         named = ", ".join(f"{_part(self.names[i])} ({self.gain[i] / self.kl:.0%})" for i in order)
@@ -219,3 +230,13 @@ class Explanation(Result):
 
 def _part(name: str) -> str:
     return f"layer {name}" if name.isdecimal() else f"the {name}"
+
+
+def blamed_layers(gain: np.ndarray) -> tuple[int, ...]:
+    """The layers with the largest `gain` (L + 2,) above zero, at most three."""
+    return tuple(i - 1 for i in _most(gain) if 0 < i < len(gain) - 1)
+
+
+def _most(gain: np.ndarray) -> list[int]:
+    gain = np.nan_to_num(gain, nan=-np.inf)
+    return [int(i) for i in np.argsort(-gain, kind="stable")[:_NAMED] if gain[i] > 0]

@@ -18,7 +18,7 @@ FEW = ["--tokens", "96", "--context", "48"]
 def explained(run: Any, *arguments: str) -> Explanation:
     done = run("explain", *arguments, *FEW, "-o", "why")
     assert done.code == 0, done
-    assert "At most 12 forwards of 96 tokens" in done.err
+    assert "At most 13 forwards of 96 tokens" in done.err
     assert {"why/explanation.json", "why/report.html", "why/figures/explanation.svg"} <= done.changed
     found = Explanation.load("why/explanation.json")
     assert found.adds_up
@@ -33,6 +33,9 @@ def test_what_compress_packed_is_explained(run: Any) -> None:
     assert (found.energy[1] > 0).all()
     assert found.kl_only[0] == found.kl_only[-1] == 0  # embedding and head are not packed
     assert "rho" in found.to_frame()
+    assert found.matrices is not None
+    assert len(found.matrices.names) == 7 * len(found.blamed)
+    assert (found.matrices.error > 0).all()
 
 
 def test_a_gguf_file_is_explained(run: Any, reader: PreTrainedModel) -> None:

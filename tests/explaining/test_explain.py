@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import hooks_of, make_tiny, moe, operated
+from helpers import hooks_of, inputs_of, make_tiny, moe, operated
 from torch import nn
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
+from lyapunov_prune.bounds import approximation as approx_module
+from lyapunov_prune.bounds.matrix_errors import MatrixErrors
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.explaining import Explanation
 from lyapunov_prune.explaining import explain as module
@@ -22,6 +25,8 @@ from lyapunov_prune.explaining.cost import forwards
 from lyapunov_prune.explaining.explain import explain
 from lyapunov_prune.explaining.pair import Side
 from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 
 CLOSE = {"rtol": 2e-5, "atol": 1e-9}  # transformers takes norms in float32 inside a float64 model
@@ -107,7 +112,30 @@ def test_both_blames_and_the_parts_are_those_of_exchanged_layers(name: str, ids:
     assert found.adds_up
     assert found.off.max() < 1e-6
     assert all(check.holds for check in found.composition)
+    assert found.matrices is not None
+    require_own_errors(found.matrices, dense, other, ids, set(found.blamed))
     assert hooks_of(dense) == hooks_of(other) == 0
+
+
+def require_own_errors(
+    found: MatrixErrors, dense: PreTrainedModel, other: PreTrainedModel, ids: torch.Tensor, layers: set[int]
+) -> None:
+    """Each matrix on what enters it in the dense model, its norm by SVD, all in float64."""
+    projections = [p for p in find_projections(wrap(dense)) if p.layer in layers]
+    assert found.names == tuple(p.name for p in projections)
+    entering = inputs_of(dense, ids)
+    for p, error, norm, checks in zip(projections, found.error, found.norm, found.checks, strict=True):
+        W, E = p.weight(dense), p.weight(dense) - p.weight(other)
+        np.testing.assert_allclose(norm, torch.linalg.matrix_norm(E, 2), rtol=1e-4)  # from above
+        assert checks[-1].ratio > 0.9999
+        if p.expert is not None:
+            assert np.isnan(error)
+            continue
+        x = entering[p.module]
+        own = (x @ E.T).norm(dim=-1)
+        np.testing.assert_allclose(error, own.norm() / (x @ W.T).norm(), rtol=1e-6)
+        np.testing.assert_allclose(checks[0].ratio, (own / x.norm(dim=-1)).max() / norm, rtol=1e-4)
+    assert not found.violations
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -167,8 +195,32 @@ def test_a_planted_fault_does_not_add_up(
     assert "DO NOT ADD UP" in str(found)
 
 
+def test_a_norm_that_is_too_small_is_a_violation(
+    llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certify = approx_module.certify
+    monkeypatch.setattr(approx_module, "certify", lambda W: replace(certify(W), bound=certify(W).bound * 0.99))
+    found = explain(llama, perturbed(llama), ids)
+    assert found.matrices is not None
+    assert {check.matrix for check in found.matrices.violations} == set(found.matrices.names)
+    assert "VIOLATION" in str(found.matrices)
+
+
+def test_matrices_of_a_pruned_model_are_those_of_the_same_layer(ids: torch.Tensor) -> None:
+    dense = tiny("llama")
+    pruned = operated(dense, [0])
+    with torch.no_grad():
+        find_structure(pruned).layers[1].mlp.down_proj.weight.mul_(1.3)  # layer 2 of the dense model
+    found = explain(dense, pruned, ids, kept=(1, 2, 3, 4, 5))
+    assert found.matrices is not None
+    errors = dict(zip(found.matrices.names, found.matrices.error, strict=True))
+    assert not any(name.startswith("model.layers.0.") for name in errors)  # it is gone
+    changed = {name: error for name, error in errors.items() if error > 0}
+    assert changed == {"model.layers.2.mlp.down_proj": pytest.approx(0.3)}
+
+
 def test_all_layers_cost_no_more_than_is_said(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = make_tiny("llama", num_hidden_layers=14)
+    dense = make_tiny("llama", num_hidden_layers=20)
     other = perturbed(dense)
     counted = [0]
 
@@ -180,7 +232,7 @@ def test_all_layers_cost_no_more_than_is_said(ids: torch.Tensor, monkeypatch: py
         for layer in find_structure(model).layers:
             layer.self_attn.q_proj.register_forward_hook(count)
     explain(dense, other, ids)
-    assert counted[0] == forwards(14) * 14 * len(ids) <= (1.3 * 14 + 2) * 14 * len(ids)
+    assert counted[0] == forwards(20) * 20 * len(ids) <= (1.3 * 20 + 2) * 20 * len(ids)
 
 
 def test_nothing_differs(llama: PreTrainedModel, ids: torch.Tensor) -> None:

@@ -66,6 +66,8 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         lengths = {"size": (6,), "error": (6,), "energy": (3, 5), "along": (3, 5), "passed": (5,), "off": (5,)}
         costs = {field: loose(7) for field in ("kl_only", "kl_but", "loss_only", "loss_but")}
         return {field: some(*shape) for field, shape in lengths.items()} | costs | {"rho": loose(5)}
+    if name == "MatrixErrors":
+        return {"error": loose(2), "norm": some(2)}
     if name == "InfluenceProfile":
         return {"influence": some(5), "spread": loose(5), "change": some(5), "windows": some(5, 3)}
     if name == "LayerProfile":

@@ -200,7 +200,10 @@ def subspace_figure(before: list[Decision], after: list[Decision]) -> str:
             column[0],
             f"the {TOP} likeliest tokens",
             COLOURS["bi"],
-            [(p.log_p[p.likeliest].cpu().numpy(), q.log_p[p.likeliest].cpu().numpy()) for p, q in zip(before, after, strict=True)],
+            [
+                (p.log_p[p.likeliest].cpu().numpy(), q.log_p[p.likeliest].cpu().numpy())
+                for p, q in zip(before, after, strict=True)
+            ],
         ),
         (
             column[1],

@@ -33,7 +33,8 @@ def explain(
     """Where the error of COMPRESSED comes from: layer by layer inherited, added or amplified; writes explanation.json.
 
     And what each layer costs at the prediction: KL and perplexity when it alone is compressed, and when all others
-    are. A layer that is gone is told by the provenance of its checkpoint. Exit code 1 where the parts do not add up.
+    are. A layer that is gone is told by the provenance of its checkpoint. Of the layers to blame every matrix, with its
+    certified bound. Exit code 1 where the parts do not add up or a bound is violated.
     """
     from lyapunov_prune.data.unseen import require_unseen
     from lyapunov_prune.explaining.cost import told_cost
@@ -57,5 +58,9 @@ def explain(
     written = result.save(run / EXPLANATION)
     draw_report(run)
     show(result, as_json, written, full=full)
+    for part in () if as_json else result.parts_of_it():
+        show(part, as_json, None, full=full)
     if not result.adds_up:
         raise CheckFailed(f"the parts of the error do not add up; see {written}")
+    if result.matrices is not None and result.matrices.violations:
+        raise CheckFailed(f"{len(result.matrices.violations)} bounds are violated; see {written}")

@@ -1,0 +1,101 @@
+"""What each of some compressed matrices does to the inputs of the dense model, held against its certified bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lyapunov_prune.bounds.approximate import observe
+from lyapunov_prune.bounds.approximation import approximation
+from lyapunov_prune.bounds.bound_check import BoundCheck
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import run_backbone
+from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.result import ROWS, Result
+
+
+@dataclass(frozen=True)
+class MatrixErrors(Result):
+    """The errors of compressed matrices on their own: each on what enters it in the dense model, M matrices.
+
+    `error` (M,) is `√(Σ‖W x − W' x‖² / Σ‖W x‖²)` over all tokens, `norm` (M,) the certified `‖W − W'‖`. `checks` hold
+    `‖W x − W' x‖ ≤ ‖W − W'‖ ‖x‖` (Theorem 2, `sparse_activation_bound`): for each matrix the worst token and a
+    singular direction of `W − W'`, which attains the bound. `error` is NaN for a matrix whose inputs are not seen
+    (experts stored as one parameter): it has the second check alone.
+    """
+
+    names: tuple[str, ...]
+    layers: tuple[int, ...]
+    error: np.ndarray
+    norm: np.ndarray
+    checks: tuple[tuple[BoundCheck, ...], ...]
+
+    def __post_init__(self) -> None:
+        count = (len(self.names),)
+        require_array("matrix errors, error", self.error, count, finite=False)
+        require_array("matrix errors, norm", self.norm, count)
+        if len(self.layers) != len(self.checks) or len(self.layers) != count[0] or not all(self.checks):
+            raise LyapunovPruneError("matrix errors: every matrix has a layer and a check; measure again")
+
+    @property
+    def violations(self) -> tuple[BoundCheck, ...]:
+        return tuple(check for checks in self.checks for check in checks if not check.holds)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per matrix; `ratio` is the largest error / bound of a token, `attained` that of the direction."""
+        seen = ~np.isnan(self.error)
+        return pd.DataFrame(
+            {
+                "matrix": self.names,
+                "layer": self.layers,
+                "error": self.error,
+                "norm": self.norm,
+                "ratio": [c[0].ratio if s else np.nan for c, s in zip(self.checks, seen, strict=True)],
+                "attained": [checks[-1].ratio for checks in self.checks],
+                "violations": [sum(not c.holds for c in checks) for checks in self.checks],
+            }
+        )
+
+    def brief(self) -> pd.DataFrame:
+        """The largest errors first."""
+        return self.to_frame().sort_values("error", ascending=False).head(ROWS)
+
+    def answer(self) -> list[str]:
+        if self.violations:
+            return [f"VIOLATION: {check}" for check in self.violations[:3]]
+        held = f"all {len(self.names)} certified bounds held"
+        if np.isnan(self.error).all():
+            return [f"The matrices of the layers to blame: {held}, each in one direction alone."]
+        worst = int(np.nanargmax(self.error))
+        return [
+            f"Of the matrices of the layers to blame {self.names[worst]} errs most: {self.error[worst]:.3g} of its "
+            f"output at the dense state; {held}."
+        ]
+
+
+@torch.no_grad()
+def measure_matrix_errors(
+    reading: Reading, written: Mapping[Projection, torch.Tensor], batch_size: int = 1
+) -> MatrixErrors:
+    """`MatrixErrors` of `written`, `W'` (output × input) by the projection of the dense model, in one forward.
+
+    `W'` is taken in the dtype of `W`. Raises LyapunovPruneError for another shape, NaN and infinities.
+    """
+    chosen = {p.name: approximation(p.weight(reading.model), W) for p, W in written.items()}
+    with observe(reading.decoder, chosen) as records:
+        for ids in reading.windows(batch_size):
+            run_backbone(reading.structure, ids)
+    found = [records[p.name] for p in written]
+    return MatrixErrors(
+        names=tuple(p.name for p in written),
+        layers=tuple(p.layer for p in written),
+        error=np.sqrt([r.energy / r.output if r.output else np.nan for r in found]),
+        norm=np.array([r.approximation.total_norm for r in found]),
+        checks=tuple(r.checks for r in found),
+    )
