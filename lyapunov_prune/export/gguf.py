@@ -20,8 +20,9 @@ from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, changed_setting
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.llama_cpp import INSTALL, installed
 from lyapunov_prune.export.disk_gate import KEYS, PLACED
-from lyapunov_prune.export.llama_cpp import ENGINE, engine_check, installed
+from lyapunov_prune.export.llama_cpp import ENGINE, compared_text, engine_check
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT
 from lyapunov_prune.mending.report import MendReport
@@ -151,13 +152,11 @@ def save_gguf(
     anew = _anew(decoder, pruned, header, plan)
     checks: dict[str, OnFiles] = {RELOADED: lambda file: _reloads(gate, file)}
     left: tuple[str, ...] = (ENGINE,)
-    if not installed():
-        warn("not tried in llama.cpp: xllamacpp is not installed (pip install lyapunov-prune[engines])")
-    elif len(header.parts) > 1:
-        warn("not tried in llama.cpp: the original is in parts")
+    if installed():
+        left, ids = (), compared_text(pruned, decoder.tokenizer)
+        checks[ENGINE] = lambda file: engine_check(file, pruned, ids)
     else:
-        left = ()
-        checks[ENGINE] = lambda file: engine_check(header.path, decoder, file, pruned, gate.inputs)
+        warn(f"not tried in llama.cpp: {INSTALL}")
     history, provenance = history_of(pruned.model), _provenance(plan, report, left, mended)
     return _written(target, header, anew, history, provenance, checks)
 

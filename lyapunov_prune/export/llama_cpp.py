@@ -1,108 +1,136 @@
-"""A GGUF file in llama.cpp (`pip install lyapunov-prune[engines]`), held against the model that it should be.
+"""A GGUF file in llama.cpp, held against the model that it should be, token by token of a text.
 
-llama.cpp runs in a process of its own (`llama_cpp_process`), which is bounded in time and may crash. It rounds what
-enters a matrix to 8 bits, so its numbers are not those of PyTorch. How far off they may be is measured: three times as
-far as with the original file, on the same prompts.
+llama.cpp rounds what enters a quantised matrix to 8 bits, so its numbers are not those of PyTorch. How far off they may
+be is worked out: the model itself runs once more with its inputs rounded in the same way.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.checkpoints.reloading import GateCheck
+from lyapunov_prune.data.text import load_text
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.llama_cpp import BATCH, Predictions, ask
+from lyapunov_prune.forward.kept import KeptLogits
+from lyapunov_prune.forward.logits import WINDOW_LIMIT
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.gguf_header import read_header
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import status
 
 ENGINE = "same in llama.cpp"
-_SECONDS = 600
-_PROGRAM = Path(__file__).with_name("llama_cpp_process.py")
-_TOP, _GREEDY = 10, 64
-_TIMES, _LEAST = 3.0, 0.02  # the limit: so many times the deviation of the original, and at least so many nats
+_TOP, _GREEDY = 64, 64
+# The limit: so many times what rounding the inputs of matrices does, and at least so many nats.
+_TIMES, _LEAST = 3.0, 1e-6
+_BLOCK, _SUPER_BLOCK = 32, 256  # numbers that share a scale in llama.cpp's 8 bits; the second beside K-quants
+_WIDE = {"F32", "F16", "BF16", "F64"}
 
 
-def installed() -> bool:
-    return importlib.util.find_spec("xllamacpp") is not None
+def edge_of(decoder: Decoder) -> int:
+    """How many tokens are easy to read: a sliding window, or a batch of llama.cpp where there is no window."""
+    window = getattr(decoder.structure.config, "sliding_window", None) or 0
+    return window if 0 < window <= WINDOW_LIMIT else BATCH
 
 
-def prompts_of(inputs: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Every row of `inputs`, and the first half of each; the whole ones are longer than a batch of llama.cpp's here."""
-    rows = [row.tolist() for ids in inputs for row in ids]
-    return [prompt for row in rows for prompt in (row, row[: len(row) // 2])]
+def compared_text(decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Tokens of the built-in text, twice the edge (`edge_of`) and two batches; random ones without a tokenizer."""
+    length = decoder.structure.at_most(2 * max(edge_of(decoder), BATCH) + _GREEDY) - _GREEDY
+    if tokenizer is None:
+        vocabulary = decoder.structure.config.vocab_size
+        return torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    return load_text("builtin", tokenizer, tokens=length, context=length).ids[0].tolist()
 
 
-def engine_check(
-    original: Path, dense: Decoder, file: Path, smaller: Decoder, inputs: Sequence[torch.Tensor]
-) -> GateCheck:
-    """Whether llama.cpp computes with `file` what `smaller` does, as well as it computes with `original` what `dense`
-    does: the log-probabilities of the tokens that it likes best, and 64 tokens of greedy text.
+@in_eval_mode
+@torch.no_grad()
+def engine_check(file: Path, decoder: Decoder, ids: Sequence[int]) -> GateCheck:
+    """Whether llama.cpp computes with `file` what `decoder` does.
 
-    Where it writes another token than `smaller` would, both must be as likely up to the limit. Raises
-    LyapunovPruneError when llama.cpp does not run the original.
+    Compared are the predictions after every one of `ids` and of 64 tokens that llama.cpp writes after them, in the mean
+    of each stretch. `measured` is the largest mean over its own limit.
     """
-    prompts = prompts_of(inputs)
-    with status("llama.cpp, with the original"):
-        own = _deviation(dense, prompts, _answers(original, prompts))
-    limit = max(_LEAST, _TIMES * own)
+    edge = edge_of(decoder)
     with status("llama.cpp, with what was written"):
         try:
-            answers = _answers(file, prompts)
+            (answers,) = ask([file], [ids], greedy=_GREEDY, top=_TOP, batch=min(BATCH, max(edge, 32)))
         except LyapunovPruneError as error:
-            return GateCheck(ENGINE, False, float("inf"), limit, str(error).partition(";")[0])
-    worst = _deviation(smaller, prompts, answers)
-    detail = f"nats, at {sum(map(bool, answers))} prompts and {_GREEDY} greedy tokens (with the original {own:.2g})"
-    return GateCheck(ENGINE, worst <= limit, worst, limit, detail)
+            return GateCheck(ENGINE, False, float("inf"), 1.0, str(error).rpartition(";")[0])
+    said = answers.windows[0]
+    with status("the same text, in this program"):
+        ours = _at(decoder, said)
+        with rounded_inputs(decoder, file):
+            rounded = _at(decoder, said)
+    found, noise = _kl(ours, torch.from_numpy(said.values)), _kl(ours, rounded)
+    ratios, told = [], []
+    for words, part in stretches(edge, len(ids), len(found)).items():
+        if len(found[part]):
+            measured, rounding = float(found[part].mean()), float(noise[part].mean())
+            ratios.append(measured / max(_LEAST, _TIMES * rounding))
+            told.append(f"{measured:.2g} over {words} (rounding alone {rounding:.2g})")
+    worst = max(ratios) if all(map(math.isfinite, ratios)) else math.inf
+    return GateCheck(ENGINE, worst <= 1, worst, 1.0, f"KL a token in nats: {', '.join(told)}")
 
 
-def _deviation(decoder: Decoder, prompts: Sequence[list[int]], answers: Sequence[list[dict[str, Any]]]) -> float:
-    """The largest difference of a log-probability, in nats."""
-    worst = 0.0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        if not answer:
-            continue
-        said = [step["id"] for step in answer]
-        ids = torch.tensor([prompt + said[:-1]], device=decoder.model.device)
-        with torch.no_grad():
-            logits = decoder.model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float().cpu()
-        ours = logits.log_softmax(-1)
-        first = {each["id"]: each["logprob"] for each in answer[0]["top_logprobs"]}
-        worst = max(worst, *(abs(float(ours[0, token]) - theirs) for token, theirs in first.items()))
-        behind = ours.max(-1).values - ours[torch.arange(len(said)), torch.tensor(said)]
-        worst = max(worst, float(behind.max()) / 2)  # two tokens, each of which may be off
-    return worst
+def stretches(edge: int, given: int, predicted: int) -> dict[str, slice]:
+    """What is judged on its own: the first `edge` tokens, those after it, those that llama.cpp wrote one at a time."""
+    edge = min(edge, given - 1)
+    return {
+        f"the first {edge} tokens": slice(0, edge),
+        f"{given - 1 - edge} tokens after": slice(edge, given - 1),
+        f"{predicted - given + 1} tokens written": slice(given - 1, predicted),
+    }
 
 
-def _answers(file: Path, prompts: Sequence[list[int]]) -> list[list[dict[str, Any]]]:
-    """What llama.cpp says to each prompt: tokens with the log-probabilities of those that it likes best.
+@contextmanager
+def rounded_inputs(decoder: Decoder, file: Path) -> Iterator[None]:
+    """Inside the block what enters a matrix of `decoder` is rounded as llama.cpp rounds it beside the types of `file`.
 
-    It leaves out tokens that are a part of a character. An answer that lacks any is empty here, since which one stands
-    where is not known. Raises LyapunovPruneError when no answer is whole, and when llama.cpp does not load the file,
-    crashes, or takes too long.
+    Quantised matrices take 8 bits with a scale for every 32 numbers (256 beside K-quants), the others half precision.
     """
-    with TemporaryDirectory(prefix="lyapunov-prune-engine-") as folder:
-        asked, told = Path(folder) / "asked.json", Path(folder) / "told.json"
-        asked.write_text(json.dumps(prompts), encoding="utf-8")
-        paths, numbers = [file.absolute(), asked, told], [_TOP, _GREEDY]
-        command = [sys.executable, "-P", *map(str, [_PROGRAM, *paths, *numbers])]
-        try:
-            done = subprocess.run(command, capture_output=True, timeout=_SECONDS, cwd=folder)
-        except subprocess.TimeoutExpired:
-            raise LyapunovPruneError(f"llama.cpp was not done within {_SECONDS} seconds; try it by hand") from None
-        if not told.is_file():
-            lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if "error" in line.lower()]
-            why = lines[0].strip()[:160] if lines else f"it ended with {done.returncode}"
-            raise LyapunovPruneError(f"llama.cpp does not run {file.name}: {why}; try it by hand")
-        answers = json.loads(told.read_text(encoding="utf-8"))
-    whole = [answer if len(answer) == (1 if i else _GREEDY) else [] for i, answer in enumerate(answers)]
-    if not any(whole):
-        raise LyapunovPruneError(f"llama.cpp answers no prompt of {file.name} in whole characters; try it by hand")
-    return whole
+    kinds = {tensor.quantisation for tensor in read_header(file).tensors}
+    size = 0 if kinds <= _WIDE else _SUPER_BLOCK if any("_K" in kind or kind[0] == "I" for kind in kinds) else _BLOCK
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return (_rounded(args[0], size), *args[1:]), kwargs
+
+    matrices = [module for module in decoder.model.modules() if isinstance(module, nn.Linear | Conv1D)]
+    with hooked(before=[(module, before) for module in matrices]):
+        yield
+
+
+def _rounded(values: torch.Tensor, size: int) -> torch.Tensor:
+    if size == 0 or values.shape[-1] % size:
+        return values.to(torch.bfloat16).to(values.dtype)
+    blocks = values.float().unflatten(-1, (-1, size))
+    scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
+    return ((blocks / scale).round() * scale).flatten(-2).to(values.dtype)
+
+
+def _at(decoder: Decoder, said: Predictions) -> torch.Tensor:
+    """The log-probabilities that `decoder` gives to the tokens listed in `said` (predictions × top), float64."""
+    ids = torch.from_numpy(said.ids.astype(np.int64))[None].to(decoder.model.device)
+    tokens = torch.from_numpy(said.tokens.astype(np.int64))
+    found: list[torch.Tensor] = []
+    for block in KeptLogits(decoder, [ids]).blocks():
+        listed = tokens[len(found) :][: len(block)]
+        found += block[: len(listed)].float().log_softmax(-1).cpu().gather(1, listed).double()
+    return torch.stack(found)
+
+
+def _kl(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """KL(ours ‖ theirs) of every row, all tokens that are not listed taken as one."""
+    theirs = theirs.double()
+    rest, other = ((1 - each.exp().sum(-1)).clamp_min(1e-9) for each in (ours, theirs))
+    return (ours.exp() * (ours - theirs)).sum(-1) + rest * (rest / other).log()

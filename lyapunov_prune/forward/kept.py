@@ -47,6 +47,11 @@ class KeptLogits:
                 del a, b  # else they would be there still while the next are made
         return worst
 
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """The logits of all inputs, one position after the other: blocks of positions × vocabulary."""
+        for rows in self._rows:
+            yield from self._blocks(*rows)
+
     def _whole(self, inputs: torch.Tensor) -> tuple[torch.Tensor, bool]:
         return uncached_logits(self._model, inputs).flatten(0, -2), False
 

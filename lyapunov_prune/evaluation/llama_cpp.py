@@ -1,0 +1,111 @@
+"""What llama.cpp computes with a GGUF file (`pip install lyapunov-prune[engines]`).
+
+llama.cpp runs in a process of its own (`llama_cpp_process`), which may crash and is bounded in time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+INSTALL = "xllamacpp is not installed (pip install lyapunov-prune[engines])"
+BATCH = 256  # tokens that are read at once
+_PROGRAM = Path(__file__).with_name("llama_cpp_process.py")
+# The time that it may take: at least so many seconds, and one more for each MB that a thousand tokens go through.
+_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What llama.cpp predicts over one window.
+
+    `ids` (n,) are the tokens that it read, those that it wrote itself last; `next` (n − 1,) the log-probabilities of
+    tokens 1, 2, … of them, in nats; `tokens` and `values` (n − 1 × top) the likeliest tokens after each, and their
+    log-probabilities.
+    """
+
+    ids: np.ndarray
+    next: np.ndarray
+    tokens: np.ndarray
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of one file: its predictions over every window, and seconds (repeats × [prompt, step, step, …])."""
+
+    windows: tuple[Predictions, ...]
+    seconds: np.ndarray
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("xllamacpp") is not None
+
+
+def ask(
+    files: Sequence[Path],
+    windows: Sequence[Sequence[int]],
+    *,
+    greedy: int = 0,
+    top: int = 1,
+    batch: int = BATCH,
+    timed: Sequence[int] = (),
+    prompt: int = 0,
+    repeats: int = 0,
+) -> list[Answers]:
+    """What llama.cpp predicts with each of `files` over `windows` and the `greedy` tokens that it writes after each.
+
+    With `repeats` it also reads the first `prompt` ids of `timed` and then the others one by one, so many times, the
+    files in turn. Raises LyapunovPruneError when xllamacpp is not installed, and when llama.cpp does not load a file,
+    crashes, or takes too long.
+    """
+    if not installed():
+        raise LyapunovPruneError(INSTALL)
+    question = {
+        "files": [str(file.absolute()) for file in files],
+        "windows": [[int(token) for token in window] for window in windows],
+        "greedy": greedy,
+        "top": top,
+        "batch": batch,
+        "timed": [int(token) for token in timed],
+        "prompt": prompt,
+        "repeats": repeats,
+        "threads": torch.get_num_threads(),
+    }
+    tokens = sum(len(window) + greedy for window in windows) + (1 + repeats) * len(timed)
+    limit = _SECONDS + sum(file.stat().st_size for file in files) / 1e6 * tokens / 1000
+    with TemporaryDirectory(prefix="lyapunov-prune-engine-") as folder:
+        asked, told = Path(folder) / "asked.json", Path(folder) / "told.npz"
+        asked.write_text(json.dumps(question), encoding="utf-8")
+        _run([sys.executable, "-P", str(_PROGRAM), str(asked), str(told)], folder, limit, told, files)
+        with np.load(told) as found:
+            return [_answers(found, i, len(windows), repeats) for i in range(len(files))]
+
+
+def _run(command: list[str], folder: str, limit: float, told: Path, files: Sequence[Path]) -> None:
+    names = " and ".join(file.name for file in files)
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=limit, cwd=folder)
+    except subprocess.TimeoutExpired:
+        raise LyapunovPruneError(f"llama.cpp was not done with {names} within {limit:.0f} s; try it by hand") from None
+    if not told.is_file():
+        lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if "error" in line.lower()]
+        why = lines[0].strip()[:160] if lines else f"it ended with {done.returncode}"
+        raise LyapunovPruneError(f"llama.cpp does not run {names}: {why}; try it by hand")
+
+
+def _answers(found: dict[str, np.ndarray], file: int, windows: int, repeats: int) -> Answers:
+    names = ("ids", "next", "tokens", "values")
+    made = [Predictions(*(found[f"{file}.{k}.{name}"] for name in names)) for k in range(windows)]
+    return Answers(tuple(made), np.array([found[f"{file}.seconds.{turn}"] for turn in range(repeats)]))
