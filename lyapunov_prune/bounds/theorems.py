@@ -148,7 +148,8 @@ def _run(program: str, *arguments: str, cwd: Path) -> None:
         # To stderr, because stdout may carry JSON.
         status = subprocess.run([program, *arguments], cwd=cwd, stdout=2, check=False).returncode
     except OSError as error:
-        raise LyapunovPruneError(f"cannot run {program}: {error.strerror}; reinstall elan") from None
+        remedy = "run this command by another Python" if program == sys.executable else "reinstall elan"
+        raise LyapunovPruneError(f"cannot run {program}: {error.strerror}; {remedy}") from None
     if status != 0:
         command = " ".join([Path(program).name, *arguments])
         raise CheckFailed(f"`{command}` ended with status {status}; its output says why")

@@ -326,7 +326,7 @@ class RankOptions:
 
 Method = Annotated[choices.Method, what_option(help=one_of(METHODS, "What a matrix is replaced by."))]
 Sparsity = Annotated[float | None, what_option(help="Share removed: of entries, or of parameters by low rank.")]
-Rank = Annotated[int | None, what_option(help="Rank kept: of the matrix, or of what sparsity took from it.")]
+Rank = Annotated[int | None, what_option(help="Rank that a low-rank method leaves a matrix, in place of --sparsity.")]
 Bits = Annotated[float | None, what_option(help="Bits a weight (rtn, gptq); the mean with an allocation of bits.")]
 Allocation = Annotated[
     str,

@@ -401,6 +401,20 @@ def test_without_lake_nothing_is_verified(lean: Path, monkeypatch: pytest.Monkey
         registry.verify(lean)
 
 
+@pytest.mark.parametrize("program", ["lake", "python"])
+def test_a_program_that_does_not_run_names_its_own_remedy(
+    program: str, lean: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = lean.parent / program
+    broken.write_bytes(b"\x7fELF")
+    broken.chmod(0o755)
+    if program == "python":
+        monkeypatch.setattr(registry.sys, "executable", str(broken))
+    with pytest.raises(LyapunovPruneError, match=f"cannot run .*{program}") as error:
+        registry._run(str(broken), cwd=lean)
+    assert ("elan" in str(error.value)) == (program == "lake")
+
+
 def test_verified_only_after_build_and_test_passed(
     lean: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
