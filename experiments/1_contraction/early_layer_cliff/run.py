@@ -14,7 +14,7 @@ from scipy import stats
 
 import lyapunov_prune as lp
 from experiments.common import Device, DType, draw, inputs, of_model, run_command
-from experiments.statements import ranked, runs, short, span, table
+from experiments.statements import percent, ranked, runs, short, span, table
 from lyapunov_prune.profiles import ActivationStatistics
 from lyapunov_prune.report.profiles import activation_figure
 from lyapunov_prune.report.sensitivity import cliff_figure, levels_figure
@@ -65,6 +65,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "drop after layer 2": span(drops.loc[2]),
         "layer 0, rank 16": span(result.of("layer0").degradation),
         "threshold": table(["layer 0, Wanda", *(f"{100 * s:g} %" for s in star.sparsity)], [["regret", *star.regret]]),
+        "star": "none" if result.threshold is None else percent(result.threshold),
         "signs": signs(result, activations),
     }
 

@@ -58,7 +58,10 @@ def measured_on(own: list[Column]) -> str:
 
 
 def table_1(own: list[Column]) -> str:
-    """A row a quantity, a column a model; — where the paper prints nothing or our copy has lost it."""
+    """A row a quantity, a column a model; — where the paper prints nothing or our copy has lost it.
+
+    The paper's degradations are those of its first version (`published`).
+    """
     rows = {
         "parameters": [*(millions(c.parameters) for c in own), *(m.parameters for m in MODELS)],
         "layers": [*(c.layers for c in own), *(m.layers for m in MODELS)],
@@ -78,7 +81,7 @@ def table_1(own: list[Column]) -> str:
         "norm growth K": [*(c.contraction.growth for c in own), *[None] * len(MODELS)],
         "50 % Wanda, perplexity / dense": [
             *(c.pruning and interval(c.pruning.degradation, c.pruning.low, c.pruning.high) for c in own),
-            *[None] * len(MODELS),
+            *(m.degradation for m in MODELS),
         ],
         "spread of components, naive": [
             *(c.pruning and c.pruning.spread("weight-only") for c in own),
