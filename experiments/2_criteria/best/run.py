@@ -22,7 +22,7 @@ import typer
 import lyapunov_prune as lp
 from experiments.all import rankings
 from experiments.common import Device, DType, Inputs, inputs
-from experiments.statements import bullets, ratio, short, span, table
+from experiments.statements import bullets, counted, ratio, short, span, table
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
@@ -127,6 +127,8 @@ def written() -> dict[str, str]:
         "setting": setting(results),
         "chosen": chosen(results),
         "over": over(results),
+        "measured": "; ".join(measured_models(results)),
+        "removals": str(len(singles)),
         "over the best single": span(singles),
         "median over the best single": short(float(np.median(singles))),
     }
@@ -148,6 +150,12 @@ def over(results: list[BestOnOneText]) -> str:
             said = f"`{other}`" if other else "the best single one"
             rows.append([name, said, len(values), span(values), float(np.median(values))])
     return table(["model", "`best` over", "removals", "perplexity", "median"], rows)
+
+
+def measured_models(results: list[BestOnOneText]) -> list[str]:
+    """`gemma-3-270m on 1 text`: a model can have fewer texts than another."""
+    names = [r.measured_on.model.name for r in results]
+    return [f"{name} on {counted(names.count(name), 'text')}" for name in dict.fromkeys(names)]
 
 
 def setting(results: list[BestOnOneText]) -> str:

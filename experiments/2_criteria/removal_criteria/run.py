@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from experiments.blend_of_paper import blend_of_paper
 from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text, run_command
-from experiments.statements import interval, measured, runs, short, table
+from experiments.statements import interval, measured, runs, short, span, table
 from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
@@ -211,10 +211,12 @@ def written(folder: Path = HERE) -> dict[str, str]:
         whole = interval(last.perplexity, dense * last.low, dense * last.high)
         cells.append([name, forwards[name], *few, whole, runs(last.removed)])
     blends = [row for row in rows if row.criterion.startswith("α")]
+    divergence = json.loads((folder / "divergence.json").read_text(encoding="utf-8"))
     return {
         "setting": f"Scores: {GreedyRemoval.load(folder / 'oracle.json').measured_on.line()}.\n"
         + measured(curve.measured_on, dense),
         "mended": mended_share(by, dense),
+        "estimate": span(np.array(divergence["variance"]) / np.array(divergence["kl"])),
         "criteria": table(
             ["criterion", f"forwards for {REMOVALS[-1]}", *(f"{n} removed" for n in REMOVALS), "layers"], cells
         ),

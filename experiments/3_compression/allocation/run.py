@@ -3,7 +3,7 @@
     python experiments/3_compression/allocation/run.py [--model MODEL] [--text FILE]
 
 The guidelines are there twice: with their default ceiling, and with the catastrophe threshold s* as measured on the
-calibration text, Wanda by its first half and regret on the second. Bits by ρ stand beside as many bits shared out
+calibration text, Wanda by its first half and regret on the second. Bits by A stand beside as many bits shared out
 evenly, and beside the same layers the other way round. Writes allocation.json, bits.json and their figures beside this
 file, row by row: a row that stands there is not measured again.
 """
@@ -105,8 +105,9 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "setting": setting(shares),
         "schedules": schedules(shares),
         "atp": beside_atp(shares),
+        "star": percent(next(float(r.parameters["ceiling"]) for r in shares.rows if r.allocation == STARRED)),
         "bits": widths_table(widths),
-        "bits by rho": by_rho(widths),
+        "bits by A": by_amplification(widths),
     }
 
 
@@ -145,12 +146,16 @@ def _parameter(row: CompressionRow, name: str) -> str:
 
 
 def widths_table(found: CompressionTable) -> str:
-    rows = [[r.allocation, short(r.amount), r.perplexity, interval(r.degradation, r.low, r.high)] for r in found.rows]
+    """The committed rows call A "rho", of which it is the product over the later layers."""
+    rows = [
+        [r.allocation.replace("by rho", "by A"), short(r.amount), r.perplexity, interval(r.degradation, r.low, r.high)]
+        for r in found.rows
+    ]
     return table(["widths", "mean bits", "perplexity", "/ dense"], rows)
 
 
-def by_rho(found: CompressionTable) -> str:
-    """Bits by ρ over the same widths the other way round, and over as many bits evenly."""
+def by_amplification(found: CompressionTable) -> str:
+    """Bits by A over the same widths the other way round, and over as many bits evenly."""
     rows = {(row.allocation, row.amount): row for row in found.rows}
     lines = []
     for low, high in WIDTHS:
@@ -159,7 +164,7 @@ def by_rho(found: CompressionTable) -> str:
             chosen, turned = (rows[f"{low}/{high} {way}, {pooling}", mean] for way in ("by rho", "reversed"))
             even = rows.get(("uniform", mean))
             lines.append([f"{low} or {high}", pooling, beside(chosen, turned), even and beside(chosen, even)])
-    return table(["bits", "pooling", "by ρ / reversed", "by ρ / evenly"], lines)
+    return table(["bits", "pooling", "by A / reversed", "by A / evenly"], lines)
 
 
 if __name__ == "__main__":

@@ -252,13 +252,15 @@ def expected(sets: pd.DataFrame) -> str:
 
 
 def numbers(frame: pd.DataFrame, sets: pd.DataFrame) -> dict[str, str]:
-    """Spearman of the estimate with perplexity: single layers, sets of all sizes, sets of one size."""
+    """Spearman of the estimate with perplexity: single layers, sets of two to eight, both, and sets of one size."""
     one, more = (frame.loc[("log_ratio", removed, "kl")] for removed in ("one layer", "two to eight"))
     within = within_sizes(sets).kl
     return {
         "sets": str(len(sets)),
+        "sets of two to eight": str((sets.by != "alone").sum()),
         "one": _correlation(one),
         "more": _correlation(more),
+        "all": f"{stats.spearmanr(sets.kl, sets.log_ratio).statistic:+.3f}",
         "within-median": signed(within.median()),
         "within-least": signed(within.min()),
     }

@@ -149,7 +149,7 @@ def losses(given: Inputs, removed: Sequence[int], mended: AbstractContextManager
 
 def written() -> dict[str, str]:
     results = [MendedOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    words = [told(x.mended, x.cut) for r in results for x in r.removals]
+    words = [told(x.mended, x.cut) for r in results for x in once(r)]
     parts = {"setting": setting, "mended": mended, "others": others, "back": back, "beside": beside}
     return {name: part(results) for name, part in parts.items()} | {
         "removals": str(len(words)),
@@ -162,6 +162,11 @@ def written() -> dict[str, str]:
 
 def setting(results: list[MendedOnOneText]) -> str:
     return bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense.windows)}" for r in results))
+
+
+def once(result: MendedOnOneText) -> list[Removal]:
+    """Its removals, each set of layers once: two criteria may choose the same."""
+    return list({removal.removed: removal for removal in reversed(result.removals)}.values())[::-1]
 
 
 def _name(result: MendedOnOneText) -> str:
@@ -193,7 +198,7 @@ def others(results: list[MendedOnOneText]) -> str:
     """Where one run of layers went: over the dense perplexity by every way, and mended over each other way."""
     rows = []
     for r in results:
-        for removal in (x for x in r.removals if x.others):
+        for removal in (x for x in once(r) if x.others):
             cells = [
                 f"{ratio(found.windows - r.dense.windows)}; {ratio(removal.mended.windows - found.windows)}"
                 if (found := removal.others.get(way))
@@ -219,7 +224,7 @@ def back(results: list[MendedOnOneText]) -> str:
     rows: list[list[object]] = []
     for name, mine in _of_model(results):
         for count in COUNTS:
-            some = [(r, x) for r in mine for x in r.removals if len(x.removed) == count]
+            some = [(r, x) for r in mine for x in once(r) if len(x.removed) == count]
             shares = [
                 float((x.cut.windows - x.mended.windows).mean() / (x.cut.windows - r.dense.windows).mean())
                 for r, x in some
@@ -234,7 +239,7 @@ def beside(results: list[MendedOnOneText]) -> str:
     rows: list[list[object]] = []
     for name, mine in _of_model(results):
         for way in WAYS:
-            words = [told(x.mended, x.others[way]) for r in mine for x in r.removals if way in x.others]
+            words = [told(x.mended, x.others[way]) for r in mine for x in once(r) if way in x.others]
             rows += [[name, way, *_tally(words)]] if words else []
     return table(("model", "mended against", "better", ALIKE, "worse"), rows)
 
