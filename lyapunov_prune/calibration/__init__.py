@@ -3,5 +3,6 @@
 - `statistics`: the sums (norms, Gram matrix, sensitivities); `gathering`: the hooks that compute them;
 - `streaming`: one layer at a time, so that later layers see the changes of earlier ones;
 - `norms`: norms of the inputs alone, in one forward; `gram`: damped Gram matrices and their roots;
+- `downstream`: how far an error at a matrix's output moves the prediction, token by token;
 - `blocks`: inputs and hidden vectors of feed-forward blocks, and sums over them.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -28,14 +28,24 @@ def require_seen(projections: Sequence[Projection]) -> None:
 class Gathering:
     """Sums over the input tokens of `projections`, and over the gradients at their outputs.
 
-    `needs` is `norms`, `gram` or `sensitivity`, as in `stream`. Matrices with the same input tensor share a sum.
+    `needs` is `norms`, `gram` or `sensitivity`, as in `stream`. Matrices with the same input tensor share a sum. With
+    `weights` (by module, of the tokens of each of its calls in order) tokens count by these, and no sum is shared.
+    `dense`, for the drift, gives by module what has entered it in the dense model for the same tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, projections: Sequence[Projection], needs: str) -> None:
-        self.projections, self.needs = projections, needs
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        projections: Sequence[Projection],
+        needs: str,
+        weights: Mapping[str, Iterator[torch.Tensor]] | None = None,
+        dense: Mapping[str, list[torch.Tensor]] | None = None,
+    ) -> None:
+        self.projections, self.needs, self.weights, self.dense = projections, needs, weights, dense
         self.modules = {p.module: model.get_submodule(p.module) for p in projections}
         self.energy: dict[str, torch.Tensor] = {}
         self.grams: dict[str, torch.Tensor] = {}
+        self.drifts: dict[str, torch.Tensor] = {}
         self.sensitivities: dict[str, torch.Tensor] = {}
         self._leader: dict[str, str] = {}  # the first matrix with the same input tensor
         self._last: tuple[torch.Tensor | None, str] = (None, "")
@@ -54,7 +64,7 @@ class Gathering:
                 f"{name} is called more than once a forward, with other inputs, as a module that layers share; "
                 f"{_UNCALIBRATED}"
             )
-        if leader == name:
+        if leader == name or self.weights is not None:
             self._add(name, x.detach().reshape(-1, x.shape[-1]))
         if self.needs == "sensitivity":
             output = output if output.requires_grad else output.requires_grad_()
@@ -63,8 +73,16 @@ class Gathering:
     def _add(self, name: str, x: torch.Tensor) -> None:
         if self.needs == "norms":
             self._sum(self.energy, name, feature_energy(x))
-        else:
-            self._sum(self.grams, name, _gram(x))
+            return
+        rows = lift(x)
+        root: torch.Tensor | float = 1.0
+        if self.weights is not None:
+            root = _of_tokens(name, x, next(self.weights[name], None)).sqrt().unsqueeze(1)
+        self._sum(self.grams, name, _gram(rows * root))
+        if self.dense is not None:
+            calls = self.dense.get(name)
+            before = lift(_of_tokens(name, x, calls.pop(0).flatten(0, -2) if calls else None))
+            self._sum(self.drifts, name, ((before - rows) * root).T @ (rows * root))
 
     @staticmethod
     def _sum(sums: dict[str, torch.Tensor], name: str, more: torch.Tensor) -> None:
@@ -94,7 +112,7 @@ class Gathering:
                     "expert: give more text), text alone does not use it (attention to an encoder), or a fused kernel "
                     f"multiplies by it; {_UNCALIBRATED}"
                 )
-            leader = self._leader[p.module]
+            leader = p.module if self.weights is not None else self._leader[p.module]
             gram = self.grams.get(leader)
             energy = self.energy[leader] if gram is None else gram.diagonal()
             if not energy.isfinite().all():
@@ -104,8 +122,18 @@ class Gathering:
             sensitivity = self.sensitivities.get(p.module)
             if sensitivity is not None:
                 sensitivity = sensitivity[p.start : p.stop, p.start : p.stop]
-            result[p.name] = Statistics(energy.sqrt(), gram, sensitivity)
+            result[p.name] = Statistics(energy.sqrt(), gram, sensitivity, self.drifts.get(leader))
         return result
+
+
+def _of_tokens(name: str, x: torch.Tensor, dense: torch.Tensor | None) -> torch.Tensor:
+    """`dense`, found in the dense model, on the device of `x`; LyapunovPruneError unless it is of the same tokens."""
+    if dense is None or len(dense) != len(x):
+        raise LyapunovPruneError(
+            f"{name} is not given the same tokens in the dense and in the compressed model, as an expert that they are "
+            "routed to; leave out --weighted and --correction"
+        )
+    return dense.to(x.device)
 
 
 def _gram(x: torch.Tensor) -> torch.Tensor:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.gathering import Gathering, require_seen
 from lyapunov_prune.calibration.statistics import Statistics
-from lyapunov_prune.forward.layers import each_layer
-from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.forward.layers import each_layer, in_order
+from lyapunov_prune.forward.products import watched_products
+from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection, by_layer
 
@@ -26,6 +27,8 @@ def stream(
     change: Change,
     *,
     batch_size: int = 1,
+    weights: Mapping[str, Sequence[torch.Tensor]] | None = None,
+    dense: Reading | None = None,
 ) -> None:
     """For each layer in order: gather the statistics of its matrices, call `change`, and pass on its new output.
 
@@ -38,6 +41,9 @@ def stream(
     I)`, for the layer before `change` (`Statistics`). The seed is the layer's index, so the statistics of a layer do
     not depend on which other layers are requested.
 
+    `weights` of the tokens (`token_weights`, of the same `batch_size`) enter all sums. With `dense`, the same batch
+    read by the model as it was, the `drift` is gathered too: that model runs its layers once beside this one.
+
     Memory: that of `each_layer`, and the statistics of one layer.
 
     Raises LyapunovPruneError for fused experts, whose inputs cannot be recorded, for a matrix that no token reached,
@@ -47,20 +53,55 @@ def stream(
     reading = read(wrap(model), batch)
     matrices = by_layer(projections)
 
+    each_call = None if weights is None else {name: iter(of_calls) for name, of_calls in weights.items()}
+    runs = None if dense is None else in_order(dense, matrices, batch_size)
+
     def visit(layer: int, outputs: Iterator[torch.Tensor]) -> None:
-        change(matrices[layer], _gathered(reading.model, matrices[layer], needs, outputs))
+        here, inputs = matrices[layer], None
+        if dense is not None and runs is not None:
+            inputs, outputs = _beside(dense.model, here, next(runs)[1], outputs)
+        change(here, _gathered(reading.model, here, needs, outputs, each_call, inputs))
 
     each_layer(reading, matrices, visit, batch_size, "calibration")
 
 
 def _gathered(
-    model: PreTrainedModel, here: Sequence[Projection], needs: str, outputs: Iterator[torch.Tensor]
+    model: PreTrainedModel,
+    here: Sequence[Projection],
+    needs: str,
+    outputs: Iterator[torch.Tensor],
+    weights: Mapping[str, Iterator[torch.Tensor]] | None,
+    inputs: Mapping[str, list[torch.Tensor]] | None,
 ) -> dict[str, Statistics]:
     """The statistics of the matrices of a layer, which runs while its `outputs` are consumed."""
     generator = torch.Generator().manual_seed(here[0].layer)
-    gathering = Gathering(model, here, needs)
+    gathering = Gathering(model, here, needs, weights, inputs)
     with gathering.watching(), torch.set_grad_enabled(needs == "sensitivity"):
         for output in outputs:
             if needs == "sensitivity":
                 gathering.differentiate(output, generator)
     return gathering.statistics()
+
+
+def _beside(
+    dense: PreTrainedModel, here: Sequence[Projection], ahead: Iterator[torch.Tensor], outputs: Iterator[torch.Tensor]
+) -> tuple[dict[str, list[torch.Tensor]], Iterator[torch.Tensor]]:
+    """What enters the matrices of a layer of the dense model, by module, for the piece of `outputs` that runs next.
+
+    The layer of the dense model runs, a piece ahead, while its outputs `ahead` are consumed.
+    """
+    modules = {p.module: dense.get_submodule(p.module) for p in here}
+    inputs: dict[str, list[torch.Tensor]] = {}
+
+    def keep(name: str, x: torch.Tensor, output: torch.Tensor, rows_are_features: bool) -> None:
+        inputs.setdefault(name, []).append(x.detach())
+
+    def pieces() -> Iterator[torch.Tensor]:
+        while True:
+            inputs.clear()
+            with watched_products(modules, keep):
+                if next(ahead, None) is None:
+                    return
+            yield next(outputs)
+
+    return inputs, pieces()

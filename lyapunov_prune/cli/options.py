@@ -337,6 +337,13 @@ Allocation = Annotated[
 ]
 Pattern = Annotated[str | None, what_option(help="Keep so many of so many inputs, as 2:4 (then without --sparsity).")]
 GroupSize = Annotated[int | None, what_option(help="Weights that share a grid (rtn, gptq); a row if not given.")]
+Weighted = Annotated[
+    bool,
+    what_option("--weighted", help="Weigh tokens by how far an error there moves the prediction (sparsegpt, gptq)."),
+]
+Correction = Annotated[
+    float, what_option(help="How far to correct toward the dense model's outputs, 0 to 1 (sparsegpt, gptq).")
+]
 
 Stored = Annotated[
     choices.Stored,

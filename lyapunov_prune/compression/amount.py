@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.table import SCHEDULES
-from lyapunov_prune.arguments import Positive
+from lyapunov_prune.arguments import Positive, Share
 from lyapunov_prune.compression.compress import Compressed, compress
 from lyapunov_prune.compression.recipe import require_amount, require_options
 from lyapunov_prune.compression.table import METHODS
@@ -111,6 +111,8 @@ def compress_under_budget(
     schedule_options: Mapping[str, Any] | None = None,
     group_size: int | None = None,
     symmetric: bool = False,
+    weighted: bool = False,
+    correction: Share = 0.0,
     batch_size: int = 1,
     folder: str | Path | None = None,
     resume: bool = False,
@@ -137,7 +139,7 @@ def compress_under_budget(
     dense = [_final(reading, ids) for ids in reading.windows(batch_size)]
     on, by = reading.measured_on(), calibrating.measured_on()
     asked = {"calibrated on": by.text_hash, "method": method, "schedule": allocation, "options": encode(options)}
-    asked |= {"group size": group_size, "symmetric": symmetric}
+    asked |= {"group size": group_size, "symmetric": symmetric, "weighted": weighted, "correction": correction}
     pooling = profile.pooling if profile is not None else None
     levels, refused = _LEVELS[unit], {}
     with Store(folder, "compression budget", encode(on) | asked | {"pooling": pooling}, resume=resume) as store:
@@ -154,6 +156,8 @@ def compress_under_budget(
                 schedule_options=options,
                 group_size=group_size,
                 symmetric=symmetric,
+                weighted=weighted,
+                correction=correction,
                 batch_size=batch_size,
             )
 

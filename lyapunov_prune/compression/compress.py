@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.schedule import Cost, Score
+from lyapunov_prune.arguments import Share
 from lyapunov_prune.compression.held_out import HeldOutLoss
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.recipe import recipe_for
@@ -52,6 +53,8 @@ def compress(
     pattern: Pattern | str | None = None,
     group_size: int | None = None,
     symmetric: bool = False,
+    weighted: bool = False,
+    correction: Share = 0.0,
     batch_size: int = 1,
 ) -> Compressed:
     """A copy of `model` with every matrix of its layers compressed by `method` (`METHODS`).
@@ -61,12 +64,16 @@ def compress(
     much of each matrix. Methods that look at activations take them from `batch`, layer by layer, with the layers before
     already compressed (`Recipe.apply`). A matrix whose amount is 0 stays as it is. Embeddings and head are left alone.
     `pattern`, (2, 4) or `2:4`, keeps so many of so many inputs; its sparsity need not be given. `symmetric` lets
-    a method that rounds take grids around 0 (`grids.stepped`), which `packed.write_packed` can write as integers.
+    a method that rounds take grids around 0 (`grids.stepped`), which `packed.write_packed` can write as integers. For
+    sparsegpt and gptq `weighted` counts calibration tokens by how far an error there moves the prediction (one backward
+    pass), and `correction` α moves each matrix toward the outputs of the dense model (QEP; one more forward of it); see
+    `second_order.SecondOrder`.
 
     Memory: a copy of the model, and the statistics of one layer. `atp-search` compresses once more a trial, on half the
     windows (`held_out.py`). Raises LyapunovPruneError for amounts and options
     that the method does not have, a missing text or profile, and matrices shared between layers.
     """
+    also = {"group_size": group_size, "symmetric": symmetric, "weighted": weighted}
     recipe = recipe_for(
         model,
         batch,
@@ -80,9 +87,11 @@ def compress(
         pattern=pattern,
         group_size=group_size,
         symmetric=symmetric,
+        weighted=weighted,
+        correction=correction,
         measured={
-            "score": partial(_held_out, method, group_size, batch_size),
-            "cost": partial(_rounding, method, {"group_size": group_size, "symmetric": symmetric}, batch_size),
+            "score": partial(_held_out, method, also | {"correction": correction}, batch_size),
+            "cost": partial(_rounding, method, also, batch_size),
         },
     )
     small = copy.deepcopy(model.model)
@@ -95,11 +104,9 @@ def _rounding(method: str, options: Mapping[str, Any], batch_size: int, reading:
     return RoundingCost(reading, METHODS.make(method, **{k: v for k, v in options.items() if v}), batch_size)
 
 
-def _held_out(method: str, group_size: int | None, batch_size: int, reading: Reading) -> Score:
+def _held_out(method: str, options: Mapping[str, Any], batch_size: int, reading: Reading) -> Score:
     def made(model: PreTrainedModel, half: TokenBatch, allocation: Allocation) -> PreTrainedModel:
-        again = compress(
-            model, half, method=method, group_size=group_size, allocation=allocation, batch_size=batch_size
-        )
+        again = compress(model, half, method=method, allocation=allocation, batch_size=batch_size, **options)
         return again.model
 
     return HeldOutLoss(reading, made, batch_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -27,9 +28,14 @@ class Steps(NamedTuple):
         q = self.integers(W).view(*self.scale.shape, -1)
         return (q * self.scale.unsqueeze(-1)).view(W.shape)
 
-    def of_group(self, group: int) -> Steps:
-        """The grids of one group of every row."""
-        return Steps(*(part[:, group : group + 1] for part in self))
+    def of_column(self) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """`nearest` of one column (m,) of a group: few kernels, for those who round a column at a time."""
+        scale, low, high = (part.T.contiguous().unbind() for part in self)
+
+        def nearest(group: int, v: torch.Tensor) -> torch.Tensor:
+            return (v / scale[group]).round_().clamp_(low[group], high[group]).mul_(scale[group])
+
+        return nearest
 
 
 class Grid(NamedTuple):

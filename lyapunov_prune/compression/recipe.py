@@ -21,6 +21,7 @@ from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.masks import Pattern, as_pattern
 from lyapunov_prune.compression.method import Method, rank_for, require_in_range
 from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
+from lyapunov_prune.compression.second_order import weights_for
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -81,7 +82,16 @@ class Recipe:
             del left[here[0].layer]
 
         if self.calibration is not None:
-            stream(model, self.calibration, self.projections, self.method.needs, change, batch_size=batch_size)
+            stream(
+                model,
+                self.calibration,
+                self.projections,
+                self.method.needs,
+                change,
+                batch_size=batch_size,
+                weights=weights_for(self.method, self.calibration, self.projections, batch_size),
+                dense=self._dense_beside(model),
+            )
         # What is left has no matrices, or is looked at by its weights alone.
         for layer in track([*left], f"compression, {self.method.name}"):
             with layer_held(model, layer):
@@ -106,6 +116,14 @@ class Recipe:
         W.copy_(after)
         return told
 
+    def _dense_beside(self, model: PreTrainedModel) -> Reading | None:
+        """The dense model's reading, where the method corrects for what has changed since."""
+        if not getattr(self.method, "correction", 0):
+            return None
+        if self.calibration is not None and self.calibration.model is model:
+            raise LyapunovPruneError("a correction runs the dense model beside the compressed one; leave out --stream")
+        return self.calibration
+
     def _amount_of(self, p: Projection, W: torch.Tensor) -> float | None:
         return _amount(self.method, self._wanted[p.name], self.allocation.unit, W.shape)
 
@@ -116,6 +134,8 @@ class Recipe:
             pattern=getattr(self.method, "pattern", None),
             group_size=getattr(self.method, "group_size", None),
             symmetric=getattr(self.method, "symmetric", False),
+            weighted=getattr(self.method, "weighted", False),
+            correction=getattr(self.method, "correction", 0.0),
             allocation=self.allocation,
             matrices=tuple(by_name[p.name] for p in self.projections),
             calibration=None if self.calibration is None else self.calibration.measured_on(),
@@ -138,6 +158,8 @@ def recipe_for(
     pattern: Pattern | str | None = None,
     group_size: int | None = None,
     symmetric: bool = False,
+    weighted: bool = False,
+    correction: float = 0.0,
     measured: Mapping[str, Callable[[Reading], Any]] | None = None,
 ) -> Recipe:
     """What `compress` says of these arguments; `measured` makes of the text what a schedule `needs` (a score, a cost).
@@ -150,8 +172,9 @@ def recipe_for(
     if pattern is not None and sparsity is None and isinstance(allocation, str):
         sparsity = 1 - pattern[0] / pattern[1]
     kind = require_amount(method, sparsity, rank, bits, allocation)
-    options = {"pattern": pattern, "group_size": group_size, "symmetric": symmetric or None}
-    made = METHODS.make(method, **{option: value for option, value in options.items() if value is not None})
+    options: dict[str, Any] = {"pattern": pattern, "group_size": group_size, "symmetric": symmetric}
+    options |= {"weighted": weighted, "correction": correction}
+    made = METHODS.make(method, **{option: value for option, value in options.items() if value not in (None, False)})
     require_options(allocation, schedule_options, bits)
     schedule = allocation.schedule if isinstance(allocation, Allocation) else allocation
     if pattern is not None and schedule != "uniform":

@@ -23,8 +23,8 @@ class CompressedMatrix:
     """What became of one matrix (m × n).
 
     `zeros`: share of its entries that are zero. `rank`, `bits`: what was kept, None where the method keeps the other.
-    `weight_error = ‖W − Ŵ‖_F / ‖W‖_F`; `output_error = ‖(W − Ŵ) X‖_F / ‖W X‖_F` on the calibration inputs X, None
-    where no Gram matrix was collected.
+    `weight_error = ‖W − Ŵ‖_F / ‖W‖_F`; `output_error = ‖(W − Ŵ) X‖_F / ‖W X‖_F` on the calibration inputs X,
+    weighted where the method weighs tokens; None where no Gram matrix was collected.
     """
 
     name: str
@@ -80,6 +80,8 @@ class CompressionReport(Result):
     matrices: tuple[CompressedMatrix, ...]
     calibration: MeasuredOn | None
     symmetric: bool = False  # grids around 0, without a zero point
+    weighted: bool = False  # tokens of the calibration, by the gradient at each matrix's output
+    correction: float = 0.0  # toward the outputs of the dense model, the α of `second_order.SecondOrder`
     packed: Packed | None = None  # or as factors; None: dense matrices
 
     def about(self) -> str:
@@ -151,6 +153,8 @@ class CompressionReport(Result):
         extra = f" {self.pattern[0]}:{self.pattern[1]}" if self.pattern else ""
         extra += f", groups of {self.group_size}" if self.group_size else ""
         extra += ", symmetric" if self.symmetric else ""
+        extra += ", tokens weighted" if self.weighted else ""
+        extra += f", corrected by {self.correction:g}" if self.correction else ""
         stored = self.packed.line() if self.packed else "dense matrices: neither memory nor time is saved"
         return (
             f"{self.method}{extra}, {self.allocation.headline()}: {self.zeros:.1%} of the entries are zero. Stored as "

@@ -14,6 +14,7 @@ from lyapunov_prune.allocation.bit_widths import DENSE
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.method import Method
+from lyapunov_prune.compression.second_order import weights_for
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.forward.states import changed_finals
@@ -82,5 +83,6 @@ class RoundingCost:
                         made[p.name, width] = self.method(p.weight(model), width, statistics[p.name])
 
         everything = [p for here in matrices.values() for p in here]
-        stream(model, self.reading, everything, self.method.needs, keep, batch_size=self.batch_size)
+        weights = weights_for(self.method, self.reading, everything, self.batch_size)
+        stream(model, self.reading, everything, self.method.needs, keep, batch_size=self.batch_size, weights=weights)
         return made

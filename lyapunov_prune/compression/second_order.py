@@ -2,16 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
+from lyapunov_prune.arguments import Count, Range
+from lyapunov_prune.calibration.gram import damped
+from lyapunov_prune.compression.method import Method
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import torch
+from lyapunov_prune.linalg import lift
+
+if TYPE_CHECKING:
+    from lyapunov_prune.calibration.statistics import Statistics
+    from lyapunov_prune.forward.reading import Reading
+    from lyapunov_prune.models.projections import Projection
+
+
+@dataclass(frozen=True)
+class SecondOrder(Method):
+    """A method that minimises `Σ_t a_t ‖W x_t − Ŵ x̂_t‖²` over the matrices `Ŵ` it can leave, input by input.
+
+    `x̂` are the inputs that the layers compressed before it give, and `H = Σ_t a_t x̂_t x̂_tᵀ + damping · mean(diag) · I`.
+
+    - `weighted`: `a_t ∝ ‖∂ℓ/∂y_t‖²` for the output `y_t` of the matrix, mean 1, so that tokens count by how far their
+      error moves the prediction (`calibration.downstream`). Otherwise `a_t = 1`. Kim et al., GuidedQuant (ICML 2025,
+      arXiv:2505.07004), with one group of output channels.
+    - `correction` α: `x` are the inputs in the dense model. The sum is `Σ_t a_t ‖(W* − Ŵ) x̂_t‖²` and a constant, for
+      `W* = W + W D H⁻¹` with `D = Σ_t a_t (x_t − x̂_t) x̂_tᵀ`, the least-squares solution; `W + α W D H⁻¹` is compressed
+      in its place. Arai and Ichikawa, Quantization Error Propagation (NeurIPS 2025, arXiv:2504.09629). At 0 `x = x̂`.
+    """
+
+    block: Count = 128
+    damping: Annotated[float, Range(0)] = 0.01
+    weighted: bool = False
+    correction: Annotated[float, Range(0, 1)] = 0.0
+
+    needs = "gram"
+
+    def begin(self, W: torch.Tensor, statistics: Statistics | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What is compressed in place of `W` (m × n, float64, a copy), `H`, and which inputs were always zero (n).
+
+        `H_jj` is 1 for an input that was always zero. Raises LyapunovPruneError for a Gram matrix of another shape or
+        without energy, and for a correction where the statistics have no `drift`.
+        """
+        assert statistics is not None
+        assert statistics.gram is not None
+        H = damped(statistics.gram, W.shape[1], self.damping, W.device)
+        dead = lift(statistics.gram).to(W.device).diagonal() == 0
+        H.diagonal()[dead] = 1
+        V = lift(W.detach()).clone()
+        if self.correction:
+            if statistics.drift is None:
+                raise LyapunovPruneError("a correction needs the dense model's inputs too; calibrate with compress")
+            drift = lift(statistics.drift).to(W.device)
+            U = inverse_factor(H)
+            V += self.correction * (V @ drift @ U.T @ U)
+        return V, H, dead
+
+
+def weights_for(
+    method: Method, dense: Reading, projections: Sequence[Projection], batch_size: int
+) -> dict[str, list[torch.Tensor]] | None:
+    """The `token_weights` of the dense model, where the method is `weighted`."""
+    if not (isinstance(method, SecondOrder) and method.weighted):
+        return None
+    from lyapunov_prune.calibration.downstream import token_weights
+
+    return token_weights(dense, projections, batch_size)
 
 
 def swept(
     V: torch.Tensor, U: torch.Tensor, choose: Callable[[int, torch.Tensor], torch.Tensor], block: int
 ) -> torch.Tensor:
-    """Replace every column j of `V` (m × n, float64, in place) by `q_j = choose(j, V)` and move those after it.
+    """Replace every column j of `V` (m × n, float64) by `q_j = choose(j, V)` and move those after it; a new tensor.
 
     `v_k ← v_k − (v_j − q_j) U_jk / U_jj` for k > j, with the `U` of `inverse_factor(H)`: of all changes of the later
     columns the one of least `tr(E H Eᵀ)` (Hassibi and Stork, NeurIPS 1992; Frantar and Alistarh, SparseGPT, ICML 2023,
@@ -19,16 +83,20 @@ def swept(
     moved by all before j; the columns beyond that block are moved when it is done.
     """
     n = V.shape[1]
+    rows = V.T.contiguous()  # a column is contiguous here: a step is a few kernels on a GPU
+    V = rows.T
+    ratio = U / U.diagonal().unsqueeze(1)
     for start in range(0, n, block):
         end = min(start + block, n)
-        error = torch.zeros_like(V[:, start:end])
-        for j in range(start, end):
-            q = choose(j, V)
-            error[:, j - start] = (V[:, j] - q) / U[j, j]
-            V[:, j:end] -= torch.outer(error[:, j - start], U[j, j:end])
-            V[:, j] = q
-        V[:, end:] -= error @ U[start:end, end:]
-    return V
+        here, error = rows[start:end], torch.empty_like(rows[start:end])
+        each = zip(here.unbind(), error.unbind(), ratio[start:end, start:end].unbind(), strict=True)
+        for i, (v, e, r) in enumerate(each):
+            q = choose(start + i, V)
+            torch.sub(v, q, out=e)
+            here[i + 1 :].addr_(r[i + 1 :], e, alpha=-1)
+            v.copy_(q)
+        rows[end:].addmm_(ratio[start:end, end:].T, error, alpha=-1)
+    return V.contiguous()
 
 
 def inverse_factor(H: torch.Tensor) -> torch.Tensor:

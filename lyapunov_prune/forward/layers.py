@@ -26,27 +26,37 @@ def each_layer(reading: Reading, layers: Collection[int], visit: Visit, batch_si
 
     Memory: the hidden states of the batch, at most twice.
     """
-    windows = reading.windows(batch_size)
     if reading.decoder.stream is not None:
 
         def visited(layer: int, hidden: torch.Tensor, run: Run) -> None:
             if layer in layers:  # a layer may add to its input in place, and needs it again
                 visit(layer, run(hidden.clone()))
 
+        (ids,) = reading.windows(batch_size)
         with torch.no_grad():
-            in_one_forward(reading.decoder, windows[0], visited, f"{description}, one layer at a time")
+            in_one_forward(reading.decoder, ids, visited, f"{description}, one layer at a time")
         return
+    for _, (layer, outputs) in zip(track(layers, description), in_order(reading, layers, batch_size), strict=True):
+        visit(layer, outputs)
+
+
+def in_order(
+    reading: Reading, layers: Collection[int], batch_size: int
+) -> Iterator[tuple[int, Iterator[torch.Tensor]]]:
+    """Each of `layers` of a model in memory with what leaves it; consume that before asking for the next layer.
+
+    Two models side by side are two of these, advanced in turn. Otherwise as `each_layer`.
+    """
+    windows = reading.windows(batch_size)
     prefix, states, at = reading.prefix, [torch.empty(0)] * len(windows), 0
-    for layer in track(range(reading.structure.num_layers), description):
-        if layer not in layers:
-            continue
+    for layer in sorted(layers):
         entry = prefix.entry(layer)
         if entry > at:
             with torch.no_grad():
                 states = [prefix.advance(ids, at, h, entry) for ids, h in zip(windows, states, strict=True)]
             at = entry
         pairs = zip(windows, states, strict=True)
-        visit(layer, (prefix.advance(ids, at, hidden, layer + 1) for ids, hidden in pairs))
+        yield layer, (prefix.advance(ids, at, hidden, layer + 1) for ids, hidden in pairs)
 
 
 def in_one_forward(decoder: Decoder, ids: torch.Tensor, visit: VisitHeld, description: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure
@@ -180,3 +181,42 @@ def test_what_cannot_be_measured_is_refused(ids: torch.Tensor) -> None:
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(LyapunovPruneError, match=r"layers\.1\.mlp\.down_proj"):
         stream(model, as_batch(model, ids), projections, "norms", lambda here, found: None)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "qwen2"])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_weights_and_drift_are_sums_over_the_tokens_of_both_models(
+    name: str, batch_size: int, ids: torch.Tensor
+) -> None:
+    """`Σ a x xᵀ` and `Σ a (x⁰ − x) xᵀ`, with `x⁰` of a whole forward of the dense model."""
+    dense, model = make_tiny(name), make_tiny(name)
+    projections = find_projections(wrap(model))
+    before, partly = inputs_of(dense, ids), copy.deepcopy(model)
+    references = {}
+    for layer in range(LAYERS):
+        references[layer] = inputs_of(partly, ids)
+        halve(partly, [p for p in projections if p.layer == layer])
+    generator = torch.Generator().manual_seed(0)
+    a = {p.module: torch.rand(ids.numel(), generator=generator, dtype=torch.float64) for p in projections}
+    weights = {module: list(of_module.split(batch_size * ids.shape[1])) for module, of_module in a.items()}
+    seen = []
+
+    def change(here: Sequence[Projection], found: dict[str, Statistics]) -> None:
+        for p in here:
+            x, x0, s = references[p.layer][p.module], before[p.module], found[p.name]
+            weighted = x * a[p.module].unsqueeze(1)
+            torch.testing.assert_close(s.gram, weighted.T @ x, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(s.drift, (x0 - x).T @ weighted, rtol=1e-4, atol=1e-5)
+            seen.append(p.name)
+        halve(model, here)
+
+    batch, beside = as_batch(model, ids), read(wrap(dense), as_batch(dense, ids))
+    stream(model, batch, projections, "gram", change, batch_size=batch_size, weights=weights, dense=beside)
+    assert seen == [p.name for p in projections]
+
+
+def test_tokens_that_differ_between_the_two_models_are_refused(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    projections = find_projections(wrap(llama))
+    weights = {p.module: [torch.ones(3, dtype=torch.float64)] * len(ids) for p in projections}
+    with pytest.raises(LyapunovPruneError, match="same tokens"):
+        stream(llama, as_batch(llama, ids), projections, "gram", lambda here, found: None, weights=weights)

@@ -12,17 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import inputs_of, make_tiny, moe
+from helpers import LAYERS, inputs_of, make_tiny, moe
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocate import allocate
 from lyapunov_prune.allocation.table import SCHEDULES
+from lyapunov_prune.calibration.downstream import token_weights
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.method import rank_for
 from lyapunov_prune.compression.recipe import _amount, recipe_for
 from lyapunov_prune.compression.report import CompressionReport, Packed
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
@@ -346,3 +349,40 @@ def test_each_layer_is_handed_back_when_its_matrices_are_compressed(method: str,
     recipe_for(model, ids, method=method, sparsity=0.5).apply(model, put)
     assert given == [(layer, layer + 1) for layer in range(len(given))]
     assert len(given) == find_structure(model).num_layers
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("how", [{"method": "gptq", "bits": 3}, {"method": "sparsegpt", "sparsity": 0.5}], ids=str)
+def test_tokens_are_weighted_and_outputs_corrected_layer_by_layer(
+    name: str, how: dict[str, Any], ids: torch.Tensor
+) -> None:
+    """Each matrix is what its method makes of sums over the inputs in the dense and in the partly compressed model."""
+    model = make_tiny(name).double()
+    projections = find_projections(wrap(model))
+    done = compress(model, ids, weighted=True, correction=0.5, **how)
+    before, partly = inputs_of(model, ids), copy.deepcopy(model)
+    a = token_weights(read(wrap(model), ids), projections)
+    method = METHODS.make(how["method"], correction=0.5)
+    amount = next(value for value in how.values() if not isinstance(value, str))
+    for layer in range(LAYERS):
+        x = inputs_of(partly, ids)
+        for p in (p for p in projections if p.layer == layer):
+            X, W = x[p.module], p.weight(partly)
+            weighted = X * torch.cat(a[p.module]).unsqueeze(1)
+            statistics = Statistics(X.norm(dim=0), weighted.T @ X, drift=(before[p.module] - X).T @ weighted)
+            torch.testing.assert_close(p.weight(done.model), method(W, amount, statistics), rtol=1e-6, atol=1e-9)
+        with torch.no_grad():
+            for p in (p for p in projections if p.layer == layer):
+                p.weight(partly).copy_(p.weight(done.model))
+    assert (done.report.weighted, done.report.correction) == (True, 0.5)
+    assert ", tokens weighted, corrected by 0.5" in done.report.headline()
+    plain = compress(model, ids, **how)
+    assert any(not torch.equal(p.weight(plain.model), p.weight(done.model)) for p in projections if p.layer == 0)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("gptq", "sparsegpt")])
+def test_other_methods_neither_weigh_nor_correct(method: str, llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    amount: dict[str, Any] = {"bits": 4} if METHODS[method].unit == "bits" else {"sparsity": 0.5}
+    for option in ({"weighted": True}, {"correction": 0.5}):
+        with pytest.raises(LyapunovPruneError, match=rf"{method} has no {next(iter(option))}.*sparsegpt, gptq"):
+            compress(llama, ids, method=method, **option, **amount)

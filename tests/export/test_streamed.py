@@ -372,6 +372,15 @@ def test_rows_that_end_within_a_word_are_packed_by_groups(tokenizer: PreTrainedT
     assert identify(lp.load_streamed(tmp_path / "out").model).same_as(identify(load(tmp_path / "out").model))
 
 
+@pytest.mark.parametrize(("option", "told"), [({"weighted": True}, "backward"), ({"correction": 0.5}, "beside")])
+def test_what_needs_the_whole_dense_model_is_refused(option: dict[str, Any], told: str, checkpoint: Path) -> None:
+    model, tokenizer = streamed(checkpoint)
+    ids = torch.randint(97, (2, 20), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(LyapunovPruneError, match=told):
+        compress_on_disk(model, tokenizer, checkpoint.parent / "out", ids, method="gptq", bits=4, **option)
+    assert not (checkpoint.parent / "out").exists()
+
+
 # Two factors.
 
 CHEAP: dict[str, Any] = {"method": "svd", "sparsity": 0.4}

@@ -17,6 +17,7 @@ from lyapunov_prune.cli.options import (
     Allocation,
     BatchSize,
     Bits,
+    Correction,
     Full,
     GroupSize,
     Json,
@@ -34,6 +35,7 @@ from lyapunov_prune.cli.options import (
     Stream,
     Target,
     TextOptions,
+    Weighted,
 )
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
@@ -57,6 +59,8 @@ def compress(
     allocation: Allocation = "uniform",
     pattern: Pattern = None,
     group_size: GroupSize = None,
+    weighted: Weighted = False,
+    correction: Correction = 0.0,
     format: Stored = "plain",
     llm_compressor: LLMCompressor = None,
     llama_cpp: LlamaCpp = None,
@@ -119,7 +123,7 @@ def compress(
         )
     stored = FORMATS.make(format)
     if stream:
-        given.refuse(IN_MEMORY, "max_kl", "llm_compressor", "llama_cpp")
+        given.refuse(IN_MEMORY, "max_kl", "weighted", "correction", "llm_compressor", "llama_cpp")
         require_streamed(schedule)
         require_streamed_format(format, "compress")
     asked = Asked(method, schedule, rank, bits, keep_of, group_size, stored.symmetric)
@@ -140,6 +144,8 @@ def compress(
         "profile": profile,
         "group_size": group_size,
         "symmetric": stored.symmetric,
+        "weighted": weighted,
+        "correction": correction,
     }
     amount: dict[str, Any] = {"sparsity": sparsity, "rank": rank, "bits": bits, "pattern": keep_of}
     if stream:

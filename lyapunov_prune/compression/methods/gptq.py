@@ -3,59 +3,49 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from lyapunov_prune.arguments import Count, Range
-from lyapunov_prune.calibration.gram import damped
 from lyapunov_prune.compression.method import Rounder
-from lyapunov_prune.compression.second_order import inverse_factor, swept
+from lyapunov_prune.compression.second_order import SecondOrder, inverse_factor, swept
 from lyapunov_prune.lazy import torch
-from lyapunov_prune.linalg import lift
 
 if TYPE_CHECKING:
     from lyapunov_prune.calibration.statistics import Statistics
 
 
 @dataclass(frozen=True)
-class GPTQ(Rounder):
+class GPTQ(SecondOrder, Rounder):
     """Round `W` (m × n) to the grids of `rtn`, moving what is not rounded yet to keep `W X`.
 
-    `H = gram + damping · mean(diag) · I` for the Gram matrix `Σ_t x_t x_tᵀ` (n × n, float64) in any scale. Input after
-    input is rounded to the nearest point, and the error moves those to come (`second_order.swept`). With `act_order`
-    inputs of the largest energy `H_jj` come first, while all others can still make up for them. Frantar et al., GPTQ
-    (ICLR 2023, arXiv:2210.17323), Algorithm 1.
+    Input after input is rounded to the nearest point, and the error moves those to come (`second_order.swept`), by the
+    `H` of `SecondOrder` for a Gram matrix in any scale. With `act_order` inputs of the largest energy `H_jj` come
+    first, while all others can still make up for them. Frantar et al., GPTQ (ICLR 2023, arXiv:2210.17323), Algorithm 1.
 
-    All grids are those of the matrix as it was given, before any update ("static groups"), so that the order of the
-    inputs does not change which of them share a grid, and what is stored are the integers and scales of `rtn`. An input
-    that was always zero is rounded to nearest.
+    All grids are those of the matrix as it was given, before any update or correction ("static groups"), so that the
+    order of the inputs does not change which of them share a grid, and what is stored are the integers and scales of
+    `rtn`. An input that was always zero is rounded to nearest.
 
     Float64 throughout, rounded once to the dtype of `W`. Raises LyapunovPruneError for a Gram matrix of another shape,
     without energy or with no inverse, for `bits` outside 2 … 8 and for a group size that does not divide n.
     """
 
     act_order: bool = True
-    block: Count = 128
-    damping: Annotated[float, Range(0)] = 0.01
 
     name = "gptq"
     help = "round one input after the other, the inputs to come make up for it"
     reference = "Frantar et al., ICLR 2023, arXiv:2210.17323, Algorithm 1"
-    needs = "gram"
 
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
-        assert statistics is not None
-        assert statistics.gram is not None
         n = W.shape[1]
-        steps = self.steps(W, int(amount))
-        H = damped(statistics.gram, n, self.damping, W.device)
-        H.diagonal()[lift(statistics.gram).to(W.device).diagonal() == 0] = 1
+        nearest = self.steps(W, int(amount)).of_column()
+        V, H, _ = self.begin(W, statistics)
         order = torch.arange(n, device=W.device)
         if self.act_order:
             order = H.diagonal().argsort(descending=True, stable=True)
         group = (order // (self.group_size or n)).tolist()
 
         def rounded(j: int, V: torch.Tensor) -> torch.Tensor:
-            return steps.of_group(group[j]).nearest(V[:, j : j + 1]).squeeze(1)
+            return nearest(group[j], V[:, j])
 
-        V = swept(lift(W.detach())[:, order], inverse_factor(H[order][:, order]), rounded, self.block)
+        V = swept(V[:, order], inverse_factor(H[order][:, order]), rounded, self.block)
         return V[:, order.argsort()].to(W)

@@ -5,23 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.calibration.gram import damped
 from lyapunov_prune.compression.masks import n_of_m, require_pattern
 from lyapunov_prune.compression.method import Sparsifier
-from lyapunov_prune.compression.second_order import inverse_factor, swept
+from lyapunov_prune.compression.second_order import SecondOrder, inverse_factor, swept
 from lyapunov_prune.lazy import torch
-from lyapunov_prune.linalg import lift, smallest
+from lyapunov_prune.linalg import smallest
 
 if TYPE_CHECKING:
     from lyapunov_prune.calibration.statistics import Statistics
 
 
 @dataclass(frozen=True)
-class SparseGPT(Sparsifier):
+class SparseGPT(SecondOrder, Sparsifier):
     """Zero `round(amount · m · n)` entries of `W` (m × n) and move the others to keep `W X`.
 
-    `H = gram + damping · mean(diag) · I` for the Gram matrix `Σ_t x_t x_tᵀ` (n × n, float64) in any scale. Frantar and
-    Alistarh, SparseGPT (ICML 2023, arXiv:2301.00774), Algorithm 1: with `U` upper triangular and `UᵀU = H⁻¹`,
+    By the `H` of `SecondOrder`, for a Gram matrix (n × n, float64) in any scale. Frantar and Alistarh, SparseGPT (ICML
+    2023, arXiv:2301.00774), Algorithm 1: with `U` upper triangular and `UᵀU = H⁻¹`,
     `U_jj²` is `[(H_{j:,j:})⁻¹]_jj`. For every `block` inputs the entries of smallest `w² / U_jj²` are removed
     among all rows, and for input after input `w_{j:} ← w_{j:} − (w_j / U_jj) U_{j,j:}` in the rows that lose it.
     With `pattern` (keep, of) the `keep` best of every `of` consecutive inputs of a row stay, chosen when the
@@ -34,28 +33,18 @@ class SparseGPT(Sparsifier):
     pattern that does not fit the matrix or has another sparsity.
     """
 
-    block: int = 128
-    damping: float = 0.01
-
     name = "sparsegpt"
     help = "entries become zero, the inputs to come make up for them"
     reference = "Frantar and Alistarh, ICML 2023, arXiv:2301.00774, Algorithm 1"
-    needs = "gram"
 
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
-        assert statistics is not None
-        assert statistics.gram is not None
-        gram, block = statistics.gram, self.block
-        m, n = W.shape
+        block, (m, n) = self.block, W.shape
         if self.pattern is not None:
             require_pattern(self.pattern, n, amount)
             block = max(block - block % self.pattern[1], self.pattern[1])  # a group lies in one block
         elif round(amount * m * n) == 0:
             return W
-        V = lift(W.detach()).clone()
-        H = damped(gram, n, self.damping, V.device)
-        dead = lift(gram).to(V.device).diagonal() == 0
-        H.diagonal()[dead] = 1
+        V, H, dead = self.begin(W, statistics)
         V[:, dead] = 0
         U = inverse_factor(H)
         scale = U.diagonal().square()

@@ -1,0 +1,66 @@
+"""How far an error at the output of a matrix moves the prediction, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.decoding import drawn, draws_of
+from lyapunov_prune.forward.logits import uncached_logits
+from lyapunov_prune.forward.products import watched_products
+from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.linalg import token_energy
+from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.progress import track
+
+
+def token_weights(
+    reading: Reading, projections: Sequence[Projection], batch_size: int = 1
+) -> dict[str, list[torch.Tensor]]:
+    """`‖∂ℓ/∂y_t‖²` at the output `y_t` of every module, scaled to mean 1 over its tokens: (tokens,) float64 a call.
+
+    `ℓ = −Σ_s log p_s(v_s)` over all positions s, with `v_s ~ p_s` drawn from the model's own prediction. So the mean
+    over draws is the trace of the Fisher information at `y_t`, the second derivative of `KL(p‖q)` by an error there.
+    One draw a position (seeded by the window), one forward and one backward of the model; weights are untouched.
+
+    Raises LyapunovPruneError for a streamed model, and for gradients that are zero or not finite.
+    """
+    model = reading.model
+    if reading.decoder.stream is not None:
+        raise LyapunovPruneError("weights of tokens need a backward pass of the whole model; leave out --stream")
+    modules = {p.module: model.get_submodule(p.module) for p in projections}
+    outputs: list[tuple[str, torch.Tensor, bool]] = []
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
+
+    def seen(name: str, x: torch.Tensor, output: torch.Tensor, rows_are_features: bool) -> None:
+        outputs.append((name, output if output.requires_grad else output.requires_grad_(), rows_are_features))
+
+    windows = reading.windows(batch_size)
+    for number, ids in enumerate(track(windows, "weights of tokens")):
+        with torch.enable_grad(), watched_products(modules, seen):
+            loss = _drawn_loss(uncached_logits(model, ids).float(), number * batch_size)
+        gradients = torch.autograd.grad(loss, [y for _, y, _ in outputs], allow_unused=True)
+        for (name, y, rows_are_features), gradient in zip(outputs, gradients, strict=True):
+            g = torch.zeros_like(y) if gradient is None else gradient
+            found[name].append(token_energy(g.transpose(-1, -2) if rows_are_features else g).flatten())
+        outputs.clear()
+    return {name: _normalised(name, calls) for name, calls in found.items() if calls}
+
+
+def _drawn_loss(logits: torch.Tensor, first: int) -> torch.Tensor:
+    """`−Σ log p(v)` over positions, `v` drawn from p; `logits` windows × tokens × vocabulary, of windows `first` on."""
+    count, tokens, _ = logits.shape
+    draws = draws_of(0, range(first, first + count), tokens)
+    labels = [drawn(u.unsqueeze(1))(0, z.detach()).to(z.device) for u, z in zip(draws, logits, strict=True)]
+    return -logits.log_softmax(-1).gather(-1, torch.stack(labels)).sum()
+
+
+def _normalised(name: str, calls: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    mean = float(torch.cat(list(calls)).mean())
+    if not 0 < mean < float("inf"):
+        raise LyapunovPruneError(
+            f"the gradient of the loss at the output of {name} is {mean:g}; tokens cannot be weighted by it"
+        )
+    return [energy / mean for energy in calls]
