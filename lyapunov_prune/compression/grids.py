@@ -33,7 +33,8 @@ class Steps(NamedTuple):
         scale, low, high = (part.T.contiguous().unbind() for part in self)
 
         def nearest(group: int, v: torch.Tensor) -> torch.Tensor:
-            return (v / scale[group]).round_().clamp_(low[group], high[group]).mul_(scale[group])
+            q = (v / scale[group]).round_().clamp_(low[group], high[group]).add_(0.0)  # no −0, as `integers`
+            return q.mul_(scale[group])
 
         return nearest
 
