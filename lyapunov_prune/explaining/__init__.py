@@ -3,6 +3,7 @@
 - `pair`: a dense and a compressed model whose layers are aligned, and what is refused;
 - `decomposition`: the error behind every layer as the sum of what arrived, what the layer added, and what it did to
   what arrived;
+- `sublayers`: the same for attention and MLP;
 - `blame`: KL and loss when one layer alone is compressed, and when all others are;
 - `explanation`: the result; `explain`: both of them measured from the same forwards; `cost`: what that takes, said
   first.

@@ -18,7 +18,7 @@ _POSITIONS = 32  # whose predictions are timed
 
 def forwards(layers: int) -> int:
     """How many forwards `explain` takes of each window at most: where every layer and the embedding differ."""
-    return layers + 7
+    return layers + 8
 
 
 @in_eval_mode

@@ -12,6 +12,41 @@ from lyapunov_prune.linalg import lift
 PARTS = ("inherited", "added", "amplified")
 
 
+class Decomposed:
+    """What follows from the sums of `ErrorSums` over N steps (layers or sublayers), whose names are those of fields."""
+
+    size: np.ndarray
+    error: np.ndarray
+    along: np.ndarray
+    off: np.ndarray
+    rounding: float
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the three parts of every step are what leaves it, up to rounding."""
+        return bool((self.off <= self.rounding).all())
+
+    @property
+    def relative(self) -> np.ndarray:
+        """`‖e_k‖ / ‖h_k‖` at every boundary, (N + 1,)."""
+        return np.sqrt(self.error / self.size)
+
+    @property
+    def parts(self) -> np.ndarray:
+        """What inherited, added and amplified are of `‖e_{k+1}‖ / ‖h_{k+1}‖`, which they add up to: (3, N)."""
+        leaving = np.sqrt(self.error[1:] * self.size[1:])
+        return np.divide(self.along, leaving, out=np.zeros_like(self.along), where=leaving > 0)
+
+    @property
+    def carried(self) -> np.ndarray:
+        """By how much each step makes larger or smaller the relative error that arrives, (N,).
+
+        `r_N = r_0 + Σ_k (added_k + carried_k)` with `r` the `relative` error.
+        """
+        inherited, _, amplified = self.parts
+        return inherited + amplified - self.relative[:-1]
+
+
 class ErrorSums:
     """Sums over tokens that decompose the error of every layer, float64.
 

@@ -15,6 +15,7 @@ from lyapunov_prune.explaining.blame import Blame, predictions
 from lyapunov_prune.explaining.decomposition import ErrorSums, difference
 from lyapunov_prune.explaining.explanation import Explanation, blamed_layers
 from lyapunov_prune.explaining.pair import Side, pair_up
+from lyapunov_prune.explaining.sublayers import SublayerSums
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.forward.scoring import Scorer
@@ -50,7 +51,8 @@ def explain(
 
     Cost: `cost.forwards(L)` forwards of every window, fewer where layers are equal: both models once, every layer of
     `compressed` on both states and of `dense` on the other's, for both blames half a forward a layer, each begun at a
-    kept state, and `dense` once more for the matrices of the layers to blame. Memory: both models, the states of
+    kept state; every MLP of `compressed` on the dense state, and `dense` once more for the matrices of the layers to
+    blame. Memory: both models, the states of
     `batch_size` windows at all boundaries, and a block of logits.
 
     Raises NonFiniteError naming the layer where a state of either model is not finite, and LyapunovPruneError for two
@@ -61,11 +63,12 @@ def explain(
     on, identity = reading.measured_on(), identify(second.reading.model)
     if profile is not None and not profile.measured_on.model.same_as(on.model):
         raise LyapunovPruneError(f"the profile is of {profile.measured_on.model.name}; give one of the dense model")
-    sums, blame = ErrorSums(layers), Blame(layers)
+    sums, inner, blame = ErrorSums(layers), SublayerSums(sides), Blame(layers)
     scorers = [side.reading.scorer for side in sides]
     for ids in track(reading.windows(batch_size), "explaining"):
-        _explain_windows(sides, scorers, ids, sums, blame)
+        _explain_windows(sides, scorers, ids, sums, inner, blame)
     mean = blame.sums / blame.positions
+    rounding = max(_rounding(side, reading.windows(1)[0]) for side in sides)
     return Explanation(
         kept=second.layers,
         size=sums.size,
@@ -74,7 +77,7 @@ def explain(
         along=sums.along,
         passed=sums.passed,
         off=np.sqrt(sums.off / sums.size[1:]),
-        rounding=max(_rounding(side, reading.windows(1)[0]) for side in sides),
+        rounding=rounding,
         kl=float(mean[1, 0]),
         loss=float(mean[1, 1]),
         dense_loss=float(mean[0, 1]),
@@ -87,6 +90,7 @@ def explain(
         compressed=identity,
         measured_on=on,
         matrices=_matrices(sides, blamed_layers(mean[1, 0] - mean[3::2, 0]), batch_size),
+        sublayers=inner.result(rounding),
     )
 
 
@@ -109,20 +113,36 @@ def _place(p: Projection, layer: int) -> tuple[int, str, int | None, int | None]
 
 
 def _explain_windows(
-    sides: tuple[Side, Side], scorers: Sequence[Scorer], ids: torch.Tensor, sums: ErrorSums, blame: Blame
+    sides: tuple[Side, Side],
+    scorers: Sequence[Scorer],
+    ids: torch.Tensor,
+    sums: ErrorSums,
+    inner: SublayerSums,
+    blame: Blame,
 ) -> None:
-    """Add these windows to the sums of both parts."""
+    """Add these windows to all sums."""
     first, second = sides
-    (dense, final), (changed, changed_final) = (side.states(ids) for side in sides)
+    with inner.dense.watched() as between, inner.compressed.watched() as moved:
+        (dense, final), (changed, changed_final) = (side.states(ids) for side in sides)
     changed = [h.to(dense[0].device) for h in changed]
     sums.add_states(dense, changed)
+    inner.add_states(dense, changed, (between, moved))
     finals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (this alone compressed, all but this)
     if not torch.equal(dense[0], changed[0]):
         finals[0] = first.finish(0, ids, changed[0]), second.finish(0, ids, dense[0])
     errors = difference(changed, dense)
     for k in range(first.total):
-        g = second.run(k, ids, dense[k]), second.run(k, ids, changed[k])
+        with inner.compressed.watched() as at_dense:
+            of_dense = second.run(k, ids, dense[k])
+        with inner.compressed.watched() as at_changed:
+            g = of_dense, second.run(k, ids, changed[k])
         sums.add_layer(k, (errors[k], errors[k + 1]), dense[k + 1], g)
+        inner.add_layer(
+            k,
+            ids,
+            ((dense[k], between.get(k), dense[k + 1]), (changed[k], moved.get(k, changed[k]), changed[k + 1])),
+            ((at_dense.get(k, dense[k]), g[0]), (at_changed.get(k, changed[k]), g[1])),
+        )
         if not torch.equal(g[0].to(dense[0].device), dense[k + 1]):
             f = first.run(k, ids, changed[k])
             finals[k + 1] = first.finish(k + 1, ids, g[0]), second.finish(k + 1, ids, f)

@@ -10,7 +10,8 @@ from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.checkers import trajectory_error_le
 from lyapunov_prune.bounds.matrix_errors import MatrixErrors
 from lyapunov_prune.bounds.phases import TwoPhases, relative_phases
-from lyapunov_prune.explaining.decomposition import PARTS
+from lyapunov_prune.explaining.decomposition import PARTS, Decomposed
+from lyapunov_prune.explaining.sublayers import SublayerErrors
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, ROWS, MeasuredOn, ModelIdentity, Result
@@ -20,7 +21,7 @@ _NAMED = 3  # layers that are called to blame
 
 
 @dataclass(frozen=True)
-class Explanation(Result):
+class Explanation(Decomposed, Result):
     """Where the error of `compressed` comes from, layer by layer, in the dense model's numbers (L layers).
 
     With `h_k`, `h'_k` the dense and the compressed state before layer k, `f_k` and `g_k` the dense and the compressed
@@ -36,7 +37,8 @@ class Explanation(Result):
     embedding, every layer, and final norm and head: `kl_only` and `loss_only` where this alone is compressed, `kl_but`
     and `loss_but` where all but this is. `rho` (L,) is that of a profile of the dense model, NaN without one.
     `settings` says which setting of the two configs differs, empty if none. `matrices` are those of the layers to
-    blame (`blamed`), each on its own; None where they cannot be read as numbers or differ in shape.
+    blame (`blamed`), each on its own; None where they cannot be read as numbers or differ in shape. `sublayers`
+    has the parts of attention and MLP; None where no state stands between them, or weights stay packed.
     """
 
     kept: tuple[int, ...]
@@ -59,6 +61,7 @@ class Explanation(Result):
     compressed: ModelIdentity
     measured_on: MeasuredOn  # the dense model
     matrices: MatrixErrors | None = None
+    sublayers: SublayerErrors | None = None
 
     def __post_init__(self) -> None:
         L = self.measured_on.model.num_layers
@@ -75,31 +78,6 @@ class Explanation(Result):
     def differs(self) -> bool:
         """Whether the two models compute anything else on this text."""
         return bool(self.error.any()) or self.kl > 0
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether the three parts of every layer are what leaves it, up to rounding."""
-        return bool((self.off <= self.rounding).all())
-
-    @property
-    def relative(self) -> np.ndarray:
-        """`‖e_k‖ / ‖h_k‖` at every boundary, (L + 1,)."""
-        return np.sqrt(self.error / self.size)
-
-    @property
-    def parts(self) -> np.ndarray:
-        """What inherited, added and amplified are of `‖e_{k+1}‖ / ‖h_{k+1}‖`, which they add up to: (3, L)."""
-        leaving = np.sqrt(self.error[1:] * self.size[1:])
-        return np.divide(self.along, leaving, out=np.zeros_like(self.along), where=leaving > 0)
-
-    @property
-    def carried(self) -> np.ndarray:
-        """By how much each layer makes larger or smaller the relative error that arrives, (L,).
-
-        `r_L = r_0 + Σ_k (added_k + carried_k)` with `r` the `relative` error.
-        """
-        inherited, _, amplified = self.parts
-        return inherited + amplified - self.relative[:-1]
 
     @property
     def growth(self) -> np.ndarray:
@@ -193,7 +171,7 @@ class Explanation(Result):
 
     def parts_of_it(self) -> list[Result]:
         """Further tables, each with its own answer."""
-        return [part for part in (self.matrices,) if part is not None]
+        return [part for part in (self.sublayers, self.matrices) if part is not None]
 
     def _blame(self) -> list[str]:
         order = _most(self.gain)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families.zoo import make_zoo
 from helpers import hooks_of, inputs_of, make_tiny, moe, operated
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,6 +25,7 @@ from lyapunov_prune.explaining import explain as module
 from lyapunov_prune.explaining.cost import forwards
 from lyapunov_prune.explaining.explain import explain
 from lyapunov_prune.explaining.pair import Side
+from lyapunov_prune.explaining.sublayers import SublayerErrors
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
@@ -114,7 +116,89 @@ def test_both_blames_and_the_parts_are_those_of_exchanged_layers(name: str, ids:
     assert all(check.holds for check in found.composition)
     assert found.matrices is not None
     require_own_errors(found.matrices, dense, other, ids, set(found.blamed))
+    assert found.sublayers is not None
+    require_parts(found.sublayers, dense, other, ids)
     assert hooks_of(dense) == hooks_of(other) == 0
+
+
+MIDDLES = {"llama": "post_attention_layernorm", "gpt2": "ln_2", "gemma3_text": "pre_feedforward_layernorm"}
+
+
+@torch.no_grad()
+def require_parts(found: SublayerErrors, dense: PreTrainedModel, other: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Attention and MLP against models in which the other model's module stands in one layer, up to that layer.
+
+    A layer with the dense attention and the compressed MLP has `g_mlp(m)` behind it, one with the compressed attention
+    and the dense MLP the state that the compressed attention makes of `h` between its sublayers.
+    """
+    names = MIDDLES.get(dense.config.model_type, "post_attention_layernorm")
+    (h, m), (h2, m2) = (boundaries(model, ids, names) for model in (dense, other))
+    L = len(m)
+    assert found.kinds == (("attention", "mlp"),) * L
+    for k in range(L):
+        mixed = exchanged(dense, {k: find_structure(other).layers[k]})
+        between = boundaries(mixed, ids, names)[1][k]
+        layer, giver = find_structure(mixed).layers[k], find_structure(dense).layers[k]
+        for name, child in giver.named_children():
+            if "attn" in name or (name in ("input_layernorm", "ln_1", "post_attention_layernorm") and name != names):
+                setattr(layer, name, copy.deepcopy(child))
+        behind = boundaries(mixed, ids, names)[0][k + 1]
+        steps = (
+            (h[k], h2[k], m[k], m2[k], between),
+            (m[k], m2[k], h[k + 1], h2[k + 1], behind),
+        )
+        for i, (before, changed, out, changed_out, exact) in enumerate(steps):
+            e, leaving = changed - before, changed_out - out
+            parts = e, exact - out, changed_out - exact - e
+            size = np.linalg.norm(leaving) * np.linalg.norm(out)
+            wanted = [(x * leaving).sum() / size for x in parts]
+            np.testing.assert_allclose(found.parts[:, 2 * k + i], wanted, **CLOSE)
+    np.testing.assert_allclose(found.parts.sum(0), found.relative[1:], rtol=1e-5)
+    assert found.adds_up
+    assert found.off.max() < 1e-6
+    frame = found.to_frame()
+    assert len(frame) == 2 * L
+    assert str(found).startswith("By sublayer: attention adds")
+
+
+def boundaries(model: PreTrainedModel, ids: torch.Tensor, norm: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The states at every boundary, and those that enter the norm before the MLP."""
+    middles: list[np.ndarray] = []
+    hooks = [
+        getattr(layer, norm).register_forward_pre_hook(lambda m, args: middles.append(args[0].double().numpy().copy()))
+        for layer in find_structure(model).layers
+    ]
+    states = run(model, ids)[0]
+    for hook in hooks:
+        hook.remove()
+    return states, middles
+
+
+def test_branches_side_by_side_have_no_parts_of_their_own(ids: torch.Tensor) -> None:
+    dense = make_zoo("gptj")
+    found = explain(dense, perturbed(dense), ids)
+    assert found.sublayers is None
+    assert found.adds_up
+
+
+def test_what_a_removed_layer_did_is_told_by_sublayer(ids: torch.Tensor) -> None:
+    dense = tiny("llama")
+    found = explain(dense, operated(dense, [2]), ids, kept=(0, 1, 3, 4, 5)).sublayers
+    assert found is not None
+    h, m = boundaries(dense, ids, "post_attention_layernorm")
+    np.testing.assert_allclose(
+        found.energy[1, 4:6], [np.square(m[2] - h[2]).sum(), np.square(h[3] - m[2]).sum()], **CLOSE
+    )
+    assert not found.energy[1, :4].any()
+
+
+def test_a_stream_that_is_scaled_comes_apart(ids: torch.Tensor) -> None:
+    dense = make_zoo("granite").double()
+    for layer in find_structure(dense).layers:
+        layer.residual_multiplier = 0.3
+    found = explain(dense, perturbed(dense), ids).sublayers
+    assert found is not None
+    assert found.off.max() < 1e-6
 
 
 def require_own_errors(

@@ -60,7 +60,7 @@ def explain(
     show(result, as_json, written, full=full)
     for part in () if as_json else result.parts_of_it():
         show(part, as_json, None, full=full)
-    if not result.adds_up:
+    if not (result.adds_up and (result.sublayers is None or result.sublayers.adds_up)):
         raise CheckFailed(f"the parts of the error do not add up; see {written}")
     if result.matrices is not None and result.matrices.violations:
         raise CheckFailed(f"{len(result.matrices.violations)} bounds are violated; see {written}")

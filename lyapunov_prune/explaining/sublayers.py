@@ -1,0 +1,208 @@
+"""Which of attention and MLP adds the error of a layer, and which amplifies it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.explaining.decomposition import PARTS, Decomposed, ErrorSums, difference
+from lyapunov_prune.explaining.pair import Side
+from lyapunov_prune.forward.branches import Branch
+from lyapunov_prune.forward.hooks import hidden_of, layer_input, with_hidden
+from lyapunov_prune.forward.sublayers import Sublayers, find_sublayers
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.result import Result
+
+_ROWS = 8
+_SAME = 1e-2  # how far the stream between the sublayers may be from the sum of its parts, on a few tokens
+
+
+@dataclass(frozen=True)
+class SublayerErrors(Decomposed, Result):
+    """The error behind each attention and each MLP as inherited + added + amplified, L layers, 2 L steps in order.
+
+    `kinds` names both sublayers of a layer in the order in which they run, empty where no state stands between them
+    (side by side, or norms behind the sum). The arrays are those of `ErrorSums` for steps in the place of layers, with
+    the state between the sublayers as a boundary of its own: the compressed attention runs on the dense state that
+    enters the layer, the compressed MLP on the dense state between them.
+    """
+
+    kinds: tuple[tuple[str, ...], ...]
+    size: np.ndarray
+    error: np.ndarray
+    energy: np.ndarray
+    along: np.ndarray
+    off: np.ndarray
+    rounding: float
+
+    def __post_init__(self) -> None:
+        steps = 2 * len(self.kinds)
+        for name, shape in (("size", (steps + 1,)), ("error", (steps + 1,)), ("energy", (3, steps)), ("off", (steps,))):
+            require_array(f"errors of sublayers, {name}", getattr(self, name), shape)
+        require_array("errors of sublayers, along", self.along, (3, steps), least=-np.inf)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per sublayer of the layers that have two."""
+        rows = [(layer, kind, 2 * layer + i) for layer, pair in enumerate(self.kinds) for i, kind in enumerate(pair)]
+        steps = [step for *_, step in rows]
+        parts = dict(zip(PARTS, self.parts[:, steps], strict=True))
+        frame = pd.DataFrame({"layer": [row[0] for row in rows], "sublayer": [row[1] for row in rows], **parts})
+        return frame.assign(error=self.relative[1:][steps])
+
+    def brief(self) -> pd.DataFrame:
+        """The sublayers that add most, first."""
+        return self.to_frame().sort_values("added", ascending=False, kind="stable").head(_ROWS)
+
+    def answer(self) -> list[str]:
+        names = {kind for pair in self.kinds for kind in pair}
+        told = []
+        for name in sorted(names):
+            steps = [2 * k + pair.index(name) for k, pair in enumerate(self.kinds) if name in pair]
+            carried = float(self.carried[steps].sum())
+            way = f"makes {carried:.3g} by amplifying" if carried > 0 else f"takes {-carried:.3g} by damping"
+            told.append(f"{name} adds {self.parts[1, steps].sum():.3g} of the relative error and {way}")
+        worst = int(np.argmax(self.off))
+        sums = (
+            "the parts of every sublayer add up"
+            if self.adds_up
+            else f"THE PARTS OF THE SUBLAYERS OF LAYER {worst // 2} DO NOT ADD UP, by {self.off[worst]:.2g}"
+        )
+        return [f"By sublayer: {'; '.join(told)}; {sums}."]
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How one layer comes apart: the stream between is `h + scale · (what leaves first)`, and enters `entry`."""
+
+    kinds: tuple[str, ...]
+    first: Branch
+    entry: nn.Module
+    scale: float
+
+
+class Middles:
+    """The state between the two sublayers of the layers of one model, numbered as in the dense one."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        try:
+            found = find_sublayers(side.reading.decoder, range(len(side.layers)))
+        except LyapunovPruneError:  # weights that stay packed, for one
+            found = {}
+        splits = {side.layers[own]: split for own, pair in found.items() if (split := _split(pair)) is not None}
+        entries = [split.entry for split in splits.values()]
+        self.splits = splits if len(set(entries)) == len(entries) else {}  # layers that share modules
+
+    @contextmanager
+    def watched(self) -> Iterator[dict[int, torch.Tensor]]:
+        """The states between the sublayers of the layers that run inside the block, by layer."""
+        seen: dict[int, torch.Tensor] = {}
+
+        def note(layer: int) -> Any:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                seen[layer] = layer_input(args, kwargs).clone()
+
+            return hook
+
+        with hooked(before=[(split.entry, note(layer)) for layer, split in self.splits.items()]):
+            yield seen
+
+    def finish(
+        self, layer: int, ids: torch.Tensor, hidden: torch.Tensor, middle: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What leaves `layer` when `middle` stands between its sublayers, and what did stand there; `hidden` enters it.
+
+        The output of the first sublayer is exchanged for the one that makes the stream `middle`, up to rounding.
+        """
+        split = self.splits[layer]
+        wanted = (middle.double() - hidden.to(middle.device).double()) / split.scale
+
+        def exchange(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            before = hidden_of(output)
+            return with_hidden(output, wanted.to(before).view_as(before))
+
+        with self.watched() as seen, hooked(after=[(split.first.exit, exchange)]):
+            return self.side.run(layer, ids, hidden), seen.get(layer, hidden)
+
+
+def _split(found: Sublayers) -> _Split | None:
+    """None unless the layer has two branches one after the other and adds the first to the stream."""
+    if found.parallel or len(found.branches) != 2:
+        return None
+    first, second = found.branches.values()
+    added, step = first(first.x).double(), second.x.double() - first.x.double()
+    scale = float((step * added).sum() / added.square().sum())
+    if not (step - scale * added).norm() <= _SAME * step.norm():
+        return None
+    return _Split(tuple(found.branches), first, second.entry, 1.0 if abs(scale - 1) < _SAME else scale)
+
+
+class SublayerSums:
+    """Sums of `SublayerErrors` over windows."""
+
+    def __init__(self, sides: tuple[Side, Side]) -> None:
+        self.dense, self.compressed = (Middles(side) for side in sides)
+        there = self.compressed.side.layers
+        ours, theirs = self.dense.splits, self.compressed.splits
+        self.kinds = tuple(
+            ours[k].kinds
+            if k in ours and (k not in there or (k in theirs and theirs[k].kinds == ours[k].kinds))
+            else ()
+            for k in range(self.dense.side.total)
+        )
+        self.sums = ErrorSums(2 * len(self.kinds))
+
+    def add_states(
+        self,
+        dense: Sequence[torch.Tensor],
+        changed: Sequence[torch.Tensor],
+        between: tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]],
+    ) -> None:
+        """The states of whole forwards at the boundaries of layers and, `between` them, of sublayers."""
+        ours, theirs = (
+            [state for k, h in enumerate(states[:-1]) for state in (h, middles.get(k, h))] + [states[-1]]
+            for states, middles in zip((dense, changed), between, strict=True)
+        )
+        self.sums.add_states(ours, [h.to(ours[0].device) for h in theirs])
+
+    def add_layer(
+        self,
+        layer: int,
+        ids: torch.Tensor,
+        whole: tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, ...]],
+        alone: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]],
+    ) -> None:
+        """`whole` holds the states of both models before, between and behind the sublayers; `alone` those between and
+        behind when the compressed layer runs on the dense and on the compressed state."""
+        (h, middle, out), changed = whole
+        if not self.kinds[layer] or middle is None:
+            return
+        (between, behind), (moved, moved_out) = alone
+        reached = middle
+        if layer not in self.compressed.side.layers:
+            finished = middle  # a layer that is gone hands on what it is given
+        elif torch.equal(behind.to(out.device), out):
+            finished = out
+        else:
+            finished, reached = self.compressed.finish(layer, ids, h, middle)
+        errors = difference(changed, (h, middle, out))
+        self.sums.add_layer(2 * layer, (errors[0], errors[1]), middle, (between, moved))
+        self.sums.add_layer(2 * layer + 1, (errors[1], errors[2]), out, (finished, moved_out))
+        self.sums.off[2 * layer] += float(difference([reached], [middle])[0].square().sum())
+
+    def result(self, rounding: float) -> SublayerErrors | None:
+        """None where no layer comes apart."""
+        if not any(self.kinds):
+            return None
+        s = self.sums
+        off = np.sqrt(s.off / s.size[1:])
+        return SublayerErrors(self.kinds, s.size, s.error, s.energy, s.along, off, rounding)
