@@ -67,7 +67,7 @@ def module_of(experiment: str) -> str:
 
 
 def _of_format(entry: type[Format]) -> tuple[str, str, str]:
-    wrote = {"prune": entry.card is not None, "compress": bool(entry.units)}
+    wrote = {"prune": entry.card is not None, "compress": bool(entry.units), "export": entry.exports}
     return entry.readers, *(
         ", ".join(f"`{command}`" for command in commands) or "-"
         for commands in ([c for c, done in wrote.items() if done], entry.streamed)

@@ -116,17 +116,18 @@ def _wrong_keys(info: Mapping[str, Any]) -> str:
     return ""
 
 
-def changed_setting(layers: nn.ModuleList, again: nn.ModuleList) -> str:
+def changed_setting(layers: nn.ModuleList, again: nn.ModuleList, within: float = 1e-12) -> str:
     """The first plain attribute of one of `layers` that is another `again`, after reloading, or an empty string.
 
-    Catches what short inputs cannot: a layer that comes back with another window, scale or kind.
+    Floats may differ by the share `within`. Catches what short inputs cannot: a layer that comes back with another
+    window, scale or kind.
     """
     for index, (a, b) in enumerate(zip(layers, again, strict=True)):
         for (name, before), (_, after) in zip(a.named_modules(), b.named_modules(), strict=True):
             settings = _settings(after)
             for key, value in _settings(before).items():
                 other = settings.get(key)
-                if other != value and not (isinstance(value, float) and _close(value, other)):
+                if other != value and not (isinstance(value, float) and _close(value, other, within)):
                     return f"layer {index} came back with {name + '.' if name else ''}{key} = {other!r}, not {value!r}"
             for key in POSITION_ATTRIBUTES:
                 if getattr(before, key, None) != getattr(after, key, None):
@@ -144,8 +145,8 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _close(a: float, b: Any) -> bool:
-    return isinstance(b, float) and abs(a - b) <= 1e-12 * abs(a)
+def _close(a: float, b: Any, within: float) -> bool:
+    return isinstance(b, float) and abs(a - b) <= within * abs(a)
 
 
 def _share_rounded_tables(pruned: PreTrainedModel, reloaded: PreTrainedModel) -> None:

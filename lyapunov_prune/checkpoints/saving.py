@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import as_text, write_card
 from lyapunov_prune.checkpoints.elsewhere import elsewhere_check
-from lyapunov_prune.checkpoints.reloading import reload_check
+from lyapunov_prune.checkpoints.reloading import GateCheck, reload_check
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact
@@ -25,7 +25,7 @@ from lyapunov_prune.results.result import Result
 
 
 @takes_model
-def save(model: Plain, tokenizer: PreTrainedTokenizerBase, target: str | Path) -> None:
+def save(model: Plain, tokenizer: PreTrainedTokenizerBase | None, target: str | Path) -> GateCheck:
     """Write `model`, changed in memory, to the folder `target`, as the commands do: with tokenizer, history and card.
 
     The folder loads with plain transformers. Raises LyapunovPruneError for a model that cannot be written whole (one
@@ -37,21 +37,21 @@ def save(model: Plain, tokenizer: PreTrainedTokenizerBase, target: str | Path) -
     about = [f"Made by: {', '.join(step.kind for step in steps)}." if steps else "Written as it was in memory."]
     if saw:
         about += ["", "The steps saw:", "", *(f"- {line}" for line in saw)]
-    write_model(model.model, tokenizer, target, {}, f"{name}, changed", "\n".join(about))
+    return write_model(model.model, tokenizer, target, {}, f"{name}, changed", "\n".join(about))
 
 
 def write_model(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     target: str | Path,
     results: Mapping[str, Result],
     title: str,
     about: str,
     remedy: str = RETRY,
-) -> None:
+) -> GateCheck:
     """Save model, tokenizer, `results` by file name, history and a model card to the folder `target`.
 
-    `title` is text, `about` is Markdown, in which names went through `as_text`.
+    `title` is text, `about` is Markdown, in which names went through `as_text`. Returns how it reloaded.
 
     Raises CheckFailed when transformers, for a compact model also without this package, would load another model from
     the files, and LyapunovPruneError when the target is not empty or the disk refuses, where it ends in `remedy`;
@@ -72,3 +72,4 @@ def write_model(
         for name, result in results.items():
             result.save(folder / name)
         write_card(folder, title, about, model)
+    return check

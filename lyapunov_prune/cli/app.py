@@ -15,6 +15,7 @@ from lyapunov_prune.cli.commands.cache import cache
 from lyapunov_prune.cli.commands.compress import compress
 from lyapunov_prune.cli.commands.evaluate import evaluate
 from lyapunov_prune.cli.commands.explain import explain
+from lyapunov_prune.cli.commands.export import export
 from lyapunov_prune.cli.commands.heal import heal
 from lyapunov_prune.cli.commands.joint import joint
 from lyapunov_prune.cli.commands.measure import check, profile, rank, sensitivity
@@ -41,6 +42,7 @@ EXAMPLES = {
     "compress": "compress smollm2-135m --method wanda --sparsity 0.5 -o sparse",
     "heal": "heal smaller --minutes 10 -o healed",
     "joint": "joint smollm2-135m --remove 6 -o without",
+    "export": "export smaller -o smaller.gguf --quantize q8_0",
     "eval": "eval smaller --against smollm2-135m --speed",
     "check": "check smollm2-135m sparse",
     "explain": "explain smollm2-135m smaller",
@@ -107,6 +109,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compress": compress,
     "heal": heal,
     "joint": joint,
+    "export": export,
     "eval": evaluate,
     "check": check,
     "explain": explain,

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     Method = str
     Reduction = str
     Stored = str
+    Written = str
 else:  # a type checker cannot read a registry
     Criterion = Literal[tuple(CRITERIA)]
     Format = Literal[tuple(formats_of("prune"))]
     Method = Literal[tuple(METHODS)]
     Reduction = Literal[tuple(REDUCTIONS)]
     Stored = Literal[tuple(formats_of("compress"))]
+    Written = Literal[tuple(formats_of("export"))]

@@ -55,6 +55,14 @@ def load_inputs(
     return loaded, text.load(loaded, split)
 
 
+def format_for(output: Path, format: str, given: Given) -> str:
+    """The format to write: an output that ends in .gguf means gguf, and refuses any other."""
+    if output.suffix != ".gguf" or format == "gguf":
+        return format
+    given.refuse(f"does not go with {output}, which is a GGUF file; leave it out", "format")
+    return "gguf"
+
+
 def load_judge(judge: str | None, loaded: Decoder, batch: TokenBatch, text: TextOptions, share: int = 2) -> TokenBatch:
     """The text that judges beside `batch`: if none is named what the model writes, or the built-in one beside that.
 

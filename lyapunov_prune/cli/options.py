@@ -360,6 +360,14 @@ LlamaCpp = Annotated[
 ]
 
 Output = Annotated[Path | None, output_option("--output", "-o", help="Folder for results; runs/MODEL if not given.")]
+Written = Annotated[
+    choices.Written,
+    output_option("--format", help=one_of(formats_of("export"), "What is written.")),
+]
+Quantize = Annotated[
+    str | None,
+    output_option(help="Of a .gguf file: f32, f16 (if not given), bf16, q8_0, q5_1, q5_0, q4_1 or q4_0."),
+]
 Target = Annotated[Path, output_option("--output", "-o", help="Folder of the checkpoint; must be empty.")]
 Resume = Annotated[bool, output_option("--resume", help="Keep what an interrupted run has done.")]
 Json = Annotated[bool, output_option("--json", help="Print one JSON document on stdout, and nothing else.")]

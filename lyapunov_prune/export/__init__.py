@@ -4,6 +4,7 @@
 - `pruned`: a plan carried out, proven and written; `copied`: layers removed file by file, without loading the model,
   with `disk_gate`;
 - `gguf`: layers removed from a GGUF file into another, which `llama_cpp` holds against the model;
+  `gguf_whole`: a model in memory as one; `exported`: what that says;
 - `streamed`: a compressed model larger than memory, a layer read, compressed and written at a time;
 - `compact`: attentions gone and feed-forward blocks merged, in a format of its own, with `compact_gate`;
   `compact_checkpoint`: such a cut that no plan tells, written;

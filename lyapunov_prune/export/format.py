@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.compression.compress import Compressed
     from lyapunov_prune.compression.report import CompressionReport
     from lyapunov_prune.data.examples import Examples
+    from lyapunov_prune.export.exported import Exported
     from lyapunov_prune.mending.report import MendReport
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.gate import GateReport
@@ -46,7 +47,7 @@ class Format(Choice):
     `readers` says who can load it. `units` are those of the methods whose results `compress` can write in it. `card` is
     what the model card of a plan says of it, None for a format that `prune` does not write. `streamed` names the
     commands that write it without the model in memory. `mends`: it holds layers that maps were folded into.
-    `keeps_dense`: `write` needs the model that was compressed, beside the result.
+    `keeps_dense`: `write` needs the model that was compressed, beside the result. `exports`: it holds a model as it is.
     """
 
     readers: ClassVar[str]
@@ -56,12 +57,17 @@ class Format(Choice):
     mends: ClassVar[bool] = False
     symmetric: ClassVar[bool] = False  # rounding takes grids around 0: zero points do not load packed
     keeps_dense: ClassVar[bool] = False
+    exports: ClassVar[bool] = False
 
-    def require_names(self, source: str, target: Path) -> None:
-        """Raise LyapunovPruneError unless what the model `source` is pruned to can be written to `target`."""
+    def require_target(self, target: Path) -> None:
+        """Raise LyapunovPruneError unless the format can be written to `target`."""
         from lyapunov_prune.results.files import require_empty
 
         require_empty(target)
+
+    def require_names(self, source: str, target: Path) -> None:
+        """Raise LyapunovPruneError unless what the model `source` is pruned to can be written to `target`."""
+        self.require_target(target)
 
     def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
         """Raise LyapunovPruneError for a plan that the format cannot hold, before anything is fitted."""
@@ -112,6 +118,8 @@ class Format(Choice):
         """Raise LyapunovPruneError for a compression whose result the format cannot hold, before a model is loaded."""
         from lyapunov_prune.compression.table import METHODS
 
+        if not self.units:
+            raise LyapunovPruneError(f"--format {self.name} is not for {asked.method}; write plain, and export that")
         if METHODS[asked.method].unit not in self.units:
             methods = ", ".join(name for name, known in METHODS.items() if known.unit in self.units)
             raise LyapunovPruneError(f"--format {self.name} does not hold what {asked.method} leaves; give {methods}")
@@ -133,5 +141,13 @@ class Format(Choice):
         `dense` is the model that was compressed where the format `keeps_dense`. Raises CheckFailed when the files would
         load as another model, and LyapunovPruneError when the target is not empty or the disk refuses; either way
         nothing is left there.
+        """
+        raise NotImplementedError
+
+    def export(self, decoder: Decoder, target: Path) -> Exported:
+        """Write the model of `decoder`, as it is, and its tokenizer to `target`, whole or not at all.
+
+        Raises LyapunovPruneError for a model that the format cannot hold, and CheckFailed when what was written is
+        another model.
         """
         raise NotImplementedError

@@ -19,8 +19,9 @@ FORMATS = Registry[Format](
 
 
 def formats_of(command: str) -> dict[str, type[Format]]:
-    """The formats that `prune` or `compress` writes."""
-    return {name: known for name, known in FORMATS.items() if (known.card if command == "prune" else known.units)}
+    """The formats that `prune`, `compress` or `export` writes."""
+    says = {"prune": "card", "compress": "units", "export": "exports"}[command]
+    return {name: known for name, known in FORMATS.items() if getattr(known, says)}
 
 
 def require_streamed_format(name: str, command: str) -> None:

@@ -6,7 +6,8 @@
   tokenizer must be before transformers reads them; `cache`: what GGUF files were dequantised to; `packed`: which packed
   integers are unpacked on loading; `quantised`: those that stay packed, and what may be asked of them;
 - `gguf_header`, `gguf_layers`: what a GGUF file says, and what of it speaks of single layers; `gguf_copy`,
-  `gguf_tensors`: such a file written, of the bytes of another and of tensors that changed;
+  `gguf_tensors`: such a file written, of the bytes of another and of tensors in memory; `gguf_metadata`,
+  `gguf_vocabulary`: what its header says of a model and of a tokenizer;
 - `device`: the CPU or a GPU, and the memory there; `dispatched`: several of them, and the disk; `launched`: several
   processes; `kernels`: by which attention and experts are computed;
 - `digest`, `settings`: what tells a model's weights and its forward from others; `tokenizers`: what tells two that read

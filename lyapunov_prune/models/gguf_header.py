@@ -21,7 +21,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 
 MAGIC, VERSION = b"GGUF", 3
 _VERSIONS = (2, 3)
-STRING, ARRAY, UINT32 = 8, 9, 4
+STRING, ARRAY, UINT32, INT32, FLOAT32, BOOL = 8, 9, 4, 5, 6, 7
 # The codes of `struct` by GGUF's numbers of types.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")

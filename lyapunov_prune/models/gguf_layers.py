@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.gguf_header import Header, Value, number
@@ -87,25 +88,39 @@ def values_without(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
         else:
             values[key] = value.picked(kept)
     values[f"{name}.block_count"] = number(len(kept))
-    return values | _period_of(header, engine, kept)
+    return values | _period_of(header, kept)
 
 
-def _period_of(header: Header, engine: _Engine, kept: tuple[int, ...]) -> dict[str, Value]:
-    """The period that says of the layers `kept` what they were, where it is another than that of `header`."""
-    key = f"{header.architecture}.{_PATTERN}"
-    told, full = header.read(key), full_attention(header)
-    if full is None or isinstance(told, list):
-        return {}
-    wanted = tuple(full[layer] for layer in kept)
-    now = told if told is not None else engine.period
+def scaled_depth(architecture: str) -> int | None:
+    """The number of layers at which llama.cpp scales the attention of `architecture` by the width of the model."""
+    engine = _ENGINE.get(architecture)
+    return None if engine is None else engine.scaled
+
+
+def period_values(architecture: str, full: tuple[bool, ...], told: Any = None) -> dict[str, Value]:
+    """The key that says which layers see all tokens (`full`), where the header says another period, or none (`told`).
+
+    It goes by its name below the architecture's. Raises LyapunovPruneError where no period fits.
+    """
+    now = _ENGINE[architecture].period if told is None else told
     assert now is not None
-    for period in (now, *range(len(kept) + 1)):
-        if _repeated(period, len(kept)) == wanted:
-            return {} if period == now else {key: number(period)}
+    for period in (now, *range(len(full) + 1)):
+        if _repeated(period, len(full)) == full:
+            return {} if period == now else {_PATTERN: number(period)}
     raise LyapunovPruneError(
-        f"llama.cpp reads one period for the windows of {header.architecture}, and no period fits the layers that "
+        f"llama.cpp reads one period for the windows of {architecture}, and no period fits the layers that "
         "stay; give --keep-period, or --layers at equal distances"
     )
+
+
+def _period_of(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
+    """The period that says of the layers `kept` what they were, where it is another than that of `header`."""
+    name = header.architecture
+    told, full = header.read(f"{name}.{_PATTERN}"), full_attention(header)
+    if full is None or isinstance(told, list):
+        return {}
+    found = period_values(name, tuple(full[layer] for layer in kept), told)
+    return {f"{name}.{key}": value for key, value in found.items()}
 
 
 def _repeated(period: int, layers: int) -> tuple[bool, ...]:

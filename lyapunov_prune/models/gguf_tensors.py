@@ -6,21 +6,26 @@ transformers' reader undoes it. Here its reader is tried on the numbers 0, 1, 2,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.gguf_copy import Anew
+from lyapunov_prune.models.gguf_copy import Anew, Piece
 from lyapunov_prune.models.gguf_header import Tensor
+from lyapunov_prune.models.gguf_metadata import GGUFFamily, rope_tensors
 
 _ROUNDEST = gguf.GGMLQuantizationType.F16  # for a quantisation that the gguf package reads and does not write
+
+
+_MOVES = (0.01, 0.5)  # no rounding moves a tensor by more of its norm: to 16 bits or more, and to fewer
 
 
 @dataclass(frozen=True)
@@ -74,3 +79,72 @@ def _quantised(values: np.ndarray, kind: int) -> tuple[gguf.GGMLQuantizationType
         return known, gguf.quants.quantize(values, known)
     except (NotImplementedError, ValueError, gguf.quants.QuantError):
         return _ROUNDEST, gguf.quants.quantize(values, _ROUNDEST)
+
+
+def stored_tensors(model: PreTrainedModel, family: GGUFFamily, quantisation: str) -> Iterator[tuple[Piece, float]]:
+    """The tensors of a GGUF file of the whole `model`, each with how far it is off in `model` from now on.
+
+    Matrices are rounded to `quantisation`, in `model` too; of fewer than 8 bits the embeddings to Q8_0, as llama.cpp
+    has it. Vectors stay float32, and matrices whose rows are no whole blocks become float16. How far is ‖after −
+    before‖ / ‖stored‖, in Frobenius norms, over what such rounding moves at the most (`_MOVES`): at most 1.
+    Raises LyapunovPruneError for a tensor that llama.cpp's map of names lacks.
+    """
+    config = model.config
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    held: set[int] = set()
+    for own, tensor in model.state_dict().items():
+        if tensor.data_ptr() in held:  # tied: llama.cpp takes the embeddings where there is no output matrix
+            continue
+        held.add(tensor.data_ptr())
+        name = names.get_name(own, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise LyapunovPruneError(f"llama.cpp has no tensor for {own} in {family.architecture}; write it plain")
+        values = _to_file(name, tensor.detach().float().cpu(), config, family)
+        kind, data = _quantised(values.numpy(), _kind_of(name, values, quantisation))
+        again = torch.from_numpy(gguf.quants.dequantize(data, kind).reshape(values.shape).astype(np.float32))
+        before = tensor.detach().float().clone()
+        tensor.copy_(_from_file(name, again, config, family))
+        moved = float((tensor.float() - before).norm() / values.norm().clamp_min(1e-30).to(tensor.device))
+        yield _piece(name, values, kind, data), moved / _MOVES[_bits(kind) < 16]
+    for name, values in rope_tensors(config).items():
+        yield _piece(name, values, gguf.GGMLQuantizationType.F32, values.numpy()), 0.0
+
+
+def _piece(name: str, values: torch.Tensor, kind: gguf.GGMLQuantizationType, data: np.ndarray) -> Piece:
+    dims = tuple(reversed(values.shape))
+    return Piece(name, Tensor(name, dims, int(kind), Path(), 0, data.nbytes), Anew(int(kind), data.tobytes()))
+
+
+def _kind_of(name: str, values: torch.Tensor, quantisation: str) -> int:
+    if values.ndim == 1:
+        return int(gguf.GGMLQuantizationType.F32)
+    kind = gguf.GGMLQuantizationType[quantisation.upper()]
+    outer = name in ("token_embd.weight", "output.weight") and _bits(kind) < 8
+    return int(gguf.GGMLQuantizationType.Q8_0 if outer else kind)
+
+
+def _bits(kind: gguf.GGMLQuantizationType) -> float:
+    items, size = gguf.GGML_QUANT_SIZES[kind]
+    return 8 * size / items
+
+
+def _to_file(name: str, values: torch.Tensor, config: PretrainedConfig, family: GGUFFamily) -> torch.Tensor:
+    """Numbers of the model as llama.cpp holds them: rotary halves become pairs, and norms gain one."""
+    if family.shifted and name.endswith("norm.weight"):
+        return values + 1
+    return _turned(name, values, config, (2, -1)) if family.permuted else values
+
+
+def _from_file(name: str, values: torch.Tensor, config: PretrainedConfig, family: GGUFFamily) -> torch.Tensor:
+    if family.shifted and name.endswith("norm.weight"):
+        return values - 1
+    return _turned(name, values, config, (-1, 2)) if family.permuted else values
+
+
+def _turned(name: str, values: torch.Tensor, config: PretrainedConfig, split: tuple[int, int]) -> torch.Tensor:
+    heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads}
+    for part, count in heads.items():
+        if part in name:
+            return values.reshape(count, *split, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+    return values

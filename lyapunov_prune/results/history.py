@@ -6,7 +6,8 @@ scored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ _NOTE = "_lyapunov_prune_history"  # a plain attribute of the model: a deep copy
 
 @dataclass(frozen=True)
 class Step:
-    """One change of a model: `prune`, `compress` or `heal` of the model `source`, with the texts that it `saw`."""
+    """`prune`, `compress`, `heal` or `export` of the model `source`, with the texts that it `saw`."""
 
     kind: str
     source: str
@@ -68,6 +69,17 @@ def history_of(model: PreTrainedModel) -> History:
 def add_step(model: PreTrainedModel, kind: str, saw: Iterable[MeasuredOn], *sources: PreTrainedModel) -> None:
     """Let `model` carry `history_with` of the models it was made from."""
     keep_history(model, history_with(kind, saw, *sources))
+
+
+@contextmanager
+def one_more_step(model: PreTrainedModel, kind: str) -> Iterator[None]:
+    """Inside the block `model` carries this step, for what is written of it as it is."""
+    before = history_of(model)
+    add_step(model, kind, (), model)
+    try:
+        yield
+    finally:
+        keep_history(model, before)
 
 
 def history_with(kind: str, saw: Iterable[MeasuredOn], *sources: PreTrainedModel) -> History:

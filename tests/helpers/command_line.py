@@ -51,6 +51,7 @@ WRITERS = [
     ["compress", "tiny", "--method", "svd", "--sparsity", "0.5", "--format", "compact"],
     ["compress", "tiny", "--method", "rtn", "--bits", "4", "--format", "compressed-tensors"],
     ["heal", "tiny", "--teacher", "tiny", "--steps", "1", *TEXT],
+    ["export", "tiny"],
 ]
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.cli.inputs import (
     chosen_allocation,
+    format_for,
     jobs_folder,
     load_inputs,
     profile_for,
@@ -121,6 +122,7 @@ def compress(
             TextOptions,
             also="batch_size",
         )
+    format = format_for(output, format, given)
     stored = FORMATS.make(format)
     if stream:
         given.refuse(IN_MEMORY, "max_kl", "weighted", "correction", "llm_compressor", "llama_cpp")

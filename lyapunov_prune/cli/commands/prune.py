@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lyapunov_prune.cli.inputs import (
+    format_for,
     load_examples,
     load_inputs,
     load_judge,
@@ -112,9 +113,7 @@ def prune(
         require_ranks(by.goes_by, by.what, remove=remove, periods=keep_period)
     if (by.what == "activation") != (reduction is not None):
         raise LyapunovPruneError("--what activation and --reduction go together; give both or neither")
-    if output.suffix == ".gguf" and format != "gguf":
-        given.refuse(f"does not go with {output}, which is a GGUF file; leave it out", "format")
-        format = "gguf"
+    format = format_for(output, format, given)
     stored = FORMATS.make(format)
     if by.what != "layers" and stored.card is not None and not stored.card.parts:
         raise LyapunovPruneError(f"--format {format} holds whole layers; leave out --what, or give another format")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lyapunov_prune.data.examples import Examples
+    from lyapunov_prune.export.exported import Exported
     from lyapunov_prune.mending.report import MendReport
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.operation import Operation
@@ -22,21 +23,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GGUF(Plain):
-    """Kept tensors are the bytes of the original's, in whatever quantisation; what mending changed is rounded anew."""
+    """Of a pruned .gguf file kept tensors are the bytes of the original's, in whatever quantisation; what mending
+    changed is rounded anew. `quantize` is of a model that is exported: what its matrices are rounded to."""
 
     name = "gguf"
-    help = "MODEL's .gguf file without the layers, copied byte for byte"
+    help = "a .gguf file; of a pruned one what stays is copied byte for byte"
     reference = "GGUF, llama.cpp"
     readers = "llama.cpp and what is built on it, this package"
     units: ClassVar[tuple[str, ...]] = ()
     card = Stored("gguf", {}, engines=True)
     streamed: ClassVar[tuple[str, ...]] = ("prune",)
+    quantize: str = "f16"
+
+    def require_target(self, target: Path) -> None:
+        from lyapunov_prune.export.gguf import require_file
+        from lyapunov_prune.export.gguf_whole import require_quantisation
+
+        require_quantisation(self.quantize)
+        require_file(target)
 
     def require_names(self, source: str, target: Path) -> None:
-        from lyapunov_prune.export.gguf import require_file, source_file
+        from lyapunov_prune.export.gguf import source_file
 
         source_file(source)
-        require_file(target)
+        self.require_target(target)
 
     def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
         from lyapunov_prune.export.gguf import require_gguf
@@ -58,3 +68,8 @@ class GGUF(Plain):
 
         assert not isinstance(batch, ImageBatch)  # a classifier of images is read from no GGUF file
         return save_gguf(target, decoder, pruned, operation, batch, mended)
+
+    def export(self, decoder: Decoder, target: Path) -> Exported:
+        from lyapunov_prune.export.gguf_whole import write_gguf
+
+        return write_gguf(decoder, decoder.tokenizer, target, self.quantize)

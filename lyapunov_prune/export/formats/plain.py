@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.compression.compress import Compressed
     from lyapunov_prune.compression.report import CompressionReport
     from lyapunov_prune.data.examples import Examples
+    from lyapunov_prune.export.exported import Exported
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.gate import GateReport
     from lyapunov_prune.pruning.operation import Operation
@@ -36,6 +37,7 @@ class Plain(Format):
     card = PLAIN
     streamed: ClassVar[tuple[str, ...]] = ("prune", "compress")
     mends = True
+    exports = True
 
     def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
         from lyapunov_prune.models.classifiers import looks_at_images
@@ -88,3 +90,12 @@ class Plain(Format):
         report = done.report
         write_model(done.model, tokenizer, target, {**results, REPORT: report}, title, report.about())
         return report
+
+    def export(self, decoder: Decoder, target: Path) -> Exported:
+        from lyapunov_prune.checkpoints.saving import save
+        from lyapunov_prune.export.exported import exported
+        from lyapunov_prune.results.history import one_more_step
+
+        with one_more_step(decoder.model, "export"):
+            check = save(decoder, decoder.tokenizer, target)
+        return exported(self.name, decoder.model, (check,))

@@ -1,0 +1,37 @@
+"""Write a model in another format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lyapunov_prune.cli.inputs import format_for
+from lyapunov_prune.cli.options import Full, Json, MergeAdapter, Model, ModelOptions, Quantize, Target, Written
+from lyapunov_prune.cli.records import Given
+from lyapunov_prune.cli.terminal import show
+from lyapunov_prune.export.table import FORMATS
+
+
+def export(
+    model: Model,
+    *,
+    format: Written = "plain",
+    quantize: Quantize = None,
+    merge_adapter: MergeAdapter = False,
+    source: ModelOptions = ModelOptions(),
+    output: Target,
+    as_json: Json = False,
+    full: Full = False,
+    given: Given = Given(),
+) -> None:
+    """Write MODEL as it is in another format: a .gguf file for llama.cpp, or a folder.
+
+    An --output that ends in .gguf means --format gguf: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 and Phi-3, with
+    their tokenizer. What was written is read back and compared, in llama.cpp too where xllamacpp is installed.
+    """
+    format = format_for(output, format, given)
+    options: dict[str, Any] = {} if quantize is None else {"quantize": quantize}
+    stored = FORMATS.make(format, **options)
+    source.require_one_place("export")
+    stored.require_target(output)
+    loaded = source.load(model, merge_adapter=merge_adapter)
+    show(stored.export(loaded, output), as_json, output, full=full)

@@ -1,0 +1,151 @@
+"""A model in memory as a GGUF file: what `export` writes of a checkpoint that was never one.
+
+The names of tensors are those of the gguf package; `models.gguf_metadata` and `models.gguf_vocabulary` make the header.
+Where the model came from a GGUF file that is still there, its tokenizer and its description are taken from that one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import gguf
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, changed_setting
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.evaluation.llama_cpp import INSTALL, installed
+from lyapunov_prune.export.exported import Exported
+from lyapunov_prune.export.gguf import require_file
+from lyapunov_prune.export.llama_cpp import ENGINE, compared_text, engine_check
+from lyapunov_prune.forward.kept import KeptLogits
+from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
+from lyapunov_prune.models.decoder import Decoder, takes_model, wrap_any
+from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, gguf_file, read_gguf
+from lyapunov_prune.models.gguf_copy import write_pieces
+from lyapunov_prune.models.gguf_header import Header, Value, number, read_header, text
+from lyapunov_prune.models.gguf_metadata import architecture_values, gguf_family, unread
+from lyapunov_prune.models.gguf_tensors import stored_tensors
+from lyapunov_prune.models.gguf_vocabulary import CONVERT, vocabulary_values
+from lyapunov_prune.models.left_out import require_whole
+from lyapunov_prune.models.plain import Plain
+from lyapunov_prune.models.structure import in_eval_mode, model_name
+from lyapunov_prune.progress import warn
+from lyapunov_prune.pruning.gate import GateReport, attempt
+from lyapunov_prune.pruning.provenance import made_by
+from lyapunov_prune.results.files import require_disk, whole_file
+from lyapunov_prune.results.history import history_of, history_with
+from lyapunov_prune.results.result import Result
+
+ROUNDED = "the same up to rounding"
+GREEDY = 64  # tokens that llama.cpp writes in its check
+# What the header of the original does not say of a file that is written anew.
+_NEW = ("general.architecture", "general.type", "general.alignment")
+QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+
+
+@takes_model
+@in_eval_mode
+@torch.no_grad()
+def write_gguf(
+    model: Plain, tokenizer: PreTrainedTokenizerBase | None, target: str | Path, quantize: str = "f16"
+) -> Exported:
+    """Write `model` to the GGUF file `target`, its matrices rounded to `quantize`.
+
+    Raises LyapunovPruneError for a model that llama.cpp's keys cannot describe and a target that exists, and
+    CheckFailed when what transformers or llama.cpp read is not the rounded model; either way nothing is left there.
+    """
+    require_quantisation(quantize)
+    require_file(target)
+    require_whole(model.model)
+    config, name = model.structure.config, model_name(model.model)
+    family = gguf_family(config)
+    values = architecture_values(config, family, Path(name).stem)
+    values |= _other_values(model, tokenizer, quantize)
+    result = wrap_any(copy.deepcopy(model.model))
+    stored = list(stored_tensors(result.model, family, quantize))
+    pieces, moved = [piece for piece, _ in stored], max(share for _, share in stored)
+    size = sum(piece.size for piece in pieces)
+    require_disk(Path(target).parent, size, "the tensors of the model")
+    with whole_file(target) as file:
+        write_pieces(file, values, pieces, gguf.GGUF_DEFAULT_ALIGNMENT)
+        detail = "distance of the numbers in the file, over the most that rounding moves"
+        checks, not_run = [GateCheck(ROUNDED, moved <= 1, moved, 1.0, detail)], []
+        lost = unread(config, family)
+        if lost:
+            not_run.append(RELOADED)
+            warn(f"not read back by transformers: it does not take {lost} from a GGUF file")
+        else:
+            checks.append(attempt(RELOADED, partial(_reloads, result, file)))
+        if installed():
+            context = values[f"{family.architecture}.context_length"].read()
+            ids = compared_text(result, tokenizer)[: max(2, context - GREEDY)]
+            checks.append(attempt(ENGINE, partial(engine_check, file, result, ids)))
+        else:
+            not_run.append(ENGINE)
+            warn(f"not tried in llama.cpp: {INSTALL}")
+        failure = GateReport(tuple(checks)).failure()
+        if failure:
+            raise CheckFailed(f"nothing written: the file is not the model, {failure}; {CONVERT}")
+    kinds = Counter(gguf.GGMLQuantizationType(piece.kind).name for piece in pieces)
+    return Exported(name, "gguf", dict(kinds), size, tuple(checks), tuple(not_run))
+
+
+def require_quantisation(quantize: str) -> None:
+    """Raise LyapunovPruneError for what the gguf package does not quantise to."""
+    if quantize not in QUANTISATIONS:
+        raise LyapunovPruneError(
+            f"{quantize} is not written here, but {', '.join(QUANTISATIONS)}; give f16, and that file to llama-quantize"
+        )
+
+
+def _origin(decoder: Decoder) -> Header | None:
+    """The header of the GGUF file that the model was made from, by its history; None where there is none any more."""
+    first = next((step.source for step in history_of(decoder.model).steps), decoder.model.config._name_or_path)
+    try:
+        file = gguf_file(first)
+        header = None if file is None or not file.is_file() else read_header(file)
+    except LyapunovPruneError:  # the file is not there any more, or another lies in its place
+        return None
+    tokens = None if header is None else header.values.get("tokenizer.ggml.tokens")
+    return header if tokens is not None and tokens.length == decoder.structure.config.vocab_size else None
+
+
+def _other_values(decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, quantize: str) -> dict[str, Value]:
+    """The keys that are not of the architecture: the tokenizer, the description, and how the model was made."""
+    origin = _origin(decoder)
+    kinds = {each.name.removeprefix("MOSTLY_").removeprefix("ALL_"): each for each in gguf.LlamaFileType}
+    if origin is None:
+        values = vocabulary_values(tokenizer, decoder.structure.config.vocab_size)
+    else:
+        taken = ("tokenizer.", "general.")
+        values = {key: value for key, value in origin.values.items() if key.startswith(taken) and key not in _NEW}
+    values |= {
+        "general.file_type": number(kinds[quantize.upper()]),
+        "general.quantization_version": number(gguf.GGML_QUANT_VERSION),
+    }
+    history, made = history_with("export", (), decoder.model), made_by(decoder.model.config._name_or_path)
+    values[HISTORY_KEY] = text(_as_json(history))
+    if made is not None:
+        values[PROVENANCE_KEY] = text(_as_json(made))
+    return values
+
+
+def _as_json(result: Result) -> str:
+    return json.dumps(result.to_json(), separators=(",", ":"), allow_nan=False)
+
+
+def _reloads(result: Decoder, file: Path) -> GateCheck:
+    """Whether what is read from `file`, as any GGUF file is, is the rounded model."""
+    model = result.model
+    again = read_gguf(file, {"dtype": model.dtype, "device_map": str(model.device)})
+    limit, wrong = SAME_LIMIT[model.dtype], changed_setting(result.layers, again.layers, within=1e-6)
+    if wrong:
+        return GateCheck(RELOADED, False, float("inf"), limit, wrong)
+    inputs = sample_inputs(again, None)  # its context may be shorter
+    worst = KeptLogits(again, inputs).deviation(KeptLogits(result, inputs))
+    return GateCheck(RELOADED, worst <= limit, worst, limit, "logits of what is read from the file")

@@ -1,0 +1,220 @@
+"""What the header of a GGUF file says of a model's architecture, for the families whose settings llama.cpp can hold.
+
+llama.cpp takes for granted what its keys cannot say: the activation, the scale of an attention, which layers see a
+window. A config that says otherwise is refused, since its file would load and compute something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.compact import PREFIX, family_of
+from lyapunov_prune.models.gguf_header import FLOAT32, INT32, UINT32, Value, array, number, text
+from lyapunov_prune.models.gguf_layers import period_values, scaled_depth
+from lyapunov_prune.models.gguf_vocabulary import CONVERT
+from lyapunov_prune.progress import warn
+
+# Of what transformers knows of YaRN, what llama.cpp computes alike.
+_YARN = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "type"}
+# Settings that transformers' reader leaves at their defaults.
+_ASSUMED = (
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("attention_bias", "mlp_bias", "use_sliding_window"),
+)
+_DECI = "deci"  # llama.cpp's architecture of Llamas that lack attentions
+
+
+@dataclass(frozen=True)
+class GGUFFamily:
+    """How llama.cpp holds the models of a `model_type`.
+
+    `architecture` is its name there. Rows of queries and keys are `permuted`: rotary pairs stand side by side. One is
+    added to the weights of norms that are `shifted`. `windowed`: it knows the windows of layers. `scaling` names the
+    rotary scalings that it knows.
+    """
+
+    architecture: str
+    activation: str = "silu"
+    permuted: bool = False
+    shifted: bool = False
+    windowed: bool = False
+    tied: bool = False
+    biased: bool = False
+    scaling: tuple[str, ...] = ("default", "linear", "yarn")
+
+
+FAMILIES: Mapping[str, GGUFFamily] = {
+    "llama": GGUFFamily("llama", permuted=True, biased=True, scaling=("default", "linear", "yarn", "llama3")),
+    "mistral": GGUFFamily("llama", permuted=True, scaling=("default", "linear", "yarn", "llama3")),
+    "qwen2": GGUFFamily("qwen2"),
+    "qwen3": GGUFFamily("qwen3"),
+    "gemma2": GGUFFamily("gemma2", "gelu_pytorch_tanh", shifted=True, windowed=True, tied=True, scaling=("default",)),
+    "gemma3_text": GGUFFamily(
+        "gemma3", "gelu_pytorch_tanh", shifted=True, windowed=True, tied=True, scaling=("default", "linear")
+    ),
+    "phi3": GGUFFamily("phi3", scaling=("default", "longrope")),
+}
+
+
+def gguf_family(config: PretrainedConfig) -> GGUFFamily:
+    """The family of a model that can be written as GGUF; raises LyapunovPruneError for any other."""
+    found = FAMILIES.get(family_of(config))
+    if found is None:
+        known = ", ".join(FAMILIES)
+        raise LyapunovPruneError(f"{config.model_type} is not written as GGUF, only {known}; {CONVERT}")
+    _require_known(config, found)
+    if not config.model_type.startswith(PREFIX):
+        return found
+    lost = {form for places in config.cuts for form in places.values()}
+    if found.architecture != "llama" or lost - {"none", "identity"} or "none" in config.cuts[0].values():
+        raise LyapunovPruneError(
+            "of compact checkpoints llama.cpp runs a Llama or Mistral that lacks attentions of other layers than the "
+            "first, and no merged blocks or factors; it stays compact"
+        )
+    return GGUFFamily(_DECI, permuted=True)
+
+
+def architecture_values(config: PretrainedConfig, family: GGUFFamily, name: str) -> dict[str, Value]:
+    """The keys of the header that are not the tokenizer's, the name of the model being `name`."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head = head_size(config)
+    context = _context(config, family)
+    counts: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": context,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "rope.dimension_count": int(head * (_rope(config).get("partial_rotary_factor") or 1)),
+        "vocab_size": config.vocab_size,
+    }
+    if family.architecture == _DECI:
+        has = [int("none" not in places.values()) for places in config.cuts]
+        counts["attention.head_count"] = [heads * each for each in has]
+        counts["attention.head_count_kv"] = [kv_heads * each for each in has]
+        counts["feed_forward_length"] = [config.intermediate_size] * len(has)
+    reals = {"attention.layer_norm_rms_epsilon": config.rms_norm_eps, **_rope_reals(config)}
+    if family.architecture == "gemma2":
+        reals["attn_logit_softcapping"] = config.attn_logit_softcapping
+        reals["final_logit_softcapping"] = config.final_logit_softcapping
+    own = {key: array(INT32, v) if isinstance(v, list) else number(v, UINT32) for key, v in counts.items()}
+    own |= {key: number(value, FLOAT32) for key, value in reals.items()}
+    if family.windowed:
+        own["attention.sliding_window"] = number(config.sliding_window)
+        own |= period_values(family.architecture, tuple(kind == "full_attention" for kind in config.layer_types))
+    elif family.architecture == "phi3":
+        own["attention.sliding_window"] = number(0)  # else files of Phi-3 without a window are taken for older ones
+    rope = _rope(config)
+    if rope["rope_type"] in ("linear", "yarn"):
+        own["rope.scaling.type"] = text(rope["rope_type"])
+    if rope["rope_type"] in ("yarn", "longrope"):
+        own["rope.scaling.original_context_length"] = number(rope["original_max_position_embeddings"])
+    return {
+        "general.architecture": text(family.architecture),
+        "general.type": text("model"),
+        "general.name": text("Mistral" if name == "mistral" else name),  # "mistral": transformers takes it for a class
+        **{f"{family.architecture}.{key}": value for key, value in own.items()},
+    }
+
+
+def rope_tensors(config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Tensors of a GGUF file that no checkpoint holds: factors of the rotary frequencies, by name."""
+    rope = _rope(config)
+    if rope["rope_type"] == "llama3":
+        dims = torch.arange(0, head_size(config), 2, dtype=torch.float32) / head_size(config)
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+        return {"rope_freqs.weight": rope["rope_theta"] ** -dims / scaled}
+    if rope["rope_type"] == "longrope":
+        return {f"rope_factors_{each}.weight": torch.tensor(rope[f"{each}_factor"]) for each in ("long", "short")}
+    return {}
+
+
+def unread(config: PretrainedConfig, family: GGUFFamily) -> str:
+    """What of `config` transformers' reader of GGUF files does not take from the file; empty where it takes all."""
+    default, rope = type(config)(), _rope(config)
+    narrow = {"qwen2": config.hidden_size // config.num_attention_heads, "qwen3": 128}
+    assumed = {key: getattr(default, key) for key in _ASSUMED if hasattr(default, key)}
+    local = config.rope_parameters.get("sliding_attention", {})
+    lost = {
+        "layers without attention": family.architecture == _DECI,
+        "head_dim": head_size(config) != narrow.get(family.architecture, head_size(config)),
+        "the rotary scaling": rope["rope_type"] != "default" or bool(rope.get("partial_rotary_factor", 1) != 1),
+        "the rotary base of windows": local.get("rope_theta", 1e4) != 1e4,
+        **{key: getattr(config, key) != value for key, value in assumed.items()},
+    }
+    return next((what for what, found in lost.items() if found), "")
+
+
+def head_size(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _rope(config: PretrainedConfig) -> dict[str, Any]:
+    """The rotary settings of layers that see all tokens."""
+    told = config.rope_parameters
+    return told.get("full_attention", told)
+
+
+def _rope_reals(config: PretrainedConfig) -> dict[str, float]:
+    rope = _rope(config)
+    reals = {"rope.freq_base": rope["rope_theta"]}
+    local = config.rope_parameters.get("sliding_attention")
+    if local is not None:
+        reals["rope.freq_base_swa"] = local["rope_theta"]
+    kind = rope["rope_type"]
+    if kind in ("linear", "yarn"):
+        reals["rope.scaling.factor"] = rope["factor"]
+    if kind == "longrope":
+        _, reals["rope.scaling.attn_factor"] = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")
+    return reals
+
+
+def _context(config: PretrainedConfig, family: GGUFFamily) -> int:
+    """The longest context that llama.cpp computes as the model does: it knows the windows of some families alone."""
+    most: int = config.max_position_embeddings
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    window = (getattr(config, "sliding_window", None) or most) if "sliding_attention" in kinds else most
+    if family.windowed or window >= most:
+        return most
+    warn(f"llama.cpp knows no windows of {family.architecture}: the file is for the {window} tokens of one")
+    return int(window)
+
+
+def _require_known(config: PretrainedConfig, family: GGUFFamily) -> None:
+    """Raise LyapunovPruneError for settings that a file of this family cannot say."""
+    act = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    scale = getattr(config, "query_pre_attn_scalar", None)
+    wanted = head_size(config)
+    if config.num_hidden_layers == scaled_depth(family.architecture):
+        wanted = config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    local = rope.get("sliding_attention", {}).get("rope_type", "default")
+    wrong = {
+        f"activation {act}": act != family.activation,
+        f"query_pre_attn_scalar {scale}": scale is not None and scale != wanted,
+        f"rotary scaling {_rope(config)['rope_type']}": _rope(config)["rope_type"] not in family.scaling,
+        f"rotary scaling {local} of windows": local != "default",
+        "a rotary scaling of its own kind": _rope(config)["rope_type"] == "yarn" and bool(_rope(config).keys() - _YARN),
+        "an output matrix of its own": family.tied and not config.tie_word_embeddings,
+        "biases": not family.biased and any(getattr(config, key, False) for key in ("attention_bias", "mlp_bias")),
+        "bidirectional attention": bool(getattr(config, "use_bidirectional_attention", False)),
+        "softcapped logits": family.architecture == "gemma3"
+        and any(getattr(config, f"{key}_logit_softcapping", None) for key in ("attn", "final")),
+        "no softcapped logits": family.architecture == "gemma2"
+        and not (config.attn_logit_softcapping and config.final_logit_softcapping),
+        "heads of another width": family.architecture == "phi3"
+        and head_size(config) * config.num_attention_heads != config.hidden_size,
+    }
+    for what, found in wrong.items():
+        if found:
+            raise LyapunovPruneError(f"llama.cpp has no {family.architecture} with {what}; leave it as it is")

@@ -1,0 +1,157 @@
+"""The vocabulary of a tokenizer as the header of a GGUF file holds it.
+
+llama.cpp does not read how a tokenizer splits text into words: `tokenizer.ggml.pre` names one of the ways that it
+knows. Here that name is found by the splitting itself, so a retrained vocabulary keeps it.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from typing import Any
+
+import gguf
+from transformers import PreTrainedTokenizerBase
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.gguf_header import BOOL, FLOAT32, INT32, STRING, Value, array, number, text
+from lyapunov_prune.models.tokenizers import token_ids
+
+CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py"
+# llama.cpp's names of ways to split, by the regular expression; the first where merges are not asked about words that
+# the vocabulary holds whole (`ignore_merges`), the second where they are.
+_SPLITS = {
+    GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]: ("llama-bpe", "dbrx"),
+    GGUF_PRE_TOKENIZER_SPLITS["tekken"]: ("tekken", None),
+    GGUF_PRE_TOKENIZER_SPLITS["qwen2"]: (None, "qwen2"),
+    GGUF_PRE_TOKENIZER_SPLITS["gpt-4o"]: (None, "gpt-4o"),
+}
+_SPACE = "▁"  # SentencePiece's
+_ADDED, _ABSENT = -1000.0, -10000.0  # scores of tokens that no merge makes
+_LOOKS_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")  # added without being marked special
+
+
+def vocabulary_values(tokenizer: PreTrainedTokenizerBase | None, size: int) -> dict[str, Value]:
+    """The keys `tokenizer.*` for a model with `size` embeddings.
+
+    Raises LyapunovPruneError for a tokenizer that llama.cpp does not have, or not under a name that is known here.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if tokenizer is None or backend is None:
+        raise LyapunovPruneError(f"the model has no fast tokenizer, and a GGUF file holds one; {CONVERT}")
+    told = json.loads(backend.to_str())
+    model = told["model"]
+    if model["type"] != "BPE":
+        raise LyapunovPruneError(f"the tokenizer is {model['type']}, and only BPE is written as GGUF; {CONVERT}")
+    if len(model["vocab"]) > size:  # what a tokenizer adds beyond has no embedding, and is left out
+        raise LyapunovPruneError(f"the tokenizer has {len(model['vocab'])} tokens and the model {size}; give its own")
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    spaced = bool(model.get("byte_fallback"))  # SentencePiece's BPE; else that of GPT-2, over bytes
+    tokens, types = _tokens(tokenizer, told, size, spaced)
+    prefix = "tokenizer.ggml."
+    values = {
+        f"{prefix}model": text("llama" if spaced else "gpt2"),
+        f"{prefix}pre": text("default" if spaced else _splitting(told)),
+        f"{prefix}tokens": array(STRING, tokens),
+        f"{prefix}token_type": array(INT32, [int(kind) for kind in types]),
+    }
+    if spaced:
+        values[f"{prefix}scores"] = array(FLOAT32, _scores(tokens, types, merges))
+        values[f"{prefix}add_space_prefix"] = number(_prepends(told), BOOL)
+    else:
+        values[f"{prefix}merges"] = array(STRING, [" ".join(merge) for merge in merges])
+    return values | _special(tokenizer, prefix, size)
+
+
+def _tokens(
+    tokenizer: PreTrainedTokenizerBase, told: dict[str, Any], size: int, spaced: bool
+) -> tuple[list[str], list[gguf.TokenType]]:
+    by_id = {i: token for token, i in tokenizer.get_vocab().items()}
+    added = {each["id"]: each for each in told["added_tokens"]}
+    unknown = told["model"].get("unk_token")
+    tokens, types = [], []
+    for i in range(size):
+        token = by_id.get(i)
+        if token is None:
+            token, kind = f"[PAD{i}]", gguf.TokenType.UNUSED
+        elif spaced and token == unknown:
+            kind = gguf.TokenType.UNKNOWN
+        elif i in added and (added[i]["special"] or _looks_special(token)):
+            kind = gguf.TokenType.CONTROL
+        elif i in added:
+            token, kind = token.replace(_SPACE, " "), gguf.TokenType.USER_DEFINED
+        elif spaced and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            kind = gguf.TokenType.BYTE
+        else:
+            kind = gguf.TokenType.NORMAL
+        tokens.append(token)
+        types.append(kind)
+    return tokens, types
+
+
+def _looks_special(token: str) -> bool:
+    pairs = (("<|", "|>"), ("<｜", "｜>"), ("<unused", ">"))
+    return token in _LOOKS_SPECIAL or any(token.startswith(a) and token.endswith(b) for a, b in pairs)
+
+
+def _scores(tokens: list[str], types: list[gguf.TokenType], merges: list[list[str]]) -> list[float]:
+    """Minus the rank of the first merge that makes a token: SentencePiece merges what has the highest score first."""
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(merges):
+        ranks.setdefault(left + right, rank)
+    fixed = {gguf.TokenType.NORMAL: 0.0, gguf.TokenType.BYTE: 0.0, gguf.TokenType.UNUSED: _ABSENT}
+    return [float(-ranks[t]) if t in ranks else fixed.get(kind, _ADDED) for t, kind in zip(tokens, types, strict=True)]
+
+
+def _prepends(told: dict[str, Any]) -> bool:
+    """Whether a space is put before the text."""
+    normalizers, splitters = _steps(told["normalizer"], "normalizers"), _steps(told["pre_tokenizer"], "pretokenizers")
+    return any(step["type"] == "Prepend" for step in normalizers) or any(
+        step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never" for step in splitters
+    )
+
+
+def _splitting(told: dict[str, Any]) -> str:
+    """llama.cpp's name of the way to split; raises LyapunovPruneError for one without a name that is known here."""
+    name = None
+    steps, normalizers = _steps(told["pre_tokenizer"], "pretokenizers"), _steps(told["normalizer"], "normalizers")
+    kinds = [step["type"] for step in steps]
+    plain = kinds[-1:] == ["ByteLevel"] and not steps[-1].get("add_prefix_space")
+    if plain and all(step["type"] == "NFC" for step in normalizers):  # which llama.cpp leaves out
+        if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+            name = "gpt-2"
+        elif kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and steps[1].get("use_regex", True):
+            name = "smollm"
+        elif kinds == ["Split", "ByteLevel"] and steps[0]["behavior"] == "Isolated" and not steps[1]["use_regex"]:
+            whole, merged = _SPLITS.get(steps[0]["pattern"].get("Regex"), (None, None))
+            name = whole if told["model"].get("ignore_merges") else merged
+    if name is None:
+        raise LyapunovPruneError(f"the tokenizer splits text in no way that is known here of llama.cpp; {CONVERT}")
+    return name
+
+
+def _steps(stage: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
+    if stage is None:
+        return []
+    return [inner for each in stage[several] for inner in _steps(each, several)] if several in stage else [stage]
+
+
+def _special(tokenizer: PreTrainedTokenizerBase, prefix: str, size: int) -> dict[str, Value]:
+    named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    values = {}
+    for own, key in named.items():
+        found = getattr(tokenizer, f"{own}_token_id")
+        if found is not None and found < size:
+            values[f"{prefix}{key}_token_id"] = number(found)
+    bare, whole = token_ids(tokenizer, "a"), token_ids(tokenizer, "a", special=True)
+    before, after = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
+    around = [(a, b) for a, b in product((False, True), repeat=2) if whole == before * a + bare + after * b]
+    if not around:
+        raise LyapunovPruneError(f"the tokenizer puts other tokens around a text than BOS and EOS; {CONVERT}")
+    values[f"{prefix}add_bos_token"] = number(around[0][0], BOOL)
+    values[f"{prefix}add_eos_token"] = number(around[0][1], BOOL)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return values | ({"tokenizer.chat_template": text(template)} if template else {})

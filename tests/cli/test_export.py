@@ -1,0 +1,48 @@
+"""`export` writes what --output names, and refuses in a line what cannot be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import Done
+
+from lyapunov_prune.export import gguf_whole
+from lyapunov_prune.models.gguf_header import read_header
+from lyapunov_prune.models.loading import load
+
+
+@pytest.fixture(autouse=True)
+def _without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_whole, "installed", lambda: False)
+
+
+def test_a_file_and_a_folder(run: Callable[..., Done]) -> None:
+    done = run("export", "tiny", "-o", "a.gguf", "--quantize", "q8_0")
+    assert done.code == 0
+    assert done.changed == {"a.gguf"}
+    assert "tensors Q8_0" in done.out
+    assert read_header(Path("a.gguf")).read("general.file_type") == 7
+    done = run("export", "a.gguf", "-o", "b", "--json")
+    assert json.loads(done.out)["format"] == "plain"
+    assert load("b").structure.num_layers == load("tiny").structure.num_layers
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("export tiny -o tiny", "is not empty"),
+        ("export tiny -o x.gguf --format plain", "--format does not go with x.gguf"),
+        ("export tiny -o x --format gguf", "end --output in .gguf"),
+        ("export tiny -o x.gguf --quantize q4_k_m", "llama-quantize"),
+        ("export tiny -o x --quantize q8_0", "plain has no quantize"),
+        ("export tiny -o x --format compressed-tensors", "compressed-tensors"),
+        ("export tiny -o x --device spread", "one device"),
+        ("export absent -o x.gguf", "absent"),
+        ("compress tiny --sparsity 0.5 -o x.gguf", "write plain, and export that"),
+    ],
+)
+def test_what_cannot_be_is_refused(command: str, told: str, run_bad: Callable[..., str]) -> None:
+    assert told in run_bad(*command.split())

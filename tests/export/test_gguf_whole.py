@@ -1,0 +1,211 @@
+"""A model that was never a GGUF file is written as one: transformers and llama.cpp read what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import VOCABULARY, make_small, make_tiny, make_tokenizer, write_gguf
+from transformers import PreTrainedModel
+
+from lyapunov_prune.checkpoints.reloading import RELOADED
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.evaluation.llama_cpp import installed
+from lyapunov_prune.export import gguf_whole
+from lyapunov_prune.export.formats.gguf import GGUF
+from lyapunov_prune.export.formats.plain import Plain
+from lyapunov_prune.export.gguf_whole import ROUNDED
+from lyapunov_prune.export.gguf_whole import write_gguf as export
+from lyapunov_prune.export.llama_cpp import ENGINE
+from lyapunov_prune.models import gguf_tensors
+from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.gguf_copy import Piece
+from lyapunov_prune.models.gguf_header import Value, read_header
+from lyapunov_prune.models.loading import load
+from lyapunov_prune.results.history import history_of
+
+# Settings of which transformers' reader takes nothing from a file are at its defaults. No windows but Gemma's.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None, "head_dim": 32},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False, "head_dim": 128},
+    "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256},
+    "gemma3": {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window_pattern": 6},
+    "phi3": {"sliding_window": None, "tie_word_embeddings": True},
+}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+ENGINES = pytest.mark.skipif(not installed(), reason="xllamacpp is not installed")
+
+
+def tiny(name: str, **changes: Any) -> PreTrainedModel:
+    """A model that llama.cpp's own test text fits into."""
+    sizes = {"vocab_size": len(VOCABULARY), "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    model = make_tiny(name, **{**sizes, "max_position_embeddings": 640, **FAMILIES[name], **changes})
+    model.config._name_or_path = "tiny"
+    return model
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_whole, "installed", lambda: False)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_reads_back_in_transformers_and_llama_cpp(name: str, tmp_path: Path) -> None:
+    told = export(wrap(tiny(name)), make_tokenizer(), tmp_path / "x.gguf", "q8_0")
+    assert [check.name for check in told.checks] == [ROUNDED, RELOADED, *[ENGINE] * installed()]
+    assert told.stored["Q8_0"] > told.stored["F32"]
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+        (
+            "llama",
+            {
+                "rope_parameters": SCALED,
+                "attention_bias": True,
+            },
+        ),
+        (
+            "qwen3",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 160,
+                },
+                "head_dim": 16,
+            },
+        ),
+        (
+            "phi3",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 160,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [1 + i / 4 for i in range(8)],
+                }
+            },
+        ),
+        ("gemma3", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window_pattern": 3}),
+        ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0}),
+    ],
+)
+def test_what_transformers_does_not_read_llama_cpp_does(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    told = export(wrap(tiny(name, **changes)), make_tokenizer(), tmp_path / "x.gguf", "f32")
+    assert [check.name for check in told.checks] == [ROUNDED, ENGINE]
+    assert told.not_run == (RELOADED,)
+
+
+@pytest.mark.parametrize("fault", ["queries", "norms", "shifted back"])
+def test_numbers_in_a_wrong_place_fail_the_gate(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not permuted, as llama.cpp wants queries and keys, or norms without the one that it wants: both load."""
+    name = "llama" if fault == "queries" else "gemma3"
+    for way in ("_to_file",) if fault == "shifted back" else ("_to_file", "_from_file"):
+        monkeypatch.setattr(gguf_tensors, way, lambda name, values, config, family: values)
+    with pytest.raises(CheckFailed, match=ROUNDED if fault == "shifted back" else RELOADED):
+        export(wrap(tiny(name)), make_tokenizer(), tmp_path / "x.gguf")
+    if fault == "queries" and installed():  # llama.cpp sees it too
+        monkeypatch.setattr(gguf_whole, "unread", lambda config, family: "anything")
+        with pytest.raises(CheckFailed, match=ENGINE):
+            export(wrap(tiny(name)), make_tokenizer(), tmp_path / "x.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    ("name", "changes", "missing"),
+    [
+        ("llama", {"rope_parameters": SCALED}, "rope_freqs.weight"),
+        (
+            "gemma3",
+            {"sliding_window_pattern": 3, "head_dim": 16, "query_pre_attn_scalar": 16},
+            "gemma3.attention.sliding_window_pattern",
+        ),
+        ("gemma2", {"attn_logit_softcapping": 2.0}, "gemma2.attn_logit_softcapping"),
+    ],
+)
+def test_what_is_left_out_of_the_file_fails_in_llama_cpp(
+    name: str, changes: dict[str, Any], missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = gguf_whole.write_pieces
+
+    def faulty(path: Path, values: dict[str, Value], pieces: list[Piece], alignment: int) -> dict[str, int]:
+        kept = [piece for piece in pieces if piece.name != missing]
+        assert len(kept) < len(pieces) or missing in values
+        return write(path, {key: value for key, value in values.items() if key != missing}, kept, alignment)
+
+    monkeypatch.setattr(gguf_whole, "write_pieces", faulty)
+    with pytest.raises(CheckFailed, match=ENGINE):
+        export(wrap(tiny(name, **changes)), make_tokenizer(), tmp_path / "x.gguf")
+
+
+def test_the_tokenizer_and_the_history_of_a_file_that_is_there_are_kept(
+    no_engine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(tmp_path / "cache"))
+    made = write_gguf(tiny("llama"), tmp_path / "a.gguf", values={})
+    dense = load(made)
+    Plain().export(dense, tmp_path / "folder")
+    again = load(tmp_path / "folder")
+    told = GGUF("f32").export(again, tmp_path / "b.gguf")
+    first, second = read_header(made), read_header(tmp_path / "b.gguf")
+    kept = {key: value for key, value in first.values.items() if key.startswith("tokenizer.")}
+    assert kept == {key: value for key, value in second.values.items() if key.startswith("tokenizer.")}
+    assert told.not_run == (ENGINE,)
+    steps = history_of(load(tmp_path / "b.gguf").model).steps
+    assert [(step.kind, Path(step.source).name) for step in steps] == [("export", "a.gguf"), ("export", "folder")]
+    assert not history_of(dense.model).steps
+    made.unlink()
+    GGUF("f32").export(again, tmp_path / "c.gguf")
+    assert read_header(tmp_path / "c.gguf").read("tokenizer.ggml.add_bos_token") is False
+
+
+def test_windows_that_llama_cpp_does_not_know_limit_the_context(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(wrap(tiny("phi3", sliding_window=100)), make_tokenizer(), tmp_path / "x.gguf")
+    assert "no windows of phi3" in capsys.readouterr().err
+    assert read_header(tmp_path / "x.gguf").read("phi3.context_length") == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("gpt2", {}, "gpt2 is not written as GGUF"),
+        ("llama", {"hidden_act": "gelu"}, "no llama with activation gelu"),
+        ("mistral", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary scaling"),
+        ("gemma2", {"query_pre_attn_scalar": 100}, "query_pre_attn_scalar 100"),
+        ("gemma3", {"tie_word_embeddings": False}, "output matrix of its own"),
+        ("qwen3", {"attention_bias": True}, "no qwen3 with biases"),
+        ("phi3", {"head_dim": 32}, "heads of another width"),
+        ("gemma3", {"layer_types": ["full_attention", *["sliding_attention"] * 5]}, "no period fits"),
+    ],
+)
+def test_a_model_that_llama_cpp_cannot_be_told_is_refused(
+    name: str, changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    model = make_tiny(name, vocab_size=len(VOCABULARY)) if name == "gpt2" else tiny(name, **changes)
+    with pytest.raises(LyapunovPruneError, match=told):
+        export(wrap(model), make_tokenizer(), tmp_path / "x.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_merged_blocks_stay_compact(tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match="it stays compact"):
+        export(wrap(make_small("llama")), make_tokenizer(), tmp_path / "x.gguf")
