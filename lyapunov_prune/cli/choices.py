@@ -13,6 +13,7 @@ from lyapunov_prune.ranking.table import CRITERIA
 
 Derivative = Literal["difference", "jvp"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
+Engine = Literal["llama.cpp"]
 Split = Literal["evaluation", "all", "calibration"]
 What = Literal["layers", "attention", "mlp", "activation"]
 

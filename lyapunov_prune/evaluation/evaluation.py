@@ -1,4 +1,4 @@
-"""The result of `lyapunov-prune eval`: perplexity and zeros, optionally speed, tasks and retrieval."""
+"""The result of `lyapunov-prune eval`: perplexity and zeros, optionally speed, tasks, retrieval and llama.cpp."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from lyapunov_prune.evaluation.engine import EngineScores
 from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
@@ -31,6 +32,7 @@ class Evaluation(Result):
     speed: Speed | None
     tasks: TaskScores | None = None
     retrieval: RetrievalScores | None = None
+    engine: EngineScores | None = None
 
     @property
     def measured_on(self) -> tuple[MeasuredOn, ...]:
@@ -65,7 +67,7 @@ class Evaluation(Result):
             lines.append(
                 f"{mine.parameters:,} parameters of {dense.parameters:,} ({kept:.1%}), {mine.num_layers} layers."
             )
-        for part in (self.speed, self.tasks, self.retrieval):
+        for part in (self.speed, self.tasks, self.retrieval, self.engine):
             lines += part.answer() if part else []
         if max(self.zeros) >= SPARSE:
             lines.append(f"{max(self.zeros):.0%} of the entries are zero, stored as any other: no memory is saved.")

@@ -43,10 +43,14 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one file: its predictions over every window, and seconds (repeats × [prompt, step, step, …])."""
+    """Of one file: the predictions over every window of tokens, and seconds (repeats × [prompt, step, step, …]).
+
+    `sliding` is the sliding window that llama.cpp reads in its header, 0 for none.
+    """
 
     windows: tuple[Predictions, ...]
     seconds: np.ndarray
+    sliding: int
 
 
 def installed() -> bool:
@@ -108,4 +112,5 @@ def _run(command: list[str], folder: str, limit: float, told: Path, files: Seque
 def _answers(found: dict[str, np.ndarray], file: int, windows: int, repeats: int) -> Answers:
     names = ("ids", "next", "tokens", "values")
     made = [Predictions(*(found[f"{file}.{k}.{name}"] for name in names)) for k in range(windows)]
-    return Answers(tuple(made), np.array([found[f"{file}.seconds.{turn}"] for turn in range(repeats)]))
+    seconds = np.array([found[f"{file}.seconds.{turn}"] for turn in range(repeats)])
+    return Answers(tuple(made), seconds, int(found[f"{file}.window"]))

@@ -46,6 +46,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_n_batch": (c_uint32, [c_void_p]),
     "llama_n_ubatch": (c_uint32, [c_void_p]),
     "llama_set_n_threads": (None, [c_void_p, c_int32, c_int32]),
+    "llama_model_n_swa": (c_int32, [c_void_p]),
     "llama_model_get_vocab": (c_void_p, [c_void_p]),
     "llama_vocab_n_tokens": (c_int32, [c_void_p]),
     "llama_get_memory": (c_void_p, [c_void_p]),
@@ -93,6 +94,7 @@ class Model:
         if got != (batch, batch) or library.llama_n_ctx(self.context) < length:
             sys.exit("error: this version of xllamacpp has its settings in other places; install another one")
         library.llama_set_n_threads(self.context, threads, threads)
+        self.window = library.llama_model_n_swa(model)
         self.vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
         self.batch = library.llama_batch_init(batch, 0, 1)
 
@@ -167,6 +169,7 @@ def run(asked: str, told: str) -> None:
     for file in wanted["files"]:
         models.append(Model(library, file, length, wanted["batch"], wanted["threads"]))
     for i, model in enumerate(models):
+        found[f"{i}.window"] = model.window
         for k, ids in enumerate(windows):
             made = predictions(model, ids, wanted["greedy"], wanted["top"])
             found |= {f"{i}.{k}.{name}": values for name, values in made.items()}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import Count, checked, require_least
@@ -137,9 +138,7 @@ def measure_speed(models: Mapping[str, Model], *, prompt: Count = 256, steps: Co
                     decodes[name] += decode
     rows = []
     for name, model in given.items():
-        low, middle, high = (prompt / np.percentile(prefills[name], [75, 50, 25])).tolist()
-        slow, usual, fast = [math.nan] * 3 if images else (1 / np.percentile(decodes[name], [75, 50, 25])).tolist()
-        rows.append(SpeedRow(name, model.num_parameters(), middle, (low, high), usual, (slow, fast)))
+        rows.append(SpeedRow(name, model.num_parameters(), *prefill_and_decode(prompt, prefills[name], decodes[name])))
     return Speed(
         rows=tuple(rows),
         prompt=prompt,
@@ -151,6 +150,16 @@ def measure_speed(models: Mapping[str, Model], *, prompt: Count = 256, steps: Co
         versions=versions(),
         images=images,
     )
+
+
+def prefill_and_decode(
+    prompt: int, prefills: ArrayLike, decodes: ArrayLike
+) -> tuple[float, tuple[float, ...], float, tuple[float, ...]]:
+    """Tokens per second from seconds: the median and the quartiles of prompts, and of steps (NaN without any)."""
+    low, middle, high = (prompt / np.percentile(np.asarray(prefills), [75, 50, 25])).tolist()
+    steps = np.asarray(decodes)
+    slow, usual, fast = (1 / np.percentile(steps, [75, 50, 25])).tolist() if steps.size else [math.nan] * 3
+    return middle, (low, high), usual, (slow, fast)
 
 
 def _random_ids(model: PreTrainedModel, prompt: int, steps: int) -> torch.Tensor:

@@ -234,6 +234,14 @@ MODELS = (
         part=lambda r: r.retrieval,
     ),
     Section(
+        "eval.json",
+        Evaluation,
+        "In llama.cpp",
+        "The .gguf files as llama.cpp runs them: the same windows, and speed with the files in turns in one run.",
+        lambda r: {},
+        part=lambda r: r.engine,
+    ),
+    Section(
         "speed.json",
         Speed,
         "Speed",

@@ -91,6 +91,15 @@ def test_a_wrong_window_order_or_layer_fails_clearly(
 
 
 @engine
+def test_a_window_that_is_a_little_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_cpp, "_TIMES", 1e6)  # as if no prediction told
+    file = tiny_file("gemma3", tmp_path)
+    check = engine_check(planted(file, {"attention.sliding_window": 9}), load(file), IDS)
+    assert not check.passed
+    assert check.detail.startswith("its sliding window is 9 in llama.cpp, and 8 in the model")
+
+
+@engine
 def test_a_file_that_llama_cpp_does_not_run_fails_the_gate(tmp_path: Path) -> None:
     file = tiny_file("llama", tmp_path)
     decoder = load(file)
@@ -111,7 +120,7 @@ def exact(decoder: Decoder, ids: list[int]) -> Predictions:
 @pytest.mark.parametrize(("seed", "passes"), [(0, True), (1, False)])
 def test_another_model_fails(seed: int, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, runs = wrap(make_tiny("llama")), wrap(make_tiny("llama", seed=seed))
-    given: Any = lambda *_, **__: [Answers((exact(runs, IDS * 3),), np.empty((0, 0)))]  # noqa: E731
+    given: Any = lambda *_, **__: [Answers((exact(runs, IDS * 3),), np.empty((0, 0)), 0)]  # noqa: E731
     monkeypatch.setattr(llama_cpp, "ask", given)
     file = write_gguf(make_tiny("llama", vocab_size=len(VOCABULARY)), tmp_path / "x.gguf", packed=True)
     assert engine_check(file, decoder, (IDS * 3)[:-64]).passed == passes

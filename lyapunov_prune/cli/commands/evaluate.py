@@ -52,6 +52,10 @@ def evaluate(
     against: Annotated[
         str | None, model_option(help="A reference model, measured in the same run (the dense one).")
     ] = None,
+    engine: Annotated[
+        choices.Engine | None,
+        model_option(help="Run the .gguf files there too: perplexity of the same windows, and speed."),
+    ] = None,
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
@@ -62,9 +66,10 @@ def evaluate(
     full: Full = False,
     given: Given = Given(),
 ) -> None:
-    """Perplexity, and on request speed, tasks and retrieval; writes eval.json."""
+    """Perplexity, and on request speed, tasks and retrieval, and what an engine makes of it; writes eval.json."""
     from lyapunov_prune.data.retrieval import load_retrieval
     from lyapunov_prune.data.unseen import require_unseen
+    from lyapunov_prune.evaluation.engine import engine_files, engine_scores
     from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
     from lyapunov_prune.evaluation.perplexity import perplexity
     from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
@@ -76,8 +81,9 @@ def evaluate(
     if tasks is None:
         given.refuse("is of the items of tasks; give --tasks with it", "limit", "few_shot")
     if stream:
-        given.refuse(IN_MEMORY, "speed", "tasks", "retrieval")
+        given.refuse(IN_MEMORY, "speed", "tasks", "retrieval", "engine")
     names = [against, model] if against else [model]
+    files = engine_files(names) if engine is not None else []
     run = begun_run(output, model, "eval.json")
     chosen = load_tasks(tasks.split(","), few_shot=few_shot) if tasks is not None else None
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
@@ -97,17 +103,19 @@ def evaluate(
         if sought
         else None
     )
+    perplexities = tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values())
     result = Evaluation(
-        perplexities=tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values()),
+        perplexities=perplexities,
         zeros=tuple(zero_share(m) for m in models.values()),
         speed=measure_speed(models, prompt=prompt) if speed else None,
         tasks=scored,
         retrieval=found,
+        engine=engine_scores(files, perplexities, batch, prompt=prompt) if files else None,
     )
     result.save(run / "eval.json")
     draw_report(run)
     show(result, as_json, run / "eval.json", full=full)
-    for part in (result.speed, result.tasks, result.retrieval):
+    for part in (result.speed, result.tasks, result.retrieval, result.engine):
         if part and not as_json:
             show(part, as_json, None, full=full, answered=True)
     unpacked = [name for name, m in models.items() if quantisation(m.config) and not is_packed(m)]

@@ -1,0 +1,131 @@
+"""Perplexity and speed of GGUF files in llama.cpp, beside this program's own perplexity of the same windows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.llama_cpp import INSTALL, ask, installed
+from lyapunov_prune.evaluation.perplexity import Perplexity
+from lyapunov_prune.evaluation.speed import SpeedRow, prefill_and_decode
+from lyapunov_prune.models.gguf import gguf_file
+from lyapunov_prune.models.gguf_header import read_header
+from lyapunov_prune.progress import status
+from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+
+@dataclass(frozen=True)
+class EngineScores(Result):
+    """Of every file: its perplexity in llama.cpp, `own` here (ppl, same windows), and its speed there.
+
+    Speeds are those of `measure_speed`: medians over `repeats` prompts of `prompt` tokens, and over all of `steps`
+    tokens that are read one at a time after each, the files in turn on `threads` threads. The first is the reference.
+    """
+
+    perplexities: tuple[Perplexity, ...]
+    own: tuple[float, ...]
+    rows: tuple[SpeedRow, ...]
+    types: tuple[str, ...]  # of most numbers of each file
+    prompt: int
+    steps: int
+    repeats: int
+    threads: int
+    engine: str
+
+    @property
+    def measured_on(self) -> tuple[MeasuredOn, ...]:
+        return tuple(perplexity.measured_on for perplexity in self.perplexities)
+
+    def to_frame(self) -> pd.DataFrame:
+        first = self.rows[0]
+        columns = {
+            "model": [row.model for row in self.rows],
+            "type": self.types,
+            "perplexity": [each.value for each in self.perplexities],
+            "here": self.own,
+            "prefill tok/s": [row.prefill for row in self.rows],
+            "prefill ratio": [row.prefill / first.prefill for row in self.rows],
+            "decode tok/s": [row.decode for row in self.rows],
+            "decode ratio": [row.decode / first.decode for row in self.rows],
+        }
+        frame = pd.DataFrame(columns)
+        return frame if len(self.rows) > 1 else frame.drop(columns=["prefill ratio", "decode ratio"])
+
+    def headline(self) -> str:
+        return (
+            f"In {self.engine}, {self.threads} threads: the same windows; prompt of {self.prompt}, {self.steps} tokens "
+            f"decoded, {self.repeats} times"
+        )
+
+    def answer(self) -> list[str]:
+        last, row, first = self.perplexities[-1], self.rows[-1], self.rows[0]
+        beside = "" if row is first else f" ({row.prefill / first.prefill:.2f} × and {row.decode / first.decode:.2f} ×)"
+        return [
+            f"In llama.cpp: perplexity {last.value:.4g}, and {self.own[-1]:.4g} here; {row.prefill:.4g} tokens/s of "
+            f"prefill, {row.decode:.4g} decoding{beside}."
+        ]
+
+
+def engine_files(names: Sequence[str]) -> list[Path]:
+    """The GGUF files of the models of these names.
+
+    Raises LyapunovPruneError for a model of another kind of file, and where xllamacpp is not installed.
+    """
+    if not installed():
+        raise LyapunovPruneError(INSTALL)
+    found = {name: gguf_file(name) for name in names}
+    other = next((name for name, file in found.items() if file is None), None)
+    if other is not None:
+        raise LyapunovPruneError(f"llama.cpp runs GGUF files, and {other} is none; give a .gguf file")
+    return [file for file in found.values() if file is not None]
+
+
+def engine_scores(
+    files: Sequence[Path],
+    own: Sequence[Perplexity],
+    batch: TokenBatch,
+    *,
+    prompt: int,
+    steps: int = 16,
+    repeats: int = 5,
+) -> EngineScores:
+    """Score GGUF files in llama.cpp on the windows of `batch`, whose perplexity here is `own`, and time them there.
+
+    Raises LyapunovPruneError when llama.cpp does not load a file, crashes, or takes too long.
+    """
+    ids, vocabulary = batch.ids.tolist(), int(batch.ids.max()) + 1
+    timed = torch.randint(vocabulary, (prompt + steps,), generator=torch.Generator().manual_seed(0)).tolist()
+    with status("llama.cpp"):
+        answers = ask(files, ids, timed=timed, prompt=prompt, repeats=repeats)
+    scores, rows, types = [], [], []
+    for file, mine, answer in zip(files, own, answers, strict=True):
+        windows = -np.array([said.next.astype(np.float64).mean() for said in answer.windows])
+        if not np.isfinite(windows).all():
+            raise LyapunovPruneError(f"llama.cpp gives losses of {file.name} that are not finite; try it by hand")
+        scores.append(replace(mine, nll=float(windows.mean()), windows=windows))
+        model, kinds = mine.measured_on.model, Counter[str]()
+        for tensor in read_header(file).tensors:
+            kinds[tensor.quantisation] += tensor.size
+        types.append(kinds.most_common(1)[0][0])
+        speeds = prefill_and_decode(prompt, answer.seconds[:, 0], answer.seconds[:, 1:].ravel())
+        rows.append(SpeedRow(model.name, model.parameters, *speeds))
+    return EngineScores(
+        perplexities=tuple(scores),
+        own=tuple(each.value for each in own),
+        rows=tuple(rows),
+        types=tuple(types),
+        prompt=prompt,
+        steps=steps,
+        repeats=repeats,
+        threads=torch.get_num_threads(),
+        engine=f"llama.cpp (xllamacpp {version('xllamacpp')})",
+    )

@@ -1,0 +1,68 @@
+"""Perplexity and speed in llama.cpp: the same windows as here, and what cannot be run is told in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import VOCABULARY, Done, make_tiny, write_gguf
+
+from lyapunov_prune.evaluation import engine, llama_cpp
+from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.evaluation.llama_cpp import installed
+
+ASKED = ("--engine", "llama.cpp", "--tokens", "96", "--context", "48")
+
+
+@pytest.fixture
+def file(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
+    write_gguf(make_tiny("llama", vocab_size=len(VOCABULARY)), Path("dense.gguf"), packed=True)
+    return write_gguf(make_tiny("llama", seed=1, vocab_size=len(VOCABULARY)), Path("x.gguf"), packed=True)
+
+
+@pytest.mark.skipif(not installed(), reason="needs xllamacpp")
+def test_the_same_windows_have_the_same_losses_there(file: Path, run: Callable[..., Done]) -> None:
+    done = run("eval", "x.gguf", "--against", "dense.gguf", *ASKED, "-o", "out")
+    assert not done.code, done.err
+    found = Evaluation.load("out/eval.json")
+    assert found.engine is not None
+    for there, here in zip(found.engine.perplexities, found.perplexities, strict=True):
+        assert np.allclose(there.windows, here.windows, atol=0.02)
+        assert there.measured_on == here.measured_on
+    assert found.engine.perplexities[0].nll != found.engine.perplexities[1].nll
+    assert found.engine.types == ("Q8_0", "Q8_0")
+    assert all(row.prefill > 0 and row.decode > 0 for row in found.engine.rows)
+    assert "In llama.cpp: perplexity" in done.out
+
+
+def test_an_engine_that_crashes_hangs_or_is_absent_is_one_line(
+    file: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    run_bad: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (engine, llama_cpp):
+        monkeypatch.setattr(module, "installed", lambda: True)
+    place = tmp_path_factory.mktemp("programs") / "program.py"
+    monkeypatch.setattr(llama_cpp, "_PROGRAM", place)
+    monkeypatch.setattr(llama_cpp, "_SECONDS", 2.0)
+    for program, told in (
+        ("os.abort()", "it ended with -6"),
+        ("time.sleep(60)", "was not done with x.gguf within 2 s"),
+    ):
+        place.write_text(f"import os, time; {program}")
+        assert told in run_bad("eval", "x.gguf", *ASKED)
+    monkeypatch.setattr(engine, "installed", lambda: False)
+    assert "xllamacpp is not installed" in run_bad("eval", "x.gguf", *ASKED)
+
+
+def test_what_llama_cpp_does_not_run_is_refused(
+    file: Path, run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "installed", lambda: True)
+    assert "tiny is none" in run_bad("eval", "x.gguf", "--against", "tiny", *ASKED)
+    assert "--engine" in run_bad("eval", "x.gguf", "--stream", *ASKED)
