@@ -23,7 +23,6 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.blend_of_paper import blend_of_paper
 from experiments.columns import (
     Accuracy,
     Answers,
@@ -131,7 +130,7 @@ def removal(given: Inputs, profile: LayerProfile, dense: np.ndarray) -> Removal:
     """Every layer removed alone, and the layers that each criterion chooses removed together."""
     layers, contraction, influence = given.loaded.structure.num_layers, profile.contraction, profile.influence
     alone = [(layer,) for layer in range(layers)]
-    ranked = {**rankings(given, profile), "blend": blend_of_paper(contraction, influence)}
+    ranked = {**rankings(given, profile), "blend": lp.rank_layers(contraction, influence, criterion="blend-minmax")}
     chosen = {
         (criterion, count): plan.remove
         for criterion, ranking in ranked.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.errors import LyapunovPruneError
@@ -34,12 +34,13 @@ def rank_layers(
     | `rho` | `|ρ_l − 1|` (structural sensitivity, §6.5) |
     | `bi` | Block Influence (ShortGPT) |
     | `blend` | `α · s(|ρ − 1|) + (1 − α) · s(bi)`, `s(x) = (x − median) / IQR` over the layers that may go |
+    | `blend-minmax` | the same with `s(x) = (x − min) / (max − min)`, as in the paper |
     | `from-end` | distance from the end |
     | `random` | a permutation drawn from `seed` |
 
     `rho` follows the pooling of the profile. Layers of `protect` (counted from the end if negative) stay. Raises
     LyapunovPruneError for an unknown criterion, a missing measurement, measurements of two models, a ρ that is not
-    finite, and by `rho` or `blend` for a profile whose every ρ lies below the rounding floor.
+    finite, and by `rho` or a blend for a profile whose every ρ lies below the rounding floor.
     """
     require_ranks(criterion, profiled=True)
     if profile and influence and not profile.measured_on.model.same_as(influence.measured_on.model):
@@ -63,14 +64,17 @@ def rank_sublayers(influence: SublayerInfluence, what: str, *, protect: Sequence
 
 
 @checked
-def rank_by_divergence(measured: SkipDivergence, *, protect: Sequence[int] = ()) -> LayerRanking:
-    """Rank layers, or their attention or MLP, by `variance`, smallest removed first (criterion `kl`).
+def rank_by_divergence(
+    measured: SkipDivergence, *, criterion: Literal["kl", "cosine"] = "kl", protect: Sequence[int] = ()
+) -> LayerRanking:
+    """Rank layers, or their attention or MLP, by `variance` (`kl`) or `variance_r` (`cosine`), smallest removed first.
 
-    Raises LyapunovPruneError when a layer has no finite score.
+    Raises LyapunovPruneError for another criterion, and when a layer has no finite score.
     """
     part = measured.what if isinstance(measured, SublayerDivergence) else "layers"
     on = measured.measured_on
-    return _scored("kl").ranking({"variance": measured.variance}, on.model, (on,), what=part, protect=protect)
+    values = {"variance": measured.variance, "variance_r": measured.variance_r}
+    return _scored(criterion).ranking(values, on.model, (on,), what=part, protect=protect)
 
 
 def _scored(criterion: str, **options: Any) -> Scored:

@@ -42,19 +42,19 @@ def rank(
 
     `what` goes: whole `layers`, or the `attention` or `mlp` of layers. `remove` says how many, or as a float below 1
     which share; some criteria cannot do without. If no criterion is given, it is `best` where whole layers go and
-    `remove` is known, else `bi`; for a streamed model always `bi`. `alpha` is the weight of rho in `blend`, `seeds` are
+    `remove` is known, else `bi`; for a streamed model always `bi`. `alpha` is the weight of rho in a blend, `seeds` are
     those of the perturbations behind rho, `seed` that of `random`. Layers of `protect` stay, counted from the end if
     negative; `search` is what `best` may spend, in forwards. With `mend` it compares sets with their gaps mended too,
-    by the text `judge` as well (`best_removal`). `temperature` is that of the predictions behind `kl`. What was
-    measured is kept in `folder`; with `resume` a profile that is there already is taken, and an `oracle` or `best` that
-    was interrupted goes on. Options that the criterion does not have are not used, but for `mend` and `temperature`,
-    which are refused.
+    by the text `judge` as well (`best_removal`). `temperature` is that of the predictions behind `kl` and `cosine`.
+    What was measured is kept in `folder`; with `resume` a profile that is there already is taken, and an `oracle` or
+    `best` that was interrupted goes on. Options that the criterion does not have are not used, but for `mend` and
+    `temperature`, which are refused.
 
     Raises LyapunovPruneError, before anything is measured, for an unknown criterion or part, a criterion that does not
-    rank it, must know `remove` or has no `mend`, one that a streamed model cannot be ranked by, an alpha of `blend`
-    outside [0, 1], a temperature that is not above 0 or not of `kl`, a number of layers that cannot go beside the
-    protected, a profile in `folder` of other settings, and (after one window) a dtype in which ρ is rounding; and as
-    the measurements.
+    rank it, must know `remove` or has no `mend`, one that a streamed model cannot be ranked by, an alpha of a blend
+    outside [0, 1], a temperature that is not above 0 or that the criterion has no use for, a number of layers that
+    cannot go beside the protected, a profile in `folder` of other settings, and (after one window) a dtype in which ρ
+    is rounding; and as the measurements.
     """
     streamed = model.stream is not None
     if criterion is None:

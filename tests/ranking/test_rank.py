@@ -41,8 +41,8 @@ def by_itself(model: PreTrainedModel, ids: torch.Tensor, criterion: str) -> Rank
         return lp.ranking.greedy_removal(model, ids, 2)
     if criterion == "best":
         return lp.ranking.best_removal(model, ids, 2)
-    if criterion == "kl":
-        return lp.ranking.rank_by_divergence(lp.predictions.skip_divergence(model, ids))
+    if criterion in ("kl", "cosine"):
+        return lp.ranking.rank_by_divergence(lp.predictions.skip_divergence(model, ids), criterion=criterion)
     profile, influence = lp.measure_contraction(model, ids, seeds=SEEDS), lp.block_influence(model, ids)
     return lp.rank_layers(profile, influence, criterion=criterion, alpha=0.3, seed=5)
 
@@ -57,7 +57,8 @@ def test_every_criterion_by_one_call(criterion: str, llama: PreTrainedModel, ids
     assert (plan.remove, plan.criterion, plan.alpha) == (wanted.remove, wanted.criterion, wanted.alpha)
     assert [on.text_hash for on in plan.measured_on] == [on.text_hash for on in wanted.measured_on]
     np.testing.assert_allclose(plan.scores, wanted.scores, rtol=1e-4)
-    kept = {"rho": "profile", "blend": "profile", "bi": "influence", "kl": "divergence"}.get(criterion, criterion)
+    kept = dict.fromkeys(("rho", "blend", "blend-minmax"), "profile") | dict.fromkeys(("kl", "cosine"), "divergence")
+    kept = (kept | {"bi": "influence"}).get(criterion, criterion)
     measured = criterion not in ("from-end", "random")
     assert [path.name for path in tmp_path.glob("*.json")] == [f"{kept}.json"] * measured
     again = type(ranking).load(ranking.save(tmp_path / "ranking.json"))
@@ -73,6 +74,7 @@ def test_attention_and_mlp_by_one_call(
     scores = {
         "bi": lambda: getattr(lp.profiles.sublayer_influence(llama, ids), what),
         "kl": lambda: sublayer_divergence(llama, ids, what).variance,
+        "cosine": lambda: sublayer_divergence(llama, ids, what).variance_r,
         "from-end": lambda: np.arange(LAYERS)[::-1],
         "random": lambda: np.random.default_rng(5).permutation(LAYERS),
     }[criterion]()
@@ -80,8 +82,8 @@ def test_attention_and_mlp_by_one_call(
     np.testing.assert_array_equal(plan.scores, scores)
     assert (plan.remove, plan.criterion) == ((), criterion)
     assert getattr(plan, FIELDS[what]) == tuple(sorted(np.argsort(scores)[:2]))
-    kept = {"bi": ["sublayers.json"], "kl": ["sublayer-divergence.json"]}.get(criterion, [])
-    assert [path.name for path in tmp_path.glob("*.json")] == kept
+    kept = {"bi": ["sublayers.json"], **{name: ["sublayer-divergence.json"] for name in ("kl", "cosine")}}
+    assert [path.name for path in tmp_path.glob("*.json")] == kept.get(criterion, [])
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from lyapunov_prune.ranking.counts import (
 )
 from lyapunov_prune.ranking.criteria.blend import Blend
 from lyapunov_prune.ranking.criteria.blend import robust as _robust
+from lyapunov_prune.ranking.criteria.blend_minmax import minmax
 from lyapunov_prune.ranking.criterion import Scored
 from lyapunov_prune.ranking.table import CRITERIA, DEFAULT, default_criterion, require_ranks
 
@@ -55,15 +56,22 @@ def test_equal_quartiles_go_by_the_whole_range() -> None:
     assert _robust(np.array([3.0, 3, 3])).tolist() == [0, 0, 0]
 
 
+def test_the_scale_of_the_paper_is_from_0_to_1() -> None:
+    assert minmax(np.array([1.0, 5, 2])).tolist() == [0, 1, 0.25]
+    assert minmax(np.array([[1.0, 3], [7, 7]])).tolist() == [[0, 1], [0, 0]]
+
+
 def test_scores_are_their_formulas() -> None:
     values = {"rho": np.array([0.5, 1.25, 1.0]), "bi": np.array([0.1, 0.3, 0.2]), "variance": np.array([3.0, 1, 2])}
-    values |= {"layer": np.arange(3.0), "lot": np.array([2, 0, 1])}
+    values |= {"layer": np.arange(3.0), "lot": np.array([2, 0, 1]), "variance_r": np.array([1.0, 3, 2])}
     scored = {name: c() for name, c in CRITERIA.items() if issubclass(c, Scored) and name != "blend"}
     found = {name: c.score(values).tolist() for name, c in scored.items()}
     assert found == {
         "rho": [0.5, 0.25, 0],
         "bi": [0.1, 0.3, 0.2],
+        "blend-minmax": pytest.approx([0.5, 0.75, 0.25]),
         "kl": [3, 1, 2],
+        "cosine": [1, 3, 2],
         "from-end": [2, 1, 0],
         "random": [2, 0, 1],
     }
@@ -122,13 +130,13 @@ def test_who_ranks_what() -> None:
     alone = set(CRITERIA) - {"angular", "oracle", "best"}
     assert ranked(remove=2) == set(CRITERIA)
     assert ranked(remove=None) == ranked(remove=2, periods=True) == alone
-    assert ranked("mlp", remove=2) == ranked("attention", remove=2) == {"bi", "kl", "from-end", "random"}
+    assert ranked("mlp", remove=2) == ranked("attention", remove=2) == {"bi", "kl", "cosine", "from-end", "random"}
     assert ranked("activation", remove=2) == set()
     with pytest.raises(LyapunovPruneError, match="unknown what"):
         require_ranks("bi", "heads")
     assert ranked(remove=2, streamed=True) == set(CRITERIA) - {"oracle", "best"}
     assert ranked("mlp", remove=2, streamed=True) == {"bi", "from-end", "random"}
-    assert ranked(remove=2, profiled=True) == {"rho", "bi", "blend", "from-end", "random"}
+    assert ranked(remove=2, profiled=True) == {"rho", "bi", "blend", "blend-minmax", "from-end", "random"}
     assert ranked("mlp", remove=2, profiled=True) == set()
 
 

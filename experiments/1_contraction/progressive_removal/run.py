@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 import lyapunov_prune as lp
-from experiments.blend_of_paper import blend_of_paper
 from experiments.common import Device, DType, draw, load, of_model, read_text, run_command
 from experiments.statements import short, table
 from lyapunov_prune.data.batch import require_disjoint
@@ -46,7 +45,7 @@ def main(
         "rho": lp.rank_layers(profile, criterion="rho"),
         "rho, token pooling": lp.rank_layers(profile.pooled("token"), criterion="rho"),
         "bi": lp.rank_layers(None, influence, criterion="bi"),
-        "blend": blend_of_paper(profile, influence),
+        "blend": lp.rank_layers(profile, influence, criterion="blend-minmax"),
         "from-end": lp.rank_layers(profile, criterion="from-end"),
         "random": lp.rank_layers(profile, criterion="random", seed=0),
     }

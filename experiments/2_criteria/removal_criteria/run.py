@@ -21,7 +21,6 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.blend_of_paper import blend_of_paper
 from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text, run_command
 from experiments.statements import interval, measured, runs, short, span, table
 from lyapunov_prune.data.batch import Split, require_disjoint
@@ -75,7 +74,7 @@ def main(
         candidates=lambda removed: anew(few.ids[:1], removed)[:3],
         criterion="oracle among 3",
     )
-    blends = {f"α = {a:g}": blend_of_paper(profile, influence, a) for a in ALPHAS}
+    blends = {f"α = {a:g}": lp.rank_layers(profile, influence, criterion="blend-minmax", alpha=a) for a in ALPHAS}
     order: list[int] = []
     for _ in range(REMOVALS[-1]):
         order.append(anew(few, order)[0])

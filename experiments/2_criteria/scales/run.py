@@ -18,11 +18,11 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from experiments.blend_of_paper import minmax
 from experiments.common import Inputs, on_each_text, run_command
 from experiments.compressions import ALIKE, told
 from experiments.statements import bullets, ratio, runs, short, span, table
 from lyapunov_prune.ranking.candidates import least
+from lyapunov_prune.ranking.criteria.blend_minmax import minmax
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent

@@ -18,7 +18,6 @@ import pandas as pd
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.blend_of_paper import blend_of_paper
 from experiments.common import Device, DType, draw, job_folder, load, of_model, run_command, texts
 from experiments.statements import interval, percent, signed, table
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
@@ -57,7 +56,7 @@ def main(
         "kl": lp.ranking.rank_by_divergence(lp.predictions.skip_divergence(loaded.model, calibration)),
         "bi": lp.rank_layers(None, influence, criterion="bi"),
         "rho": lp.rank_layers(profile, criterion="rho"),
-        "blend": blend_of_paper(profile, influence),
+        "blend": lp.rank_layers(profile, influence, criterion="blend-minmax"),
     }
     about = {"calibration": encode(calibration.measured_on(loaded.model)), "prompts": f"{PROMPTS} × {PROMPT} + {STEPS}"}
     kept = job_folder(model) / f"prediction-{calibration.text_hash[:16]}"

@@ -16,8 +16,8 @@ _ROUNDING = 1e-12  # quartiles nearer than this, over the range, are equal
 class Blend(ByProfile):
     """`α s(|ρ − 1|) + (1 − α) s(bi)`, `s(x) = (x − median) / IQR` over the layers that may go.
 
-    On a scale from 0 to 1, which the paper takes, the one largest value decides how much all others weigh
-    (experiments/2_criteria). Raises LyapunovPruneError for an alpha outside [0, 1].
+    On a scale from 0 to 1, which the paper takes (`blend-minmax`), the one largest value decides how much all others
+    weigh (experiments/2_criteria). Raises LyapunovPruneError for an alpha outside [0, 1].
     """
 
     alpha: Share = 0.5
@@ -29,7 +29,10 @@ class Blend(ByProfile):
     needs = ("rho", "bi")
 
     def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        return self.alpha * robust(abs(values["rho"] - 1)) + (1 - self.alpha) * robust(values["bi"])
+        return self.alpha * self.scale(abs(values["rho"] - 1)) + (1 - self.alpha) * self.scale(values["bi"])
+
+    def scale(self, x: np.ndarray) -> np.ndarray:
+        return robust(x)
 
 
 def robust(x: np.ndarray) -> np.ndarray:

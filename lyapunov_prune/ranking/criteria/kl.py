@@ -54,6 +54,6 @@ class KL(Scored):
                     model, reading, asked.what, temperature=self.temperature, batch_size=asked.batch_size
                 ),
             )
-        ranking = rank_by_divergence(measured, protect=asked.protect)
+        ranking = rank_by_divergence(measured, criterion=self.name, protect=asked.protect)
         asked.keep(name, measured)
         return ranking

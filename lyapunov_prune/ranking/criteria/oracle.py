@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Oracle(Criterion):
-    """Greedy search by the loss on the text itself (`greedy_removal`)."""
+    """Greedy search by the loss on the text itself (`greedy_removal`), as SLEB does it."""
 
     name = "oracle"
     help = "one by one, each time the least loss"
-    reference = "greedy search"
+    reference = "SLEB, ICML 2024, arXiv:2402.09025"
     resumes = True
     chooses = "searches step by step"
 

@@ -1,0 +1,26 @@
+"""Criterion `cosine`: the layer goes first whose leaving out turns the probabilities least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lyapunov_prune.lazy import np
+from lyapunov_prune.ranking.criteria.kl import KL
+
+
+@dataclass(frozen=True)
+class Cosine(KL):
+    """`mean_t Var_{r_t}(Δz_t) / (2T²)`, `r_i = p_i² / ‖p‖²`: `1 − cos(p, q)` to second order.
+
+    The predictions are those at `temperature` (`predictions.divergence`). Raises LyapunovPruneError for a temperature
+    that is not above 0.
+    """
+
+    name = "cosine"
+    help = "how far the probabilities turn without it"
+    reference = "Demystifying When Pruning Works via Representation Hierarchies, Theorem 2"
+    needs = ("variance_r",)
+
+    def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        return values["variance_r"]
