@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.errors import LyapunovPruneError
@@ -64,9 +64,7 @@ def rank_sublayers(influence: SublayerInfluence, what: str, *, protect: Sequence
 
 
 @checked
-def rank_by_divergence(
-    measured: SkipDivergence, *, criterion: Literal["kl", "cosine"] = "kl", protect: Sequence[int] = ()
-) -> LayerRanking:
+def rank_by_divergence(measured: SkipDivergence, *, criterion: str = "kl", protect: Sequence[int] = ()) -> LayerRanking:
     """Rank layers, or their attention or MLP, by `variance` (`kl`) or `variance_r` (`cosine`), smallest removed first.
 
     Raises LyapunovPruneError for another criterion, and when a layer has no finite score.
@@ -74,7 +72,10 @@ def rank_by_divergence(
     part = measured.what if isinstance(measured, SublayerDivergence) else "layers"
     on = measured.measured_on
     values = {"variance": measured.variance, "variance_r": measured.variance_r}
-    return _scored(criterion).ranking(values, on.model, (on,), what=part, protect=protect)
+    made = CRITERIA.make(criterion)
+    if not (isinstance(made, Scored) and set(made.needs) <= set(values)):
+        raise LyapunovPruneError(f"criterion {criterion} goes by no divergence; give kl or cosine")
+    return made.ranking(values, on.model, (on,), what=part, protect=protect)
 
 
 def _scored(criterion: str, **options: Any) -> Scored:

@@ -173,7 +173,10 @@ def test_a_layer_that_adds_nothing_has_zero(ids: torch.Tensor) -> None:
         values = getattr(found, name)
         assert values[2] == 0
         assert (np.delete(values, 2) > 0).all()
-    assert rank_by_divergence(found).order[0] == 2
+    assert rank_by_divergence(found).order[0] == rank_by_divergence(found, criterion="cosine").order[0] == 2
+    for criterion in ("rho", "oracle"):
+        with pytest.raises(LyapunovPruneError, match=f"{criterion} goes by no divergence"):
+            rank_by_divergence(found, criterion=criterion)
 
 
 def test_the_estimate_tends_to_the_divergence(ids: torch.Tensor) -> None:
