@@ -16,6 +16,7 @@ from lyapunov_prune.explaining.decomposition import ErrorSums, difference
 from lyapunov_prune.explaining.explanation import Explanation, blamed_layers
 from lyapunov_prune.explaining.pair import Side, pair_up
 from lyapunov_prune.explaining.sublayers import SublayerSums
+from lyapunov_prune.explaining.token_kinds import TokenSums
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.forward.scoring import Scorer
@@ -63,10 +64,10 @@ def explain(
     on, identity = reading.measured_on(), identify(second.reading.model)
     if profile is not None and not profile.measured_on.model.same_as(on.model):
         raise LyapunovPruneError(f"the profile is of {profile.measured_on.model.name}; give one of the dense model")
-    sums, inner, blame = ErrorSums(layers), SublayerSums(sides), Blame(layers)
+    sums, inner, blame, tokens = ErrorSums(layers), SublayerSums(sides), Blame(layers), TokenSums(reading)
     scorers = [side.reading.scorer for side in sides]
     for ids in track(reading.windows(batch_size), "explaining"):
-        _explain_windows(sides, scorers, ids, sums, inner, blame)
+        _explain_windows(sides, scorers, ids, sums, inner, blame, tokens)
     mean = blame.sums / blame.positions
     rounding = max(_rounding(side, reading.windows(1)[0]) for side in sides)
     return Explanation(
@@ -91,6 +92,7 @@ def explain(
         measured_on=on,
         matrices=_matrices(sides, blamed_layers(mean[1, 0] - mean[3::2, 0]), batch_size),
         sublayers=inner.result(rounding),
+        tokens=tokens.result(),
     )
 
 
@@ -119,6 +121,7 @@ def _explain_windows(
     sums: ErrorSums,
     inner: SublayerSums,
     blame: Blame,
+    tokens: TokenSums,
 ) -> None:
     """Add these windows to all sums."""
     first, second = sides
@@ -150,8 +153,10 @@ def _explain_windows(
     finals[first.total + 1] = first.finish(first.total, ids, changed[-1]), second.finish(first.total, ids, dense[-1])
     read_by = {part: [*zip(scorers, map(predicting, pair), strict=True)] for part, pair in finals.items()}
     read_by[first.total + 1].reverse()
-    others = [(scorers[1], predicting(changed_final)), *chain.from_iterable(read_by.values())]
-    blame.add(predictions((scorers[0], predicting(final)), others, ids[:, 1:].flatten()), list(read_by))
+    ends = [(scorer, predicting(state)) for scorer, state in zip(scorers, (final, changed_final), strict=True)]
+    others = [ends[1], *chain.from_iterable(read_by.values())]
+    blame.add(predictions(ends[0], others, ids[:, 1:].flatten()), list(read_by))
+    tokens.add(ends[0], ends[1], ids)
 
 
 def _rounding(side: Side, ids: torch.Tensor) -> float:

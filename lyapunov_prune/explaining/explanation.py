@@ -12,6 +12,7 @@ from lyapunov_prune.bounds.matrix_errors import MatrixErrors
 from lyapunov_prune.bounds.phases import TwoPhases, relative_phases
 from lyapunov_prune.explaining.decomposition import PARTS, Decomposed
 from lyapunov_prune.explaining.sublayers import SublayerErrors
+from lyapunov_prune.explaining.token_kinds import TokenKinds
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, ROWS, MeasuredOn, ModelIdentity, Result
@@ -39,6 +40,7 @@ class Explanation(Decomposed, Result):
     `settings` says which setting of the two configs differs, empty if none. `matrices` are those of the layers to
     blame (`blamed`), each on its own; None where they cannot be read as numbers or differ in shape. `sublayers`
     has the parts of attention and MLP; None where no state stands between them, or weights stay packed.
+    `tokens` has the way from the final state to the prediction by kind of token.
     """
 
     kept: tuple[int, ...]
@@ -62,6 +64,7 @@ class Explanation(Decomposed, Result):
     measured_on: MeasuredOn  # the dense model
     matrices: MatrixErrors | None = None
     sublayers: SublayerErrors | None = None
+    tokens: TokenKinds | None = None
 
     def __post_init__(self) -> None:
         L = self.measured_on.model.num_layers
@@ -171,7 +174,7 @@ class Explanation(Decomposed, Result):
 
     def parts_of_it(self) -> list[Result]:
         """Further tables, each with its own answer."""
-        return [part for part in (self.sublayers, self.matrices) if part is not None]
+        return [part for part in (self.sublayers, self.matrices, self.tokens) if part is not None]
 
     def _blame(self) -> list[str]:
         order = _most(self.gain)

@@ -69,6 +69,8 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
     if name == "SublayerErrors":
         lengths = {"size": (5,), "error": (5,), "energy": (3, 4), "along": (3, 4), "off": (4,)}
         return {field: some(*shape) for field, shape in lengths.items()} | {"kinds": (("attention", "mlp"), ())}
+    if name == "TokenKinds":
+        return {"positions": some(5), "turned": loose(3, 5), "kl": loose(5)}
     if name == "MatrixErrors":
         return {"error": loose(2), "norm": some(2)}
     if name == "InfluenceProfile":

@@ -1,0 +1,115 @@
+"""How far hidden state, logits and probabilities turn, by kind of token: what the head and the softmax forgive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.predictions.softmax import kl, log_softmax
+from lyapunov_prune.predictions.spaces import turn
+from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.result import Result
+
+KINDS = ("all", "first", "rare", "number", "other")
+FIRST = 4  # positions of a window that count as its first
+SPACES = ("hidden", "logit", "probability")
+_ENTRIES = 2**18  # of positions × vocabulary at once
+
+
+@dataclass(frozen=True)
+class TokenKinds(Result):
+    """Means over positions of each of `KINDS` (K), from the final state to the prediction.
+
+    `turned` (3, K) is `1 − cos` between the dense and the compressed hidden state (that the head reads), logits and
+    probabilities; `kl` (K,) is `KL(p‖q)` in nats; `positions` (K,) counts. NaN for a kind that does not occur. `first`
+    are the predictions from the first four positions of a window; `rare` those of a token that stands once in the text;
+    `number` those of a token with a digit (none without a tokenizer); `other` are none of these. Kinds may overlap.
+    """
+
+    positions: np.ndarray
+    turned: np.ndarray
+    kl: np.ndarray
+
+    def __post_init__(self) -> None:
+        require_array("kinds of token, positions", self.positions, (len(KINDS),))
+        require_array("kinds of token, turned", self.turned, (3, len(KINDS)), least=-1e-9, finite=False)
+        require_array("kinds of token, kl", self.kl, (len(KINDS),), least=-1e-9, finite=False)
+
+    def to_frame(self) -> pd.DataFrame:
+        """`head` and `softmax` are the quotients of the spaces on their two sides: below 1 they forgive."""
+        hidden, logit, probability = self.turned
+        with np.errstate(divide="ignore", invalid="ignore"):
+            quotients = {"head": logit / hidden, "softmax": probability / logit}
+        columns = dict(zip(SPACES, self.turned, strict=True))
+        return pd.DataFrame(
+            {"token": KINDS, "positions": self.positions.astype(int), **columns, **quotients, "kl": self.kl}
+        )
+
+    def answer(self) -> list[str]:
+        hidden, logit, probability = self.turned[:, 0]
+        if not hidden > 0:
+            return []
+        head, softmax = (
+            "forgives" if after < before else "sharpens" for before, after in ((hidden, logit), (logit, probability))
+        )
+        line = (
+            f"From state to prediction, 1 − cos: hidden {hidden:.3g}, logits {logit:.3g}, probabilities "
+            f"{probability:.3g}: the head {head}, the softmax {softmax}"
+        )
+        named = self.kl[1:4]
+        if not np.isfinite(named).any():
+            return [f"{line}."]
+        worst = int(np.nanargmax(named))
+        kind = ("the first tokens", "rare tokens", "numbers")[worst]
+        return [f"{line}. Of first, rare and number tokens, KL is largest at {kind}: {named[worst]:.3g}."]
+
+
+class TokenSums:
+    """Sums of `TokenKinds` over windows."""
+
+    def __init__(self, reading: Reading) -> None:
+        ids = torch.cat([window.flatten() for window in reading.windows(1)])
+        values, counts = ids.unique(return_counts=True)
+        self.once = set(values[counts == 1].tolist())
+        tokenizer = reading.decoder.tokenizer
+        decoded = {} if tokenizer is None else {i: tokenizer.decode([i]) for i in values.tolist()}
+        self.digits = {i for i, text in decoded.items() if any(c.isdigit() for c in text)}
+        self.sums = np.zeros((4, len(KINDS)))
+        self.positions = np.zeros(len(KINDS))
+
+    def add(
+        self, dense: tuple[Scorer, torch.Tensor], compressed: tuple[Scorer, torch.Tensor], ids: torch.Tensor
+    ) -> None:
+        """`dense` and `compressed` are scorers with final states (positions × width); `ids` the windows."""
+        found = _measured(dense, compressed)
+        wanted = ids[:, 1:]
+        place = torch.arange(wanted.shape[1]).expand(wanted.shape)
+        first = (place < FIRST).flatten().numpy()
+        rare, number = (
+            np.array([i in chosen for i in wanted.flatten().tolist()]) for chosen in (self.once, self.digits)
+        )
+        kinds = np.stack([np.ones_like(first), first, rare, number, ~(first | rare | number)])
+        self.sums += found @ kinds.T
+        self.positions += kinds.sum(-1)
+
+    def result(self) -> TokenKinds:
+        means = np.divide(self.sums, self.positions, out=np.full_like(self.sums, np.nan), where=self.positions > 0)
+        return TokenKinds(self.positions, means[:3], means[3])
+
+
+def _measured(dense: tuple[Scorer, torch.Tensor], compressed: tuple[Scorer, torch.Tensor]) -> np.ndarray:
+    """`1 − cos` in three spaces and KL of every position, (4, positions)."""
+    (scorer, states), (other, changed) = dense, compressed
+    rows = max(1, _ENTRIES // scorer.vocabulary)
+    found = []
+    for h, moved in zip(states.split(rows), changed.split(rows), strict=True):
+        z, z2 = scorer.logits(h), other.logits(moved).to(h.device)
+        log_p, log_q = log_softmax(z, 1.0), log_softmax(z2, 1.0)
+        turned = [turn(a, b)[0] for a, b in ((h, moved), (z, z2), (log_p.exp(), log_q.exp()))]
+        found.append(torch.stack([*turned, kl(log_p, log_q)]).cpu())
+    return torch.cat(found, -1).numpy()
