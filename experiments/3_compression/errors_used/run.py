@@ -1,9 +1,9 @@
 """Errors known, errors used: SparseGPT and GPTQ with weighted tokens, with the correction of QEP, and with both.
 
-    python experiments/3_compression/errors_used/run.py [--model MODEL] [--text FILE] [--method gptq]
+    python experiments/3_compression/errors_used/run.py [--model MODEL] [--text FILE] [--setting gptq-4]...
 
-The same calibration text for all four; the divergence and the loss are measured on other text. A file a method beside
-this one, written after every row: an interrupted run goes on, and methods may run in processes of their own.
+The same calibration text for all four; the divergence and the loss are measured on other text. A file a setting
+beside this one, written after every row: an interrupted run goes on, and settings may run in processes of their own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,23 +23,24 @@ from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.forward.states import predicting
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.predictions.tiles import measures
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
-SETTINGS: dict[str, list[dict[str, Any]]] = {
-    "sparsegpt": [{"sparsity": 0.5}, {"sparsity": 0.6}],
-    "gptq": [{"bits": bits, "group_size": size} for bits in (4, 3) for size in (64, 128)],
+# By the name of the file that holds them; the method is what stands before the dash.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sparsegpt-50": {"sparsity": 0.5},
+    "sparsegpt-60": {"sparsity": 0.6},
+    "gptq-4": {"bits": 4, "group_size": 64},
+    "gptq-3": {"bits": 3, "group_size": 64},
 }
 PLAIN = "plain"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One compression, and `KL(dense‖compressed)` and the loss of every window of unseen text, nats a token."""
+    """One variant of a method, and `KL(dense‖compressed)` and the loss of every window of unseen text, nats a token."""
 
-    setting: str
     variant: str
     kl: tuple[float, ...]
     loss: tuple[float, ...]
@@ -49,7 +50,7 @@ class Row:
 class ErrorsUsed(Result):
     """What the variants of a method leave of the prediction; `correction` is α where one is made."""
 
-    method: str
+    setting: str  # of SETTINGS
     rows: tuple[Row, ...]
     dense: tuple[float, ...]  # loss of every window
     correction: float
@@ -57,7 +58,7 @@ class ErrorsUsed(Result):
     calibrated_on: MeasuredOn
 
     def headline(self) -> str:
-        return f"Errors used by {self.method}\n{self.measured_on.line()}"
+        return f"Errors used, {self.setting}\n{self.measured_on.line()}"
 
 
 def variants(correction: float) -> dict[str, dict[str, Any]]:
@@ -65,18 +66,12 @@ def variants(correction: float) -> dict[str, dict[str, Any]]:
     return {PLAIN: {}, "weighted": weighted, "corrected": corrected, "both": weighted | corrected}
 
 
-def named(setting: dict[str, Any]) -> str:
-    if "sparsity" in setting:
-        return f"{setting['sparsity']:.0%} removed"
-    return f"{setting['bits']} bits, groups of {setting['group_size']}"
-
-
 def main(
     model: str = "smollm2-135m",
     device: Device = "auto",
     dtype: DType = None,
     text: str = "builtin",
-    method: Annotated[list[str] | None, typer.Option(help="of sparsegpt and gptq; both if not given")] = None,
+    setting: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(SETTINGS)}; all if not given")] = None,
     correction: Annotated[float, typer.Option(help="the α of the correction")] = 0.5,
     calibration_tokens: int = 16384,
     tokens: int = 8192,
@@ -84,7 +79,7 @@ def main(
     again: Again = False,
 ) -> None:
     folder = of_model(HERE, model)
-    if wanted := [name for name in method or SETTINGS if not is_kept(folder / f"{name}.json", again)]:
+    if wanted := [name for name in setting or SETTINGS if not is_kept(folder / f"{name}.json", again)]:
         loaded = load(model, device, dtype)
         of_texts = texts(loaded, text, calibration=calibration_tokens, evaluation=tokens, context=context)
         calibration, evaluation = (read(loaded, batch) for batch in of_texts)
@@ -99,25 +94,21 @@ def main(
 def compare(
     found: ErrorsUsed, calibration: Reading, evaluation: Reading, states: list[torch.Tensor], folder: Path
 ) -> None:
-    """Measure the rows of a method that a file of an interrupted run does not hold."""
-    part = folder / f"{found.method}-part.json"
+    """Measure the rows of a setting that a file of an interrupted run does not hold."""
+    part = folder / f"{found.setting}-part.json"
     if part.exists() and asked(before := ErrorsUsed.load(part)) == asked(found):
         found = replace(found, rows=before.rows)
-    inputs = [p.weight(calibration.model).shape[1] for p in find_projections(calibration.decoder)]
-    for setting in SETTINGS[found.method]:
-        if any(n % setting.get("group_size", 1) for n in inputs):  # groups that do not fit
+    how = {"method": found.setting.split("-")[0], **SETTINGS[found.setting]}
+    for name, more in variants(found.correction).items():
+        if name in {row.variant for row in found.rows}:
             continue
-        for variant, how in variants(found.correction).items():
-            if (named(setting), variant) in {(row.setting, row.variant) for row in found.rows}:
-                continue
-            small = lp.compress(calibration.model, calibration, method=found.method, **setting, **how).model
-            after = list(finals(evaluation, small))  # the head is that of the dense model
-            kl, loss = divergences(evaluation, states, after), losses(evaluation, after)
-            row = Row(named(setting), variant, kl, loss)
-            found = replace(found, rows=(*found.rows, row))
-            found.save(part)
-            print(found.method, row.setting, variant, np.mean(row.kl), np.exp(np.mean(row.loss)), flush=True)
-    found.save(folder / f"{found.method}.json")
+        small = lp.compress(calibration.model, calibration, **how, **more).model
+        after = list(finals(evaluation, small))  # the head is that of the dense model
+        row = Row(name, divergences(evaluation, states, after), losses(evaluation, after))
+        found = replace(found, rows=(*found.rows, row))
+        found.save(part)
+        print(found.setting, name, np.mean(row.kl), np.exp(np.mean(row.loss)), flush=True)
+    found.save(folder / f"{found.setting}.json")
     part.unlink(missing_ok=True)
 
 
@@ -149,26 +140,27 @@ def divergences(reading: Reading, before: Sequence[torch.Tensor], after: Sequenc
 def written(folder: Path = HERE) -> dict[str, str]:
     """KL and perplexity, and their ratios to the plain method with 95 % intervals paired by window."""
     tables: dict[str, str] = {}
-    head = ["amount", "variant", "KL, nats a token", "/ plain", "perplexity", "/ plain"]
-    for method in SETTINGS:
-        if not (folder / f"{method}.json").exists():
+    lines: dict[str, list[list[object]]] = {}
+    for setting in SETTINGS:
+        if not (folder / f"{setting}.json").exists():
             continue
-        found = ErrorsUsed.load(folder / f"{method}.json")
-        plain = {row.setting: row for row in found.rows if row.variant == PLAIN}
-        lines: list[list[object]] = []
-        for row in found.rows:
-            kl, loss = np.array(row.kl), np.array(row.loss)
-            beside: list[object] = [None, None]
-            if row.variant != PLAIN:
-                of = plain[row.setting]
-                beside = [ratio(np.log(kl / np.array(of.kl))), ratio(loss - np.array(of.loss))]
-            lines.append([row.setting, row.variant, float(kl.mean()), beside[0], float(np.exp(loss.mean())), beside[1]])
-        tables[method] = table(head, lines)
+        found = ErrorsUsed.load(folder / f"{setting}.json")
+        plain = next(row for row in found.rows if row.variant == PLAIN)
         tables["setting"] = (
             f"{found.measured_on.line()}; dense perplexity {short(float(np.exp(np.mean(found.dense))))}.\n"
             f"Calibration: {found.calibrated_on.line()}; α = {found.correction:g}.\n"
         )
-    return tables
+        for row in found.rows:
+            kl, loss = np.array(row.kl), np.array(row.loss)
+            beside: list[object] = [None, None]
+            if row.variant != PLAIN:
+                beside = [ratio(np.log(kl / np.array(plain.kl))), ratio(loss - np.array(plain.loss))]
+            method, number = setting.split("-")
+            amount = f"{number} bits" if method == "gptq" else f"{number}% removed"
+            shown = [amount, row.variant, float(kl.mean()), beside[0], float(np.exp(loss.mean())), beside[1]]
+            lines.setdefault(method, []).append(shown)
+    head = ["amount", "variant", "KL, nats a token", "/ plain", "perplexity", "/ plain"]
+    return tables | {method: table(head, rows) for method, rows in lines.items()}
 
 
 if __name__ == "__main__":
