@@ -45,6 +45,7 @@ MODULES = {
     "abstract": "experiments.abstract",
     "attacks": "attacks",
     "benchmarks": "benchmarks.results",
+    "compared": "experiments.compared",
     "differences": "experiments.differences",
     "mutants": "mutants",
 }
