@@ -28,9 +28,9 @@ def require_seen(projections: Sequence[Projection]) -> None:
 class Gathering:
     """Sums over the input tokens of `projections`, and over the gradients at their outputs.
 
-    `needs` is `norms`, `gram` or `sensitivity`, as in `stream`. Matrices with the same input tensor share a sum. With
-    `weights` (by module, of the tokens of each of its calls in order) tokens count by these, and no sum is shared.
-    `dense`, for the drift, gives by module what has entered it in the dense model for the same tokens.
+    `needs` is `norms`, `gram`, `magnitudes` or `sensitivity`, as in `stream`. Matrices with the same input tensor share
+    a sum. With `weights` (by module, of the tokens of each of its calls in order) tokens count by these, and no sum is
+    shared. `dense`, for the drift, gives by module what has entered it in the dense model for the same tokens.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Gathering:
         self.energy: dict[str, torch.Tensor] = {}
         self.grams: dict[str, torch.Tensor] = {}
         self.drifts: dict[str, torch.Tensor] = {}
+        self.magnitudes: dict[str, torch.Tensor] = {}
         self.sensitivities: dict[str, torch.Tensor] = {}
         self._leader: dict[str, str] = {}  # the first matrix with the same input tensor
         self._last: tuple[torch.Tensor | None, str] = (None, "")
@@ -79,6 +80,8 @@ class Gathering:
         if self.weights is not None:
             root = _of_tokens(name, x, next(self.weights[name], None)).sqrt().unsqueeze(1)
         self._sum(self.grams, name, _gram(rows * root))
+        if self.needs == "magnitudes":
+            self._sum(self.magnitudes, name, rows.abs().sum(0))
         if self.dense is not None:
             calls = self.dense.get(name)
             before = lift(_of_tokens(name, x, calls.pop(0).flatten(0, -2) if calls else None))
@@ -122,7 +125,9 @@ class Gathering:
             sensitivity = self.sensitivities.get(p.module)
             if sensitivity is not None:
                 sensitivity = sensitivity[p.start : p.stop, p.start : p.stop]
-            result[p.name] = Statistics(energy.sqrt(), gram, sensitivity, self.drifts.get(leader))
+            result[p.name] = Statistics(
+                energy.sqrt(), gram, sensitivity, self.drifts.get(leader), self.magnitudes.get(leader)
+            )
         return result
 
 

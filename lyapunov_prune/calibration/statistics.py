@@ -15,6 +15,7 @@ class Statistics:
 
     - `norms` (n): `sqrt(Σ_t a_t x_tj²)`;
     - `gram` (n × n): `Σ_t a_t x_t x_tᵀ`;
+    - `magnitudes` (n): `Σ_t |x_tj|`;
     - `drift` (n × n): `Σ_t a_t (x⁰_t − x_t) x_tᵀ`, with `x⁰` the input of the same matrix in the dense model;
     - `sensitivity` (m × m): `Σ_t g_t g_tᵀ` with `g_t = ∂⟨v, h⟩/∂y_t`, where `h` (tokens × d) is the output of the layer
       and `v ~ N(0, I)` of the same shape is drawn once per forward. In expectation over v this is `Σ_t Σ_s J_stᵀ J_st`
@@ -26,3 +27,4 @@ class Statistics:
     gram: torch.Tensor | None = None
     sensitivity: torch.Tensor | None = None
     drift: torch.Tensor | None = None
+    magnitudes: torch.Tensor | None = None

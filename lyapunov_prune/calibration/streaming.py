@@ -36,10 +36,10 @@ def stream(
     layers in all (`each_layer`); of a streamed model both happen in one forward, while the layer is held, and the
     change is kept with it.
 
-    `needs` is `norms`, `gram` (`Σ_t x_t x_tᵀ`, n × n, float64, shared by matrices with the same input), or
-    `sensitivity`: also `Σ_t g_t g_tᵀ`, with `g_t` the gradient at the matrix's output of `⟨v, layer output⟩`, `v ~ N(0,
-    I)`, for the layer before `change` (`Statistics`). The seed is the layer's index, so the statistics of a layer do
-    not depend on which other layers are requested.
+    `needs` is `norms`, `gram` (`Σ_t x_t x_tᵀ`, n × n, float64, shared by matrices with the same input),
+    `magnitudes`: also `Σ_t |x_t|`, or `sensitivity`: also `Σ_t g_t g_tᵀ`, with `g_t` the gradient at the matrix's
+    output of `⟨v, layer output⟩`, `v ~ N(0, I)`, for the layer before `change` (`Statistics`). The seed is the
+    layer's index, so the statistics of a layer do not depend on which other layers are requested.
 
     `weights` of the tokens (`token_weights`, of the same `batch_size`) enter all sums. With `dense`, the same batch
     read by the model as it was, the `drift` is gathered too: that model runs its layers once beside this one.

@@ -327,7 +327,9 @@ class RankOptions:
 Method = Annotated[choices.Method, what_option(help=one_of(METHODS, "What a matrix is replaced by."))]
 Sparsity = Annotated[float | None, what_option(help="Share removed: of entries, or of parameters by low rank.")]
 Rank = Annotated[int | None, what_option(help="Rank that a low-rank method leaves a matrix, in place of --sparsity.")]
-Bits = Annotated[float | None, what_option(help="Bits a weight (rtn, gptq); the mean with an allocation of bits.")]
+Bits = Annotated[
+    float | None, what_option(help="Bits a weight (rtn, gptq, awq), or 1.58; the mean with an allocation of bits.")
+]
 Allocation = Annotated[
     str,
     what_option(
@@ -336,7 +338,7 @@ Allocation = Annotated[
     ),
 ]
 Pattern = Annotated[str | None, what_option(help="Keep so many of so many inputs, as 2:4 (then without --sparsity).")]
-GroupSize = Annotated[int | None, what_option(help="Weights that share a grid (rtn, gptq); a row if not given.")]
+GroupSize = Annotated[int | None, what_option(help="Weights that share a grid (rtn, gptq, awq); a row if not given.")]
 Weighted = Annotated[
     bool,
     what_option("--weighted", help="Weigh tokens by how far an error there moves the prediction (sparsegpt, gptq)."),

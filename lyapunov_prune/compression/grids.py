@@ -9,6 +9,9 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift, row_blocks
 
+TERNARY = 1.58  # log2 3 bits, as it is written: three values
+WIDTHS = (TERNARY, *range(2, 9))
+
 
 class Steps(NamedTuple):
     """The grids of a matrix (m × n): the points `scale · q` for whole `low ≤ q ≤ high`; each (m × groups), float64."""
@@ -53,7 +56,7 @@ class Grid(NamedTuple):
         return torch.cat([(lift(q) * lift(s)).to(scale) for q, s in pairs])
 
 
-def stepped(W: torch.Tensor, bits: int, group_size: int | None, symmetric: bool) -> Steps:
+def stepped(W: torch.Tensor, bits: float, group_size: int | None, symmetric: bool) -> Steps:
     """The grids of `2^bits` points over the range of every row of `W` (m × n), or of `group_size` inputs of a row.
 
     `s = (max − min)/(2^bits − 1)`, `q` from `−z` to `2^bits − 1 − z` with `z = round(−min/s)`, the range widened to
@@ -62,10 +65,17 @@ def stepped(W: torch.Tensor, bits: int, group_size: int | None, symmetric: bool)
     largest weights short), `q` from `−2^(bits−1)` to `2^(bits−1) − 1`; the ends of the range lie halfway between two
     points (§2.2.2, on the same range). Either way the nearest point to `w` is within `s/2`.
 
-    Raises LyapunovPruneError for `bits` outside 2 … 8 and for a group size that does not divide n.
+    At `TERNARY` bits `−s, 0, s` with `s = mean |w|`, whatever `symmetric` (Ma et al., The era of 1-bit LLMs, 2024,
+    arXiv:2402.17764, eq. 1 to 3); entries beyond `1.5 s` are further from the nearest point than `s/2`.
+
+    Raises LyapunovPruneError for `bits` that are not among `WIDTHS` and for a group size that does not divide n.
     """
-    if bits not in range(2, 9):
-        raise LyapunovPruneError(f"{bits} bits; give a whole number from 2 to 8")
+    if bits not in WIDTHS:
+        raise LyapunovPruneError(f"{bits:g} bits; give a whole number from 2 to 8, or {TERNARY}")
+    if bits == TERNARY:
+        scale = grouped(W, group_size).abs().mean(2)
+        one = torch.ones_like(scale)
+        return Steps(scale.where(scale > 0, one), -one, one)
     groups, top = grouped(W, group_size), 2 ** int(bits) - 1
     if symmetric:
         half = torch.full(groups.shape[:2], float((top + 1) // 2), dtype=groups.dtype, device=groups.device)

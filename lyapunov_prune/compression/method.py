@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from lyapunov_prune.compression.grids import WIDTHS, stepped
 from lyapunov_prune.compression.masks import Pattern, as_pattern
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import torch
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
     from lyapunov_prune.compression.grids import Steps
 
 # What a method needs to know, as fields of Statistics.
-FIELDS = {"nothing": (), "norms": ("norms",), "gram": ("gram",), "sensitivity": ("gram", "sensitivity")}
+FIELDS = {
+    "nothing": (),
+    "norms": ("norms",),
+    "gram": ("gram",),
+    "magnitudes": ("gram", "magnitudes"),
+    "sensitivity": ("gram", "sensitivity"),
+}
 
 
 class RankError(LyapunovPruneError):
@@ -27,8 +34,8 @@ class RankError(LyapunovPruneError):
 class Method(Choice):
     """How one matrix is compressed. A method is a subclass in a file of its own and a row in `table.METHODS`.
 
-    `unit` is what its amount is: a "sparsity" from 0 to 1, a "rank" of 1 or more, or 2 to 8 "bits". `needs` is what
-    calibration has to tell it (`FIELDS`): "nothing", "norms", "gram" or "sensitivity".
+    `unit` is what its amount is: a "sparsity" from 0 to 1, a "rank" of 1 or more, or "bits", 2 to 8 or `TERNARY`.
+    `needs` is what calibration has to tell it, a name in `FIELDS`.
     """
 
     unit: ClassVar[str]
@@ -92,17 +99,17 @@ class Rounder(Method):
     """A method that moves weights to the points of a grid, one of every row or of `group_size` inputs of a row.
 
     With `symmetric` the grids lie around 0 and need no zero point, as packed formats want them (`grids.stepped`).
+    `on_grid`: whether what is left of a matrix lies on its grids, so that integers and scales hold it.
     """
 
     group_size: int | None = None
     symmetric: bool = False
 
     unit = "bits"
+    on_grid: ClassVar[bool] = True
 
-    def steps(self, W: torch.Tensor, bits: int) -> Steps:
-        """The grids of `W` (m × n); what `compress` leaves of it lies on them, beside one rounding to its dtype."""
-        from lyapunov_prune.compression.grids import stepped
-
+    def steps(self, W: torch.Tensor, bits: float) -> Steps:
+        """The grids of `W` (m × n); `on_grid`, what `compress` leaves lies on them but for rounding to its dtype."""
         return stepped(W, bits, self.group_size, self.symmetric)
 
 
@@ -129,7 +136,7 @@ def require_in_range(name: str, unit: str, amount: float) -> None:
     right, given = {
         "sparsity": (0 <= amount <= 1, "a sparsity from 0 to 1"),
         "rank": (amount >= 1 and amount % 1 == 0, "a whole rank of 1 or more"),
-        "bits": (amount in range(2, 9), "2 to 8 whole bits"),
+        "bits": (amount in WIDTHS, "2 to 8 whole bits, or 1.58 for three values"),
     }[unit]
     if not right:
         raise LyapunovPruneError(f"{name} cannot take {unit} {amount:g}; give {given}")

@@ -281,7 +281,7 @@ def _describe(
         amount=wanted,
         zeros=zeros / after.numel(),
         rank=int(amount) if method.unit == "rank" and amount is not None else None,
-        bits=int(amount) if method.unit == "bits" and amount is not None else None,
+        bits=amount if method.unit == "bits" else None,
         weight_error=_share(error, whole),
         output_error=None if gram is None else _output_error(lift(W), lift(after), gram),
     )

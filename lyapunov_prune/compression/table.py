@@ -18,5 +18,6 @@ METHODS = Registry[Method](
         "balanced": f"{_METHODS}.balanced:Balanced",
         "rtn": f"{_METHODS}.rtn:RoundToNearest",
         "gptq": f"{_METHODS}.gptq:GPTQ",
+        "awq": f"{_METHODS}.awq:AWQ",
     },
 )

@@ -66,8 +66,10 @@ def require_packed_options(
             f"{FORMAT} dropped its formats for patterns of zeros, and transformers loads none; leave out --format"
         )
     if METHODS[method].unit != "bits":
-        rounding = " or ".join(name for name, known in METHODS.items() if known.unit == "bits")
+        rounding = " or ".join(name for name, known in METHODS.items() if getattr(known, "on_grid", False))
         raise LyapunovPruneError(f"--format {FORMAT} packs rounded weights, not those of {method}; give {rounding}")
+    if not METHODS[method].on_grid:  # type: ignore[attr-defined]  # a method of bits is a Rounder
+        raise LyapunovPruneError(f"the scales of {method} are in its weights, which no grid holds; leave out --format")
     if isinstance(allocation, Allocation):
         if allocation.unit != "bits" or not {*allocation.amount} <= {*range(2, 9), DENSE}:
             raise LyapunovPruneError(f"--format {FORMAT} packs 2 to 8 whole bits, or none (16); allocate such widths")

@@ -21,8 +21,9 @@ _TYPES = {2: "q2_k", 3: "q3_k", 4: "q4_k", 5: "q5_k", 6: "q6_k", 7: "q8_0", 8: "
 def llm_compressor_recipe(model: PreTrainedModel, report: CompressionReport) -> str:
     """The YAML recipe by which llm-compressor rounds the matrices of `model` as `report` says, one group a width.
 
-    Its GPTQModifier for gptq, else its QuantizationModifier, on symmetric grids; `ignore` holds the Linear modules that
-    stay dense. Raises LyapunovPruneError for another amount than bits, and matrices that are no Linear of their own.
+    Its GPTQModifier for gptq, its AWQModifier for awq, else its QuantizationModifier, on symmetric grids; `ignore`
+    holds the Linear modules that stay dense. Raises LyapunovPruneError for another amount than
+    whole bits, and matrices that are no Linear of their own.
     """
     groups: dict[int, dict[str, None]] = {}
     for p in find_projections(wrap(model)):
@@ -41,7 +42,7 @@ def llm_compressor_recipe(model: PreTrainedModel, report: CompressionReport) -> 
             if width != DENSE
         },
     }
-    kind = "GPTQModifier" if report.method == "gptq" else "QuantizationModifier"
+    kind = {"gptq": "GPTQModifier", "awq": "AWQModifier"}.get(report.method, "QuantizationModifier")
     return yaml.safe_dump({"quantization_stage": {"quantization_modifiers": {kind: modifier}}}, sort_keys=False)
 
 
@@ -65,4 +66,7 @@ def llama_cpp_overrides(report: CompressionReport) -> str:
 def _bits(report: CompressionReport, name: str) -> int:
     if report.allocation.unit != "bits":
         raise LyapunovPruneError(f"{report.method} leaves no widths to write a recipe of; take a method that rounds")
-    return int(report.allocation.of(name))
+    bits = report.allocation.of(name)
+    if bits % 1:
+        raise LyapunovPruneError(f"recipes name whole bits, not {bits:g}; leave them out, or give --bits 2 or more")
+    return int(bits)

@@ -31,7 +31,7 @@ class Compression:
     method: str
     sparsity: float
     rank: int | None
-    bits: int | None = None
+    bits: float | None = None
 
     def __post_init__(self) -> None:
         METHODS[self.method]  # refuses one that there is not
@@ -58,7 +58,7 @@ class Compression:
     @property
     def amount(self) -> str:
         """What stands on the axis of its levels: the bits of a method that rounds, else the sparsity."""
-        return f"{self.bits} bits" if self.rounds else f"sparsity {self.sparsity:g}"
+        return f"{self.bits:g} bits" if self.rounds else f"sparsity {self.sparsity:g}"
 
     def levels(self, sparsities: Sequence[float]) -> list[Compression]:
         """The same at each of these sparsities (and the rank that follows from it), or at 8 to 2 bits if it rounds."""
@@ -119,5 +119,5 @@ class Change:
             return f"remove {','.join(map(str, self.remove))}"
         assert self.compression is not None
         c, names = self.compression, ",".join(sorted(p.name for p in self.matrices))
-        kept = f"{c.bits} bits" if c.rounds else f"sparsity {float(c.sparsity)!r}, rank {c.rank or 'full'}"
+        kept = f"{c.bits:g} bits" if c.rounds else f"sparsity {float(c.sparsity)!r}, rank {c.rank or 'full'}"
         return f"{c.method}, {kept}: {len(self.matrices)} matrices, {hashlib.sha256(names.encode()).hexdigest()[:16]}"

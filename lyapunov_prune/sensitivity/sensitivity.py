@@ -49,7 +49,7 @@ class Effect:
     saved: float
     windows: np.ndarray
     drift: float
-    bits: int | None = None
+    bits: float | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Sensitivity(Result):
                     "drift": e.drift,
                 }
             )
-        return pd.DataFrame(rows).astype({"layer": "Int64", "rank": "Int64", "bits": "Int64"})
+        return pd.DataFrame(rows).astype({"layer": "Int64", "rank": "Int64", "bits": "Float64"})
 
     def summary(self) -> pd.DataFrame:
         """One row per study."""
@@ -203,7 +203,7 @@ def measure_sensitivity(
     method: str = "magnitude",
     sparsity: float = 0.5,
     rank: int | None = None,
-    bits: int | None = None,
+    bits: float | None = None,
     limit: Positive = 10.0,
     calibration: Readable | None = None,
     profile: LayerProfile | None = None,

@@ -28,7 +28,7 @@ def sample(seed: int = 0) -> tuple[torch.Tensor, Statistics]:
     X = torch.randn(n, n, generator=g, dtype=torch.float64) @ torch.randn(n, tokens, generator=g, dtype=torch.float64)
     G = torch.randn(m, tokens, generator=g, dtype=torch.float64)
     W = torch.randn(m, n, generator=g, dtype=torch.float64)
-    return W, Statistics(X.norm(dim=1), X @ X.T, G @ G.T)
+    return W, Statistics(X.norm(dim=1), X @ X.T, G @ G.T, magnitudes=X.abs().sum(1))
 
 
 def compressed(
@@ -40,6 +40,9 @@ def compressed(
 @pytest.fixture(params=list(METHODS))
 def method(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+OFF_GRID = ("awq",)  # rounds a matrix of scaled columns, so that a row has as many values as columns
 
 
 def kept(found: torch.Tensor, kind: str, removed: torch.Tensor | None) -> bool:
@@ -70,7 +73,7 @@ def test_the_form_is_kept_and_the_amount_reached(method: str, dtype: torch.dtype
     if removed is not None:
         m, n = SHAPE
         assert int(removed.sum()) == (m * round(0.4 * n) if method in ("wanda", "weight-only") else round(0.4 * m * n))
-    assert kept(found, kind, removed)
+    assert method in OFF_GRID or kept(found, kind, removed)
 
 
 def test_planted_fault_an_amount_not_reached_is_seen(method: str) -> None:
@@ -79,6 +82,7 @@ def test_planted_fault_an_amount_not_reached_is_seen(method: str) -> None:
     removed = compressed(method, W, statistics, AMOUNTS[kind]) == 0 if kind == "sparsity" else None
     less = {"sparsity": 0.3, "rank": 6, "bits": 4}[kind]
     assert not kept(compressed(method, W, statistics, less), kind, removed)
+    assert [name for name in METHODS if getattr(METHODS[name], "on_grid", True) is False] == [*OFF_GRID]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -121,11 +125,12 @@ def test_options_reach_the_methods_that_have_them(method: str) -> None:
             compressed(method, W, statistics, AMOUNTS[kind], pattern=(2, 4))
     if kind == "bits":
         found = compressed(method, W, statistics, 2, group_size=8)
-        assert max(len(group.unique()) for group in found.view(-1, 8)) <= 4
         assert max(len(row.unique()) for row in found) > 4
         around = compressed(method, W, statistics, 2, group_size=8, symmetric=True)
-        assert torch.equal(RoundToNearest(8, symmetric=True).steps(W, 2).nearest(around), around)
         assert not torch.equal(around, found)
+        if method not in OFF_GRID:
+            assert max(len(group.unique()) for group in found.view(-1, 8)) <= 4
+            assert torch.equal(RoundToNearest(8, symmetric=True).steps(W, 2).nearest(around), around)
     else:
         with pytest.raises(LyapunovPruneError, match=f"{method} .*group_size"):
             compressed(method, W, statistics, AMOUNTS[kind], group_size=8)

@@ -152,3 +152,24 @@ def test_a_row_of_zeros_has_a_symmetric_grid() -> None:
         symmetric_grid(torch.ones(2, 4), 9)
     with pytest.raises(LyapunovPruneError, match=r"groups of 3 .*4 inputs"):
         symmetric_grid(torch.ones(2, 4), 4, 3)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_at_1_58_bits_there_are_three_values_a_group(group_size: int | None, symmetric: bool) -> None:
+    """`s · clip(round(w / s), −1, 1)` with `s = mean |w|`, as BitNet b1.58 has it."""
+    W = torch.randn(5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    W[0] = 0
+    found = RoundToNearest(group_size, symmetric)(W, 1.58)
+    for before, after in zip(W.view(-1, group_size or 12).numpy(), found.view(-1, group_size or 12), strict=True):
+        scale = np.abs(before).mean() or 1.0
+        np.testing.assert_allclose(after, scale * np.clip(np.round(before / scale), -1, 1), atol=1e-12)
+        assert len(after.unique()) <= 3
+
+
+@pytest.mark.parametrize("bits", [1, 1.5, 1.6, 2.5, 9])
+def test_other_bits_are_refused(bits: float) -> None:
+    W = torch.randn(2, 4)
+    for way in (RoundToNearest().compress, RoundToNearest()):
+        with pytest.raises(LyapunovPruneError, match=rf"{bits:g}.*1\.58"):
+            way(W, bits)

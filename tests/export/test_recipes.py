@@ -40,7 +40,8 @@ def test_a_recipe_names_every_matrix_once_by_its_width(group_size: int | None, l
     assert {*modifier["ignore"]} == {"lm_head", *(name for name, bits in wanted.items() if bits == 16)}
     for group in config.config_groups.values():
         assert (group.weights.symmetric, group.weights.group_size) == (True, group_size)
-    assert "GPTQModifier" in llm_compressor_recipe(llama, replace(reported(llama), method="gptq"))
+    for method, kind in (("gptq", "GPTQModifier"), ("awq", "AWQModifier")):
+        assert kind in llm_compressor_recipe(llama, replace(reported(llama), method=method))
 
 
 def test_overrides_match_the_tensors_of_their_layers_alone(llama: PreTrainedModel) -> None:
@@ -62,6 +63,10 @@ def test_what_has_no_widths_is_refused(llama: PreTrainedModel) -> None:
         llm_compressor_recipe(llama, sparse)
     with pytest.raises(LyapunovPruneError, match="no widths"):
         llama_cpp_overrides(sparse)
+    ternary = compress(llama, method="rtn", bits=1.58).report
+    for refused in (lambda: llm_compressor_recipe(llama, ternary), lambda: llama_cpp_overrides(ternary)):
+        with pytest.raises(LyapunovPruneError, match=r"1\.58"):
+            refused()
     gpt2 = make_tiny("gpt2")
     with pytest.raises(LyapunovPruneError, match="no Linear module"):
         llm_compressor_recipe(gpt2, reported(gpt2))

@@ -40,7 +40,7 @@ def test_a_row_is_filled(name: str) -> None:
 def test_a_format_takes_the_methods_of_its_units(name: str, method: str) -> None:
     known: type[Method] = METHODS[method]
     asked = Asked(method, bits=4 if known.unit == "bits" else None, symmetric=True)
-    if known.unit in FORMATS[name].units:
+    if known.unit in FORMATS[name].units and (name, method) != ("compressed-tensors", "awq"):
         FORMATS.make(name).require_method(asked)
     else:
         with pytest.raises(LyapunovPruneError, match=method):

@@ -25,6 +25,7 @@ from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.compression.methods.rtn import RoundToNearest
 from lyapunov_prune.compression.methods.wanda import Wanda
 from lyapunov_prune.compression.methods.whitened_svd import WhitenedSVD
+from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward.hooks import skipped
@@ -224,6 +225,26 @@ def test_every_study_rounds_too(few: torch.Tensor, other: torch.Tensor, tmp_path
     again = Sensitivity.load(found.save(tmp_path / "sensitivity.json"))
     pd.testing.assert_frame_equal(again.to_frame(), found.to_frame())
     assert {"sensitivity-levels", "sensitivity-cliff", "sensitivity-greedy"} <= set(sensitivity_figures(again))
+
+
+@pytest.mark.parametrize(
+    ("method", "bits"), [(name, 3) for name, known in METHODS.items() if known.unit == "bits"] + [("rtn", 1.58)]
+)
+def test_every_study_takes_every_method_that_rounds(
+    method: str, bits: float, few: torch.Tensor, other: torch.Tensor
+) -> None:
+    model = make_tiny("llama")
+    asked = [name for name, known in STUDIES.items() if known.in_all]
+    found = measure_sensitivity(model, few[:1], studies=asked, method=method, bits=bits, calibration=other[:1])
+    frame = found.to_frame()
+    assert set(frame.study) == {*asked}
+    assert {"matrix", "layer", "sparsity", "greedy"} <= set(frame[frame.bits.notna()].study)
+    assert np.isfinite(frame.perplexity).all()
+    assert (found.of("layer").bits == bits).all()
+    ps, p = find_projections(wrap(model)), 1
+    settings = Compressor(model, other[:1])(Compression(method, 0.0, None, bits), [q for q in ps if q.layer == p])
+    wanted = with_weights("llama", settings, few[:1]) - perplexity(model, few[:1]).value
+    assert regrets(found, "layer")[p] == pytest.approx(wanted, rel=1e-3, abs=1e-4)
 
 
 # The threshold.

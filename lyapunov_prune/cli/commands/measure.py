@@ -242,7 +242,7 @@ def sensitivity(
     ] = "group,layer,removal",
     method: Method = "magnitude",
     sparsity: Annotated[float, what_option(help="Share of entries removed, or of parameters by low rank.")] = 0.5,
-    bits: Annotated[int | None, what_option(help="Bits a weight, of a method that rounds; 4 if not given.")] = None,
+    bits: Annotated[float | None, what_option(help="Bits a weight, of a method that rounds; 4 if not given.")] = None,
     why: Annotated[
         bool, what_option("--why", help="Also what may explain it: rank, tails, sparsity, Jacobian norms, drift by A.")
     ] = False,

@@ -26,7 +26,8 @@ class GPTQ(SecondOrder, Rounder):
     `rtn`. An input that was always zero is rounded to nearest.
 
     Float64 throughout, rounded once to the dtype of `W`. Raises LyapunovPruneError for a Gram matrix of another shape,
-    without energy or with no inverse, for `bits` outside 2 … 8 and for a group size that does not divide n.
+    without energy or with no inverse, for `bits` that are none of `grids.WIDTHS` and for a group size that does not
+    divide n.
     """
 
     act_order: bool = True
@@ -37,7 +38,7 @@ class GPTQ(SecondOrder, Rounder):
 
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
         n = W.shape[1]
-        nearest = self.steps(W, int(amount)).of_column()
+        nearest = self.steps(W, amount).of_column()
         V, H, _ = self.begin(W, statistics)
         order = torch.arange(n, device=W.device)
         if self.act_order:

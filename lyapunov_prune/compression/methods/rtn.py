@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 class RoundToNearest(Rounder):
     """`W` (m × n) on grids of `2^bits` points over the range of a row, or of a group of a row (`grids.stepped`).
 
-    `|w − ŵ| ≤ s/2` for the step `s` of the grid, beside one rounding to the dtype of `W`; 0 stays 0. The values of the
-    grid come back, not packed integers. Nagel et al., A white paper on neural network quantization, 2021, §2.2.
+    `|w − ŵ| ≤ s/2` for the step `s` of the grid (not at 1.58 bits, where large weights are cut off), beside one
+    rounding to the dtype of `W`; 0 stays 0. The values of the grid come back, not packed integers. Nagel et al., A
+    white paper on neural network quantization, 2021, §2.2.
 
-    Raises LyapunovPruneError for `bits` outside 2 … 8 and for a group size that does not divide n.
+    Raises LyapunovPruneError for `bits` that are none of `grids.WIDTHS` and for a group size that does not divide n.
     """
 
     name = "rtn"
@@ -29,4 +30,4 @@ class RoundToNearest(Rounder):
 
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
         blocks = row_blocks(W.detach())
-        return torch.cat([self.steps(rows, int(amount)).nearest(lift(rows)).to(W) for rows in blocks])
+        return torch.cat([self.steps(rows, amount).nearest(lift(rows)).to(W) for rows in blocks])

@@ -1,0 +1,54 @@
+"""AWQ: inputs that are large on calibration text are scaled up before rounding, so that they lose less."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lyapunov_prune.calibration.gram import damped
+from lyapunov_prune.compression.method import Rounder
+from lyapunov_prune.lazy import torch
+from lyapunov_prune.linalg import lift
+
+if TYPE_CHECKING:
+    from lyapunov_prune.calibration.statistics import Statistics
+
+GRID = 20
+_LEAST = 1e-4  # of a scale beside their mean: an input that was always zero keeps a finite inverse
+
+
+@dataclass(frozen=True)
+class AWQ(Rounder):
+    """`Ŵ = Q(W diag(s)) diag(s)⁻¹` (m × n) with `s_j = (mean_t |x_tj|)^α`, `Q` the rounding of `rtn`.
+
+    Of `α = 0, 1/20 … 19/20` the one of least `‖(Ŵ − W) X‖_F²`, by the Gram matrix `X Xᵀ`; at 0 it is `rtn`, so that the
+    error is never larger. Lin et al., AWQ (MLSys 2024, arXiv:2306.00978), §3.2, without clipping of the grids.
+
+    Each matrix has an α of its own: AWQ shares it among the matrices of one input, because it folds `diag(s)⁻¹` into
+    what comes before. Here nothing is folded, and `Ŵ` is a dense matrix that no integers and scales of rows hold.
+
+    Float64, rounded once to the dtype of `W`. Raises LyapunovPruneError as `rtn`, and for what is no Gram matrix of n
+    inputs.
+    """
+
+    name = "awq"
+    help = "round to nearest, inputs scaled by how large they are"
+    reference = "Lin et al., MLSys 2024, arXiv:2306.00978, §3.2"
+    needs = "magnitudes"
+    on_grid = False
+
+    def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
+        assert statistics is not None
+        assert statistics.gram is not None
+        assert statistics.magnitudes is not None
+        D = lift(W.detach())
+        G, size = damped(statistics.gram, W.shape[1], 0, D.device), lift(statistics.magnitudes).to(D.device)
+        size = (size / size.mean()).clamp_min(_LEAST)
+        found, least = D, torch.inf
+        for step in range(GRID):
+            scaled = D * (scale := size ** (step / GRID))
+            rounded = self.steps(scaled, amount).nearest(scaled) / scale
+            error = float((((rounded - D) @ G) * (rounded - D)).sum())
+            if error < least:
+                found, least = rounded, error
+        return found.to(W)
