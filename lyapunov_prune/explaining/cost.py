@@ -8,6 +8,7 @@ from time import perf_counter
 import torch
 
 from lyapunov_prune.explaining.blame import predictions
+from lyapunov_prune.explaining.pair import Side
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.states import predicting
@@ -24,9 +25,13 @@ def forwards(layers: int) -> int:
 @in_eval_mode
 @torch.no_grad()
 def told_cost(reading: Reading) -> str:
-    """At most how many forwards, and about how many minutes, `explain` takes on this batch of the dense model."""
-    scorer, layers = reading.scorer, reading.structure.num_layers
-    ids = reading.windows(1)[0]
+    """At most how many forwards, and about how many minutes, `explain` takes on this batch of the dense model.
+
+    Raises NonFiniteError naming the layer where a state of its first window is not finite.
+    """
+    layers, ids = reading.structure.num_layers, reading.windows(1)[0]
+    Side(reading, tuple(range(layers)), layers).require_finite(ids)
+    scorer = reading.scorer
     state, forward = _timed(lambda: predicting(final_state(reading.structure, ids)))
     some = scorer, state[:_POSITIONS]
     _, compared = _timed(lambda: predictions(some, [some], ids[0, 1 : 1 + _POSITIONS]))

@@ -22,7 +22,7 @@ from lyapunov_prune.models.expansion import require_bounded, require_bounded_fil
 from lyapunov_prune.models.folder import loading_errors, require_loadable
 from lyapunov_prune.models.left_out import find_left_out, keep_left_out
 from lyapunov_prune.models.packed import is_unpacked, require_scales, unpacked_by_group, unpacking
-from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation, require_kernels
+from lyapunov_prune.models.quantised import is_packed, quantisation, remedy, require_kernels
 from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
 from lyapunov_prune.models.stored_names import targets_of
 from lyapunov_prune.models.structure import find_layers, find_structure
@@ -60,8 +60,8 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
                 require_kernels(config, options["device_map"])
         except Exception as error:  # each method has its own words for what it lacks
             raise LyapunovPruneError(
-                f"the weights in {folder} are {packed}, and cannot be read here ({first_line(error)}); install what is "
-                f"missing, or {UNPACK}"
+                f"the weights in {folder} are {packed}, and cannot be read here ({first_line(error)}); "
+                f"{remedy(config, error)}"
             ) from None
     with unpacked_by_group(config):
         auto = auto_class(config, text_only=text_only)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -23,14 +24,37 @@ UNPACK = "give the original weights, or a GGUF file, which is dequantised on loa
 UNSEEN_ROUNDING = torch.finfo(torch.bfloat16).eps
 
 
+# The packages that transformers needs for a method, by the names that pip knows them by.
+_PACKAGES = {
+    "gptq": ("optimum", "gptqmodel"),
+    "awq": ("gptqmodel",),
+    "bitsandbytes": ("bitsandbytes",),
+    "hqq": ("hqq",),
+    "aqlm": ("aqlm",),
+    "quanto": ("optimum-quanto",),
+    "torchao": ("torchao",),
+    "auto-round": ("auto-round",),
+    "quark": ("amd-quark",),
+    "eetq": ("kernels",),
+    "fp8": ("kernels",),
+    "mxfp4": ("kernels",),
+}
+
+
 def quantisation(config: Any) -> str:
     """How the weights of a checkpoint with this config are packed, in words; empty for plain ones."""
+    method = _method(config)
+    return "" if method is None else f"quantised ({method or 'an unnamed method'})"
+
+
+def _method(config: Any) -> str | None:
+    """The name of the method, empty if it has none; None for plain weights."""
     inner = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else None
     packed = getattr(config, "quantization_config", None) or getattr(inner, "quantization_config", None)
     if packed is None:
-        return ""
+        return None
     method = packed.get("quant_method") if isinstance(packed, dict) else getattr(packed, "quant_method", None)
-    return f"quantised ({getattr(method, 'value', method) or 'an unnamed method'})"
+    return str(getattr(method, "value", method) or "")
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -64,6 +88,22 @@ def require_kernels(config: PreTrainedConfig, device_map: Any) -> None:
     quantizer.validate_environment(device_map=device_map, weights_only=True)
     if getattr(quantizer.quantization_config, "dequantize", False):
         raise RuntimeError("no kernel for them runs on this machine")
+
+
+def remedy(config: PreTrainedConfig, error: Exception) -> str:
+    """What to do about `error` of `require_kernels`: the packages to install that are not here."""
+    missing = " ".join(name for name in _PACKAGES.get(_method(config) or "", ()) if not _is_installed(name))
+    if isinstance(error, RuntimeError):
+        return f"load them on a machine with a GPU{missing and f' (pip install {missing})'}, or {UNPACK}"
+    return f"{f'run: pip install {missing}' if missing else 'install what is missing'}, or {UNPACK}"
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def packed_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import TEXT, VOCABULARY, make_tiny, saved, write_gguf
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from packed_kernels import write_packed_checkpoint
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.explaining.explanation import Explanation
 from lyapunov_prune.pruning.provenance import PROVENANCE
@@ -68,13 +73,82 @@ def test_nothing_that_differs_is_said(run: Any) -> None:
     assert "Nothing differs" in done.out
 
 
+def test_equal_weights_with_another_setting_are_told(run: Any) -> None:
+    shutil.copytree("tiny", "other")
+    config = json.loads(Path("other/config.json").read_text())
+    Path("other/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    done = run("explain", "tiny", "other", *FEW)
+    assert done.code == 0, done
+    assert "the weights are the same, and the settings differ (its rms_norm_eps is 0.1" in done.out
+
+
+@pytest.mark.usefixtures("healing_kept")
+def test_a_healed_checkpoint_is_aligned_by_its_provenance(run: Any) -> None:
+    assert run("prune", "tiny", "--layers", "1,4", "-o", "pruned", *TEXT).code == 0
+    healing = ("--steps", "2", "--update-rank", "2", "--text", "builtin", *TEXT)
+    assert run("heal", "pruned", "-o", "healed", "--teacher", "tiny", *healing).code == 0
+    found = explained(run, "tiny", "healed")
+    assert found.kept == (0, 2, 3, 5)
+    assert (found.energy[1] > 0).all()  # the layers that are gone, and those that learned
+
+
+def test_adapters_are_merged_on_asking(run: Any) -> None:
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained("tiny"),
+        LoraConfig(r=2, target_modules=["q_proj", "down_proj"], layers_to_transform=[2], init_lora_weights=False),
+    )
+    adapted.save_pretrained("adapters")
+    told = run("explain", "tiny", "adapters", *FEW)
+    assert (told.code, "--merge-adapter" in told.err) == (2, True)
+    found = explained(run, "tiny", "adapters", "--merge-adapter")
+    assert found.energy[1].nonzero()[0].tolist() == [2]
+    assert found.matrices is not None
+    changed = [name for name, error in zip(found.matrices.names, found.matrices.error, strict=True) if error > 0]
+    assert changed == ["model.layers.2.self_attn.q_proj", "model.layers.2.mlp.down_proj"]
+
+
+def test_weights_that_stay_packed_are_run_and_not_read(run: Any) -> None:
+    write_packed_checkpoint(make_tiny("llama", vocab_size=len(VOCABULARY)), Path("kernels"))
+    for file in Path("tiny").glob("tokenizer*"):
+        shutil.copy(file, "kernels")
+    found = explained(run, "tiny", "kernels")
+    assert found.kl > 0
+    assert found.matrices is found.sublayers is None
+
+
+@pytest.mark.parametrize("which", ["dense", "compressed"])
+def test_the_first_layer_that_is_not_finite_is_named(
+    which: str, run: Any, reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with torch.no_grad():
+        reader.model.layers[2].mlp.down_proj.weight[0, 0] = torch.nan
+    saved(reader, tokenizer, Path("broken"))
+    done = run("explain", *(("broken", "tiny") if which == "dense" else ("tiny", "broken")), *FEW)
+    assert done.code == 2
+    assert "broken" in done.err
+    assert "layer 2" in done.err
+
+
 def test_bad_input_is_refused_in_one_line(
     run: Any, checkpoint: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved(make_tiny("gpt2", vocab_size=len(VOCABULARY)), tokenizer, Path("other"))
+    size = len(VOCABULARY)
+    for folder, model in {
+        "other": make_tiny("gpt2", vocab_size=size),
+        "larger": make_tiny("llama", vocab_size=size + 8),
+        "wider": make_tiny("llama", vocab_size=size, hidden_size=64),
+        "deeper": make_tiny("llama", vocab_size=size, num_hidden_layers=7),
+    }.items():
+        saved(model, tokenizer, Path(folder))
+    assert run("prune", "tiny", "--layers", "1", "-o", "pruned", *TEXT).code == 0
     for arguments, told in (
         (("tiny", "other"), "is a gpt2 and the dense one a llama"),
+        (("tiny", "larger"), f"vocabulary of {size + 8} and the dense one of {size}"),
+        (("tiny", "wider"), "width of 64"),
+        (("deeper", "pruned"), "made from 'tiny', a model of 6 layers, and the dense one has 7"),
+        (("tiny", "deeper"), "no provenance"),
         (("tiny", "nowhere/at/all"), "no model at nowhere/at/all"),
+        (("tiny", "tiny", "--merge-adapter"), "holds no adapters"),
         (("tiny", "tiny", "--profile", "none.json"), "none.json"),
     ):
         done = run("explain", *arguments, *FEW)

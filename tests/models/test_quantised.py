@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ from helpers import make_tiny
 from packed_kernels import METHOD, PackedLinear, in_memory, write_packed_checkpoint
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.quantizers import AutoHfQuantizer
 
 import lyapunov_prune as lp
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.evaluation import zero_share
 from lyapunov_prune.evaluation.perplexity import perplexity
+from lyapunov_prune.models import quantised
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.quantised import is_packed
 from lyapunov_prune.models.structure import identify
@@ -115,6 +119,46 @@ def test_what_would_change_or_read_the_weights_is_refused(small: PreTrainedModel
     for read in reads:
         with pytest.raises(LyapunovPruneError, match=READ):
             read()
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "run: pip install optimum gptqmodel"),
+        ({"quant_method": "awq", "bits": 4}, "run: pip install gptqmodel"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "run: pip install bitsandbytes"),
+        ({"quant_method": "hqq"}, "run: pip install hqq"),
+        ({"quant_method": "fp8"}, r"on a machine with a GPU \(pip install kernels\)"),
+        ({"quant_method": "mine"}, "install what is missing"),
+    ],
+    ids=lambda value: value["quant_method"] if isinstance(value, dict) else "",
+)
+def test_a_library_that_is_missing_is_named_with_its_command(
+    method: dict[str, Any], told: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without a GPU and without the libraries, whatever this one has."""
+
+    def none(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(quantised.metadata, "distribution", none)
+    monkeypatch.setattr(AutoHfQuantizer, "from_config", refusing(method["quant_method"]))
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    with pytest.raises(LyapunovPruneError, match=rf"quantised \({method['quant_method']}\).*{told}") as error:
+        load(checkpoint)
+    assert "\n" not in str(error.value)
+
+
+def refusing(method: str) -> Callable[..., Any]:
+    """transformers' answer where the library or the GPU is missing."""
+
+    def from_config(*args: Any, **options: Any) -> Any:
+        if method == "fp8":
+            raise RuntimeError("No GPU or XPU found")
+        raise ImportError(f"{method} is not installed")
+
+    return from_config
 
 
 def test_a_derivative_that_a_kernel_drops_is_refused(small: PreTrainedModel, ids: torch.Tensor) -> None:

@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs
-from lyapunov_prune.cli.options import BatchSize, Full, Json, Model, ModelOptions, Output, TextOptions, what_option
+from lyapunov_prune.cli.options import (
+    BatchSize,
+    Full,
+    Json,
+    Model,
+    ModelOptions,
+    Output,
+    TextOptions,
+    model_option,
+    what_option,
+)
 from lyapunov_prune.cli.terminal import note, show
 from lyapunov_prune.errors import CheckFailed
 
@@ -23,6 +33,10 @@ def explain(
         Path | None,
         what_option(help="profile.json of DENSE, whose ρ is set beside that of this very error."),
     ] = None,
+    merge_adapter: Annotated[
+        bool,
+        model_option("--merge-adapter", help="COMPRESSED holds LoRA adapters: add them to their base model's weights."),
+    ] = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=2048, context=256),
     batch_size: BatchSize = 1,
@@ -47,7 +61,7 @@ def explain(
     known = None if profile is None else LayerProfile.load(profile).contraction
     run = begun_run(output, dense, EXPLANATION)
     loaded, batch = load_inputs(dense, source, text, "evaluation")
-    other = source.load(compressed)
+    other = source.load(compressed, merge_adapter=merge_adapter)
     for model in (loaded.model, other.model):
         require_unseen(model, batch)
     reading = read(loaded, batch)
