@@ -46,6 +46,7 @@ PROMPTS = {
     "Gen4": "Describe, step by step, how to make a peanut butter and jelly sandwich.",
 }
 DRAWS = 2000
+AWQ = "AWQ 4 bits, groups of 64"  # what the paper's Figure 12 quantises by
 R = TypeVar("R", bound=Result)
 
 
@@ -106,6 +107,8 @@ def makers(loaded: lp.models.Decoder, calibration: lp.TokenBatch) -> dict[str, C
         "SparseGPT 50 %": partial(compress, method="sparsegpt", sparsity=0.5),
         "4 bits, a row": partial(compress, method="rtn", bits=4),
         "4 bits, groups of 64": partial(compress, method="rtn", bits=4, group_size=64),
+        AWQ: partial(compress, method="awq", bits=4, group_size=64),
+        "GPTQ 4 bits, groups of 64": partial(compress, method="gptq", bits=4, group_size=64),
         "8 bits, a row": partial(compress, method="rtn", bits=8),
     }
 

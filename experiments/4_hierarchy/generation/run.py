@@ -23,6 +23,7 @@ import lyapunov_prune as lp
 from experiments import statements
 from experiments.common import Device, DType, draw, load, of_model, run_command, texts
 from experiments.hierarchies import (
+    AWQ,
     as_json,
     cell,
     encoded,
@@ -54,6 +55,7 @@ DRAWN = {
     "Wanda 50 %": (COLOURS["rho"], "s"),
     "4 bits, a row": (COLOURS["blend"], "^"),
     "4 bits, groups of 64": (COLOURS["from-end"], "D"),
+    AWQ: (COLOURS["rho, token pooling"], "v"),
 }
 SPACES = {"state": COLOURS["blend"], "logits": COLOURS["rho"], "probabilities": COLOURS["bi"]}
 MEASURES = (*SPACES, "kl")
@@ -238,7 +240,7 @@ def methods_figure(by_step: pd.DataFrame) -> str:
             band(axes, by_step[by_step.model == name], measure, colour, marker, name)
         axes.set_ylabel("KL(p‖q), nats" if measure == "kl" else f"cosine, {measure}")
     log_axis(column[-1])
-    column[0].legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    column[0].legend(frameon=False, fontsize=8, ncols=5, loc="lower left", bbox_to_anchor=(0, 1))
     column[-1].set_xlabel("decoding step")
     column[-1].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
     return svg(figure)
