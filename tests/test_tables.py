@@ -127,8 +127,18 @@ def test_a_number_in_a_sentence_can_be_a_cell_of_a_table() -> None:
 
 def test_what_differs_from_a_paper_is_listed_under_its_section() -> None:
     items = "- **Agrees:** no.\n- **Differs:** one <!-- a:b -->2.5<!-- end -->\n  goes on.\n- other\n"
+    items += "- **Put right:** two.\n"
     page = f"# A\n\n## B\n\n{items}\n## C\n"
-    assert differences.sections(page) == {"B": ["one 2.5 goes on."]}
+    assert differences.sections(page) == {"B": ["one 2.5 goes on.", "*Put right:* two."]}
+
+
+def test_every_statement_that_differs_or_puts_right_is_in_the_list() -> None:
+    pages = "".join(path.read_text(encoding="utf-8") for path in tables.EXPERIMENTS.glob("*/README.md"))
+    found = differences.written()
+    assert (pages.count("- **Differs:**"), pages.count("- **Put right:**")) == (
+        int(found["differs"]),
+        int(found["put-right"]),
+    )
 
 
 def private_paths(text: str) -> list[str]:
