@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.models.adapter_folder import base_of
+from lyapunov_prune.models.deci import as_served
 from lyapunov_prune.models.folder import ADAPTER_CONFIG
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.left_out import require_whole, without_heads
@@ -64,8 +65,9 @@ def save_files(
     """`save_pretrained` of both into `folder`, and what else belongs to the checkpoint that `model` was loaded from.
 
     `state` stands in the place of the model's own tensors; empty, no weights are written. No config that is written
-    counts prediction heads, which no model holds (`models.left_out`). Raises LyapunovPruneError for a model that was
-    loaded without a part of its checkpoint that nobody asked to leave out.
+    counts prediction heads, which no model holds (`models.left_out`), and that of a DeciLM says what its layers lack
+    (`models.deci`). Raises LyapunovPruneError for a model that was loaded without a part of its checkpoint that nobody
+    asked to leave out.
     """
     require_whole(model)
     bare = state is not None and not state  # asked now: saving empties it
@@ -75,7 +77,7 @@ def save_files(
             tokenizer.save_pretrained(folder)
     config = folder / "config.json"
     written = json.loads(config.read_text(encoding="utf-8"))
-    if written != (right := without_heads(written)):
+    if written != (right := as_served(without_heads(written))):
         config.write_text(json.dumps(right, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if bare:
         for empty in folder.glob("*.safetensors"):

@@ -7,7 +7,7 @@
   `gguf_whole`: a model in memory as one; `exported`: what that says;
 - `streamed`: a compressed model larger than memory, a layer read, compressed and written at a time;
 - `compact`: attentions gone and feed-forward blocks merged, in a format of its own, with `compact_gate`;
-  `compact_checkpoint`: such a cut that no plan tells, written;
+  `compact_checkpoint`: such a cut that no plan tells, written, and plain models made compact;
 - `factors`: a matrix of low rank as two, in a compact model; `factored`: its checkpoint and gate;
 - `packed`: rounded weights as packed integers; `recipes`: their bits as other quantisers take them.
 

@@ -19,6 +19,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.compact import LAYOUTS, NO_ATTENTION, Layout, compact_class, is_compact
+from lyapunov_prune.models.deci import not_deci
 from lyapunov_prune.models.decoder import Decoder, takes_model, wrap_any
 from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.held import held
@@ -156,10 +157,27 @@ def require_compact(decoder: Decoder, plan: PruningPlan) -> None:
     if not plan.drops_parts:
         raise LyapunovPruneError(
             "whole layers leave a plain checkpoint too, and the plan drops no attention or activation of the others; "
-            "leave out --format compact"
+            "leave out --format"
         )
     compact_class(decoder.model)
     _require_cuts(decoder, plan.drop_attention, plan.drop_activation, plan.remove)
+
+
+def require_deci(decoder: Decoder, plan: PruningPlan) -> None:
+    """Raise LyapunovPruneError for a plan whose compact model engines cannot run as DeciLM."""
+    layout, before = _layout(decoder), list(cuts_of(decoder))
+    for index in plan.drop_attention:
+        before[index] = before[index] | {layout.attention: "none"}
+    for index in plan.drop_activation:
+        before[index] = before[index] | {layout.block[0]: _MERGED[0]}
+    require_served(decoder.model, [places for i, places in enumerate(before) if i not in plan.remove])
+
+
+def require_served(model: PreTrainedModel, cuts: list[dict[str, str]]) -> None:
+    """Raise LyapunovPruneError unless engines run `model`, of which `cuts` say what it has lost, as DeciLM."""
+    why = not_deci(model.config.to_dict() | {"cuts": cuts})
+    if why:
+        raise LyapunovPruneError(f"no engine runs that as DeciLM: {why}; give --format compact")
 
 
 def _require_cuts(

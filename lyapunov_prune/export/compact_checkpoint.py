@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.checkpoints.cards import write_card
+from lyapunov_prune.checkpoints.saving import write_model
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.images import ImageBatch
-from lyapunov_prune.export.compact import Cuts, make_compact
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.compact import Cuts, make_compact, require_served
 from lyapunov_prune.export.compact_gate import verify_compact
+from lyapunov_prune.export.exported import Exported, exported
+from lyapunov_prune.forward.sublayers import named_branches
+from lyapunov_prune.models.compact import is_compact
+from lyapunov_prune.models.deci import BLOCKS
 from lyapunov_prune.models.decoder import Decoder, takes_model
 from lyapunov_prune.models.plain import PlainAny
-from lyapunov_prune.models.structure import model_name
+from lyapunov_prune.models.structure import in_eval_mode, model_name
 from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.pruning.provenance import gate_table, require_passed, save
 from lyapunov_prune.results.files import require_empty, whole_folder
-from lyapunov_prune.results.history import HISTORY, history_of
+from lyapunov_prune.results.history import HISTORY, history_of, one_more_step
 
 GATE = "gate.json"
 
@@ -63,6 +72,58 @@ def save_compact(
     require_passed(gate)
     history_of(compact).save(folder / HISTORY)
     return gate
+
+
+@takes_model
+def export_compact(
+    model: PlainAny, tokenizer: PreTrainedTokenizerBase | None, target: str | Path, format: str
+) -> Exported:
+    """Write a compact model, or a plain one without its attentions that are zero, to the folder `target`.
+
+    `format` is compact or deci. Raises CheckFailed when the gate fails, and LyapunovPruneError for a model of which
+    nothing is gone or zero, for one that is not for `format`, and for a `target` that is not empty.
+    """
+    require_empty(target)
+    plain, cuts, compact = not is_compact(model.model), Cuts(), model.model
+    if plain:
+        cuts = Cuts(attention=_silent_attentions(model))
+        compact = make_compact(model, cuts, shared=True)
+    if format == "deci":
+        require_served(compact, compact.config.cuts)
+    with _blocks_told(compact, format == "deci"), one_more_step(compact, "export"):
+        if plain:
+            with whole_folder(target) as folder:
+                gate = save_compact(folder, model, compact, tokenizer, cuts, None)
+                _describe(folder, model, compact, cuts, gate)
+            return exported(format, compact, gate.checks)
+        name = Path(model_name(compact)).name
+        check = write_model(compact, tokenizer, target, {}, f"{name}, as {format}", "Written as it was.")
+        return exported(format, compact, (check,))
+
+
+@in_eval_mode
+@torch.no_grad()
+def _silent_attentions(decoder: Decoder) -> tuple[int, ...]:
+    """The layers whose attention adds nothing to the state, as `prune --what attention` leaves it in a plain model."""
+    branches = named_branches(decoder, tuple(range(decoder.structure.num_layers)), ())
+    found = tuple(i for i, _, branch in branches if not branch(branch.x).any())
+    if not found:
+        raise LyapunovPruneError("every attention adds something, and nothing is gone; give --format plain")
+    return found
+
+
+@contextmanager
+def _blocks_told(model: PreTrainedModel, told: bool) -> Iterator[None]:
+    """Inside the block what is saved of `model` is DeciLM, or compact alone."""
+    before = vars(model.config).pop(BLOCKS, None)
+    if told:
+        setattr(model.config, BLOCKS, [])  # filled when it is saved
+    try:
+        yield
+    finally:
+        vars(model.config).pop(BLOCKS, None)
+        if before is not None:
+            setattr(model.config, BLOCKS, before)
 
 
 def _describe(folder: Path, decoder: Decoder, compact: PreTrainedModel, cuts: Cuts, gate: GateReport) -> None:

@@ -12,6 +12,7 @@ FORMATS = Registry[Format](
     {
         "plain": f"{_FORMATS}.plain:Plain",
         "compact": f"{_FORMATS}.compact:Compact",
+        "deci": f"{_FORMATS}.deci:Deci",
         "gguf": f"{_FORMATS}.gguf:GGUF",
         "compressed-tensors": f"{_FORMATS}.compressed_tensors:CompressedTensors",
     },

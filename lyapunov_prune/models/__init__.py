@@ -22,6 +22,7 @@
 - `held`, `hooked`: a model for one thread, and hooks on it, for as long as a block lasts;
   `sharing`: two models that hold the same numbers hold them once;
 - `compact`, `modeling_compact`: models without some attentions, with merged blocks, with two factors a matrix;
+  `deci`: those that engines know;
 - `classifiers`, `classifier_loading`: models of images;
 - `layer_settings`, `adaptations`, `held_together`, `families`: what removing layers asks of a config and of a family.
 

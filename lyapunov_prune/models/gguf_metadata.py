@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.compact import PREFIX, family_of
+from lyapunov_prune.models.deci import not_deci
 from lyapunov_prune.models.gguf_header import FLOAT32, INT32, UINT32, Value, array, number, text
 from lyapunov_prune.models.gguf_layers import period_values, scaled_depth
 from lyapunov_prune.models.gguf_vocabulary import CONVERT
@@ -72,12 +73,9 @@ def gguf_family(config: PretrainedConfig) -> GGUFFamily:
     _require_known(config, found)
     if not config.model_type.startswith(PREFIX):
         return found
-    lost = {form for places in config.cuts for form in places.values()}
-    if found.architecture != "llama" or lost - {"none", "identity"} or "none" in config.cuts[0].values():
-        raise LyapunovPruneError(
-            "of compact checkpoints llama.cpp runs a Llama or Mistral that lacks attentions of other layers than the "
-            "first, and no merged blocks or factors; it stays compact"
-        )
+    why = not_deci(config.to_dict())
+    if why:
+        raise LyapunovPruneError(f"llama.cpp does not run this compact checkpoint: {why}; it stays compact")
     return GGUFFamily(_DECI, permuted=True)
 
 

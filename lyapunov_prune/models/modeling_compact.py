@@ -152,8 +152,26 @@ class Compact:
             backbone.register_forward_pre_hook(fit_cache, with_kwargs=True)
 
 
+class Block(dict[str, Any]):
+    """An entry of the `block_configs` of DeciLM: vLLM reads its items as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+def read_blocks(config: Any) -> None:
+    if getattr(config, "block_configs", None):
+        config.block_configs = [Block({k: Block(v) for k, v in each.items()}) for each in config.block_configs]
+
+
 class CompactLlamaConfig(LlamaConfig):
     model_type, family, _auto_class = "compact_llama", "llama", "AutoConfig"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        read_blocks(self)
 
 
 class CompactLlama(Compact, LlamaForCausalLM):
@@ -162,6 +180,10 @@ class CompactLlama(Compact, LlamaForCausalLM):
 
 class CompactMistralConfig(MistralConfig):
     model_type, family, _auto_class = "compact_mistral", "mistral", "AutoConfig"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        read_blocks(self)
 
 
 class CompactMistral(Compact, MistralForCausalLM):

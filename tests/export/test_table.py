@@ -18,8 +18,8 @@ from lyapunov_prune.pruning.plan import FIELDS
 
 
 def test_the_choices_are_the_formats_that_a_command_writes() -> None:
-    assert get_args(choices.Format) == tuple(formats_of("prune")) == ("plain", "compact", "gguf")
-    assert get_args(choices.Written) == tuple(formats_of("export")) == ("plain", "gguf")
+    assert get_args(choices.Format) == tuple(formats_of("prune")) == ("plain", "compact", "deci", "gguf")
+    assert get_args(choices.Written) == tuple(formats_of("export")) == ("plain", "compact", "deci", "gguf")
     assert get_args(choices.Stored) == tuple(formats_of("compress")) == ("plain", "compact", "compressed-tensors")
 
 

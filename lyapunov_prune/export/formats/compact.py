@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from lyapunov_prune.export.format import Asked, Format
 from lyapunov_prune.pruning.stored import Stored
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.compression.compress import Compressed
     from lyapunov_prune.compression.report import CompressionReport
     from lyapunov_prune.data.examples import Examples
+    from lyapunov_prune.export.exported import Exported
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.gate import GateReport
     from lyapunov_prune.pruning.operation import Operation
@@ -40,9 +41,10 @@ class Compact(Format):
     help = "parts that go are gone, low ranks are stored as two factors"
     reference = "this package, `models/modeling_compact.py`"
     readers = "this package, and transformers by the module beside the weights"
-    units = ("rank",)
-    card = COMPACT
-    streamed = ("compress",)
+    units: ClassVar[tuple[str, ...]] = ("rank",)
+    card: ClassVar[Stored] = COMPACT
+    streamed: ClassVar[tuple[str, ...]] = ("compress",)
+    exports = True
 
     def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
         from lyapunov_prune.export.compact import require_compact
@@ -92,3 +94,8 @@ class Compact(Format):
         from lyapunov_prune.export.factored import write_factored
 
         return write_factored(done, tokenizer, target, title, results)
+
+    def export(self, decoder: Decoder, target: Path) -> Exported:
+        from lyapunov_prune.export.compact_checkpoint import export_compact
+
+        return export_compact(decoder, decoder.tokenizer, target, self.name)

@@ -1,0 +1,44 @@
+"""The DeciLM format: a compact checkpoint that lacks attentions alone, as vLLM and llama.cpp know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from lyapunov_prune.export.format import Asked, Format
+from lyapunov_prune.export.formats.compact import COMPACT, Compact
+from lyapunov_prune.pruning.stored import Stored
+
+if TYPE_CHECKING:
+    from lyapunov_prune.models.decoder import Decoder
+    from lyapunov_prune.pruning.operation import Operation
+    from lyapunov_prune.pruning.plan import PruningPlan
+
+
+@dataclass(frozen=True)
+class Deci(Compact):
+    """A compact checkpoint of a Llama or Mistral whose config.json also has the `block_configs` of DeciLM."""
+
+    name = "deci"
+    help = "compact, and as DeciLM, which engines know (attentions alone)"
+    reference = "DeciLM, `nemotron_nas.py` in vLLM"
+    readers = "vLLM with `trust_remote_code`, llama.cpp once it is a .gguf file, and who reads compact"
+    units: ClassVar[tuple[str, ...]] = ()
+    card = Stored("deci", COMPACT.parts, "The list `block_configs` in config.json says it.", engines=True)
+    streamed: ClassVar[tuple[str, ...]] = ()
+
+    def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
+        from lyapunov_prune.export.compact import require_deci
+
+        super().require_plan(decoder, plan)
+        require_deci(decoder, plan)
+
+    def require_method(self, asked: Asked) -> None:
+        Format.require_method(self, asked)
+
+    def cut(self, decoder: Decoder, operation: Operation) -> Decoder:
+        from lyapunov_prune.models.deci import BLOCKS
+
+        made = super().cut(decoder, operation)
+        setattr(made.model.config, BLOCKS, [])  # filled when it is saved
+        return made
