@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tables
 
 from experiments import abstract
 from experiments.columns import Column
@@ -31,6 +33,12 @@ from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 CLIFF = importlib.import_module("experiments.1_contraction.early_layer_cliff.run")
 DRIFT = importlib.import_module("experiments.4_hierarchy.drift.run")
+ASYMMETRY = importlib.import_module("experiments.4_hierarchy.asymmetry.run")
+BOUNDS = importlib.import_module("experiments.7_bounds.written_bounds.run")
+MENDING = importlib.import_module("experiments.6_recovery.mending.run")
+REDUCTIONS = importlib.import_module("experiments.5_joint.reductions_recovered.run")
+REMOVAL = importlib.import_module("experiments.1_contraction.progressive_removal.run")
+SPACES = importlib.import_module("experiments.4_hierarchy.spaces.run")
 
 
 def test_the_cliff_is_where_the_perplexities_part_most() -> None:
@@ -117,3 +125,83 @@ def test_what_a_plan_by_bi_says_of_the_ends() -> None:
         replace(plan, criterion="bi").headline()
     )
     assert "ends kept" not in plan.headline()
+
+
+def drops(kind: str) -> dict[int, float]:
+    """What the attentions or the activations of SmolLM2 cost at once, gates at their mean, by number."""
+    found = ASYMMETRY.Asymmetry.load(ASYMMETRY.HERE / "smollm2-135m" / ASYMMETRY.FILE)
+    return {row.removed: getattr(row, kind) for row in found.of("drop")}
+
+
+def unfinished() -> tuple[int, int]:
+    """Of the recoveries of attentions, on both models and by both optimizers, those that ended before half."""
+    ends = []
+    for folder in (ASYMMETRY.HERE, ASYMMETRY.HERE / "smollm2-135m"):
+        found = ASYMMETRY.Asymmetry.load(folder / ASYMMETRY.FILE)
+        rows = [row for name in found.chosen for row in found.of("steps", name) if row.removed]
+        ends += [row.attention >= found.marks[-1] for row in rows]
+    return sum(ends), len(ends)
+
+
+def affine_of_eight() -> float:
+    rows = REDUCTIONS.written(REDUCTIONS.HERE / "smollm2-135m")["reductions"]
+    return float(tables.cell(rows, "8", "`affine`", "lost, 95 %").split()[0])
+
+
+def moves_most(folder: str) -> tuple[int, int]:
+    """The attention and the MLP whose absence moves the prediction most, by their layer."""
+    layers = SPACES.opened(SPACES.HERE / folder / "spaces.json")["layers"]
+    return tuple(int(part.layer[part.kl.idxmax()]) for _, part in layers.groupby("what", sort=True))  # type: ignore
+
+
+def random_draw() -> dict[int, bool]:
+    """Whether the random draw is worse than every measured criterion, by number of layers removed."""
+    rows = REMOVAL.by_count(REMOVAL.RemovalCurve.load(REMOVAL.HERE / "removal.json"))
+    measured = ("rho", "rho, token pooling", "bi", "blend")
+    return {n: row["random"] > max(row[name] for name in measured) for n, row in rows.items()}
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "holds"),
+    [
+        (
+            "1_contraction",
+            "worse than all measured ones at four and more; at two it is not",
+            lambda: random_draw() == {2: False, 4: True, 6: True, 8: True},
+        ),
+        (
+            "4_hierarchy",
+            "that of layer 1 moves it most on both, of the MLPs that of layer 0",
+            lambda: {moves_most(""), moves_most("gemma-3-270m")} == {(1, 0)},
+        ),
+        ("4_hierarchy", "most attentions had not regained half by then", lambda: unfinished()[0] > unfinished()[1] / 2),
+        (
+            "4_hierarchy",
+            "With `mean-gate` it does",
+            lambda: all(drops("activation")[n] > drops("attention")[n] for n in drops("attention")),
+        ),
+        ("4_hierarchy", "less than the attentions", lambda: affine_of_eight() < drops("attention")[8]),
+        (
+            "7_bounds",
+            "one layer of\neach meets Theorem 10",
+            lambda: BOUNDS.written()["theorem-10"].count("| layer ") == 8,
+        ),
+    ],
+)
+def test_a_sentence_without_a_number_holds_of_the_committed_results(
+    page: str, words: str, holds: Callable[[], bool]
+) -> None:
+    """A result that moves must change the sentence: a claim written by hand fails here."""
+    assert words in (EXPERIMENTS / page / "README.md").read_text(encoding="utf-8")
+    assert holds()
+
+
+def test_a_set_of_layers_that_two_criteria_choose_counts_once() -> None:
+    whole = MENDING.Losses(np.zeros(2))
+    by = [
+        MENDING.Removal(name, gone, whole, whole, ())
+        for name, gone in (("bi", (1, 2)), ("angular", (1, 2)), ("bi", (1,)))
+    ]
+    result = MENDING.MendedOnOneText.load(next(iter(sorted(MENDING.HERE.glob("*.json")))))
+    counted = MENDING.once(replace(result, removals=tuple(by)))
+    assert sorted((r.criterion, r.removed) for r in counted) == [("bi", (1,)), ("bi", (1, 2))]
