@@ -6,6 +6,7 @@
 - `sublayers`: the same for attention and MLP;
 - `blame`: KL and loss when one layer alone is compressed, and when all others are;
 - `token_kinds`: from the final state to the prediction, by kind of token;
+- `kv_cache`: a model whose keys and values are rounded, in the place of a compressed one;
 - `explanation`: the result; `explain`: both of them measured from the same forwards; `cost`: what that takes, said
   first.
 """

@@ -97,7 +97,7 @@ def explain(
 
 
 def _matrices(sides: tuple[Side, Side], layers: Sequence[int], batch_size: int) -> MatrixErrors | None:
-    """The errors of the matrices of these layers; None where either model's cannot be read, or none is comparable."""
+    """The errors of the matrices of these layers that differ; None where none does, or they cannot be compared."""
     dense, changed = (side.reading.decoder for side in sides)
     try:
         ours, theirs = find_projections(dense), find_projections(changed)
@@ -105,7 +105,8 @@ def _matrices(sides: tuple[Side, Side], layers: Sequence[int], batch_size: int) 
         return None
     given = {_place(p, sides[1].layers[p.layer]): p.weight(changed.model) for p in theirs}
     pairs = [(p, p.weight(dense.model), given.get(_place(p, p.layer))) for p in ours if p.layer in layers]
-    written = {p: W2.to(W.device) for p, W, W2 in pairs if W2 is not None and W2.shape == W.shape}
+    same_shape = [(p, W, W2.to(W.device)) for p, W, W2 in pairs if W2 is not None and W2.shape == W.shape]
+    written = {p: W2 for p, W, W2 in same_shape if not torch.equal(W2, W)}
     return measure_matrix_errors(sides[0].reading, written, batch_size) if written else None
 
 

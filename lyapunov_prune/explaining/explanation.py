@@ -37,10 +37,11 @@ class Explanation(Decomposed, Result):
     At the prediction, in nats a token: `kl` and `loss` of the compressed model, `dense_loss`, and (L + 2,) for the
     embedding, every layer, and final norm and head: `kl_only` and `loss_only` where this alone is compressed, `kl_but`
     and `loss_but` where all but this is. `rho` (L,) is that of a profile of the dense model, NaN without one.
-    `settings` says which setting of the two configs differs, empty if none. `matrices` are those of the layers to
-    blame (`blamed`), each on its own; None where they cannot be read as numbers or differ in shape. `sublayers`
-    has the parts of attention and MLP; None where no state stands between them, or weights stay packed.
-    `tokens` has the way from the final state to the prediction by kind of token.
+    `settings` says which setting of the two configs differs, empty if none.
+
+    `matrices` are those of the layers to blame (`blamed`) that differ, each on its own; None where none does, or they
+    cannot be read as numbers. `sublayers` has the parts of attention and MLP; None where no state stands between them,
+    or weights stay packed. `tokens` has the way from the final state to the prediction by kind of token.
     """
 
     kept: tuple[int, ...]

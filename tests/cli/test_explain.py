@@ -129,6 +129,12 @@ def test_the_first_layer_that_is_not_finite_is_named(
     assert "layer 2" in done.err
 
 
+def test_a_cache_of_few_bits_needs_no_checkpoint(run: Any) -> None:
+    found = explained(run, "tiny", "--kv-bits", "2")
+    assert found.kl > 0
+    assert found.kl_only[0] == found.kl_only[-1] == 0
+
+
 def test_bad_input_is_refused_in_one_line(
     run: Any, checkpoint: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +153,10 @@ def test_bad_input_is_refused_in_one_line(
         (("tiny", "wider"), "width of 64"),
         (("deeper", "pruned"), "made from 'tiny', a model of 6 layers, and the dense one has 7"),
         (("tiny", "deeper"), "no provenance"),
+        (("tiny",), "give COMPRESSED, or --kv-bits"),
+        (("tiny", "pruned", "--kv-bits", "4"), "give COMPRESSED, or --kv-bits"),
+        (("tiny", "--kv-bits", "3"), "cache of 3 bits"),
+        (("tiny", "--kv-bits", "4", "--merge-adapter"), "is about COMPRESSED"),
         (("tiny", "nowhere/at/all"), "no model at nowhere/at/all"),
         (("tiny", "tiny", "--merge-adapter"), "holds no adapters"),
         (("tiny", "tiny", "--profile", "none.json"), "none.json"),

@@ -20,15 +20,19 @@ from lyapunov_prune.cli.options import (
     what_option,
 )
 from lyapunov_prune.cli.terminal import note, show
-from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 
 
 def explain(
     dense: Model,
     compressed: Annotated[
-        str, typer.Argument(help="Made from DENSE: packed, GGUF, sparsified, rounded, pruned, mended, healed.")
-    ],
+        str | None, typer.Argument(help="Made from DENSE: packed, GGUF, sparsified, rounded, pruned, mended, healed.")
+    ] = None,
     *,
+    kv_bits: Annotated[
+        int | None,
+        what_option(help="In the place of COMPRESSED: DENSE with keys and values rounded to 8, 4 or 2 bits."),
+    ] = None,
     profile: Annotated[
         Path | None,
         what_option(help="profile.json of DENSE, whose ρ is set beside that of this very error."),
@@ -54,18 +58,26 @@ def explain(
     from lyapunov_prune.explaining.cost import told_cost
     from lyapunov_prune.explaining.explain import explain as measured
     from lyapunov_prune.explaining.explanation import EXPLANATION
+    from lyapunov_prune.explaining.kv_cache import with_rounded_cache
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.models.tokenizers import require_same_ids
     from lyapunov_prune.profiles.profile import LayerProfile
 
+    if (compressed is None) == (kv_bits is None):
+        raise LyapunovPruneError("give COMPRESSED, or --kv-bits in its place")
+    if compressed is None and merge_adapter:
+        raise LyapunovPruneError("--merge-adapter is about COMPRESSED; leave it out")
     known = None if profile is None else LayerProfile.load(profile).contraction
     run = begun_run(output, dense, EXPLANATION)
     loaded, batch = load_inputs(dense, source, text, "evaluation")
-    other = source.load(compressed, merge_adapter=merge_adapter)
+    if compressed is None:
+        other = with_rounded_cache(loaded, kv_bits or 0)
+    else:
+        other = source.load(compressed, merge_adapter=merge_adapter)
     for model in (loaded.model, other.model):
         require_unseen(model, batch)
     reading = read(loaded, batch)
-    require_same_ids(loaded.tokenizer, other.tokenizer, (dense, compressed), reading.scorer.vocabulary)
+    require_same_ids(loaded.tokenizer, other.tokenizer, (dense, compressed or dense), reading.scorer.vocabulary)
     if not as_json:
         note(told_cost(reading))
     result = measured(loaded, other, reading, profile=known, batch_size=batch_size)
