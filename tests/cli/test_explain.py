@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -120,9 +121,10 @@ def test_weights_that_stay_packed_are_run_and_not_read(run: Any) -> None:
 def test_the_first_layer_that_is_not_finite_is_named(
     which: str, run: Any, reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
+    broken = copy.deepcopy(reader)
     with torch.no_grad():
-        reader.model.layers[2].mlp.down_proj.weight[0, 0] = torch.nan
-    saved(reader, tokenizer, Path("broken"))
+        broken.model.layers[2].mlp.down_proj.weight[0, 0] = torch.nan
+    saved(broken, tokenizer, Path("broken"))
     done = run("explain", *(("broken", "tiny") if which == "dense" else ("tiny", "broken")), *FEW)
     assert done.code == 2
     assert "broken" in done.err
