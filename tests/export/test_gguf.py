@@ -8,13 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
-from helpers import TEXT, VOCABULARY, Done, edit_json, make_tiny, write_gguf
+from helpers import (
+    SMALL,
+    TEXT,
+    TINY,
+    VOCABULARY,
+    Done,
+    edit_json,
+    from_settings,
+    make_tiny,
+    with_large_weights,
+    write_gguf,
+)
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.evaluation.llama_cpp import ask, installed
 from lyapunov_prune.export import gguf as exported
 from lyapunov_prune.export.gguf import gguf_identity, prune_gguf
 from lyapunov_prune.export.llama_cpp import ENGINE
@@ -39,9 +52,13 @@ FAMILIES: dict[str, dict[str, int]] = {
     "gpt2": {},
     "gemma2": {},
     "gemma3": {"attention.sliding_window_pattern": 3},
+    "starcoder2": {},
+    "stablelm": {},
+    "nemotron": {},
 }
 # What transformers' reader takes for granted, whatever the file says.
-SIZES = {"qwen3": {"head_dim": 128}, "gpt2": {"max_position_embeddings": 1024}}
+GPT2 = {"max_position_embeddings": 1024, "num_key_value_heads": 4, "intermediate_size": 128}
+SIZES = {"qwen3": {"head_dim": 128}, "gpt2": GPT2}
 # Layers whose removal leaves windows that repeat: every other one, and every third one before.
 GOES = {"gemma2": (2, 3), "gemma3": (0, 3)}
 
@@ -73,8 +90,9 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_file_of_every_family_loses_layers_and_reads_back_as_the_removed_model(name: str, tmp_path: Path) -> None:
-    model = make_tiny(name, vocab_size=len(VOCABULARY), **SIZES.get(name, {}))
+def test_files_of_ten_architectures_lose_layers_and_load(name: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": len(VOCABULARY), **SIZES.get(name, {})}
+    model = make_tiny(name, **sizes) if name in TINY else with_large_weights(from_settings(name, **(SMALL | sizes)))
     file = write_gguf(model, tmp_path / "x.gguf", packed=True, values=FAMILIES[name])
     gone, dense = GOES.get(name, GONE), load(file)
     plan = PruningPlan.given(dense, gone)
@@ -91,6 +109,9 @@ def test_a_file_of_every_family_loses_layers_and_reads_back_as_the_removed_model
     again = load(tmp_path / "y.gguf")
     assert again.structure.num_layers == 4
     assert torch.equal(logits(again.model), logits(remove_layers(dense.model, plan)))
+    if installed():
+        (answers,) = ask([tmp_path / "y.gguf"], [range(3, 40)], greedy=4, batch=32)
+        assert np.isfinite(answers.windows[0].values).all()
 
 
 def test_both_ways_write_the_same_tensors_and_keys(file: Path, tmp_path: Path) -> None:
