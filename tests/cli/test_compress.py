@@ -28,6 +28,15 @@ def test_compress_writes_a_plain_checkpoint_that_says_what_it_is(run: Any) -> No
     assert "50% of the entries are zero" in done.out
 
 
+def test_tokens_are_weighted_and_outputs_corrected_as_asked(run: Any) -> None:
+    how = ["--method", "sparsegpt", "--sparsity", "0.5", "--weighted", "--correction", "0.5"]
+    done = run("compress", "tiny", *how, "-o", "out", *TEXT)
+    assert done.code == 0
+    assert "tokens weighted, corrected by 0.5" in Path("out/README.md").read_text()
+    report = CompressionReport.load("out/compression.json")
+    assert (report.weighted, report.correction) == (True, 0.5)
+
+
 def test_an_allocation_is_measured_or_read(run: Any) -> None:
     sparse = ["compress", "tiny", "--method", "magnitude", "-o"]
     assert run(*sparse, "a", "--sparsity", "0.5", "--allocation", "lyapunov", *TEXT).code == 0
@@ -47,6 +56,10 @@ def test_an_allocation_is_measured_or_read(run: Any) -> None:
         (["--method", "best", "--sparsity", "0.5"], "'best' is not one of"),
         (["--method", "magnitude", "--sparsity", "0.5"], "--tokens has no effect"),
         (["--method", "rtn", "--bits", "4"], "--tokens has no effect"),
+        (["--method", "wanda", "--sparsity", "0.5", "--weighted"], "wanda has no weighted"),
+        (["--method", "awq", "--bits", "4", "--correction", "0.5"], "awq has no correction"),
+        (["--method", "gptq", "--bits", "4", "--correction", "1.5"], "correction of gptq is 1.5"),
+        (["--method", "gptq", "--bits", "4", "--weighted", "--stream"], "--weighted needs the model in memory"),
         (["--method", "wanda", "--sparsity", "0"], "--sparsity 0 removes nothing"),
         (["--method", "rtn", "--bits", "4", "--allocation", "bits"], "gives every layer 4 bits"),
     ],

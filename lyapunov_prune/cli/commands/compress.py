@@ -111,6 +111,8 @@ def compress(
             sparsity = 1 - keep_of[0] / keep_of[1]
         require_amount(method, sparsity, rank, bits, schedule)
     require_options(schedule, {}, bits)
+    errors_used: dict[str, Any] = {"weighted": weighted, "correction": correction}
+    METHODS.make(method, **{option: value for option, value in errors_used.items() if value})
     if sparsity == 0:
         raise LyapunovPruneError("--sparsity 0 removes nothing; give more than 0")
     if METHODS[method].unit != "bits":
@@ -146,8 +148,7 @@ def compress(
         "profile": profile,
         "group_size": group_size,
         "symmetric": stored.symmetric,
-        "weighted": weighted,
-        "correction": correction,
+        **errors_used,
     }
     amount: dict[str, Any] = {"sparsity": sparsity, "rank": rank, "bits": bits, "pattern": keep_of}
     if stream:
