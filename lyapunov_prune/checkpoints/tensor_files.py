@@ -190,7 +190,7 @@ def _write_file(path: Path, pieces: Mapping[str, Piece]) -> None:
     with path.open("wb") as target:
         target.write(len(text).to_bytes(8, "little") + text)
         for _, piece in ordered:
-            for part in _parts(piece):
+            for part in parts_of(piece):
                 target.write(part)
 
 
@@ -199,7 +199,7 @@ def _width(piece: Piece) -> int:
     return piece.stored.size // elements if elements else 0
 
 
-def _parts(piece: Piece) -> Iterator[Any]:
+def parts_of(piece: Piece) -> Iterator[Any]:
     """The bytes of `piece`, one buffer after the other in the same memory."""
     with reading([piece.stored]):
         yield from _blocks(piece) if piece.total > 1 else _whole(piece.stored)

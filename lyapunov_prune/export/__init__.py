@@ -2,7 +2,7 @@
 
 - `formats/`: one file a format; `table` lists them by name; `format`: what each is;
 - `pruned`: a plan carried out, proven and written; `copied`: layers removed file by file, without loading the model,
-  with `disk_gate`;
+  with `disk_gate`; `quantised_copy`: layers removed from a quantised checkpoint, by its bytes;
 - `gguf`: layers removed from a GGUF file into another, which `llama_cpp` holds against the model;
   `gguf_whole`: a model in memory as one; `exported`: what that says;
 - `streamed`: a compressed model larger than memory, a layer read, compressed and written at a time;

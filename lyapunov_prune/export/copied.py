@@ -6,15 +6,13 @@ the config. A removal that changes numbers cannot be done by copying and is refu
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.beside import save_files
-from lyapunov_prune.checkpoints.outline import Outline, layer_of
+from lyapunov_prune.checkpoints.outline import Outline
 from lyapunov_prune.checkpoints.tensor_files import Piece, write_tensors
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, first_line
 from lyapunov_prune.export.disk_gate import not_run, verify_files
@@ -23,7 +21,8 @@ from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.families import family_entry
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.loading import checkpoint_folder
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.quantised_names import Layers, follow_layers, layers_in
+from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.models.wrappers import require_levels_stay
 from lyapunov_prune.pruning.counting import renamed, shares_leaving
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -72,12 +71,13 @@ def prune_on_disk(
     require_whole(outline.model)
     require_levels_stay(outline.model, plan.remove)
     if plan.drops_parts:
-        raise _not_by_copying(outline, "a part of a layer is left out by changing numbers")
-    decoder = _cut(outline, plan)
+        raise not_by_copying(outline.structure, "a part of a layer is left out by changing numbers")
+    decoder = cut_outline(outline.decoder, plan)
     pruned = decoder.model
-    _rename_packed(outline, pruned, plan)
+    layers = layers_in(outline.decoder, outline.targets, outline.stored, plan.kept)
+    follow_layers(pruned.config, layers)
     add_step(pruned, "prune", plan.measured_on, outline.model)
-    pieces = _pieces(outline, pruned, plan)
+    pieces = _pieces(outline, pruned, plan, layers)
     require_disk(target, sum(piece.size for piece in pieces.values()), "the files of the pruned model")
     with whole_folder(target) as folder:
         save_files(pruned, outline.decoder.tokenizer, folder, {})
@@ -90,46 +90,21 @@ def prune_on_disk(
         return describe(folder, plan, gate, outline.structure, pruned, left)
 
 
-def _cut(outline: Outline, plan: PruningPlan) -> Decoder:
+def cut_outline(decoder: Decoder, plan: PruningPlan) -> Decoder:
+    """`decoder`, which is on the `meta` device, without the layers of `plan`; its config says what is left."""
     try:
-        made = without_layers(outline.decoder, plan).eval()
+        made = without_layers(decoder, plan).eval()
         return Decoder(made, find_structure(made))
     except LyapunovPruneError:
         raise
     except Exception as error:  # a family that reads numbers meets tensors that have none
         raise LyapunovPruneError(
-            f"{outline.structure.model_type} computes with weights when layers leave ({first_line(error)}); prune it "
+            f"{decoder.structure.model_type} computes with weights when layers leave ({first_line(error)}); prune it "
             "in memory"
         ) from error
 
 
-def _rename_packed(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan) -> None:
-    """Let the names of modules in the config of packed weights follow the layers to their new places."""
-    packed = getattr(pruned.config, "quantization_config", None)
-    if packed is None:
-        return
-    structure = outline.structure
-
-    def follow(names: Sequence[str]) -> list[str]:
-        follows = [renamed(name, structure, plan) for name in names]
-        apart = [name for name in names if layer_of(name, structure) is None]
-        unclear = next((name for name in apart if re.search(r"(^|\W)\d+(\W|$)", name)), None)
-        if unclear:
-            raise _not_by_copying(outline, f"its config names packed modules by the number in {unclear}")
-        return [name for name in follows if name is not None]
-
-    groups = packed["config_groups"].items()
-    pruned.config.quantization_config = packed | {
-        "ignore": follow(packed.get("ignore") or []),
-        "config_groups": {key: group | {"targets": follow(group["targets"])} for key, group in groups},
-    }
-
-
-def _new_numbers(plan: PruningPlan) -> dict[int, int]:
-    return {old: new for new, old in enumerate(plan.kept)}
-
-
-def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan) -> dict[str, Piece]:
+def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, layers: Layers) -> dict[str, Piece]:
     """What to write, by the name that the pruned checkpoint gives it.
 
     Raises LyapunovPruneError when that would not be what the removal in memory does.
@@ -137,19 +112,17 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan) -> dic
     structure = outline.structure
     before, after = (model.state_dict(keep_vars=True) for model in (outline.model, pruned))
     tables = dict(family_entry(structure.model_type).tables)
-    number = _new_numbers(plan)
     shares = shares_leaving(outline.decoder, plan)
     names = {name: renamed(name, structure, plan) for name in before}
     strange = after.keys() ^ {new for new in names.values() if new is not None}
     if strange:
-        raise _not_by_copying(outline, f"{min(strange)} is counted anew")
-    depth = _depth(outline)
+        raise not_by_copying(outline.structure, f"{min(strange)} is counted anew")
     pieces: dict[str, Piece] = {}
     for key, target in outline.targets.items():
-        layer, new = layer_of(target.name, structure), names[target.name]
-        if new is None:
+        new, called = names[target.name], layers.renamed(key)
+        if new is None or called is None:
             if not shares[target.name]:
-                raise _not_by_copying(outline, f"{key} is shared with layers that stay")
+                raise not_by_copying(outline.structure, f"{key} is shared with layers that stay")
             continue
         table = target.name.split(".")[-2]
         if table in tables:
@@ -159,32 +132,12 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan) -> dic
         # `_version` counts changes in place: the surgery has computed with this tensor, and a copy would not.
         same = after[new].shape == before[target.name].shape if piece.total == 1 else target.converter is None
         if after[new]._version or not same:
-            raise _not_by_copying(outline, f"the numbers of {new} change")
-        pieces[key if layer is None else _with_number(key, depth, number[layer])] = piece
+            raise not_by_copying(outline.structure, f"the numbers of {new} change")
+        pieces[called] = piece
     return pieces
 
 
-def _not_by_copying(outline: Outline, reason: str) -> LyapunovPruneError:
+def not_by_copying(structure: Structure, reason: str) -> LyapunovPruneError:
     return LyapunovPruneError(
-        f"copying cannot remove these layers of {outline.structure.model_type}: {reason}; prune it in memory"
+        f"copying cannot remove these layers of {structure.model_type}: {reason}; prune it in memory"
     )
-
-
-def _with_number(name: str, depth: int, number: int) -> str:
-    parts = name.split(".")
-    parts[depth] = str(number)
-    return ".".join(parts)
-
-
-def _depth(outline: Outline) -> int:
-    """Where the checkpoint's own names hold the number of the layer: after the one path that all of them share."""
-    paths: set[tuple[str, ...]] | None = None
-    for key, target in outline.targets.items():
-        layer = layer_of(target.name, outline.structure)
-        if layer is not None:
-            parts = tuple(key.split("."))
-            prefixes = {parts[:place] for place, part in enumerate(parts) if part == str(layer)}
-            paths = prefixes if paths is None else paths & prefixes
-    if paths is None or len(paths) != 1:
-        raise _not_by_copying(outline, "its checkpoint numbers the layers in another way than the model")
-    return len(paths.pop())

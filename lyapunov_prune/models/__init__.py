@@ -5,6 +5,7 @@
   `folder`, `weight_files`, `adapter_folder`, `expansion`: what a checkpoint, its weights, an adapter's folder and a
   tokenizer must be before transformers reads them; `cache`: what GGUF files were dequantised to; `packed`: which packed
   integers are unpacked on loading; `quantised`: those that stay packed, and what may be asked of them;
+  `quantised_names`: the layers that a quantisation's settings name;
 - `gguf_header`, `gguf_layers`: what a GGUF file says, and what of it speaks of single layers; `gguf_copy`,
   `gguf_tensors`: such a file written, of the bytes of another and of tensors in memory; `gguf_metadata`,
   `gguf_vocabulary`: what its header says of a model and of a tokenizer;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, compact_classes, family_of
-from lyapunov_prune.models.packed import is_unpacked, stays_packed
 from lyapunov_prune.models.quantised import UNPACK, quantisation
 from lyapunov_prune.models.structure import LAYER_COUNTS
 from lyapunov_prune.models.weight_files import weight_files
@@ -39,20 +38,20 @@ _CHOICES = ("attn_implementation", "experts_implementation")
 
 
 def require_loadable(
-    folder: Path, *, images: bool = False, unpacked: bool = False, packed: bool = False
+    folder: Path, *, images: bool = False, quantised: Callable[[PreTrainedConfig], bool] = lambda config: False
 ) -> PreTrainedConfig:
     """The config in `folder`, which holds a decoder and whole safetensors weights, its own; else LyapunovPruneError.
 
-    With `images` it has to be an image classifier's. Its weights may be quantised: with `unpacked` as
-    `models.packed.is_unpacked`, with `packed` by a method of which transformers runs the kernels. The weights are those
-    that transformers would take; of each file the header and the size are looked at.
+    With `images` it has to be an image classifier's. `quantised` says of a config of quantised weights whether the
+    caller can take them. The weights are those that transformers would take; of each file the header and the size are
+    looked at.
     """
     for path in folder.iterdir():
         require_file(path)
     require_no_adapter_config(folder)
     config = _config(folder)
     method = quantisation(config)
-    if method and not ((unpacked and is_unpacked(config)) or (packed and stays_packed(config))):
+    if method and not quantised(config):
         raise LyapunovPruneError(f"the weights in {folder} are {method}; {UNPACK}")
     (_require_classifier if images else _require_decoder)(folder, config)
     for choice in _chosen(vars(config)):

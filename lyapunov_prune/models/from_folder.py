@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import is_compact
@@ -21,7 +27,7 @@ from lyapunov_prune.models.dispatched import bring_weights, offload_folder, requ
 from lyapunov_prune.models.expansion import require_bounded, require_bounded_file
 from lyapunov_prune.models.folder import loading_errors, require_loadable
 from lyapunov_prune.models.left_out import find_left_out, keep_left_out
-from lyapunov_prune.models.packed import is_unpacked, require_scales, unpacked_by_group, unpacking
+from lyapunov_prune.models.packed import is_loadable, is_unpacked, require_scales, unpacked_by_group, unpacking
 from lyapunov_prune.models.quantised import is_packed, quantisation, remedy, require_kernels
 from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
 from lyapunov_prune.models.stored_names import targets_of
@@ -48,7 +54,7 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
     `meta` device. Raises LyapunovPruneError for anything that cannot be loaded whole.
     """
     with quiet():  # what is wrong with a config is said in one line
-        config = require_loadable(folder, unpacked=True, packed=options["device_map"] != "meta")
+        config = require_loadable(folder, quantised=is_unpacked if options["device_map"] == "meta" else is_loadable)
     packed = quantisation(config)
     if packed and is_unpacked(config):
         options = options | unpacking()
@@ -85,20 +91,40 @@ def load_whole(
     wanted: str = "a causal decoder",
 ) -> Decoder:
     """Model and tokenizer, refused if a single weight would have to be made up; `wanted` is what to give instead."""
-    source = source | LOCAL
-    model = load_weights(auto, where, folder, source | options, wanted)
+    model = load_weights(auto, where, folder, source | LOCAL | options, wanted)
+    return Decoder(model.eval(), find_structure(model), _load_tokenizer(where, folder, source))
+
+
+def load_bare(folder: Path) -> Decoder:
+    """The model that the config in `folder` describes, on the `meta` device, as if its weights were not quantised.
+
+    No weight is looked for: what a quantisation stores in the place of a matrix has names and shapes of its own.
+    Raises LyapunovPruneError for what is no whole checkpoint of a decoder.
+    """
+    with quiet():
+        config = require_loadable(folder, quantised=lambda config: True)
+    with loading_errors(folder), quiet(), torch.device("meta"):
+        model: Any = auto_class(config).from_config(config)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    _tell_of_code(model, folder)
+    keep_history(model, read_history(folder))
+    return Decoder(model.eval(), find_structure(model), _load_tokenizer(folder, folder, {}))
+
+
+def _load_tokenizer(where: Path, folder: Path, source: dict[str, Any]) -> PreTrainedTokenizerBase:
     with _uncollected():
         require_bounded_file(folder / "tokenizer.json")
         try:
             with loading_errors(f"the tokenizer of {where}"), quiet():
-                tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+                tokenizer = AutoTokenizer.from_pretrained(folder, **source | LOCAL)
         except LyapunovPruneError:
             found = {path.name for name in _TOKENIZER for path in folder.glob(name)}
             if where == folder and not found - {_SETTINGS}:
                 raise LyapunovPruneError(f"{where} holds no tokenizer; copy the model's own into it") from None
             raise
     require_bounded(tokenizer, where)
-    return Decoder(model.eval(), find_structure(model), tokenizer)
+    return tokenizer
 
 
 def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], wanted: str) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.device import resolve_device
 from lyapunov_prune.models.dispatched import known_map
 from lyapunov_prune.models.families import JUDGED
-from lyapunov_prune.models.from_folder import load_folder, quiet
+from lyapunov_prune.models.from_folder import load_bare, load_folder, quiet
 from lyapunov_prune.models.gguf import builtin_folder, load_gguf
 from lyapunov_prune.models.hub import HUB_ID, download
 from lyapunov_prune.models.plain import require_unquantised
@@ -112,9 +112,21 @@ def load_outline(
     one of a family that is not in `JUDGED`, and one that may be an encoder. That it looks at no later token
     cannot be tried without weights: the config has to call it a decoder, or its attention itself causal.
     """
-    loaded = load_folder(folder, {"dtype": dtype or "auto", "device_map": "meta"}, text_only=text_only)
-    config = loaded.structure.config
-    causal = any(getattr(module, "is_causal", False) for module in loaded.structure.layers.modules())
+    return _judged(load_folder(folder, {"dtype": dtype or "auto", "device_map": "meta"}, text_only=text_only), name)
+
+
+def load_bare_outline(folder: Path, name: str | Path) -> Decoder:
+    """`load_outline` of a quantised checkpoint by its config alone, with plain matrices in the place of quantised ones.
+
+    Raises LyapunovPruneError as `load_outline`; which tensors the files hold is not looked at.
+    """
+    return _judged(load_bare(folder), name)
+
+
+def _judged(outline: Decoder, name: str | Path) -> Decoder:
+    """`outline`, named; raises LyapunovPruneError for a decoder that has to be run to be judged."""
+    config = outline.structure.config
+    causal = any(getattr(module, "is_causal", False) for module in outline.structure.layers.modules())
     why = ""
     family = family_of(config)
     if family not in JUDGED:
@@ -123,10 +135,10 @@ def load_outline(
         why = "its config calls it an encoder"
     if why:
         raise LyapunovPruneError(
-            f"{type(loaded.model).__name__} cannot be judged without running it ({why}); take it in memory"
+            f"{type(outline.model).__name__} cannot be judged without running it ({why}); take it in memory"
         )
-    loaded.model.config._name_or_path = str(name)
-    return loaded
+    outline.model.config._name_or_path = str(name)
+    return outline
 
 
 def _load_merged(folder: Path, options: dict[str, Any], offline: bool, text_only: bool) -> Decoder:

@@ -30,7 +30,7 @@ def require_compressed_tensors() -> None:
         raise LyapunovPruneError("packed weights need compressed-tensors; run: pip install 'lyapunov-prune[packed]'")
 
 
-def is_unpacked(config: PreTrainedConfig) -> bool:
+def is_unpacked(config: Any) -> bool:
     """Whether `load` makes a dense model of a checkpoint with this config: integer weights and nothing else packed.
 
     The matrices may be packed in several groups, each with its own bits. Rounded activations or caches are refused,
@@ -56,10 +56,11 @@ def _holds_integers(group: Any, format: Any) -> bool:
     return known and not activations and (group.get("format") or format) == PACK
 
 
-def stays_packed(config: PreTrainedConfig) -> bool:
-    """Whether the weights of a checkpoint with this config are of another method, which transformers runs packed."""
+def is_loadable(config: PreTrainedConfig) -> bool:
+    """Whether `load` takes the quantised weights of a checkpoint: unpacked, or left to another library's kernels."""
     packed = getattr(config, "quantization_config", None)
-    return isinstance(packed, dict) and packed.get("quant_method") != _METHOD
+    other = isinstance(packed, dict) and packed.get("quant_method") != _METHOD
+    return other or is_unpacked(config)
 
 
 def require_scales(files: Iterable[Path], config: PreTrainedConfig) -> None:

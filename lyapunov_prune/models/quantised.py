@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from transformers import PreTrainedConfig
 from transformers.quantizers import AutoHfQuantizer
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.results.files import parsed
 
+# Where a config keeps them; the second name is of older versions of compressed-tensors.
+SETTINGS = ("quantization_config", "compression_config")
 UNPACK = "give the original weights, or a GGUF file, which is dequantised on loading"
 # What a kernel of packed weights rounds its inputs to without a cast that is seen (bitsandbytes on the CPU).
 UNSEEN_ROUNDING = torch.finfo(torch.bfloat16).eps
@@ -55,6 +59,17 @@ def _method(config: Any) -> str | None:
         return None
     method = packed.get("quant_method") if isinstance(packed, dict) else getattr(packed, "quant_method", None)
     return str(getattr(method, "value", method) or "")
+
+
+def stored_quantisation(folder: Path) -> dict[str, Any] | None:
+    """The quantisation settings in the config.json of `folder`; None for plain weights, and where there is none."""
+    try:
+        config = parsed((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # loading says what is wrong
+        return None
+    parts = [config, *(config.values() if isinstance(config, dict) else ())]
+    found = [part.get(name) for part in parts if isinstance(part, dict) for name in SETTINGS]
+    return next((settings for settings in found if isinstance(settings, dict)), None)
 
 
 def is_packed(model: nn.Module) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.packed import DENSE, unpacker
+from lyapunov_prune.models.structure import Structure
 
 
 @dataclass(frozen=True)
@@ -45,3 +47,24 @@ def targets_of(model: PreTrainedModel, keys: Iterable[str]) -> tuple[dict[str, T
         else:
             targets[key] = Target(name, by_pattern[pattern], pattern)
     return targets, others
+
+
+def stored_path(structure: Structure, targets: Mapping[str, Target]) -> str:
+    """What stands before the number of the layer in the names of a checkpoint: the one path that all of them share.
+
+    Raises LyapunovPruneError where they share none.
+    """
+    inside = f"{structure.layers_path}."
+    paths: set[tuple[str, ...]] | None = None
+    for key, target in targets.items():
+        if target.name.startswith(inside):
+            number = target.name.removeprefix(inside).partition(".")[0]
+            parts = tuple(key.split("."))
+            before = {parts[:place] for place, part in enumerate(parts) if part == number}
+            paths = before if paths is None else paths & before
+    if paths is None or len(paths) != 1:
+        raise LyapunovPruneError(
+            f"the checkpoint numbers the layers of {structure.model_type} in another way than the model; prune it in "
+            "memory"
+        )
+    return ".".join(paths.pop())

@@ -55,7 +55,7 @@ def test_weights_that_stay_packed_are_measured_and_never_changed(
     assert "unpacked on loading" not in done.out
     for command in (
         ("prune", "kernels", "--layers", "1", "-o", "out", *TEXT),
-        ("prune", "kernels", "--layers", "1", "--on-disk", "-o", "out"),
+        ("prune", "kernels", "--remove", "1", "-o", "out", *TEXT),
         ("compress", "kernels", "--sparsity", "0.5", "-o", "out", *TEXT),
         ("profile", "kernels", "--stream", *TEXT),
     ):
@@ -71,8 +71,10 @@ def test_what_would_change_packed_weights_is_refused(run: Callable[..., Any], ru
         ("prune", "small", "--layers", "1", "--what", "attention", "-o", "out", *TEXT),
     ):
         assert "quantised (compressed-tensors)" in run_bad(*command)
-    told = run_bad("prune", "small", "--layers", "1", "-o", "out", *TEXT)
-    assert "with --on-disk" in told
+    assert "where files are pruned" in run_bad("prune", "small", "--layers", "1", "-o", "out", *TEXT)
+    done = run("prune", "small", "--layers", "1", "-o", "out")
+    assert done.code == 0, done.err
+    assert "its weights are quantised (compressed-tensors)" in done.out
 
 
 def test_a_packed_checkpoint_is_made_ranked_pruned_and_scored_a_layer_at_a_time(run: Callable[..., Any]) -> None:

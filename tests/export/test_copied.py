@@ -121,14 +121,14 @@ def test_a_list_that_does_not_follow_fails_the_gate(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(make_small("llama", vocab_size=len(VOCABULARY)), tokenizer, tmp_path / "source")
-    right = shards._cut
+    right = shards.cut_outline
 
     def turned(*given: Any) -> Any:
         pruned = right(*given)
         pruned.model.config.cuts = pruned.model.config.cuts[::-1]
         return pruned
 
-    monkeypatch.setattr(shards, "_cut", turned)
+    monkeypatch.setattr(shards, "cut_outline", turned)
     with pytest.raises(CheckFailed, match="the files fail the gate"):
         on_disk(tmp_path / "source", tmp_path / "disk", (0,))
     assert not (tmp_path / "disk").exists()
@@ -174,19 +174,17 @@ def test_a_config_whose_names_stay_behind_fails_the_gate(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack_others(checkpoint, ".3.self_attn.o_proj")
-    monkeypatch.setattr(shards, "_rename_packed", lambda *args: None)
+    monkeypatch.setattr(shards, "follow_layers", lambda *args: None)
     with pytest.raises(CheckFailed, match=r"o_proj\.weight_packed"):
         on_disk(checkpoint, tmp_path / "disk", (0,))
     assert not (tmp_path / "disk").exists()
 
 
-@pytest.mark.parametrize("name", [r"re:.*layers\.3\..*o_proj", "layers.3.self_attn.o_proj"])
-def test_a_config_that_names_packed_modules_by_number_otherwise_is_refused(
-    name: str, checkpoint: Path, tmp_path: Path
-) -> None:
-    pack_others(checkpoint, ".3.self_attn.o_proj", ignore=["lm_head", name])
-    with pytest.raises(LyapunovPruneError, match="packed modules"):
-        on_disk(checkpoint, tmp_path / "disk", (0,))
+def test_a_pattern_in_the_config_follows_its_layer(checkpoint: Path, tmp_path: Path) -> None:
+    pack_others(checkpoint, ".3.self_attn.o_proj", ignore=["lm_head", r"re:.*layers\.3\..*o_proj"])
+    on_disk(checkpoint, tmp_path / "disk", (0,))
+    config = json.loads((tmp_path / "disk" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head", r"re:.*layers\.2\..*o_proj"]
 
 
 # The files that transformers itself would load, and none besides.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,8 +87,8 @@ def prune(
     With --mend the layer before each gap learns from the calibration text, without training, to stand in for the gap:
     from one half of it, and only if the other half and a second text (--judge) say that it pays. --criterion best then
     compares the sets mended.
-    With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits
-    but with --stream, which reads both models one layer at a time.
+    With --on-disk, or where the model does not fit in memory or is quantised, the files are pruned; the gate then
+    computes no logits but with --stream, which reads both models one layer at a time.
     """
     if sum(choice is not None for choice in (remove, max_kl, layers, plan_file)) != 1:
         raise LyapunovPruneError("give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four")
@@ -128,12 +130,12 @@ def prune(
 
     from lyapunov_prune.export.copied import too_large
     from lyapunov_prune.export.pruned import write_pruned
+    from lyapunov_prune.export.quantised_copy import quantised
     from lyapunov_prune.forward.own_text import SELF
     from lyapunov_prune.models.decoder import wrap_any
     from lyapunov_prune.models.device import resolve_device
     from lyapunov_prune.models.kinds import find_kinds
     from lyapunov_prune.models.left_out import require_whole
-    from lyapunov_prune.models.packed import is_unpacked
     from lyapunov_prune.models.plain import require_unquantised
     from lyapunov_prune.predictions.expectation import expectation
     from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
@@ -141,9 +143,10 @@ def prune(
     from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
 
     stored.require_names(model, output)
+    packed = quantised(model) if format == "plain" else ""
     why = "--stream" if stream else "--on-disk" if on_disk else ""
     if not why and not source.spread:
-        why = too_large(model, resolve_device(source.device))
+        why = packed or too_large(model, resolve_device(source.device))
     if why:
         refused = {
             "--remove": remove is not None,
@@ -156,8 +159,8 @@ def prune(
         for option, needed in (refused | {"--merge-adapter": merge_adapter}).items():
             if needed:
                 raise LyapunovPruneError(
-                    f"{option} needs the model in memory ({why}); give --layers 3,7 or a --plan FILE of rank --stream, "
-                    f"and no {option}"
+                    f"{option} needs {'plain weights' if packed else 'the model in memory'} ({why}); give --layers 3,7 "
+                    f"or a --plan FILE of rank{'' if packed else ' --stream'}, and no {option}"
                 )
         read = "both models' logits on random tokens" if stream else "tensors"
         given.refuse_record(
@@ -182,11 +185,6 @@ def prune(
         text = replace(text, text=SELF)
     given_plan = None if plan_file is None else _read_plan(plan_file)
     loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter, plan=given_plan)
-    if by.what == "layers" and is_unpacked(loaded.structure.config):
-        raise LyapunovPruneError(
-            "the weights are packed integers, and its layers are removed on its files; give --layers 3,7 or a --plan "
-            "FILE with --on-disk"
-        )
     require_unquantised(loaded.model)  # before anything is measured
     require_whole(loaded.model)
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
@@ -264,34 +262,53 @@ def _prune_on_disk(
     from lyapunov_prune.checkpoints.outline import read_outline
     from lyapunov_prune.export.copied import prune_on_disk
     from lyapunov_prune.export.gguf import gguf_identity, gguf_kinds, prune_gguf
+    from lyapunov_prune.export.quantised_copy import (
+        plan_for_quantised,
+        prune_quantised,
+        quantised,
+        read_quantised,
+        stays_quantised,
+    )
     from lyapunov_prune.models.kinds import find_kinds
     from lyapunov_prune.models.loading import checkpoint_folder
     from lyapunov_prune.pruning.plan import PruningPlan
 
-    outline = None
+    read = "on files, and on logits of streamed models" if stream else "on files"
+    checkpoint = None
+    remove: Callable[[PruningPlan, Path], Provenance]
     if format == "gguf":
         if stream:
             raise LyapunovPruneError("--stream reads safetensors, and a GGUF file is copied; give --on-disk instead")
-        identity = gguf_identity(model, planned=plan_file is not None)
+        identity, kinds = gguf_identity(model, planned=plan_file is not None), lambda: gguf_kinds(model)
+        remove = partial(prune_gguf, model)
     elif model.endswith(".gguf"):
         raise LyapunovPruneError(f"{model} is pruned on disk as a GGUF file; end --output in .gguf")
+    elif stays_quantised(model):
+        if stream or source.text_only:
+            option = "--stream" if stream else "--text-only"
+            raise LyapunovPruneError(
+                f"{option} has no effect where bytes are copied ({quantised(model)}); leave it out"
+            )
+        checkpoint = read_quantised(checkpoint_folder(model), model)
+        identity, kinds = checkpoint.identity, lambda: find_kinds(checkpoint.decoder.structure)
+        remove = partial(prune_quantised, checkpoint)
+        read = "on bytes and settings; the logits were not compared"
     else:
         outline = read_outline(checkpoint_folder(model), model, text_only=source.text_only)
-        identity = outline.identity
+        identity, kinds = outline.identity, lambda: find_kinds(outline.structure)
+        remove = partial(prune_on_disk, outline, stream=stream)
     if layers is not None:
         plan = PruningPlan.given(identity, layer_indices("--layers", layers))
     else:
         assert plan_file is not None
         plan = _plan_for(identity, _read_plan(plan_file))
-        plan.require_model(identity)
+        if checkpoint is not None:
+            plan = plan_for_quantised(checkpoint, plan)
+        else:
+            plan.require_model(identity)
     if keep_period:
-        kinds = find_kinds(outline.structure) if outline is not None else gguf_kinds(model)
-        plan.require_periods(kinds.require_period())
-    if outline is not None:
-        provenance = prune_on_disk(outline, plan, output, stream=stream)
-    else:
-        provenance = prune_gguf(model, plan, output)
+        plan.require_periods(kinds().require_period())
+    provenance = remove(plan, output)
     if not as_json:
-        read = "on files, and on logits of streamed models" if stream else "on files"
         say(f"Pruned on disk ({why}); the gate's checks {read}:")
     _tell(provenance, as_json, output, full)

@@ -1,0 +1,250 @@
+"""Layer removal from a quantised checkpoint, by copying bytes: no kernel and no library of its method is needed.
+
+What the method stores in the place of a matrix (integers, scales, zero points, tables) lies in the files under the name
+of its layer, and moves with it. The config decides which layers are left, and names in its quantisation settings
+follow (`models.quantised_names`). Nothing is computed, so no logits are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lyapunov_prune.checkpoints.beside import save_files
+from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting
+from lyapunov_prune.checkpoints.tensor_files import Piece, Stored, parts_of, read_tensors, reading, write_tensors
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.export.copied import SHARD_BYTES, cut_outline, not_by_copying
+from lyapunov_prune.export.disk_gate import KEYS, PLACED, not_run
+from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.families import family_entry
+from lyapunov_prune.models.left_out import LeftOut, find_left_out, keep_left_out
+from lyapunov_prune.models.loading import checkpoint_folder, load_bare_outline
+from lyapunov_prune.models.packed import is_unpacked
+from lyapunov_prune.models.quantised import stored_quantisation
+from lyapunov_prune.models.quantised_names import FILES, Layers, follow_layers, layers_in, settings_of
+from lyapunov_prune.models.stored_names import Target, targets_of
+from lyapunov_prune.models.structure import identify
+from lyapunov_prune.models.wrappers import require_levels_stay
+from lyapunov_prune.progress import status, warn
+from lyapunov_prune.pruning.counting import renamed, shares_leaving
+from lyapunov_prune.pruning.gate import GateReport, attempt
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import Provenance, describe
+from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
+from lyapunov_prune.results.history import HISTORY, add_step, history_of
+from lyapunov_prune.results.result import ModelIdentity
+
+
+@dataclass(frozen=True, eq=False)
+class Quantised:
+    """A quantised checkpoint on disk. `decoder` is the model of its config on the `meta` device, its matrices plain.
+
+    `stored` are all tensors of the files but the prediction `heads`; `targets` those that fill a tensor of that model.
+    """
+
+    folder: Path
+    decoder: Decoder
+    stored: dict[str, Stored]
+    targets: dict[str, Target]
+    heads: tuple[str, ...]
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """Of its config alone: no weight is read as a number."""
+        return identify(self.decoder.model, {})
+
+    def layers(self, kept: tuple[int, ...]) -> Layers:
+        return layers_in(self.decoder, self.targets, (*self.stored, *self.heads), kept)
+
+    def settings(self) -> dict[str, Any]:
+        """The quantisation settings of its config, and of the files beside it that repeat them, by where they are."""
+        found: dict[str, Any] = {"config.json": [told for *_, told in settings_of(self.decoder.model.config)]}
+        for name in FILES:
+            if (self.folder / name).is_file():
+                try:
+                    found[name] = json.loads((self.folder / name).read_text(encoding="utf-8"))
+                except ValueError:
+                    raise LyapunovPruneError(f"{self.folder / name} is no JSON; fetch it again") from None
+        return found
+
+
+def quantised(name: str) -> str:
+    """Why the layers of the checkpoint `name` leave by its files; "" for plain weights and GGUF files."""
+    settings = None if name.endswith(".gguf") else stored_quantisation(checkpoint_folder(name))
+    return "" if settings is None else f"its weights are quantised ({settings.get('quant_method', 'no method named')})"
+
+
+def stays_quantised(name: str) -> bool:
+    """Whether the checkpoint `name` is quantised by a method that loading does not unpack."""
+    settings = stored_quantisation(checkpoint_folder(name))
+    return settings is not None and not is_unpacked(SimpleNamespace(quantization_config=settings))
+
+
+def read_quantised(folder: Path, name: str | Path) -> Quantised:
+    """The quantised checkpoint in `folder`: its config and the headers of its files.
+
+    Raises LyapunovPruneError for what is no whole checkpoint of a decoder, and for layers that are missing.
+    """
+    decoder = load_bare_outline(folder, name)
+    with reading(()):
+        stored = read_tensors(folder, getattr(decoder.model.config, "transformers_weights", None))
+    targets, others = targets_of(decoder.model, stored)
+    heads = find_left_out(decoder.model, {}, others).heads
+    keep_left_out(decoder.model, LeftOut({}, heads=heads), folder)
+    found = Quantised(folder, decoder, {k: t for k, t in stored.items() if k not in heads}, targets, heads)
+    total, layers = decoder.structure.num_layers, found.layers(())
+    numbers = {layers.number(key) for key in found.stored} - {None}
+    if numbers != set(range(total)):
+        raise LyapunovPruneError(
+            f"{folder} says that it has {total} layers and holds tensors of {len(numbers)}; fetch it again"
+        )
+    return found
+
+
+def plan_for_quantised(checkpoint: Quantised, plan: PruningPlan) -> PruningPlan:
+    """`plan`, as one for this checkpoint.
+
+    Raises LyapunovPruneError for a plan of another family, depth or setting. Weights tell nothing here: a plan made on
+    the model before it was quantised is taken too, and a warning says that they were not compared.
+    """
+    mine, theirs = checkpoint.identity, plan.model
+    other = mine.other_setting(theirs)
+    if other or (mine.model_type, mine.num_layers) != (theirs.model_type, theirs.num_layers):
+        raise LyapunovPruneError(
+            f"this plan was made for {theirs.name} ({theirs.model_type}, {theirs.num_layers} layers), not for "
+            f"{mine.name}{other}; give --layers"
+        )
+    warn(f"the plan is of {theirs.name}; that it is of these weights is not checked, only family, depth and settings")
+    return replace(plan, model=mine)
+
+
+def prune_quantised(
+    checkpoint: Quantised, plan: PruningPlan, target: str | Path, *, shard_bytes: int = SHARD_BYTES
+) -> Provenance:
+    """Remove the layers of `plan` from `checkpoint` into the folder `target`, byte for byte. Memory: one buffer.
+
+    The gate: every tensor written has the bytes of its own layer in the original, none is missing or left over, and
+    config and quantisation settings say what is left. Raises LyapunovPruneError for a target that is not empty, a disk
+    without room, a removal that changes numbers, and a setting that names layers in a way that cannot follow;
+    CheckFailed when a check fails. Then nothing is at `target`.
+    """
+    require_empty(target)
+    require_levels_stay(checkpoint.decoder.model, plan.remove)
+    layers, structure = checkpoint.layers(plan.kept), checkpoint.decoder.structure
+    if plan.drops_parts:
+        raise not_by_copying(structure, "a part of a layer is left out by changing numbers")
+    pruned = cut_outline(checkpoint.decoder, plan)
+    pieces = _pieces(checkpoint, pruned, plan, layers)
+    follow_layers(pruned.model.config, layers)
+    beside = {name: layers.follow(told) for name, told in checkpoint.settings().items() if name in FILES}
+    add_step(pruned.model, "prune", plan.measured_on, checkpoint.decoder.model)
+    require_disk(target, sum(piece.size for piece in pieces.values()), "the files of the pruned model")
+    with whole_folder(target) as folder:
+        for name, told in beside.items():
+            (folder / name).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        save_files(pruned.model, checkpoint.decoder.tokenizer, folder, {})
+        write_tensors(folder, pieces, shard_bytes)
+        with status("comparing bytes"):
+            gate = verify_bytes(checkpoint, pruned, plan, folder)
+        if not gate.passed:
+            raise CheckFailed(f"nothing written: the files fail the gate, {gate.failure()}")
+        history_of(pruned.model).save(folder / HISTORY)
+        left = not_run(pruned.model, stream=False)
+        return describe(folder, plan, gate, structure, pruned.model, left)
+
+
+def _pieces(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, layers: Layers) -> dict[str, Piece]:
+    """What to write, by its new name; raises LyapunovPruneError where a copy would not be what is left."""
+    structure = checkpoint.decoder.structure
+    before, after = (d.model.state_dict(keep_vars=True) for d in (checkpoint.decoder, pruned))
+    tables, shares = dict(family_entry(structure.model_type).tables), shares_leaving(checkpoint.decoder, plan)
+    names = {name: renamed(name, structure, plan) for name in before}
+    strange = after.keys() ^ {new for new in names.values() if new is not None}
+    if strange:
+        raise not_by_copying(structure, f"{min(strange)} is counted anew")
+    for name, new in names.items():
+        if _module(name) in tables:
+            continue
+        if shares[name] != (new is None):
+            raise not_by_copying(structure, f"{name} is shared among layers")
+        if new is not None and (after[new]._version or after[new].shape != before[name].shape):
+            raise not_by_copying(structure, f"the numbers of {new} change")
+    return {new: _piece(checkpoint, key, plan) for key in checkpoint.stored if (new := layers.renamed(key)) is not None}
+
+
+def _piece(checkpoint: Quantised, key: str, plan: PruningPlan) -> Piece:
+    """All of a tensor, or of a table that has a block for every layer the blocks of those that stay."""
+    stored, structure = checkpoint.stored[key], checkpoint.decoder.structure
+    axis = dict(family_entry(structure.model_type).tables).get(_module(key))
+    if axis is None:
+        return Piece(stored)
+    target = checkpoint.targets.get(key)
+    if target is None or tuple(checkpoint.decoder.model.get_parameter(target.name).shape) != stored.shape:
+        raise not_by_copying(structure, f"{key} is a quantised table with a block for every layer")
+    return Piece(stored, axis, structure.num_layers, plan.kept)
+
+
+def _module(name: str) -> str:
+    """The module that holds the tensor `name`, by its own name alone."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def verify_bytes(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, folder: Path) -> GateReport:
+    """The checks of `prune_quantised` on what lies in `folder`; `pruned` is the model on the `meta` device."""
+    try:
+        written = read_quantised(folder, plan.model.name)
+    except LyapunovPruneError as error:
+        reason = str(error).replace(str(folder), "what was written").rpartition(";")[0]
+        return GateReport((GateCheck(KEYS, False, float("inf"), 0.0, reason),))
+    checks = {
+        KEYS: lambda: _settings_check(checkpoint, written, pruned, plan),
+        PLACED: lambda: _bytes_check(checkpoint, written, plan),
+    }
+    return GateReport(tuple(attempt(name, check) for name, check in checks.items()))
+
+
+def _settings_check(checkpoint: Quantised, written: Quantised, pruned: Decoder, plan: PruningPlan) -> GateCheck:
+    """Whether every layer has its settings, and the quantisation settings name of it what they named before."""
+    wrong = changed_setting(pruned.layers, written.decoder.layers)
+    layers = checkpoint.layers(())
+    was, now = (layers.by_layer(each.settings()) for each in (checkpoint, written))
+    place = {None: None} | {old: new for new, old in enumerate(plan.kept)}
+    moved = {place[old]: names for old, names in was.items() if old in place}
+    if not wrong and moved != now:
+        layer = next(key for key in moved.keys() | now.keys() if moved.get(key) != now.get(key))
+        wrong = f"the quantisation settings name other modules of layer {layer} than of the layer that it was"
+    detail = "settings of every layer, and the names in the quantisation settings"
+    return GateCheck(KEYS, not wrong, float(bool(wrong)), 0.0, wrong or detail)
+
+
+def _bytes_check(checkpoint: Quantised, written: Quantised, plan: PruningPlan) -> GateCheck:
+    """Whether every tensor that was written holds the bytes of the same tensor of the layer that it was."""
+    layers, missing = checkpoint.layers(plan.kept), set(checkpoint.stored)
+    for key, stored in written.stored.items():
+        layer = layers.number(key)
+        source = key if layer is None else layers.at(key, plan.kept[layer])
+        if source not in missing:
+            return GateCheck(PLACED, False, float("inf"), 0.0, f"{key} is no tensor of a layer that stays")
+        missing.remove(source)
+        was = _piece(checkpoint, source, plan)
+        if (stored.dtype, stored.shape) != (was.stored.dtype, was.shape) or _digest(was) != _digest(Piece(stored)):
+            return GateCheck(PLACED, False, 1.0, 0.0, f"{key} does not hold the bytes of {source}")
+    left = [key for key in missing if layers.renamed(key) is not None]
+    if left:
+        return GateCheck(PLACED, False, float("inf"), 0.0, f"{min(left)} of the original is missing")
+    size, total = (sum(stored.size for stored in each.stored.values()) for each in (written, checkpoint))
+    detail = f"{len(written.stored)} tensors byte for byte, each of the layer that it was; {1 - size / total:.0%} of"
+    return GateCheck(PLACED, True, 0.0, 0.0, f"{detail} all bytes went")
+
+
+def _digest(piece: Piece) -> bytes:
+    digest = hashlib.blake2b()
+    for part in parts_of(piece):
+        digest.update(part)
+    return digest.digest()
