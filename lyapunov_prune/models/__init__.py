@@ -25,6 +25,7 @@
 - `compact`, `modeling_compact`: models without some attentions, with merged blocks, with two factors a matrix;
   `deci`: those that engines know;
 - `classifiers`, `classifier_loading`: models of images;
+- `engines`: what serving engines would take its layers for;
 - `layer_settings`, `adaptations`, `held_together`, `families`: what removing layers asks of a config and of a family.
 
 A new family usually needs nothing. If the gate refuses it, its row goes into `families` and its rule into

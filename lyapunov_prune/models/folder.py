@@ -49,7 +49,7 @@ def require_loadable(
     for path in folder.iterdir():
         require_file(path)
     require_no_adapter_config(folder)
-    config = _config(folder)
+    config = read_config(folder)
     method = quantisation(config)
     if method and not quantised(config):
         raise LyapunovPruneError(f"the weights in {folder} are {method}; {UNPACK}")
@@ -97,7 +97,8 @@ def _chosen(value: Any, chosen: bool = False) -> Iterator[str]:
         yield value
 
 
-def _config(folder: Path) -> PreTrainedConfig:
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The config in `folder`; raises LyapunovPruneError where there is none, and for one that cannot be."""
     if not (folder / "config.json").is_file():
         raise LyapunovPruneError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
     require_module(folder)

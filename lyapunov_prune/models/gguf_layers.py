@@ -61,6 +61,22 @@ def full_attention(header: Header) -> tuple[bool, ...] | None:
     return None if period is None else _repeated(period, header.layers)
 
 
+def wrong_arrays(header: Header) -> dict[str, int]:
+    """The arrays under the architecture's name that have another length than there are layers, with that length.
+
+    Arrays that are known to speak of something else, and those under other names, are none of them.
+    """
+    inside = f"{header.architecture}."
+    return {
+        key: value.length
+        for key, value in header.values.items()
+        if key.startswith(inside)
+        and key.removeprefix(inside) not in _OTHER_ARRAYS
+        and value.length is not None
+        and value.length != header.layers
+    }
+
+
 def values_without(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
     """The values of `header` for a file of the layers `kept` alone.
 
@@ -76,6 +92,8 @@ def values_without(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
         raise LyapunovPruneError(
             f"llama.cpp scales the attention of {name} by its number of layers, {engine.scaled} or not; keep it so"
         )
+    for key, length in wrong_arrays(header).items():
+        raise _wrong_length(header, key, length)
     values = {}
     for key, value in header.values.items():
         own = key.removeprefix(f"{name}.")
@@ -83,8 +101,6 @@ def values_without(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
             if own in _BY_PLACE and key != own and value.read():
                 raise LyapunovPruneError(f"{key} says by their numbers which layers differ; not pruned as GGUF")
             values[key] = value
-        elif value.length != layers:
-            raise _wrong_length(header, key, value.length)
         else:
             values[key] = value.picked(kept)
     values[f"{name}.block_count"] = number(len(kept))
@@ -130,5 +146,6 @@ def _repeated(period: int, layers: int) -> tuple[bool, ...]:
 
 def _wrong_length(header: Header, key: str, length: int) -> LyapunovPruneError:
     return LyapunovPruneError(
-        f"{key} in {header.path} holds {length} values, and the model has {header.layers} layers; fetch it again"
+        f"{key} in {header.path} holds {length} values, and the model has {header.layers} layers: which of them leave "
+        "is not known; fetch it again"
     )

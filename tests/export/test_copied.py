@@ -553,13 +553,13 @@ def test_killed_at_any_moment_it_leaves_a_whole_checkpoint_or_none(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_disk(checkpoint, tmp_path / "whole", shard_bytes=10_000)
-    parts = tensor_files._parts
+    parts = tensor_files.parts_of
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.01)  # else a small checkpoint is written between two moments
         return parts(*args)
 
-    monkeypatch.setattr(tensor_files, "_parts", slowly)  # the children are forks
+    monkeypatch.setattr(tensor_files, "parts_of", slowly)  # the children are forks
     wanted = tensors(tmp_path / "whole")
     target = tmp_path / "disk"
 

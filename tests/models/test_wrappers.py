@@ -509,7 +509,7 @@ def test_a_quantised_checkpoint_is_refused_before_it_is_loaded(
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps({**config, "quantization_config": packed}))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # nothing is loaded
-    done = run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT)
+    done = run("compress", "tiny", "--sparsity", "0.5", "-o", "out", *TEXT)
     assert (done.code, done.changed, done.err.count("\n")) == (2, set(), 1)
     assert told in done.err
     assert "original weights, or a GGUF" in done.err

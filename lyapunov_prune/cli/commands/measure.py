@@ -188,6 +188,9 @@ def check(
     bits: Annotated[
         int | None, what_option(min=2, max=8, help="Round every matrix to this many bits (rtn), and follow that.")
     ] = None,
+    engines: Annotated[
+        bool, what_option("--engines", help="Only hold the config against known short cuts of serving engines.")
+    ] = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=512, context=128),
     resume: Resume = False,
@@ -200,8 +203,17 @@ def check(
 
     With COMPRESSED its matrices are the approximations, on the inputs that they are given in its own forward; with
     --bits those of MODEL rounded, in the same way; with neither thirty settings of sparsity, rank and cache radius.
-    Exit code 1 on a violation.
+    With --engines no weight is read: the layers of the checkpoint are held against what vLLM, SGLang, llama.cpp and
+    others are known to make of them. Exit code 1 on a violation, and where an engine would go wrong.
     """
+    if engines:
+        alone = "is of bounds, and --engines reads the config alone; leave it out"
+        given.refuse(alone, "compressed", "bits", "resume", "output")
+        given.refuse_record(alone, ModelOptions)
+        given.refuse_record(alone, TextOptions)
+        _check_engines(model, as_json, full)
+        return
+
     from lyapunov_prune.bounds.check import check_grid, check_written
     from lyapunov_prune.compression.compress import compress
     from lyapunov_prune.forward.reading import read
@@ -228,6 +240,15 @@ def check(
     show(result, as_json, written, full=full)
     if not result.passed:
         raise CheckFailed(f"{len(result.violations)} bounds are violated; see {written}")
+
+
+def _check_engines(model: str, as_json: bool, full: bool) -> None:
+    from lyapunov_prune.models.engines import check_engines
+
+    found = check_engines(model)
+    show(found, as_json, None, full=full)
+    if not found.passed:
+        raise CheckFailed(f"{len(found.findings)} short cuts of engines meet {model}; compare outputs there before use")
 
 
 def sensitivity(

@@ -1,0 +1,311 @@
+"""What serving engines and converters would do with a checkpoint whose layers do not follow a pattern any more.
+
+Some work out the kind of a layer from its number, where the config says it layer by layer. `SHORT_CUTS` is a table of
+those that are known, each with the thread or the source file where it can be read. Nothing is run: a checkpoint that
+trips over none of them may still not run, and a newer version of an engine may have mended its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lyapunov_prune.models.compact import PREFIX
+from lyapunov_prune.models.folder import read_config
+from lyapunov_prune.models.gguf_header import Header, read_header
+from lyapunov_prune.models.gguf_layers import wrong_arrays
+from lyapunov_prune.models.loading import checkpoint_folder
+from lyapunov_prune.models.structure import LAYER_COUNTS
+from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.result import LINES, Result
+
+ALL = ""  # of every family
+_QWEN_WINDOWS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_QWEN_HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
+_LLAMA4 = ("llama4", "llama4_text")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a checkpoint says of its layers: the text config of a folder, or the header of a GGUF file."""
+
+    family: str
+    layers: int
+    config: Any = None
+    header: Header | None = None
+
+    def full(self) -> list[bool]:
+        """Which layers see all tokens; all of them where the config does not tell kinds of layers apart."""
+        kinds = getattr(self.config, "layer_types", None) or ["full_attention"] * self.layers
+        return [kind == "full_attention" for kind in kinds]
+
+
+@dataclass(frozen=True)
+class ShortCut:
+    """What an `engine` does with checkpoints of `families`, and the `thread` behind it.
+
+    `trips` gives the layers that it would run, or load, as what they are not, in words; "" for none. Whole periods
+    that were removed keep out of the way of a short cut that is `periodic`.
+    """
+
+    engine: str
+    families: tuple[str, ...]
+    does: str
+    thread: str
+    trips: Callable[[Told], str]
+    periodic: bool = True
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A short cut that a checkpoint trips over: the engine, what it would do and `where`, the thread, what helps."""
+
+    engine: str
+    does: str
+    where: str
+    thread: str
+    helps: str
+
+
+@dataclass(frozen=True)
+class EngineCheck(Result):
+    """The short cuts of engines that the checkpoint `model` trips over, of so many `known` ones."""
+
+    model: str
+    findings: tuple[Finding, ...]
+    known: int
+
+    @property
+    def passed(self) -> bool:
+        return not self.findings
+
+    def to_frame(self) -> pd.DataFrame:
+        rows = [(f.engine, f.does, f.where, f.thread, f.helps) for f in self.findings]
+        return pd.DataFrame(rows, columns=["engine", "would", "where", "thread", "helps"])
+
+    def headline(self) -> str:
+        if self.passed:
+            return f"{self.model} trips over none of {self.known} known short cuts of engines; none of them was run"
+        return f"{self.model} trips over {len(self.findings)} of {self.known} known short cuts of engines"
+
+    def answer(self) -> list[str]:
+        lines = [f"{self.headline()}."]
+        for f in self.findings:
+            lines.append(f"{f.engine} {f.does}: {f.where} ({f.thread}){f'; {f.helps}' if f.helps else ''}.")
+        return lines[:LINES]
+
+
+def check_engines(name: str) -> EngineCheck:
+    """Hold what the checkpoint `name` says of its layers against `SHORT_CUTS`; no weight is read.
+
+    `name` is a folder, a hub id or a GGUF file. Raises LyapunovPruneError for what is none.
+    """
+    told = _told(name)
+    findings = []
+    for row in SHORT_CUTS:
+        where = row.trips(told) if ALL in row.families or told.family in row.families else ""
+        if where:
+            helps = "prune --keep-period keeps the pattern" if row.periodic else ""
+            findings.append(Finding(row.engine, row.does, where, row.thread, helps))
+    return EngineCheck(name, tuple(findings), len(SHORT_CUTS))
+
+
+def _told(name: str) -> Told:
+    if name.endswith(".gguf"):
+        header = read_header(Path(name))
+        return Told(header.architecture, header.layers, header=header)
+    config = read_config(checkpoint_folder(name))
+    text = config.get_text_config(decoder=True)
+    layers = next((n for count in LAYER_COUNTS if (n := getattr(text, count, None))), 0)
+    return Told(str(text.model_type), layers, text)
+
+
+def _layers(wrong: Iterable[int]) -> str:
+    found = list(wrong)
+    return f"layer{'s' * (len(found) > 1)} {', '.join(map(str, found))}" if found else ""
+
+
+def _other(real: list[bool], taken: list[bool]) -> str:
+    return _layers(i for i, (a, b) in enumerate(zip(real, taken, strict=True)) if bool(a) != b)
+
+
+def _every(told: Told, period: int) -> list[bool]:
+    """Every `period`-th layer, beginning with that of number `period` - 1."""
+    return [layer % period == period - 1 for layer in range(told.layers)]
+
+
+def _full_each(told: Told, period: int | None = None) -> str:
+    """The layers that see all tokens though their number is not that of a period, or the other way round."""
+    if told.config is None:
+        return ""
+    period = period or getattr(told.config, "full_attention_interval", None) or 4
+    return _other(told.full(), _every(told, period))
+
+
+def _windowed(told: Told) -> str:
+    kinds = getattr(told.config, "layer_types", None) or []
+    return _layers(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
+def _without_rope(told: Told) -> str:
+    rope = getattr(told.config, "no_rope_layers", None)
+    return _other([not each for each in rope], _every(told, 4)) if rope else ""
+
+
+def _experts_each(told: Told) -> str:
+    step, experts = (getattr(told.config, name, None) for name in ("interleave_moe_layer_step", "moe_layers"))
+    if not step or experts is None:
+        return ""
+    return _other([layer in experts for layer in range(told.layers)], _every(told, step))
+
+
+def _without_experts(told: Told) -> str:
+    dense, step = getattr(told.config, "mlp_only_layers", None) or [], getattr(told.config, "decoder_sparse_step", 1)
+    return _layers(i for i in range(told.layers) if i in dense or (i + 1) % (step or 1))
+
+
+def _scaled(told: Told, depth: int) -> str:
+    """Attention is scaled by one width in models of `depth` layers and by another in all others."""
+    config = told.config
+    if config is None:
+        return ""
+    deep = told.layers == depth
+    width = config.hidden_size // config.num_attention_heads if deep else config.head_dim
+    real = config.query_pre_attn_scalar
+    return "" if real == width else f"a scale of 1/√{width} in place of 1/√{real}, by the {told.layers} layers"
+
+
+def _long_arrays(told: Told) -> str:
+    return ", ".join(wrong_arrays(told.header)) if told.header is not None else ""
+
+
+def _compact(told: Told) -> str:
+    kind = str(getattr(told.config, "model_type", ""))
+    return f"{kind} has code of its own" if kind.startswith(PREFIX) else ""
+
+
+_LLAMA_CPP = "ggml-org/llama.cpp"
+SHORT_CUTS = (
+    ShortCut(
+        "vLLM",
+        ("gpt_oss",),
+        "gives a window to layers of even number and none to the others",
+        "vllm-project/vllm#33594",
+        partial(_full_each, period=2),
+    ),
+    ShortCut(
+        "vLLM",
+        ("qwen3", "qwen3_moe"),
+        "runs layers with a window without it",
+        "vllm-project/vllm#39514",
+        _windowed,
+        periodic=False,
+    ),
+    ShortCut(
+        "SGLang",
+        _QWEN_WINDOWS,
+        "runs layers with a window without it",
+        "sgl-project/sglang#22528, #4693",
+        _windowed,
+        periodic=False,
+    ),
+    ShortCut(
+        "SGLang",
+        _LLAMA4,
+        "takes every fourth layer for the one without positions",
+        "sgl-project/sglang, python/sglang/srt/models/llama4.py",
+        _without_rope,
+    ),
+    ShortCut(
+        "llama.cpp",
+        _QWEN_HYBRID,
+        "was converted with one interval of attention, and runs linear layers as attention and the other way round",
+        f"{_LLAMA_CPP}#28207",
+        _full_each,
+    ),
+    ShortCut(
+        "llama.cpp",
+        ("qwen3",),
+        "runs layers with a window without it",
+        f"{_LLAMA_CPP}#26286",
+        _windowed,
+        periodic=False,
+    ),
+    ShortCut(
+        "llama.cpp",
+        ("gemma2", "gpt_oss"),
+        "takes every second layer for the one without a window, where the file says no other period",
+        f"{_LLAMA_CPP}, src/models/gemma2.cpp",
+        partial(_full_each, period=2),
+    ),
+    ShortCut(
+        "llama.cpp",
+        ("gemma3", "gemma3_text"),
+        "takes every sixth layer for the one without a window, where the file says no other period",
+        f"{_LLAMA_CPP}, src/models/gemma3.cpp",
+        partial(_full_each, period=6),
+    ),
+    ShortCut(
+        "llama.cpp",
+        ("smollm3", *_LLAMA4),
+        "takes every fourth layer for the one without positions",
+        f"{_LLAMA_CPP}#14581, src/models/llama4.cpp",
+        _without_rope,
+    ),
+    ShortCut(
+        "llama.cpp",
+        _LLAMA4,
+        "looks for experts in layers at an interval, and does not load",
+        f"{_LLAMA_CPP}, src/models/llama4.cpp",
+        _experts_each,
+    ),
+    ShortCut(
+        "llama.cpp",
+        ("qwen3_moe",),
+        "looks for experts in every layer, and does not load",
+        f"{_LLAMA_CPP}, src/models/qwen3moe.cpp",
+        _without_experts,
+        periodic=False,
+    ),
+    ShortCut(
+        "llama.cpp",
+        ("gemma2",),
+        "scales attention by the number of layers, 46 or not",
+        f"{_LLAMA_CPP}, src/models/gemma2.cpp",
+        partial(_scaled, depth=46),
+        periodic=False,
+    ),
+    ShortCut(
+        "llama.cpp",
+        (ALL,),
+        "does not load arrays of another length than the number of layers",
+        f"{_LLAMA_CPP}#27976",
+        _long_arrays,
+        periodic=False,
+    ),
+    ShortCut(
+        "Megatron-Bridge",
+        (*_QWEN_HYBRID, "qwen3_next"),
+        "takes one interval of attention for all layers, and imports weights into layers of the other kind",
+        "NVIDIA-NeMo/Megatron-Bridge#4843",
+        _full_each,
+    ),
+    ShortCut(
+        "llm-compressor's AWQ",
+        ("qwen3_next",),
+        "maps attention to layers 3, 7, 11, … by number",
+        "vllm-project/llm-compressor#2260",
+        partial(_full_each, period=4),
+    ),
+    ShortCut(
+        "vLLM, SGLang and llama.cpp",
+        (ALL,),
+        "do not serve this compact format",
+        "docs/removing-layers.md#two-formats",
+        _compact,
+        periodic=False,
+    ),
+)
