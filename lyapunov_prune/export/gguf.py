@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, require_passed
 from lyapunov_prune.pruning.removal_gate import removal_gate
-from lyapunov_prune.results.files import require_absent, require_disk, whole_file
+from lyapunov_prune.results.files import flushing, require_absent, require_disk, whole_file
 from lyapunov_prune.results.history import History, Step, history_of
 from lyapunov_prune.results.result import ModelIdentity, Result, versions
 
@@ -184,11 +184,13 @@ def _written(
     require_disk(Path(target).parent, size, "the tensors of the pruned model")
     with whole_file(target) as file:
         places = write_pieces(file, values, pieces, header.alignment)
+        read = cache(read_header)
         own: dict[str, OnFiles] = {
-            KEYS: lambda file: _keys_check(file, values),
-            PLACED: lambda file: _places_check(header, file, plan, anew),
+            KEYS: lambda file: _keys_check(read(file), values),
+            PLACED: lambda file: _places_check(header, read(file), plan, anew),
         }
-        found = [attempt(name, partial(check, file)) for name, check in (own | dict(checks)).items()]
+        with flushing(file):
+            found = [attempt(name, partial(check, file)) for name, check in (own | dict(checks)).items()]
         report = replace(draft.gate, checks=(*draft.gate.checks, *found))
         require_passed(report)
         provenance = replace(draft, gate=report)
@@ -229,19 +231,18 @@ def _reloads(gate: Gate, file: Path) -> GateCheck:
     return GateCheck(RELOADED, worst <= limit, worst, limit, "logits of what is read from the file")
 
 
-def _keys_check(file: Path, values: Mapping[str, Value]) -> GateCheck:
-    written = read_header(file)
+def _keys_check(written: Header, values: Mapping[str, Value]) -> GateCheck:
     wrong = [key for key in values.keys() | written.values.keys() if written.values.get(key) != values.get(key)]
     detail = f"{min(wrong)} is not what was written" if wrong else f"{len(values)} keys, {written.layers} layers"
     return GateCheck(KEYS, not wrong, len(wrong), 0.0, detail)
 
 
-def _places_check(header: Header, file: Path, plan: PruningPlan, anew: Mapping[str, Anew]) -> GateCheck:
-    """Whether every tensor of `file` holds the bytes of the layer that it was, and none is missing."""
+def _places_check(header: Header, written: Header, plan: PruningPlan, anew: Mapping[str, Anew]) -> GateCheck:
+    """Whether every tensor that was written holds the bytes of the layer that it was, and none is missing."""
     was = {tensor.name: tensor for tensor in header.tensors}
     stay = {name for name, tensor in was.items() if tensor.layer is None or tensor.layer in plan.kept}
     wrong, found = [], set()
-    for tensor in read_header(file).tensors:
+    for tensor in written.tensors:
         name = tensor.name if tensor.layer is None else tensor.named_in(plan.kept[tensor.layer])
         found.add(name)
         if name not in stay or not same_bytes(Piece(tensor.name, was[name], anew.get(tensor.name)), tensor):

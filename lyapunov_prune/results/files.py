@@ -11,6 +11,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,14 @@ def whole_file(target: str | Path) -> Iterator[Path]:
         require_absent(target)  # another process may have written it
         os.replace(temporary / target.name, target)
         _sync(target.parent)
+
+
+@contextmanager
+def flushing(path: Path) -> Iterator[None]:
+    """Let the system bring what `path` holds to the disk while the block does something else; it waits at the end."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_sync, path)
+        yield
 
 
 def require_absent(target: str | Path) -> None:

@@ -70,9 +70,10 @@ def test_every_result_comes_back_from_its_file(result: Result, tmp_path: Path) -
 
 
 # What a model was made by, not measured by; speeds of random tokens, which name device, dtype and versions themselves;
-# what is found of tensors, which a result of a model holds; and what a work will cost, before anything is measured.
+# what is found of tensors, which a result of a model holds; what a config says; and what a work will cost, before
+# anything is measured.
 ELSEWHERE = {"CompressionReport", "Estimate", "History", "LayerAlignment", "MatrixErrors", "Provenance", "Speed"}
-ELSEWHERE |= {"Exported", "SublayerErrors", "TokenCertificate", "TokenKinds"}
+ELSEWHERE |= {"EngineCheck", "Exported", "SublayerErrors", "TokenCertificate", "TokenKinds"}
 
 
 def test_every_result_knows_what_it_was_measured_on(result: Result) -> None:

@@ -129,18 +129,8 @@ def prune(
         given.refuse(f"is of whole layers, and {by.what} alone leaves each in its place; leave it out", "keep_period")
 
     from lyapunov_prune.export.copied import too_large
-    from lyapunov_prune.export.pruned import write_pruned
     from lyapunov_prune.export.quantised_copy import quantised
-    from lyapunov_prune.forward.own_text import SELF
-    from lyapunov_prune.models.decoder import wrap_any
     from lyapunov_prune.models.device import resolve_device
-    from lyapunov_prune.models.kinds import find_kinds
-    from lyapunov_prune.models.left_out import require_whole
-    from lyapunov_prune.models.plain import require_unquantised
-    from lyapunov_prune.predictions.expectation import expectation
-    from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
-    from lyapunov_prune.ranking.budget import remove_under_budget
-    from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
 
     stored.require_names(model, output)
     packed = quantised(model) if format == "plain" else ""
@@ -173,6 +163,19 @@ def prune(
             given.refuse("has no effect on what is pruned on disk; leave it out", "device")
         _prune_on_disk(model, output, layers, plan_file, keep_period, source, as_json, full, why, stream, format)
         return
+
+    # Imported here, since files are pruned in less memory than this takes.
+    from lyapunov_prune.export.pruned import write_pruned
+    from lyapunov_prune.forward.own_text import SELF
+    from lyapunov_prune.models.decoder import wrap_any
+    from lyapunov_prune.models.kinds import find_kinds
+    from lyapunov_prune.models.left_out import require_whole
+    from lyapunov_prune.models.plain import require_unquantised
+    from lyapunov_prune.predictions.expectation import expectation
+    from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
+    from lyapunov_prune.ranking.budget import remove_under_budget
+    from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
+
     if images is not None:
         assert plan_file is not None
         loaded_model, _, examples = load_examples(model, source, text, images, given)
