@@ -1,7 +1,7 @@
 """`prune --on-disk` of a GGUF file beside `cp` of what it keeps, and its peak memory.
 
-Run as `python benchmarks/gguf_copy.py FILE.gguf`. It works in the current folder, deletes what it wrote there, and keeps
-gguf_copy.json beside this script.
+Run as `python benchmarks/gguf_copy.py FILE.gguf`. It works in the current folder, deletes what it wrote there, and
+keeps gguf_copy.json beside this script.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def test_a_file_that_changed_is_not_copied(change: Callable[[Path], None], sourc
 def test_a_target_that_is_full_is_no_fault_of_the_source(source: Path) -> None:
     pieces = {name: Piece(stored) for name, stored in read_tensors(source).items()}
     with pytest.raises(OSError, match="No space left"), open("/dev/full", "wb", buffering=0) as full:
-        full.writelines(tensor_files._parts(pieces["wide"]))
+        full.writelines(tensor_files.parts_of(pieces["wide"]))
 
 
 def test_a_tensor_is_read_into_memory(source: Path) -> None:

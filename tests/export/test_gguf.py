@@ -195,6 +195,10 @@ def test_a_file_in_parts_is_one_model(reader: PreTrainedModel, file: Path, tmp_p
     (tmp_path / "p-00003-of-00003.gguf").unlink()
     with pytest.raises(LyapunovPruneError, match=r"p-00003-of-00003\.gguf is not beside it"):
         on_disk(part, tmp_path / "u.gguf")
+    (tmp_path / "p-00003-of-00003.gguf").write_bytes(part.read_bytes()[:-100])
+    with pytest.raises(LyapunovPruneError, match=r"p-00003-of-00003\.gguf is truncated"):
+        on_disk(part, tmp_path / "u.gguf")
+    assert not (tmp_path / "u.gguf").exists()
 
 
 def test_windows_that_no_period_tells_are_refused(tmp_path: Path) -> None:
@@ -257,6 +261,7 @@ def test_a_truncated_file(share: float, file: Path, tmp_path: Path) -> None:
     [
         ("prune x.gguf --layers 1 -o there.gguf", "there.gguf exists"),
         ("prune x.gguf --layers 1 --on-disk -o there.gguf", "there.gguf exists"),
+        ("prune x.gguf --layers 1 --on-disk -o x.gguf", "x.gguf exists"),
         ("prune x.gguf --layers 1 --format gguf -o y", "end --output in .gguf"),
         ("prune x.gguf --layers 1 --format compact -o y.gguf", "--format does not go with y.gguf"),
         ("prune x.gguf --layers 1 --on-disk -o y", "end --output in .gguf"),

@@ -265,7 +265,7 @@ def test_a_plan_of_the_model_before_it_was_quantised_is_taken_and_another_is_not
 # The command.
 
 
-PRUNE = ("prune", "tiny", "-o", "out")
+PRUNE = ("prune", "tiny")
 
 
 @pytest.mark.parametrize("options", [["--on-disk"], []])
@@ -273,7 +273,7 @@ def test_what_cannot_be_loaded_is_copied_and_said(
     options: list[str], checkpoint: Path, run: Callable[..., Any]
 ) -> None:
     quantise(checkpoint, "fp8")
-    done = run(*PRUNE, "--layers", "0,3", *options)
+    done = run(*PRUNE, "-o", "out", "--layers", "0,3", *options)
     assert (done.code, done.err) == (0, "")
     assert "the logits were not compared" in done.out
     assert options or "its weights are quantised (fp8)" in done.out
@@ -283,7 +283,7 @@ def test_what_cannot_be_loaded_is_copied_and_said(
 def test_a_plan_file_is_taken(checkpoint: Path, run: Callable[..., Any]) -> None:
     PruningPlan.given(load(checkpoint).model, GONE).save("plan.json")
     quantise(checkpoint, "fp8")
-    done = run(*PRUNE, "--plan", "plan.json")
+    done = run(*PRUNE, "-o", "out", "--plan", "plan.json")
     assert (done.code, done.err.count("\n")) == (0, 1)
     assert raw(Path("out")) == without(raw(checkpoint), "model.layers", KEPT, 6)
 
@@ -296,13 +296,14 @@ def test_a_plan_file_is_taken(checkpoint: Path, run: Callable[..., Any]) -> None
         (["--layers", "1", "--text-only"], "--text-only has no effect where bytes are copied"),
         (["--layers", "1", "--dtype", "float32"], "--dtype needs plain weights"),
         (["--layers", "9"], "layer 9 does not exist"),
+        (["--layers", "1", "--output", "tiny"], "tiny exists"),
     ],
 )
 def test_what_bytes_do_not_give_is_one_line(
     options: list[str], message: str, checkpoint: Path, run_bad: Callable[..., str]
 ) -> None:
     quantise(checkpoint, "fp8")
-    assert message in run_bad(*PRUNE, *options)
+    assert message in run_bad(*PRUNE, "-o", "out", *options)
 
 
 def test_settings_are_read_where_wrappers_keep_them() -> None:
