@@ -246,6 +246,9 @@ def _check_engines(model: str, as_json: bool, full: bool) -> None:
     from lyapunov_prune.models.engines import check_engines
 
     found = check_engines(model)
+    if found.passed and not as_json:
+        say(f"{found.headline()}.")
+        return
     show(found, as_json, None, full=full)
     if not found.passed:
         raise CheckFailed(f"{len(found.findings)} short cuts of engines meet {model}; compare outputs there before use")

@@ -314,4 +314,7 @@ def _prune_on_disk(
     provenance = remove(plan, output)
     if not as_json:
         say(f"Pruned on disk ({why}); the gate's checks {read}:")
-    _tell(provenance, as_json, output, full)
+    if checkpoint is None:
+        _tell(provenance, as_json, output, full)
+    else:  # it may not load here, so that no eval of it is named
+        show(provenance, as_json, output, full=full)
