@@ -63,6 +63,8 @@ def _method(config: Any) -> str | None:
 
 def stored_quantisation(folder: Path) -> dict[str, Any] | None:
     """The quantisation settings in the config.json of `folder`; None for plain weights, and where there is none."""
+    if not (folder / "config.json").is_file():  # reading a pipe would block
+        return None
     try:
         config = parsed((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # loading says what is wrong
