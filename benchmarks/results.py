@@ -13,7 +13,7 @@ from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.result import versions
 
 HERE = Path(__file__).parent
-COMMANDS = ("run", "factors", "on_disk", "gguf_copy", "vocabulary", "streamed", "healing", "gpu")
+COMMANDS = ("run", "factors", "on_disk", "gguf_copy", "vocabulary", "streamed", "healing", "explaining", "gpu")
 
 
 @dataclass(frozen=True)
