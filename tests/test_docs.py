@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import typer
-from helpers import QUICK, TEXT, Done, make_tiny
+from helpers import QUICK, TEXT, VOCABULARY, Done, make_tiny, write_gguf
+from transformers import PreTrainedModel
 
 import lyapunov_prune
 from lyapunov_prune.cli.app import app
-from lyapunov_prune.models import loading
+from lyapunov_prune.models import gguf, loading
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "lyapunov_prune"
@@ -260,20 +261,38 @@ def test_a_class_is_linked_to_its_own_module_where_two_have_one_name(tmp_path: P
 # Examples run as they are written, on a tiny model in place of the built-in one.
 
 
-@pytest.fixture
-def built_in(run: Callable[..., Done], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=1024)
+def tiny_built_in(vocabulary: int) -> PreTrainedModel:
+    model = make_tiny("llama", vocab_size=vocabulary, max_position_embeddings=1024)
     for layer in model.model.layers:  # no layer alone is worth a whole budget
         layer.self_attn.o_proj.weight.data *= 0.1
         layer.mlp.down_proj.weight.data *= 0.1
-    model.save_pretrained(tmp_path / "built-in")
+    return model
+
+
+@pytest.fixture
+def built_in(run: Callable[..., Done], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_built_in(len(tokenizer)).save_pretrained(tmp_path / "built-in")
     tokenizer.save_pretrained(tmp_path / "built-in")
     monkeypatch.setattr(loading, "builtin_folder", lambda: tmp_path / "built-in")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
-@pytest.mark.usefixtures("built_in")
-def test_the_examples_run_as_written(page: str, run: Callable[..., Done]) -> None:
+@pytest.fixture
+def built_in_file(
+    run: Callable[..., Done],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = write_gguf(tiny_built_in(len(VOCABULARY)), tmp_path / "built-in.gguf", packed=True)
+    monkeypatch.setattr(gguf, "_builtin_file", lambda: file)
+    monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.mark.parametrize(("page", "model"), [("README.md", "built_in_file"), ("docs/guide.md", "built_in")])
+def test_the_examples_run_as_written(
+    page: str, model: str, run: Callable[..., Done], request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(model)
     blocks = [block for block in FENCE.findall(PAGES[page]) if block.startswith("```\n")]
     commands = re.findall(r"^lyapunov-prune (.+)", "\n".join(blocks), re.MULTILINE)
     assert len(commands) >= 5

@@ -368,7 +368,10 @@ Written = Annotated[
 ]
 Quantize = Annotated[
     str | None,
-    output_option(help="Of a .gguf file: f32, f16 (if not given), bf16, q8_0, q5_1, q5_0, q4_1 or q4_0."),
+    output_option(
+        help="Type of the matrices of a .gguf file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0. If not given f16 for "
+        "export; else, of what changed, the type that it had."
+    ),
 ]
 Target = Annotated[Path, output_option("--output", "-o", help="Folder of the checkpoint; must be empty.")]
 Resume = Annotated[bool, output_option("--resume", help="Keep what an interrupted run has done.")]

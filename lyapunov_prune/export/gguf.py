@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -24,7 +25,7 @@ from lyapunov_prune.evaluation.llama_cpp import INSTALL, installed
 from lyapunov_prune.export.disk_gate import KEYS, PLACED
 from lyapunov_prune.export.llama_cpp import ENGINE, compared_text, engine_check
 from lyapunov_prune.forward.kept import KeptLogits
-from lyapunov_prune.forward.logits import SAME_LIMIT
+from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
 from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.cache import BUILTIN, Entry, builtin_place
 from lyapunov_prune.models.decoder import Decoder
@@ -37,7 +38,7 @@ from lyapunov_prune.models.kinds import LayerKinds
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import warn
 from lyapunov_prune.pruning.counting import renamed
-from lyapunov_prune.pruning.gate import CACHED, SKIPPED, Gate, GateReport, OnFiles, attempt
+from lyapunov_prune.pruning.gate import CACHED, SKIPPED, GateReport, OnFiles, attempt
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, require_passed
@@ -56,7 +57,7 @@ def source_file(name: str) -> Path:
     if source is None:
         raise LyapunovPruneError(
             f"{name} is read from no GGUF file, and a new one is made of the header and bytes of one; give a .gguf "
-            "file, or write it plain and convert that with llama.cpp's convert_hf_to_gguf.py"
+            "file, or write it plain and give that to export"
         )
     return source
 
@@ -125,7 +126,34 @@ def prune_gguf(name: str, plan: PruningPlan, target: str | Path) -> Provenance:
         raise LyapunovPruneError(f"the plan is of {plan.model.num_layers} layers, and {name} has {header.layers}")
     history = History((*stored_history(header).steps, Step("prune", name, plan.measured_on)))
     provenance = _provenance(plan, GateReport(()), (SKIPPED, CACHED, RELOADED, ENGINE), None)
-    return _written(target, header, {}, history, provenance, {})
+    written = _written(target, header, plan.kept, {}, history, provenance, {})
+    assert written is not None
+    return written
+
+
+@dataclass(frozen=True, eq=False)
+class Original:
+    """The GGUF file that another is made of, with the layers `kept` alone.
+
+    `before` are the tensors of the model in it, by the names that they have without the other layers.
+    """
+
+    header: Header
+    kept: tuple[int, ...]
+    before: Mapping[str, torch.Tensor]
+
+
+def original_of(decoder: Decoder, plan: PruningPlan | None = None) -> Original:
+    """The file that `decoder` was read from, without the layers of `plan`.
+
+    Raises LyapunovPruneError for a model of another kind of file, and a plan that llama.cpp's header cannot express.
+    """
+    name, before = decoder.model.config._name_or_path, decoder.model.state_dict()
+    if plan is None:
+        header = read_header(source_file(name))
+        return Original(header, tuple(range(header.layers)), before)
+    header, stays = require_gguf(name, plan), {own: renamed(own, decoder.structure, plan) for own in before}
+    return Original(header, plan.kept, {new: before[own] for own, new in stays.items() if new is not None})
 
 
 @in_eval_mode
@@ -137,28 +165,45 @@ def save_gguf(
     operation: Operation,
     batch: TokenBatch | None,
     mended: MendReport | None,
+    quantize: str | None = None,
 ) -> Provenance:
     """Write `pruned`, which `operation` made of `decoder`, to the file `target`: its file without the layers that went.
 
-    Tensors that differ from those of `decoder` are rounded as the file rounds them, in `pruned` too. Raises CheckFailed
-    when the removal or the file fails the gate, and LyapunovPruneError for a target that exists, or where the disk
-    refuses; either way nothing is left there.
+    Tensors that differ from those of `decoder` are rounded as the file rounds them, or to `quantize`, in `pruned` too.
+    Raises CheckFailed when the removal or the file fails the gate, and LyapunovPruneError for a target that exists, or
+    where the disk refuses; either way nothing is left there.
     """
     plan = operation.plan
-    header = require_gguf(decoder.model.config._name_or_path, plan)
+    original = original_of(decoder, plan)
     gate, in_memory = removal_gate(decoder, pruned, operation, batch)
     report = gate.report(in_memory, {}, target)
     require_passed(report)
-    anew = _anew(decoder, pruned, header, plan)
-    checks: dict[str, OnFiles] = {RELOADED: lambda file: _reloads(gate, file)}
-    left: tuple[str, ...] = (ENGINE,)
+    made = save_changed(target, original, pruned, _provenance(plan, report, (), mended), quantize)
+    assert made is not None
+    return made
+
+
+@in_eval_mode
+@torch.no_grad()
+def save_changed(
+    target: str | Path, original: Original, made: Decoder, draft: Provenance | None, quantize: str | None = None
+) -> Provenance | None:
+    """Write `made` to the file `target`: the bytes of `original`, but for the tensors that are not equal any more.
+
+    These are rounded as the file rounds them, or to `quantize`, in `made` too. `draft` says where the model came from,
+    None if that is not known; returned is what the file says, with the checks of the file. Raises as `save_gguf`.
+    """
+    require_file(target)
+    anew, inputs = _anew(original, made, quantize), sample_inputs(made, None)
+    checks: dict[str, OnFiles] = {RELOADED: lambda file: _reloads(made, inputs, file)}
     if installed():
-        left, ids = (), compared_text(pruned, decoder.tokenizer)
-        checks[ENGINE] = lambda file: engine_check(file, pruned, ids)
+        ids = compared_text(made, made.tokenizer)
+        checks[ENGINE] = lambda file: engine_check(file, made, ids)
     else:
         warn(f"not tried in llama.cpp: {INSTALL}")
-    history, provenance = history_of(pruned.model), _provenance(plan, report, left, mended)
-    return _written(target, header, anew, history, provenance, checks)
+    left = () if installed() else (ENGINE,)
+    draft = None if draft is None else replace(draft, not_run=left, format="gguf")
+    return _written(target, original.header, original.kept, anew, history_of(made.model), draft, checks)
 
 
 def _provenance(plan: PruningPlan, gate: GateReport, not_run: tuple[str, ...], mended: MendReport | None) -> Provenance:
@@ -168,18 +213,18 @@ def _provenance(plan: PruningPlan, gate: GateReport, not_run: tuple[str, ...], m
 def _written(
     target: str | Path,
     header: Header,
+    kept: tuple[int, ...],
     anew: Mapping[str, Anew],
     history: History,
-    draft: Provenance,
+    draft: Provenance | None,
     checks: Mapping[str, OnFiles],
-) -> Provenance:
+) -> Provenance | None:
     """Write `target`, put the file through its own checks and these, and let it say how they went."""
-    plan = draft.plan
-    values = values_without(header, plan.kept) | {
-        HISTORY_KEY: text(_as_json(history)),
-        PROVENANCE_KEY: text(" " * (len(_as_json(draft)) + _ROOM)),  # filled when the checks are made
-    }
-    pieces = pieces_of(header, plan.kept, anew)
+    values = values_without(header, kept) | {HISTORY_KEY: text(_as_json(history))}
+    values.pop(PROVENANCE_KEY, None)
+    if draft is not None:  # filled when the checks are made
+        values[PROVENANCE_KEY] = text(" " * (len(_as_json(draft)) + _ROOM))
+    pieces = pieces_of(header, kept, anew)
     size = sum(piece.size for piece in pieces)
     require_disk(Path(target).parent, size, "the tensors of the pruned model")
     with whole_file(target) as file:
@@ -187,47 +232,54 @@ def _written(
         read = cache(read_header)
         own: dict[str, OnFiles] = {
             KEYS: lambda file: _keys_check(read(file), values),
-            PLACED: lambda file: _places_check(header, read(file), plan, anew),
+            PLACED: lambda file: _places_check(header, read(file), kept, anew),
         }
         with flushing(file):
             found = [attempt(name, partial(check, file)) for name, check in (own | dict(checks)).items()]
-        report = replace(draft.gate, checks=(*draft.gate.checks, *found))
-        require_passed(report)
-        provenance = replace(draft, gate=report)
-        rewrite_text(file, places[PROVENANCE_KEY], values[PROVENANCE_KEY], _as_json(provenance))
-    return provenance
+        require_passed(GateReport(tuple(found)))
+        if draft is None:
+            return None
+        before = [check for check in draft.gate.checks if check.name not in {each.name for each in found}]
+        made = replace(draft, gate=replace(draft.gate, checks=(*before, *found)))
+        rewrite_text(file, places[PROVENANCE_KEY], values[PROVENANCE_KEY], _as_json(made))
+    return made
 
 
 def _as_json(result: Result) -> str:
     return json.dumps(result.to_json(), separators=(",", ":"), allow_nan=False)
 
 
-def _anew(decoder: Decoder, pruned: Decoder, header: Header, plan: PruningPlan) -> dict[str, Anew]:
-    """What `pruned` does not hold as `decoder` does, as it will stand in the file. Rounds it in `pruned` too."""
-    after, changed = pruned.model.state_dict(), {}
-    for name, tensor in decoder.model.state_dict().items():
-        new = renamed(name, decoder.structure, plan)
-        if new is not None and after[new].data_ptr() != tensor.data_ptr() and not torch.equal(after[new], tensor):
-            changed[new] = after[new]
+def _anew(original: Original, made: Decoder, quantize: str | None) -> dict[str, Anew]:
+    """What `made` does not hold as `original` does, as it will stand in the file. Rounds it in `made` too."""
+    after, header = made.model.state_dict(), original.header
+    changed = {
+        name: after[name]
+        for name, tensor in original.before.items()
+        if after[name].data_ptr() != tensor.data_ptr() and not torch.equal(after[name], tensor)
+    }
     if not changed:
         return {}
-    before = {piece.name: piece.source for piece in pieces_of(header, plan.kept, {})}
-    made = rounded(pruned.model, changed, before)
-    for own, each in zip(changed, made, strict=True):
+    before = {piece.name: piece.source for piece in pieces_of(header, original.kept, {})}
+    stored = rounded(made.model, changed, before, quantize)
+    for own, each in zip(changed, stored, strict=True):
         changed[own].copy_(each.back)
-    kinds = ", ".join(f"{each.name} ({each.quantisation})" for each in made)
-    warn(f"{len(made)} tensors changed and are written anew: {kinds}; the others are copied byte for byte")
-    return {each.name: each.anew for each in made}
+    kinds = Counter(each.quantisation for each in stored)
+    other = sum(each.quantisation != before[each.name].quantisation for each in stored)
+    told = ", ".join(f"{count} as {kind}" for kind, count in kinds.items())
+    if other and quantize is None:
+        told += f"; {other} of them had a quantisation that is not written here (llama-quantize writes it)"
+    warn(f"{len(stored)} tensors changed and are written anew: {told}; the others are copied byte for byte")
+    return {each.name: each.anew for each in stored}
 
 
-def _reloads(gate: Gate, file: Path) -> GateCheck:
+def _reloads(made: Decoder, inputs: Sequence[torch.Tensor], file: Path) -> GateCheck:
     """Whether what is read from `file`, as any GGUF file is, is the model that was written."""
-    model = gate.result.model
+    model = made.model
     again = read_gguf(file, {"dtype": model.dtype, "device_map": str(model.device)})
-    limit, wrong = SAME_LIMIT[model.dtype], changed_setting(gate.result.layers, again.layers)
+    limit, wrong = SAME_LIMIT[model.dtype], changed_setting(made.layers, again.layers)
     if wrong:
         return GateCheck(RELOADED, False, float("inf"), limit, wrong)
-    worst = KeptLogits(again, gate.inputs).deviation(KeptLogits(gate.result, gate.inputs))
+    worst = KeptLogits(again, inputs).deviation(KeptLogits(made, inputs))
     return GateCheck(RELOADED, worst <= limit, worst, limit, "logits of what is read from the file")
 
 
@@ -237,13 +289,13 @@ def _keys_check(written: Header, values: Mapping[str, Value]) -> GateCheck:
     return GateCheck(KEYS, not wrong, len(wrong), 0.0, detail)
 
 
-def _places_check(header: Header, written: Header, plan: PruningPlan, anew: Mapping[str, Anew]) -> GateCheck:
+def _places_check(header: Header, written: Header, kept: tuple[int, ...], anew: Mapping[str, Anew]) -> GateCheck:
     """Whether every tensor that was written holds the bytes of the layer that it was, and none is missing."""
     was = {tensor.name: tensor for tensor in header.tensors}
-    stay = {name for name, tensor in was.items() if tensor.layer is None or tensor.layer in plan.kept}
+    stay = {name for name, tensor in was.items() if tensor.layer is None or tensor.layer in kept}
     wrong, found = [], set()
     for tensor in written.tensors:
-        name = tensor.name if tensor.layer is None else tensor.named_in(plan.kept[tensor.layer])
+        name = tensor.name if tensor.layer is None else tensor.named_in(kept[tensor.layer])
         found.add(name)
         if name not in stay or not same_bytes(Piece(tensor.name, was[name], anew.get(tensor.name)), tensor):
             wrong.append(tensor.name)

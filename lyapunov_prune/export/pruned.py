@@ -34,6 +34,7 @@ def write_pruned(
     batch: Examples | Tokens | None = None,
     *,
     format: str = "plain",
+    quantize: str | None = None,
     mend: bool = False,
     judge: TokenBatch | None = None,
 ) -> Provenance:
@@ -45,8 +46,8 @@ def write_pruned(
     (`make_compact`). A reduction is fitted on `batch`, in `model` as it is, so both formats hold the same maps. With
     `mend` the gaps of whole layers are closed on every second window of `batch`, which costs no parameter, if the
     others and the text `judge` say that it pays (`mending.judge.judged_mends`); else the cut model is written as it is,
-    and the provenance says so. A classifier of images, whose `batch` holds images and which has no tokenizer, is
-    written compact.
+    and the provenance says so; `quantize` is the type of the tensors of a .gguf file that this changes. A classifier of
+    images, whose `batch` holds images and which has no tokenizer, is written compact.
 
     The folder loads with `AutoModelForCausalLM.from_pretrained` (a decoder inside a multimodal model: with the
     class of that), a compact one as its card says, and holds the tokenizer, a model
@@ -54,11 +55,12 @@ def write_pruned(
     LyapunovPruneError for a format that cannot hold the plan, for activations or mending without a `batch`, for gaps
     that cannot be mended, when the target is not empty or the disk refuses; either way nothing is left at `target`.
     """
-    FORMATS.make(format).require_names(model.model.config._name_or_path, Path(target))
+    stored = FORMATS.make(format, **({} if quantize is None else {"quantize": quantize}))
+    stored.require_names(model.model.config._name_or_path, Path(target))
     require_whole(model.model)
     plan.require_model(model.identity)
     batch = None if batch is None else as_examples(model, batch)
-    stored = _format_for(model, plan, batch, format)
+    _require_held(stored, model, plan, batch)
     lesson = _mended_by(plan, batch, stored) if mend else None
     if batch is not None:
         first = batch.take([0])
@@ -94,15 +96,15 @@ def _mended_by(plan: PruningPlan, batch: Examples | None, stored: Format) -> Tok
     return batch
 
 
-def _format_for(decoder: Decoder, plan: PruningPlan, batch: Examples | None, name: str) -> Format:
-    """The format of that name; raises LyapunovPruneError, before anything is fitted, where it cannot hold `plan`."""
-    stored = FORMATS.make(name)
+def _require_held(stored: Format, decoder: Decoder, plan: PruningPlan, batch: Examples | None) -> None:
+    """Raise LyapunovPruneError, before anything is fitted, where the format cannot hold `plan`."""
     if stored.card is None:
-        raise LyapunovPruneError(f"format {name} holds no pruned model; give one of {', '.join(formats_of('prune'))}")
+        raise LyapunovPruneError(
+            f"format {stored.name} holds no pruned model; give one of {', '.join(formats_of('prune'))}"
+        )
     stored.require_plan(decoder, plan)  # first: a block that is merged already has no parts to find
     if plan.reduction is not None:
         for layer in plan.drop_activation:
             require_reduction(plan.reduction, find_feedforward(decoder.structure, layer))
         if batch is None:
             raise LyapunovPruneError(f"reduction {plan.reduction} is fitted on a text; give a batch")
-    return stored

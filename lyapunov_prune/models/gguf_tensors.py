@@ -22,7 +22,8 @@ from lyapunov_prune.models.gguf_copy import Anew, Piece
 from lyapunov_prune.models.gguf_header import Tensor
 from lyapunov_prune.models.gguf_metadata import GGUFFamily, rope_tensors
 
-_ROUNDEST = gguf.GGMLQuantizationType.F16  # for a quantisation that the gguf package reads and does not write
+# For a quantisation that the gguf package reads and does not write, and for rows that are no whole blocks.
+_INSTEAD = (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F16)
 
 
 _MOVES = (0.01, 0.5)  # no rounding moves a tensor by more of its norm: to 16 bits or more, and to fewer
@@ -38,11 +39,17 @@ class Rounded:
     back: torch.Tensor
 
 
-def rounded(model: PreTrainedModel, changed: Mapping[str, torch.Tensor], before: Mapping[str, Tensor]) -> list[Rounded]:
+def rounded(
+    model: PreTrainedModel,
+    changed: Mapping[str, torch.Tensor],
+    before: Mapping[str, Tensor],
+    quantisation: str | None = None,
+) -> list[Rounded]:
     """The tensors `changed` of `model`, by its own names, each in the quantisation of what it was `before`.
 
-    `before` goes by the names in a GGUF file of this model. What the gguf package cannot quantise to becomes float16.
-    Raises LyapunovPruneError for a tensor that such a file does not hold as one.
+    `before` goes by the names in a GGUF file of this model. Matrices take `quantisation` where that is given. What the
+    gguf package does not quantise to (K-quants) becomes Q8_0, or float16 where rows are no whole blocks. Raises
+    LyapunovPruneError for a tensor that such a file does not hold as one.
     """
     architecture = model.config.model_type.removesuffix("_text")
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
@@ -56,7 +63,10 @@ def rounded(model: PreTrainedModel, changed: Mapping[str, torch.Tensor], before:
         order, shift = _reading(processor, name, shape)
         stored = np.empty(order.size, dtype=np.float32)
         stored[order.ravel()] = values.detach().float().cpu().numpy().ravel() - shift
-        kind, data = _quantised(stored.reshape(shape), before[name].kind)
+        wanted = before[name].kind
+        if quantisation is not None and len(shape) > 1:
+            wanted = int(gguf.GGMLQuantizationType[quantisation.upper()])
+        kind, data = _quantised(stored.reshape(shape), wanted)
         again = gguf.quants.dequantize(data, kind).reshape(shape).astype(np.float32)
         back = torch.from_numpy(again.ravel()[order.ravel()] + np.float32(shift)).reshape(values.shape)
         made.append(Rounded(name, kind.name, Anew(int(kind), data.tobytes()), back.to(values.dtype)))
@@ -74,11 +84,13 @@ def _reading(processor: Any, name: str, shape: tuple[int, ...]) -> tuple[np.ndar
 
 
 def _quantised(values: np.ndarray, kind: int) -> tuple[gguf.GGMLQuantizationType, np.ndarray]:
-    try:
-        known = gguf.GGMLQuantizationType(kind)
-        return known, gguf.quants.quantize(values, known)
-    except (NotImplementedError, ValueError, gguf.quants.QuantError):
-        return _ROUNDEST, gguf.quants.quantize(values, _ROUNDEST)
+    known = [gguf.GGMLQuantizationType(kind)] if kind in set(gguf.GGMLQuantizationType) else []
+    for each in (*known, *_INSTEAD):
+        try:
+            return each, gguf.quants.quantize(values, each)
+        except (NotImplementedError, ValueError, gguf.quants.QuantError):
+            continue
+    raise AssertionError("float16 holds rows of any length")
 
 
 def stored_tensors(model: PreTrainedModel, family: GGUFFamily, quantisation: str) -> Iterator[tuple[Piece, float]]:

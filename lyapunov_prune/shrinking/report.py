@@ -79,7 +79,9 @@ class Shrinking(Result):
             self._worth(),
             self._kept(),
         ]
-        if self.folder is not None:
+        if self.folder is not None and self.folder.endswith(".gguf"):
+            lines.append(f"Written: {self.folder}, which llama.cpp runs as it is")
+        elif self.folder is not None:
             lines += [
                 f"Written: {self.folder}. With transformers:",
                 f"  from transformers import AutoTokenizer, {self.loader}",

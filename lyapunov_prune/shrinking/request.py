@@ -32,7 +32,8 @@ class Request:
 
     `items` are of the target's task: those that choose and those that are held out. `search` is how many forwards the
     choice may spend and `steps` how many healing takes; None leaves both to the model and the minutes. `words` are the
-    options of the command line that name the texts, `source` those that say how the model is loaded.
+    options of the command line that name the texts, `source` those that say how the model is loaded. `quantize` is the
+    type of the tensors of a .gguf file that changed.
     """
 
     model: PreTrainedModel
@@ -49,6 +50,7 @@ class Request:
     resume: bool = False
     words: tuple[str, ...] = ()
     source: tuple[str, ...] = ()
+    quantize: str | None = None
 
     def require(self) -> None:
         """Raise LyapunovPruneError for what can be refused before anything is measured."""

@@ -24,17 +24,19 @@ from lyapunov_prune.healing.heal import STEPS, heal
 from lyapunov_prune.healing.report import REPORT as HEALING
 from lyapunov_prune.healing.report import Healed
 from lyapunov_prune.healing.state import clear_states
-from lyapunov_prune.models.decoder import Model, model_of
+from lyapunov_prune.models.decoder import Model, model_of, wrap
 from lyapunov_prune.models.plain import plain
-from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
+from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode, model_name
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.counting import sizes_in_memory
 from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.pruning.operation import Operation
+from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.ranking.best import clear_search
-from lyapunov_prune.results.files import require_disk, require_empty
+from lyapunov_prune.results.files import require_disk
+from lyapunov_prune.results.result import versions
 from lyapunov_prune.results.store import Store, clear_results
 from lyapunov_prune.shrinking.choosing import Chooser, Chosen
 from lyapunov_prune.shrinking.cost import Estimate
@@ -43,7 +45,7 @@ from lyapunov_prune.shrinking.request import MENDED_SEARCH, Clock, Request, heal
 from lyapunov_prune.shrinking.target import Target
 from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts, clear_texts
 from lyapunov_prune.shrinking.within import Loss, divergence, drop_of, largest
-from lyapunov_prune.shrinking.written import by_hand, write_shrunk
+from lyapunov_prune.shrinking.written import by_hand, is_gguf, require_output, write_shrunk, write_shrunk_gguf
 
 
 @checked
@@ -67,6 +69,7 @@ def shrink(
     batch_size: int = 1,
     folder: str | Path | None = None,
     resume: bool = False,
+    quantize: str | None = None,
 ) -> Shrunk:
     """A smaller model made from `model`, which stays untouched, and a report; written to `output` if that is given.
 
@@ -87,6 +90,9 @@ def shrink(
     text that judges mending, `evaluation` one that no step sees; the built-in text if None (`Texts.filled`). Finished
     work is kept in `folder`, and with `resume` not repeated.
 
+    An `output` that ends in .gguf is the GGUF file that `model` was read from without the layers, copied byte for byte
+    but for the tensors that changed; their type is `quantize`, if not given the one they had.
+
     Raises LyapunovPruneError for no target or two, for one that cannot be met, with how near it comes, for texts too
     short to judge by or that share tokens, for minutes in which no layers can be chosen, an `output` that is not empty,
     and too little memory or disk; and as `best_removal` and `heal`. Raises CheckFailed when the gate fails.
@@ -106,6 +112,7 @@ def shrink(
         batch_size=batch_size,
         folder=place,
         resume=resume,
+        quantize=quantize,
     )
     return carry_out(request, None if output is None else Path(output))
 
@@ -113,7 +120,7 @@ def shrink(
 def carry_out(request: Request, output: Path | None, told: Callable[[Estimate], Any] = lambda _: None) -> Shrunk:
     """`shrink` as requested; `told` is called with the estimate before anything is written."""
     if output is not None:
-        require_empty(output)
+        require_output(model_name(request.model), output, request.quantize)
     request.require()
     texts = request.texts
     about = {"model": identify(request.model).weights, "target": request.target.option(), "seed": request.seed}
@@ -185,7 +192,9 @@ def _run(
         loader=loading_class(smaller).__name__,
         folder=None if output is None else str(output),
     )
-    if output is not None:
+    if output is not None and is_gguf(output):
+        report = replace(report, size=_write_gguf(request, output, report, smaller, choice, gate))
+    elif output is not None:
         _write(request, output, report, smaller, choice, gate, healed, learn)
     if healed is None:  # what it shares with the dense model is the caller's to change
         smaller = copy.deepcopy(smaller)
@@ -256,6 +265,15 @@ def _evaluation(request: Request, smaller: PreTrainedModel, held_out: TokenBatch
 def _sizes(dense: PreTrainedModel, smaller: PreTrainedModel) -> tuple[int, int]:
     large, small = (sum(size for _, size in sizes_in_memory(model)) for model in (dense, smaller))
     return large, small
+
+
+def _write_gguf(
+    request: Request, output: Path, report: Shrinking, smaller: PreTrainedModel, choice: Chosen, gate: GateReport
+) -> tuple[int, int]:
+    """The bytes of the original's file, and of the one that was written."""
+    plan = choice.plan
+    made = Provenance(plan.model.name, plan.kept, plan, gate, versions(), (), "gguf", choice.report, report.commands)
+    return write_shrunk_gguf(request.model, wrap(smaller, request.tokenizer), output, made, request.quantize)
 
 
 def _write(

@@ -13,19 +13,58 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.checkpoints.reloading import RELOADED, reload_check
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.errors import printable
+from lyapunov_prune.errors import LyapunovPruneError, printable
+from lyapunov_prune.export.gguf import SUFFIX, original_of, require_file, save_changed, source_file
+from lyapunov_prune.export.gguf_whole import require_quantisation
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.mending.report import MendReport
-from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.decoder import Decoder, wrap
+from lyapunov_prune.models.gguf_header import read_header
+from lyapunov_prune.models.gguf_layers import full_attention, values_without
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.counting import COUNTED, count_check, sizes_in_memory
 from lyapunov_prune.pruning.gate import GateReport, attempt, bytes_in
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe, require_passed, save
-from lyapunov_prune.results.files import whole_folder
+from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 from lyapunov_prune.results.result import Result
+
+
+def is_gguf(output: Path) -> bool:
+    return output.suffix == SUFFIX
+
+
+def require_output(name: str, output: Path, quantize: str | None) -> None:
+    """Raise LyapunovPruneError unless what the model `name` shrinks to can be written to `output`, a folder or file."""
+    if not is_gguf(output):
+        if quantize is not None:
+            raise LyapunovPruneError(f"{quantize} is a type of a .gguf file; end the output in .gguf, or leave it out")
+        require_empty(output)
+        return
+    if quantize is not None:
+        require_quantisation(quantize)
+    require_file(output)
+    header = read_header(source_file(name))
+    values_without(header, tuple(range(header.layers)))
+    if len(set(full_attention(header) or ())) > 1:
+        raise LyapunovPruneError(
+            "llama.cpp reads one period for the windows of this model, and shrink chooses layers freely; give prune "
+            "--keep-period or --layers, and heal what it writes"
+        )
+
+
+def write_shrunk_gguf(
+    model: PreTrainedModel, smaller: Decoder, target: Path, made: Provenance, quantize: str | None
+) -> tuple[int, int]:
+    """Write `smaller` to the GGUF file `target`; returns the bytes of the original's file, and of this one.
+
+    Raises as `export.gguf.save_changed`.
+    """
+    original = original_of(wrap(model), made.plan)
+    save_changed(target, original, smaller, made, quantize)
+    return sum(part.stat().st_size for part in original.header.parts), target.stat().st_size
 
 
 @torch.no_grad()

@@ -29,18 +29,21 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import ask, installed
 from lyapunov_prune.export import gguf as exported
-from lyapunov_prune.export.gguf import gguf_identity, prune_gguf
+from lyapunov_prune.export.gguf import gguf_identity, original_of, prune_gguf, save_changed
 from lyapunov_prune.export.llama_cpp import ENGINE
 from lyapunov_prune.export.pruned import write_pruned
+from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY
 from lyapunov_prune.models.gguf_copy import Piece
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.provenance import Provenance
+from lyapunov_prune.pruning.provenance import Provenance, made_by
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.results.history import history_of
 from lyapunov_prune.results.result import decode
+from lyapunov_prune.shrinking import shrink as shrinking
+from lyapunov_prune.shrinking.report import Shrinking
 
 GONE = (1, 4)
 FAMILIES: dict[str, dict[str, int]] = {
@@ -303,3 +306,90 @@ def test_a_plan_is_held_against_the_dequantised_weights(
     run("prune", "x.gguf", "--plan", "p.json", *TEXT, "-o", "w.gguf")
     assert read_header(Path("w.gguf")).layers == 4
     assert gguf.GGMLQuantizationType.Q8_0 in {t.kind for t in read_header(Path("w.gguf")).tensors}
+
+
+def unchanged(file: Path, source: Path, kept: tuple[int, ...]) -> set[str]:
+    """The tensors of `file` that hold the bytes that they had in `source`, before the layers went."""
+    before, same_bytes = tensors(source), set()
+    for key, value in tensors(file).items():
+        parts = key.split(".")
+        if parts[0] == "blk":
+            parts[1] = str(kept[int(parts[1])])
+        if value == before[".".join(parts)]:
+            same_bytes.add(key)
+    return same_bytes
+
+
+@pytest.mark.parametrize(("quantize", "kind"), [(None, "Q8_0"), ("q4_0", "Q4_0")])
+def test_only_what_changed_is_written_anew(quantize: str | None, kind: str, file: Path, tmp_path: Path) -> None:
+    dense, made = load(file), load(file)
+    original = original_of(dense)
+    with torch.no_grad():
+        made.layers[2].mlp.up_proj.weight.mul_(1.5)
+    assert save_changed(tmp_path / "y.gguf", original, made, None, quantize) is None
+    (changed,) = tensors(file).keys() - unchanged(tmp_path / "y.gguf", file, tuple(range(6)))
+    assert changed == "blk.2.ffn_up.weight"
+    (stored,) = [t for t in read_header(tmp_path / "y.gguf").tensors if t.name == changed]
+    assert stored.quantisation == kind
+    assert torch.equal(logits(load(tmp_path / "y.gguf").model), logits(made.model))  # which was rounded too
+
+
+@pytest.mark.usefixtures("healing_kept")
+@pytest.mark.parametrize("cut", ["cut", "cut.gguf"])
+def test_a_pruned_model_is_healed_into_a_file(
+    cut: str, file: Path, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    assert run("prune", "x.gguf", "--layers", "1,4", "-o", cut, *TEXT).code == 0
+    done = run("heal", cut, "--teacher", "x.gguf", "--steps", "2", "--text", "builtin", "-o", "y.gguf", *TEXT)
+    assert done.code == 0, done.err
+    assert "tensors changed and are written anew" in done.err
+    same = unchanged(Path("y.gguf"), file, (0, 2, 3, 5))
+    assert {"token_embd.weight", "output.weight"} <= same
+    assert not any(name.startswith("blk.") and "ffn_up" in name for name in same)
+    assert [step.kind for step in history_of(load("y.gguf").model).steps] == ["prune", "heal"]
+    told = made_by("y.gguf")
+    assert told is not None
+    assert told.plan.remove == (1, 4)
+    assert {"layers in their places", "reloads as saved"} <= {check.name for check in told.gate.checks}
+    assert Healing.load(f"runs/{cut}/healing.json").steps == 2
+
+
+@pytest.mark.usefixtures("healing_kept")
+def test_a_model_shrinks_into_a_file(file: Path, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent)
+    monkeypatch.setattr(shrinking, "STEPS", 2)
+    small = ("--tokens", f"{32 * 24}", "--context", "24")
+    done = run("shrink", "x.gguf", "--remove", "2", "-o", "y.gguf", "--quantize", "q8_0", "--text", "builtin", *small)
+    assert done.code == 0, done.err
+    assert "Written: y.gguf" in done.out
+    report = Shrinking.load("runs/x.gguf/shrink.json")
+    assert report.size == (file.stat().st_size, Path("y.gguf").stat().st_size)
+    assert "output.weight" in unchanged(Path("y.gguf"), file, report.plan.kept)
+    told = made_by("y.gguf")
+    assert told is not None
+    assert told.commands == report.commands
+    assert load("y.gguf").structure.num_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("shrink tiny --remove 1 -o y.gguf", "is read from no GGUF file"),
+        ("shrink x.gguf --remove 1 -o there.gguf", "there.gguf exists"),
+        ("shrink x.gguf --remove 1 --quantize q8_0 -o y", "end the output in .gguf"),
+        ("shrink x.gguf --remove 1 --quantize q4_k_m -o y.gguf", "q4_k_m is not written here"),
+        ("shrink g.gguf --remove 1 -o y.gguf", "prune --keep-period"),
+        ("heal x.gguf --teacher x.gguf --quantize q8_0 -o y", "has no quantize"),
+        ("heal tiny --teacher tiny -o y.gguf", "is read from no GGUF file"),
+        ("prune x.gguf --layers 1 --quantize q8_0 -o y.gguf", "--quantize is of what --mend changes"),
+    ],
+)
+def test_what_no_file_can_be_made_of_is_refused(
+    command: str, told: str, file: Path, run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(file.parent.parent / "elsewhere"))
+    (file.parent / "there.gguf").write_text("mine")
+    write_gguf(make_tiny("gemma3", vocab_size=len(VOCABULARY)), Path("g.gguf"), values=FAMILIES["gemma3"])
+    assert told in run_bad(*command.split())

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lyapunov_prune.cli.inputs import jobs_folder, load_judge
+from lyapunov_prune.cli.inputs import begun_run, format_for, jobs_folder, load_judge
 from lyapunov_prune.cli.options import (
     Full,
     Json,
     Judge,
     ModelOptions,
+    Quantize,
     Resume,
     Seed,
     Target,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def heal(
-    model: Annotated[str, typer.Argument(help="Folder of a pruned checkpoint.")],
+    model: Annotated[str, typer.Argument(help="Folder or .gguf file of a pruned model.")],
     *,
     steps: Annotated[
         int | None, what_option(min=1, help="Training steps at the most; 100 where --minutes is not given either.")
@@ -57,12 +58,16 @@ def heal(
     text: TextOptions = TextOptions(text="self", tokens=25600, context=256),
     judge: Judge = None,
     resume: Resume = False,
+    quantize: Quantize = None,
     output: Target,
     as_json: Json = False,
     full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Train a pruned model to predict what the dense one predicts; writes a plain checkpoint with healing.json.
+
+    An --output that ends in .gguf is a GGUF file: that of MODEL, or of the dense model without the layers, with the
+    tensors that healing changed written anew; healing.json goes to runs/MODEL.
 
     Learns from text that the dense model writes, or from the calibration half of --text. Some windows of it, or those
     of --judge, teach nothing: they judge, and the weights that are best on them are written. Where nothing beats the
@@ -76,25 +81,32 @@ def heal(
     from lyapunov_prune.checkpoints.shards import size_of
     from lyapunov_prune.data.batch import require_context
     from lyapunov_prune.data.text import require_source
+    from lyapunov_prune.export.gguf import original_of, save_changed, source_file
+    from lyapunov_prune.export.table import FORMATS
     from lyapunov_prune.healing.heal import heal as heal_model
     from lyapunov_prune.healing.heal import require_settings
     from lyapunov_prune.healing.report import REPORT
     from lyapunov_prune.healing.sharded import sharing
     from lyapunov_prune.healing.state import KEPT
     from lyapunov_prune.healing.trained import require_trainable
+    from lyapunov_prune.models.decoder import wrap
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.pruning.provenance import PROVENANCE
     from lyapunov_prune.pruning.surgery import share_memory
-    from lyapunov_prune.results.files import require_disk, require_empty
+    from lyapunov_prune.results.files import require_disk
 
-    require_empty(output)
+    stored = FORMATS.make(format_for(output, "plain", given), **({} if quantize is None else {"quantize": quantize}))
+    stored.require_target(output)
     jobs = jobs_folder("heal", model, output)
     # Before the dense model writes for minutes.
     require_settings(steps, minutes, update_rank, per_step=per_step)
     if shard:
         sharing(per_step, update_rank)
     provenance, teacher = _origin(model, teacher)
+    own = provenance is None or model.endswith(".gguf")  # the file that the healed one is made of
+    if stored.name == "gguf":
+        source_file(model if own else teacher)
     require_source(text.text)  # before minutes of loading
     loaded = source.load(model)
     require_context(loaded.structure, text.context)
@@ -107,6 +119,9 @@ def heal(
     require_disk(output, size_of(loaded.model), "the files of the healed model")
     if provenance is not None:
         share_memory(loaded.model, dense, provenance.plan)
+    original = None
+    if stored.name == "gguf":
+        original = original_of(loaded) if own or provenance is None else original_of(dense, provenance.plan)
     if jobs.is_dir() and not resume and is_main():
         _clear(jobs, [])  # refused while that run is at work, before the dense model writes for minutes
         note("The training that an earlier run left unfinished was deleted; --resume would have gone on with it.")
@@ -141,11 +156,15 @@ def heal(
             f"healing did not beat the pruned model on the windows that judged, and {output} was not written; give "
             "another text (--text), more of it (--tokens), or more steps"
         )
-    results: dict[str, Result] = {REPORT: done.report}
-    if provenance is not None:
-        results[PROVENANCE] = provenance
-    title = f"{Path(model).name}, healed"
-    write_model(done.model, loaded.tokenizer, output, results, title, done.report.about(), KEPT)
+    if original is not None:
+        save_changed(output, original, wrap(done.model, loaded.tokenizer), provenance, quantize)
+        done.report.save(begun_run(None, model, REPORT) / REPORT)
+    else:
+        results: dict[str, Result] = {REPORT: done.report}
+        if provenance is not None:
+            results[PROVENANCE] = provenance
+        title = f"{Path(model).name}, healed"
+        write_model(done.model, loaded.tokenizer, output, results, title, done.report.about(), KEPT)
     _clear(jobs, texts)
     show(done.report, as_json, output, full=full)
 

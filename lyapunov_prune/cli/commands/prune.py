@@ -29,6 +29,7 @@ from lyapunov_prune.cli.options import (
     Model,
     ModelOptions,
     OnDisk,
+    Quantize,
     RankOptions,
     Reduction,
     Stream,
@@ -65,6 +66,7 @@ def prune(
     by: RankOptions = RankOptions(),
     reduction: Reduction = None,
     format: Format = "plain",
+    quantize: Quantize = None,
     mend: Mend = False,
     judge: Judge = None,
     on_disk: OnDisk = False,
@@ -116,7 +118,9 @@ def prune(
     if (by.what == "activation") != (reduction is not None):
         raise LyapunovPruneError("--what activation and --reduction go together; give both or neither")
     format = format_for(output, format, given)
-    stored = FORMATS.make(format)
+    if not mend:
+        given.refuse("is of what --mend changes; the rest of a .gguf file is copied; leave it out", "quantize")
+    stored = FORMATS.make(format, **({} if quantize is None else {"quantize": quantize}))
     if by.what != "layers" and stored.card is not None and not stored.card.parts:
         raise LyapunovPruneError(f"--format {format} holds whole layers; leave out --what, or give another format")
     if mend and (by.what != "layers" or not stored.mends):
@@ -217,7 +221,17 @@ def prune(
                 parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[by.what]
                 say(expectation().told(float(spent.kl[spent.within - 1]), parts))
     plan.require_periods(period)
-    written = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch, format=format, mend=mend, judge=judged)
+    written = write_pruned(
+        loaded.model,
+        loaded.tokenizer,
+        plan,
+        output,
+        batch,
+        format=format,
+        quantize=quantize,
+        mend=mend,
+        judge=judged,
+    )
     _tell(written, as_json, output, full)
 
 

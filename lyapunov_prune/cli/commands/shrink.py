@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from lyapunov_prune.cli.inputs import draw_report, jobs_folder, load_beside
+from lyapunov_prune.cli.inputs import begun_run, draw_report, jobs_folder, load_beside
 from lyapunov_prune.cli.options import (
     BatchSize,
     Full,
@@ -14,6 +14,7 @@ from lyapunov_prune.cli.options import (
     Judge,
     Model,
     ModelOptions,
+    Quantize,
     Resume,
     Target,
     TextOptions,
@@ -65,6 +66,7 @@ def shrink(
         bool, output_option("--dry-run", help="Say what would be done and its cost; write nothing.")
     ] = False,
     resume: Resume = False,
+    quantize: Quantize = None,
     output: Target,
     as_json: Json = False,
     full: Full = False,
@@ -74,7 +76,8 @@ def shrink(
 
     One target says how much goes. Mending and healing are kept only where text that they did not learn from says that
     they pay. What it will take is said first. The text that teaches is written by the model itself if no --text is
-    given. Interrupted, it goes on with the same --output and --resume.
+    given. Interrupted, it goes on with the same --output and --resume. An --output that ends in .gguf is MODEL's GGUF
+    file without the layers, and only what changed is written anew; the report goes to runs/MODEL.
     """
     source.require_one_place("shrink")
 
@@ -83,14 +86,16 @@ def shrink(
     from lyapunov_prune.export.copied import too_large
     from lyapunov_prune.forward.own_text import SELF
     from lyapunov_prune.models.device import resolve_device
-    from lyapunov_prune.results.files import require_empty
+    from lyapunov_prune.shrinking.report import REPORT
     from lyapunov_prune.shrinking.request import Request
     from lyapunov_prune.shrinking.shrink import carry_out
     from lyapunov_prune.shrinking.target import Target as Wanted
     from lyapunov_prune.shrinking.texts import Texts, wide_context
+    from lyapunov_prune.shrinking.written import is_gguf, require_output
 
     wanted = Wanted.of(remove, params, speedup, max_kl, max_drop)
-    require_empty(output)
+    require_output(model, output, quantize)
+    report = begun_run(None, model, REPORT, "eval.json") if is_gguf(output) else output
     folder = jobs_folder("shrink", model, output)
     own = text.text == SELF
     if own:
@@ -139,18 +144,22 @@ def shrink(
         resume=resume,
         words=_words(text, judge, own),
         source=_source(source),
+        quantize=quantize,
     )
     if dry_run:
         request.require()
         show(request.estimate(request.count()), as_json, None)
         return
     done = carry_out(request, output, lambda expected: note("\n".join(expected.answer())))
-    draw_report(output)
+    if report != output:
+        done.report.save(report / REPORT)
+        done.report.evaluation.save(report / "eval.json")
+    draw_report(report)
     show(done.report, as_json, None, full=full)
     if not as_json:
         if full:
-            show_parts(output)
-        say(f"Report: {output / 'report.html'}")
+            show_parts(report)
+        say(f"Report: {report / 'report.html'}")
 
 
 def show_parts(output: Path) -> None:
@@ -161,6 +170,8 @@ def show_parts(output: Path) -> None:
 
     parts: tuple[tuple[type[Result], str], ...] = ((BestRemoval, "best.json"), (Evaluation, "eval.json"))
     for kind, name in parts:
+        if not (output / name).is_file():  # of a .gguf file the search is not kept
+            continue
         show(kind.load(output / name), False, None, full=True, answered=True)
     say("\n".join(["By hand:", *Shrinking.load(output / REPORT).commands]))
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class GGUF(Plain):
     """Of a pruned .gguf file kept tensors are the bytes of the original's, in whatever quantisation; what mending
-    changed is rounded anew. `quantize` is of a model that is exported: what its matrices are rounded to."""
+    changed is rounded anew. `quantize` is what matrices are rounded to: of a pruned model those that changed, if not
+    given as they were; of an exported model all, if not given to float16."""
 
     name = "gguf"
     help = "a .gguf file; of a pruned one what stays is copied byte for byte"
@@ -33,13 +34,14 @@ class GGUF(Plain):
     units: ClassVar[tuple[str, ...]] = ()
     card = Stored("gguf", {}, engines=True)
     streamed: ClassVar[tuple[str, ...]] = ("prune",)
-    quantize: str = "f16"
+    quantize: str | None = None
 
     def require_target(self, target: Path) -> None:
         from lyapunov_prune.export.gguf import require_file
         from lyapunov_prune.export.gguf_whole import require_quantisation
 
-        require_quantisation(self.quantize)
+        if self.quantize is not None:
+            require_quantisation(self.quantize)
         require_file(target)
 
     def require_names(self, source: str, target: Path) -> None:
@@ -67,9 +69,9 @@ class GGUF(Plain):
         from lyapunov_prune.export.gguf import save_gguf
 
         assert not isinstance(batch, ImageBatch)  # a classifier of images is read from no GGUF file
-        return save_gguf(target, decoder, pruned, operation, batch, mended)
+        return save_gguf(target, decoder, pruned, operation, batch, mended, self.quantize)
 
     def export(self, decoder: Decoder, target: Path) -> Exported:
         from lyapunov_prune.export.gguf_whole import write_gguf
 
-        return write_gguf(decoder, decoder.tokenizer, target, self.quantize)
+        return write_gguf(decoder, decoder.tokenizer, target, self.quantize or "f16")
