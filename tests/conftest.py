@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import TINY, VOCABULARY, Done, make_tiny, make_tokenizer, tree
+from hypothesis import HealthCheck, settings
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.cli.app import main
@@ -23,6 +24,9 @@ from lyapunov_prune.models.loading import load
 
 # Two test processes on two cores: more threads would spend their time waiting for each other.
 torch.set_num_threads(1)
+# No test is timed: a busy machine fails none. The rest is what Hypothesis chose, on CI another set than elsewhere.
+settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 # Modules and collected tests stay: Python would look for garbage among their many objects again and again.
 gc.disable()
 

@@ -134,7 +134,7 @@ def test_saves_and_loads(table: CompressionTable, tmp_path: Path) -> None:
     assert CompressionTable.load(table.save(tmp_path / "methods.json")) == table
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.lists(st.floats(0, 0.95), min_size=1, max_size=2))
 def test_every_sparsity_is_met_and_stands_in_its_interval(llama: PreTrainedModel, sparsities: list[float]) -> None:
     found = evaluate_compressions(llama, [Setting("magnitude", sparsity=s) for s in sparsities], SEEN, UNSEEN)

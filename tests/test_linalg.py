@@ -87,7 +87,7 @@ def test_certified_norm_of_nasty_matrices(name: str) -> None:
     assert_certified(NASTY[name])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     rows=st.integers(1, 7),
     columns=st.integers(1, 7),
@@ -107,7 +107,7 @@ def test_certified_norm_by_property(rows: int, columns: int, data: st.DataObject
     assert_certified(torch.tensor(values, dtype=torch.float64).view(rows, columns))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(2, 200),
     columns=st.integers(2, 200),

@@ -64,7 +64,7 @@ BOTH = pytest.mark.parametrize(("function", "negative"), [(fit, False), (shift, 
 
 
 @BOTH
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), place=st.floats(0, 1))
 def test_the_budget_is_met_within_the_bounds_in_the_order_of_the_targets(
     function: Callable[..., np.ndarray], negative: bool, data: st.DataObject, place: float
@@ -109,7 +109,7 @@ def test_a_small_matrix_beside_a_large_one_at_its_bound_stays_when_fitted_again(
 
 
 @BOTH
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), beyond=st.floats(1e-6, 2), below=st.booleans())
 def test_a_budget_out_of_reach_is_refused(
     function: Callable[..., np.ndarray], negative: bool, data: st.DataObject, beyond: float, below: bool

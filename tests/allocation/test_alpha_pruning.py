@@ -33,7 +33,7 @@ def test_samples_of_a_power_law_give_its_exponent(alpha: float) -> None:
     np.testing.assert_allclose(hill(samples) - 1, alpha - 1, rtol=4 / math.sqrt(20_000))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=40), st.floats(1e-3, 1e3), st.randoms())
 def test_the_estimate_is_that_of_the_formula(values: list[float], scale: float, order: Random) -> None:
     """Term by term, from the largest; it knows neither the order nor the scale."""

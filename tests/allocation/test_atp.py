@@ -28,7 +28,7 @@ def atp_search(model: PreTrainedModel, budget: float, given: Any, **options: Any
     return ATPSearch(**options).allocate(model, budget, given)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.floats(0, 0.999), st.integers(2, 100))
 def test_the_steepest_progression_ends_at_0_or_1(budget: float, layers: int) -> None:
     beta = steepest(budget, layers)

@@ -42,7 +42,7 @@ def measured(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Any]:
     return {"profile": profile_of(model), "cost": Known(model, ids)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.floats(2, 17))
 def test_no_other_widths_that_fit_cost_less(seed: int, layers: int, budget: float) -> None:
     rng = np.random.default_rng(seed)

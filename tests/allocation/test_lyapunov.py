@@ -55,7 +55,7 @@ def test_every_layer_adds_the_same_error_at_the_output(profile: ContractionProfi
     np.testing.assert_allclose(share * np.exp(log_amplification(profile)), share[-1], rtol=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rho=st.lists(st.floats(0.05, 0.99), min_size=12, max_size=12))
 def test_where_every_layer_contracts_the_readings_favour_opposite_ends(
     gpt2_like: ContractionProfile, rho: list[float]
@@ -156,7 +156,7 @@ def test_a_layer_whose_errors_grow_more_stays_denser(llama: PreTrainedModel, pro
         assert s[A.argmin()] == s.max()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rho=st.lists(st.floats(0.05, 20), min_size=LAYERS, max_size=LAYERS), budget=st.floats(0, 0.98))
 def test_the_budget_follows_the_root_of_the_tolerance(
     llama: PreTrainedModel, profile: ContractionProfile, rho: list[float], budget: float

@@ -209,7 +209,7 @@ def test_planted_fault_a_growth_or_local_error_too_small(seed: int) -> None:
 NORMAL = st.just(0.0) | st.floats(1e-100, 10)  # below the normal numbers a product loses more than a margin allows
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(gamma=st.just(0.0) | st.floats(1e-3, 0.99), delta=NORMAL, first=NORMAL, n=st.integers(1, 30))
 def test_contraction_bound_is_the_geometric_series(gamma: float, delta: float, first: float, n: int) -> None:
     e = [first]

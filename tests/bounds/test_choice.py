@@ -15,7 +15,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 truths = arrays(np.float64, st.integers(1, 9), elements=st.floats(-100, 100))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(p=truths, noise=st.floats(0, 50), seed=st.integers(0, 2**32 - 1), bias=st.floats(-1e3, 1e3))
 def test_no_predictor_within_the_noise_breaks_either(p: np.ndarray, noise: float, seed: int, bias: float) -> None:
     q = p + bias + noise * (1 - 1e-9) * np.random.default_rng(seed).uniform(-1, 1, len(p))

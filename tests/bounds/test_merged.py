@@ -21,7 +21,7 @@ def norm(x: torch.Tensor) -> np.ndarray:
     return torch.linalg.vector_norm(x, dim=-1).numpy()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(1, 12), st.floats(-8, 8))
 def test_a_replaced_activation_stays_within_its_bound(seed: int, outputs: int, hidden: int, scale: float) -> None:
     """Plain: σ of a, against an affine τ of a. Gated: σ(g) ⊙ u of the pair, against c ⊙ u."""

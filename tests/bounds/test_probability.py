@@ -33,7 +33,7 @@ def both(m: dict[str, np.ndarray]) -> list[module.BoundCheck]:
     return checks
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(z=logits, d=changes, log_size=st.floats(-16, 3), shift=st.floats(-100, 100))
 def test_no_change_of_any_size_breaks_a_bound(z: np.ndarray, d: np.ndarray, log_size: float, shift: float) -> None:
     for check in both(measured(z, 10**log_size * d + shift)):

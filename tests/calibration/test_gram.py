@@ -19,7 +19,7 @@ def inputs(seed: int, n: int, tokens: int) -> torch.Tensor:
     return torch.randn(n, tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 12))
 def test_the_root_of_a_gram_matrix_with_fewer_tokens_too(seed: int, n: int, tokens: int) -> None:
     X = inputs(seed, n, tokens)

@@ -49,7 +49,7 @@ def reference(W: np.ndarray, X: np.ndarray, bits: int, size: int) -> np.ndarray:
     return min(found, key=lambda each: each[0])[1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([2, 3, 4]), st.sampled_from([4, 8, 16]))
 def test_every_weight_is_the_references(seed: int, bits: int, size: int) -> None:
     W, X = drawn(seed)

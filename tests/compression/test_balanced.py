@@ -42,7 +42,7 @@ def hankel_values(W: torch.Tensor, P: torch.Tensor, Q: torch.Tensor) -> torch.Te
     return torch.linalg.svdvals(root(Q) @ W @ root(P))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 8), st.integers(1, 8))
 def test_hankel_values_are_those_of_a_system_without_memory(seed: int, states: int, m: int, n: int) -> None:
     """`z_{t+1} = A z_t + B u_t, y_t = C z_t` with A = 0 and C B = W: `sqrt(eig(P_z Q_z))` of its Gramians."""
@@ -77,7 +77,7 @@ def test_it_is_the_formula_and_its_error_the_tail(shape: tuple[int, int]) -> Non
     assert balanced(W, P, Q, min(shape)) is W
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(0, 8))
 def test_no_other_matrix_of_the_rank_is_nearer(seed: int, rank: int, nearness: int) -> None:
     W, P, Q = setting(seed, 6, 8)

@@ -58,7 +58,7 @@ def reference(
     return done
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 6),

@@ -19,7 +19,7 @@ def test_sparsify_removes_exactly_the_share_also_among_ties() -> None:
     assert not Magnitude().compress(W, 1.0).any()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 9), st.floats(0, 1), st.booleans())
 def test_what_stays_is_no_smaller_than_what_goes(seed: int, m: int, n: int, sparsity: float, ties: bool) -> None:
     W = torch.randn(m, n, generator=torch.Generator().manual_seed(seed))

@@ -26,7 +26,7 @@ def least(values: list[float], count: int) -> list[bool]:
     return [j in gone for j in range(len(values))]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seeds, st.integers(1, 7), st.integers(1, 7), st.floats(0, 1), st.booleans())
 def test_the_smallest_of_all_and_of_each_row_go(seed: int, m: int, n: int, share: float, ties: bool) -> None:
     score = scores(seed, m, n, ties)
@@ -37,7 +37,7 @@ def test_the_smallest_of_all_and_of_each_row_go(seed: int, m: int, n: int, share
     assert row_mask(score, share, None).tolist() == wanted
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seeds, st.integers(1, 5), st.integers(1, 4), st.integers(2, 7), st.booleans(), st.data())
 def test_the_best_of_each_group_stay(seed: int, m: int, groups: int, of: int, ties: bool, data: st.DataObject) -> None:
     keep = data.draw(st.integers(1, of - 1))

@@ -206,7 +206,7 @@ def test_every_method_says_what_it_needs_in_words_that_are_known() -> None:
         assert method.unit in AMOUNTS
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 100))
 def test_the_rank_is_the_largest_that_is_small_enough(m: int, n: int, percent: int) -> None:
     """In whole numbers: 100 r (m + n) ≤ (100 − percent) m n."""

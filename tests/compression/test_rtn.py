@@ -27,7 +27,7 @@ def grid_of(values: np.ndarray, bits: int) -> np.ndarray:
     return np.array([k * step for k in range(first, first + 2**bits)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 4),
@@ -102,7 +102,7 @@ def test_groups_that_do_not_fit_are_refused(group_size: int) -> None:
         round_to_nearest(torch.ones(2, 4), 4, group_size)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 4),

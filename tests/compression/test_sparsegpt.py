@@ -69,7 +69,7 @@ def surgeon(
     return np.where(gone, 0, W), gone
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 17), st.floats(0, 1), st.integers(1, 18))
 def test_mask_and_values_are_the_surgeons(seed: int, m: int, n: int, sparsity: float, block: int) -> None:
     W, G = correlated(seed, m, n, 40)

@@ -38,7 +38,7 @@ def reference(W: np.ndarray, norms: np.ndarray, sparsity: float) -> np.ndarray:
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(1, 12), st.floats(0, 1), st.booleans())
 def test_the_mask_is_that_of_the_definition(seed: int, m: int, n: int, sparsity: float, ties: bool) -> None:
     g = torch.Generator().manual_seed(seed)

@@ -21,7 +21,7 @@ def reference(W: np.ndarray, sparsity: float) -> np.ndarray:
     return out
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(1, 12), st.floats(0, 1))
 def test_the_mask_is_that_of_the_definition(seed: int, m: int, n: int, sparsity: float) -> None:
     W = torch.randn(m, n, generator=torch.Generator().manual_seed(seed))

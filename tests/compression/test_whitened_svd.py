@@ -50,7 +50,7 @@ def test_it_is_the_formula_with_a_cholesky_factor(shape: tuple[int, int]) -> Non
         assert float(error) == pytest.approx(tail, rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 7), st.integers(0, 8))
 def test_no_other_matrix_of_the_rank_is_nearer(seed: int, rank: int, nearness: int) -> None:
     W, X = setting(seed, 8, 10, 40)

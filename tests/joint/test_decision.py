@@ -51,7 +51,7 @@ def test_planted_fault_the_wrong_sign_chooses_the_worst_pair() -> None:
     assert surface(wrong.pairs)[wrong.best] == surface(wrong.pairs).min()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(remove=st.integers(1, 24), a=st.integers(0, 12), g=st.integers(0, 12))
 def test_the_pairs_of_a_count_are_all_that_can_go(remove: int, a: int, g: int) -> None:
     wanted = [[x, y] for x in range(a + 1) for y in range(g + 1) if x + y == remove]
@@ -63,7 +63,7 @@ def test_the_pairs_of_a_count_are_all_that_can_go(remove: int, a: int, g: int) -
             decide(fitted(), LAYERS, remove=remove, most=(a, g), selection_error=0.0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(constant=st.floats(-1e4, 1e4), seed=st.integers(0, 10**6))
 def test_adding_a_constant_changes_no_choice(constant: float, seed: int) -> None:
     """`argmax_add_const`: what fast finetuning misses alike everywhere decides nothing."""
@@ -141,7 +141,7 @@ def test_noise_over_seeds_is_pooled() -> None:
     assert freedom == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(size=st.floats(0.01, 3.0), more=st.floats(1.0, 1.5), pairs=st.integers(1, 40))
 def test_noisier_seeds_never_lower_the_noise_bound(size: float, more: float, pairs: int) -> None:
     """σ alone decided once: where seeds with many degrees of freedom overtook the map's few, the bound fell by half."""

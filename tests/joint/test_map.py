@@ -72,7 +72,7 @@ def test_planted_fault_leave_one_out_is_another_number() -> None:
     assert abs(one - two) > 0.005
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), points=st.integers(5, 20), layers=st.sampled_from([3, 4, 12]), line=st.booleans())
 def test_a_degree_is_excluded_exactly_where_some_two_points_carry_its_rank(
     seed: int, points: int, layers: int, line: bool
@@ -87,7 +87,7 @@ def test_a_degree_is_excluded_exactly_where_some_two_points_carry_its_rank(
     assert fitted.errors.keys() ^ fitted.excluded.keys() == set(DEGREES)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), points=st.integers(0, 16), degree=st.sampled_from(DEGREES), line=st.booleans())
 def test_with_the_points_that_it_names_a_degree_is_no_longer_excluded(
     seed: int, points: int, degree: int, line: bool
@@ -101,7 +101,7 @@ def test_with_the_points_that_it_names_a_degree_is_no_longer_excluded(
     assert bool(len(more)) != (points >= len(terms(degree)) + 2 and rank_kept(removed, degree))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), degree=st.sampled_from(DEGREES))
 def test_a_polynomial_of_its_degree_is_recovered_exactly(seed: int, degree: int) -> None:
     rng, removed = np.random.default_rng(seed), grid(seed, 24)

@@ -40,7 +40,7 @@ def cost(found: LinearMap, m: torch.Tensor, r: torch.Tensor, w: torch.Tensor, ri
 
 
 @pytest.mark.parametrize("shifts", [False, True])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 1000), ridge=st.sampled_from([0.01, 0.5]))
 def test_the_full_map_is_that_of_least_squares(shifts: bool, seed: int, ridge: float) -> None:
     m, r, w = drawn(seed)

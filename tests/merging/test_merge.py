@@ -300,7 +300,7 @@ def test_several_layers_are_merged_as_one_by_one_and_the_model_is_not_changed() 
 matrices = st.tuples(st.integers(1, 6), st.integers(1, 7), st.integers(1, 5), st.integers(0, 2**32 - 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(matrices, st.booleans(), st.booleans())
 def test_the_product_of_two_affine_maps(sizes: tuple[int, int, int, int], first: bool, last: bool) -> None:
     m, hidden, d, seed = sizes

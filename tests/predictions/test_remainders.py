@@ -56,7 +56,7 @@ def test_a_vector_turned_beyond_a_right_angle_is_outside_the_range() -> None:
     assert np.isnan(angle_bounds(a, b)[1]).all()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(LOGITS, LOGITS, st.floats(1e-3, 4))
 def test_the_angle_of_probabilities_lies_within_its_bounds(z: np.ndarray, dz: np.ndarray, scale: float) -> None:
     made = predictions_by_definition(z, scale * dz / 4, 1.0)

@@ -31,7 +31,7 @@ def assert_agree(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
         np.testing.assert_allclose(found[name], wanted[name], rtol=1e-7, atol=1e-12, err_msg=name)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(v=rows, delta=rows)
 def test_directions_are_the_definitions(v: np.ndarray, delta: np.ndarray) -> None:
     v[:, 0] += 20  # away from zero, on both sides
@@ -40,13 +40,13 @@ def test_directions_are_the_definitions(v: np.ndarray, delta: np.ndarray) -> Non
     assert_agree(back, directions_by_definition(v, delta - 2 * v))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(z=rows, dz=rows, T=st.floats(0.5, 3))
 def test_predictions_are_the_definitions(z: np.ndarray, dz: np.ndarray, T: float) -> None:
     assert_agree(predicted(z, dz, T), predictions_by_definition(z, dz, T))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(z=rows, dz=rows)
 def test_estimates_meet_what_they_estimate_as_the_change_shrinks(z: np.ndarray, dz: np.ndarray) -> None:
     dz += np.linspace(-1, 1, 9)  # no constant, which changes no probability

@@ -99,7 +99,7 @@ def test_a_fused_projection_is_one_matrix_with_its_own_name(ids: torch.Tensor) -
     assert found.layers == tuple(i for i in range(6) for _ in range(4))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=30))
 def test_ranks_lie_between_one_and_the_dimension(eigenvalues: list[float]) -> None:
     """Entropies fall with their order: participation (order 2) ≤ effective rank (order 1) ≤ dimension (order 0)."""
@@ -110,7 +110,7 @@ def test_ranks_lie_between_one_and_the_dimension(eigenvalues: list[float]) -> No
     np.testing.assert_allclose(equal, len(eigenvalues))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.floats(-10, 10), min_size=4, max_size=50), st.floats(-5, 5))
 def test_kurtosis_is_scipys_about_any_point(values: list[float], pivot: float) -> None:
     x = np.array(values)

@@ -211,7 +211,7 @@ def test_saves_and_loads(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: An
     assert again.measured_on == profile.measured_on
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(0, 10_000))
 def test_the_bootstrap_brackets_the_estimate(windows: int, seeds: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

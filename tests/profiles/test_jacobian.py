@@ -134,7 +134,7 @@ def test_in_float64_the_estimate_converges_to_the_norm(window: torch.Tensor) -> 
     assert max(found.attention_rise.max(), found.mlp_rise.max()) < 1e-9
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 12), st.integers(2, 14), st.floats(1e-3, 1e3))
 def test_the_stretch_comes_from_below_and_ends_exact(seed: int, m: int, n: int, steps: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(seed)

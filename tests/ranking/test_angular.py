@@ -50,7 +50,7 @@ def test_a_run_that_does_nothing_goes_first(ids: torch.Tensor) -> None:
 DISTANCES = arrays(np.float64, (LAYERS + 1, LAYERS + 1), elements=st.floats(0, 2))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(DISTANCES, st.integers(1, LAYERS - 1))
 def test_no_run_of_that_length_is_nearer(llama: PreTrainedModel, distance: np.ndarray, count: int) -> None:
     found = AngularDistance(distance, as_batch(llama, torch.arange(4)[None]).measured_on(llama))

@@ -83,7 +83,7 @@ def test_a_group_without_a_drift_is_left_out_and_said(drift: AmplificationDrift)
     assert still.to_frame()[["spearman", "low", "high", "p", "p_groups"]].isna().all(axis=None)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1), st.integers(4, 12))
 def test_counted_values_correlate_as_repeated_ones(seed: int, n: int) -> None:
     rng = np.random.default_rng(seed)

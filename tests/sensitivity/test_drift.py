@@ -35,7 +35,7 @@ def drift(x: torch.Tensor, y: torch.Tensor) -> float:
     return Reference([x]).drift([y])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seeds, st.integers(3, 40), st.integers(1, 8), st.floats(0.01, 10))
 def test_drift_is_one_minus_cka(seed: int, n: int, d: int, noise: float) -> None:
     x = states(seed, n, d)
@@ -44,7 +44,7 @@ def test_drift_is_one_minus_cka(seed: int, n: int, d: int, noise: float) -> None
     assert -1e-12 <= drift(x, y) <= 1 + 1e-12
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seeds, st.floats(1e-3, 1e3), st.floats(-100, 100))
 def test_drift_ignores_rotation_scale_and_shift(seed: int, scale: float, shift: float) -> None:
     x, y = states(seed), states(seed // 3 + 1)
@@ -55,7 +55,7 @@ def test_drift_ignores_rotation_scale_and_shift(seed: int, scale: float, shift: 
     assert drift(scale * (x @ Q + shift), y) == pytest.approx(drift(x, y), abs=1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seeds, st.integers(1, 29))
 def test_drift_does_not_depend_on_how_tokens_are_batched(seed: int, cut: int) -> None:
     x, y = states(seed), states(seed // 3 + 1)
