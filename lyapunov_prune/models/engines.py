@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lyapunov_prune.models.compact import PREFIX
+from lyapunov_prune.models.deci import BLOCKS
 from lyapunov_prune.models.folder import read_config
 from lyapunov_prune.models.gguf_header import Header, read_header
 from lyapunov_prune.models.gguf_layers import wrong_arrays
@@ -184,7 +185,8 @@ def _long_arrays(told: Told) -> str:
 
 def _compact(told: Told) -> str:
     kind = str(getattr(told.config, "model_type", ""))
-    return f"{kind} has code of its own" if kind.startswith(PREFIX) else ""
+    own = kind.startswith(PREFIX) and not getattr(told.config, BLOCKS, None)
+    return f"{kind} has code of its own" if own else ""
 
 
 _LLAMA_CPP = "ggml-org/llama.cpp"

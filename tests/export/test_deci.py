@@ -21,6 +21,7 @@ from lyapunov_prune.export.formats.gguf import GGUF
 from lyapunov_prune.export.llama_cpp import ENGINE
 from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.models.deci import BLOCKS
+from lyapunov_prune.models.engines import check_engines
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import remove_layers
@@ -52,6 +53,7 @@ def test_a_pruned_model_runs_in_llama_cpp(dense: Path, tmp_path: Path) -> None:
     provenance = write_pruned(model, model.tokenizer, plan, tmp_path / "deci", format="deci")
     assert provenance.format == "deci"
     assert told(tmp_path / "deci") == [False, True, False, True, False]
+    assert check_engines(str(tmp_path / "deci")).passed  # engines know it, unlike other compact checkpoints
     again = load(tmp_path / "deci")
     assert GGUF("q8_0").export(again, tmp_path / "x.gguf").not_run == (
         ("reloads as saved",) if installed() else ("reloads as saved", ENGINE)
