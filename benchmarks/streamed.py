@@ -273,7 +273,7 @@ def pack(place: Path) -> dict[str, float]:
     rounded: dict[str, Any] = {"method": "rtn", "bits": BITS, "group_size": GROUP, "symmetric": True}
 
     def job(loaded: Decoder, ids: torch.Tensor) -> None:
-        compress_on_disk(loaded.model, loaded.tokenizer, target, format="compressed-tensors", **rounded)
+        compress_on_disk(loaded.model, loaded.tokenizer, target, format="packed", **rounded)
 
     return measured(place, "source", job, lambda model: reading(target) + copying(target) + of_method(model, packed))
 
@@ -319,7 +319,7 @@ NAMED = {
     "kl": f"rank --criterion kl --tokens {KL_TOKENS}",
     "perplexity": "eval",
     "compress": f"compress --method wanda --pattern {PATTERN[0]}:{PATTERN[1]}",
-    "pack": f"compress --method rtn --bits {BITS} --format compressed-tensors",
+    "pack": f"compress --method rtn --bits {BITS} --format packed",
 }
 
 if __name__ == "__main__":

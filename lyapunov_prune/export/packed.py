@@ -46,10 +46,11 @@ from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 
-FORMAT = "compressed-tensors"
+FORMAT = "packed"
+_LIBRARY = "compressed-tensors"
 BITS = (4, 8)
 _SHAPE = 2 * 8  # bytes of two integers, the rows and columns
-LOADING = {"Packed": f"Needs the library of the format: `pip install {FORMAT}`. vLLM brings it."}  # of a model card
+LOADING = {"Packed": f"Needs the library of the format: `pip install {_LIBRARY}`. vLLM brings it."}  # of a model card
 _PARTS = ("weight_packed", "weight_scale", "weight_shape")
 
 
@@ -63,7 +64,7 @@ def require_packed_options(
     """Raise LyapunovPruneError for what the format cannot hold, and without the library."""
     if pattern is not None:
         raise LyapunovPruneError(
-            f"{FORMAT} dropped its formats for patterns of zeros, and transformers loads none; leave out --format"
+            f"{_LIBRARY} dropped its formats for patterns of zeros, and transformers loads none; leave out --format"
         )
     if METHODS[method].unit != "bits":
         rounding = " or ".join(name for name, known in METHODS.items() if getattr(known, "on_grid", False))
@@ -92,7 +93,7 @@ def require_packable(model: PreTrainedModel, group_size: int | None) -> tuple[Pr
     Raises LyapunovPruneError for other matrices, and for a model that transformers does not load packed.
     """
     if is_compact(model):
-        raise LyapunovPruneError(f"a compact model is not packed ({FORMAT}); compress it without --format")
+        raise LyapunovPruneError("a compact model is not packed; compress it without --format")
     projections = find_projections(wrap(model))
     owners: dict[int, str] = {}
     for p in projections:
@@ -100,7 +101,7 @@ def require_packable(model: PreTrainedModel, group_size: int | None) -> tuple[Pr
         if p.expert is not None or not isinstance(module, nn.Linear):
             kept = "holds all experts in one tensor" if p.expert is not None else f"is a {type(module).__name__}"
             raise LyapunovPruneError(
-                f"{p.module} {kept}, and {FORMAT} packs Linear modules alone; compress it without --format"
+                f"{p.module} {kept}, and {_LIBRARY} packs Linear modules alone; compress it without --format"
             )
         if owners.setdefault(id(module.weight), p.module) != p.module:
             raise LyapunovPruneError(

@@ -64,7 +64,7 @@ def compress_on_disk(
     The numbers are those in memory up to rounding. All windows go through a layer together: once for its statistics,
     and once, compressed, for what enters the next; so the files are read once, after what the schedule reads of them,
     and each layer is written to a file of its own. Memory: one layer and its statistics, and the states of the batch.
-    The folder holds what `write_model` writes; `format` is a name in `table.FORMATS`: `compressed-tensors` packs
+    The folder holds what `write_model` writes; `format` is a name in `table.FORMATS`: `packed` packs
     weights on symmetric grids as `write_packed` does, `compact` makes low ranks two factors as `write_factored` does.
     The files are read once more: they hold, bit for bit, the weights that were written. Packed ones are those that
     transformers unpacks, and it finds each tensor that it runs packed; products of factors are the compressed matrices

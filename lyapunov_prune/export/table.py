@@ -14,7 +14,7 @@ FORMATS = Registry[Format](
         "compact": f"{_FORMATS}.compact:Compact",
         "deci": f"{_FORMATS}.deci:Deci",
         "gguf": f"{_FORMATS}.gguf:GGUF",
-        "compressed-tensors": f"{_FORMATS}.compressed_tensors:CompressedTensors",
+        "packed": f"{_FORMATS}.packed:Packed",
     },
 )
 

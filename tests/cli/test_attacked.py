@@ -28,7 +28,7 @@ from lyapunov_prune.cli.app import app
 TEXT = ("--tokens", "64", "--context", "16")
 MEASURED = (*TEXT, "--device", "cpu")
 PRUNE = ("prune", "tiny", *MEASURED)
-PACK = ("compress", "tiny", "--method", "rtn", "--format", "compressed-tensors", "--device", "cpu")
+PACK = ("compress", "tiny", "--method", "rtn", "--format", "packed", "--device", "cpu")
 FACTOR = ("compress", "tiny", "--method", "svd", "--format", "compact", "--device", "cpu")
 # What has been made before, by the name that a command reads it by.
 MADE = {

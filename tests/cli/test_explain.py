@@ -32,7 +32,7 @@ def explained(run: Any, *arguments: str) -> Explanation:
 
 
 def test_what_compress_packed_is_explained(run: Any) -> None:
-    packed = ["--method", "rtn", "--bits", "4", "--format", "compressed-tensors"]
+    packed = ["--method", "rtn", "--bits", "4", "--format", "packed"]
     assert run("compress", "tiny", *packed, "-o", "packed").code == 0
     assert run("profile", "tiny", "-o", "prof", *TEXT).code == 0
     found = explained(run, "tiny", "packed", "--profile", "prof/profile.json")

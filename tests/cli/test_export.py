@@ -38,7 +38,7 @@ def test_a_file_and_a_folder(run: Callable[..., Done]) -> None:
         ("export tiny -o x --format gguf", "end --output in .gguf"),
         ("export tiny -o x.gguf --quantize q4_k_m", "llama-quantize"),
         ("export tiny -o x --quantize q8_0", "plain has no quantize"),
-        ("export tiny -o x --format compressed-tensors", "compressed-tensors"),
+        ("export tiny -o x --format packed", "packed"),
         ("export tiny -o x --device spread", "one device"),
         ("export absent -o x.gguf", "absent"),
         ("compress tiny --sparsity 0.5 -o x.gguf", "write plain, and export that"),

@@ -1,4 +1,4 @@
-"""`compress --format compressed-tensors`, and what is done with what it writes."""
+"""`compress --format packed`, and what is done with what it writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.compression import CompressionReport
 
 TEXT = ("--tokens", "64", "--context", "32")
-PACK = ("compress", "tiny", "--method", "rtn", "--format", "compressed-tensors", "-o", "small")
+PACK = ("compress", "tiny", "--method", "rtn", "--format", "packed", "-o", "small")
 
 
 def test_a_packed_checkpoint_is_smaller_and_is_measured(run: Callable[..., Any]) -> None:
@@ -138,7 +138,7 @@ def test_what_cannot_be_packed_is_one_line(more: tuple[str, ...], told: str, run
 def test_other_methods_and_grids_are_one_line(
     run: Callable[..., Any], run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packs = ("--format", "compressed-tensors", "-o", "small")
+    packs = ("--format", "packed", "-o", "small")
     assert "packs rounded weights, not those of wanda" in run_bad("compress", "tiny", "--sparsity", "0.5", *packs)
     told = run_bad("compress", "tiny", "--method", "magnitude", "--pattern", "2:4", *packs)
     assert "compressed-tensors dropped its formats for patterns of zeros, and transformers loads none" in told

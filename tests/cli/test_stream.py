@@ -21,7 +21,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 
 COMPRESS = ["compress", "tiny", "--method", "wanda", "-o", "out"]
-PACKED = ["--method", "rtn", "--bits", "4", "--format", "compressed-tensors", "-o", "out"]
+PACKED = ["--method", "rtn", "--bits", "4", "--format", "packed", "-o", "out"]
 
 
 def test_ranked_pruned_and_scored_as_in_memory(run: Callable[..., Any]) -> None:

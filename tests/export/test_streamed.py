@@ -272,7 +272,7 @@ def test_packed_files_hold_what_those_of_memory_do(
         report = write_packed(
             loaded.model, lp.compress(loaded.model, **how), loaded.tokenizer, whole, "tiny, compressed"
         )
-        found = compress_on_disk(*streamed(folder), apart, format="compressed-tensors", **how)
+        found = compress_on_disk(*streamed(folder), apart, format="packed", **how)
         wanted, written = tensors(whole), tensors(apart)
         assert wanted.keys() == written.keys()
         assert all(torch.equal(written[key], tensor) for key, tensor in wanted.items())
@@ -292,7 +292,7 @@ def test_what_gptq_rounds_is_packed_as_it_is_written_dense(
     folder = saved(make_tiny("llama"), tokenizer, tmp_path / "tiny")
     how: dict[str, Any] = {"method": "gptq", "bits": 4, "group_size": 8, "symmetric": True}
     compress_on_disk(*streamed(folder), tmp_path / "dense", ids, **how)
-    found = compress_on_disk(*streamed(folder), tmp_path / "packed", ids, format="compressed-tensors", **how)
+    found = compress_on_disk(*streamed(folder), tmp_path / "packed", ids, format="packed", **how)
     dense, again = load(tmp_path / "dense").model, load(tmp_path / "packed").model
     for p in find_projections(wrap(dense)):
         assert torch.equal(p.weight(again), p.weight(dense)), p.name
@@ -312,7 +312,7 @@ def test_a_fault_in_what_is_packed_leaves_nothing(
 ) -> None:
     spoil_what_is_packed(monkeypatch, spoil)
     with pytest.raises(CheckFailed, match=f"nothing written: .*({told})"):
-        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="compressed-tensors", **ROUNDED)
+        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="packed", **ROUNDED)
     assert not (checkpoint.parent / "out").exists()
 
 
@@ -329,7 +329,7 @@ def test_a_config_that_names_a_dense_matrix_as_packed_leaves_nothing(
 
     monkeypatch.setattr(Packing, "write_config", wrong)
     with pytest.raises(CheckFailed, match=r"3 missing keys.*lm_head\.weight_packed"):
-        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="compressed-tensors", **ROUNDED)
+        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="packed", **ROUNDED)
     assert not (checkpoint.parent / "out").exists()
 
 
@@ -340,7 +340,7 @@ def test_what_is_packed_needs_the_disk_of_what_is_packed(checkpoint: Path, monke
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(room))
     with pytest.raises(LyapunovPruneError, match="bytes of disk"):
         compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", **ROUNDED)
-    compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="compressed-tensors", **ROUNDED)
+    compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="packed", **ROUNDED)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_what_the_format_cannot_hold_is_refused_before_anything_is_read(
     model, tokenizer = streamed(checkpoint)
     passes = stream_of(model).passes  # type: ignore[union-attr]
     with pytest.raises(LyapunovPruneError, match=told):
-        compress_on_disk(model, tokenizer, checkpoint.parent / "out", format="compressed-tensors", **how)
+        compress_on_disk(model, tokenizer, checkpoint.parent / "out", format="packed", **how)
     assert stream_of(model).passes == passes  # type: ignore[union-attr]
 
 
@@ -367,8 +367,8 @@ def test_rows_that_end_within_a_word_are_packed_by_groups(tokenizer: PreTrainedT
     """Without groups the library guesses their width where no number is read."""
     folder = saved(make_tiny("llama", intermediate_size=44), tokenizer, tmp_path / "tiny")
     with pytest.raises(LyapunovPruneError, match=r"44 inputs.*down_proj.*4 bits"):
-        compress_on_disk(*streamed(folder), tmp_path / "out", format="compressed-tensors", **ROUNDED)
-    compress_on_disk(*streamed(folder), tmp_path / "out", format="compressed-tensors", group_size=4, **ROUNDED)
+        compress_on_disk(*streamed(folder), tmp_path / "out", format="packed", **ROUNDED)
+    compress_on_disk(*streamed(folder), tmp_path / "out", format="packed", group_size=4, **ROUNDED)
     assert identify(lp.load_streamed(tmp_path / "out").model).same_as(identify(load(tmp_path / "out").model))
 
 

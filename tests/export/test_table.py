@@ -20,7 +20,7 @@ from lyapunov_prune.pruning.plan import FIELDS
 def test_the_choices_are_the_formats_that_a_command_writes() -> None:
     assert get_args(choices.Format) == tuple(formats_of("prune")) == ("plain", "compact", "deci", "gguf")
     assert get_args(choices.Written) == tuple(formats_of("export")) == ("plain", "compact", "deci", "gguf")
-    assert get_args(choices.Stored) == tuple(formats_of("compress")) == ("plain", "compact", "compressed-tensors")
+    assert get_args(choices.Stored) == tuple(formats_of("compress")) == ("plain", "compact", "packed")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -40,7 +40,7 @@ def test_a_row_is_filled(name: str) -> None:
 def test_a_format_takes_the_methods_of_its_units(name: str, method: str) -> None:
     known: type[Method] = METHODS[method]
     asked = Asked(method, bits=4 if known.unit == "bits" else None, symmetric=True)
-    if known.unit in FORMATS[name].units and (name, method) != ("compressed-tensors", "awq"):
+    if known.unit in FORMATS[name].units and (name, method) != ("packed", "awq"):
         FORMATS.make(name).require_method(asked)
     else:
         with pytest.raises(LyapunovPruneError, match=method):

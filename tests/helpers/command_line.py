@@ -49,7 +49,7 @@ WRITERS = [
     ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5"],
     ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--stream"],
     ["compress", "tiny", "--method", "svd", "--sparsity", "0.5", "--format", "compact"],
-    ["compress", "tiny", "--method", "rtn", "--bits", "4", "--format", "compressed-tensors"],
+    ["compress", "tiny", "--method", "rtn", "--bits", "4", "--format", "packed"],
     ["heal", "tiny", "--teacher", "tiny", "--steps", "1", *TEXT],
     ["export", "tiny"],
 ]

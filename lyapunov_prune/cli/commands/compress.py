@@ -78,7 +78,7 @@ def compress(
     """Compress every matrix of the layers; writes a plain transformers checkpoint with compression.json.
 
     Zeros, low ranks and rounded weights are stored as dense matrices of the same size: the checkpoint shows what a
-    compression does to the predictions, and is neither smaller nor faster. With --format compressed-tensors rtn and
+    compression does to the predictions, and is neither smaller nor faster. With --format packed rtn and
     gptq round to 4 or 8 bits on grids around 0, and the weights are packed: the checkpoint is smaller, and faster only
     in an engine that has a kernel for them. With --format compact what svd, whitened-svd and balanced cut to low rank
     is two factors: smaller, with fewer multiplications, loaded with this package or by the module beside the weights.

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CompressedTensors(Format):
+class Packed(Format):
     """Integers of 4 or 8 bits and their scales, `pack-quantized`; a kernel for them makes it faster, nothing else."""
 
-    name = "compressed-tensors"
+    name = "packed"
     help = "weights rounded to 4 or 8 bits, on grids around 0, as packed integers"
     reference = "compressed-tensors, `pack-quantized`"
     readers = "transformers with compressed-tensors installed, vLLM"
