@@ -12,6 +12,7 @@ from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder, InMemory, takes_model, wrap
+from lyapunov_prune.models.hooked import keep_hooked
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.roles import role
 
@@ -47,9 +48,8 @@ def with_rounded_cache(model: InMemory, bits: int) -> Decoder:
     changed = copy.deepcopy(model.model, shared)
     changed.config._name_or_path = f"{model.model.config._name_or_path or type(changed).__name__}, cache of {bits} bits"
     size = _head_size(model.structure.config)
-    for name in dict.fromkeys(p.module for p in held):
-        parts = [p for p in held if p.module == name]
-        changed.get_submodule(name).register_forward_hook(_rounding(parts, size, bits))
+    modules = dict.fromkeys(p.module for p in held)
+    keep_hooked((changed.get_submodule(m), _rounding([p for p in held if p.module == m], size, bits)) for m in modules)
     return wrap(changed, model.tokenizer)
 
 
@@ -63,7 +63,7 @@ def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _rounding(parts: Sequence[Projection], size: int, bits: int) -> Callable[..., torch.Tensor]:
-    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
         output = output.clone()
         for p in parts:
             part = output[..., p.start : p.stop]

@@ -25,3 +25,12 @@ def hooked(*, before: Hooks = (), after: Hooks = ()) -> Iterator[None]:
         for module, hook in after:
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield
+
+
+def keep_hooked(after: Hooks) -> None:
+    """Call hooks after the forwards of their modules, as in `hooked`, for as long as the modules live.
+
+    For a copy of a model that is dropped with its hooks.
+    """
+    for module, hook in after:
+        module.register_forward_hook(hook, with_kwargs=True)

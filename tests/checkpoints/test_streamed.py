@@ -276,7 +276,8 @@ def test_what_needs_the_weights_says_so(
 
 def test_what_runs_the_model_once_a_layer_says_so(checkpoint: Path, ids: torch.Tensor) -> None:
     model = load_streamed(checkpoint).model
-    layers, parts = "rho, bi, blend, angular, kl, from-end, random", "bi, from-end, random"
+    layers = "rho, bi, blend, blend-minmax, angular, kl, cosine, from-end, random"
+    parts = "bi, from-end, random"
     for criterion, what, names in (("oracle", "layers", layers), ("best", "layers", layers), ("kl", "mlp", parts)):
         with pytest.raises(LyapunovPruneError, match=f"{criterion} .* one of {names}$"):
             lp.rank(model, ids, criterion=criterion, what=what, remove=2)
