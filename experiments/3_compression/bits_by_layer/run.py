@@ -136,7 +136,9 @@ def written(folder: Path = HERE) -> dict[str, str]:
                 beside = None if row.schedule == "uniform" else ratio(np.log(kl[row.schedule] / kl["uniform"]))
                 lines.append([short(budget), row.schedule, short(row.mean), float(kl[row.schedule].mean()), beside])
     head = ["bits at most", "schedule", "mean bits", "KL, nats a token", "/ uniform, geometric mean over windows"]
-    return {"bits": table(head, lines), "setting": f"{found.measured_on.line()}\n"}
+    cells = {f"{line[1]}, {line[0]} bits": str(line[4]) for line in lines if line[4] is not None}
+    setting = f"{found.measured_on.line()}.\nCalibration: {found.calibrated_on.line()}.\n"
+    return {"bits": table(head, lines), "setting": setting} | cells
 
 
 if __name__ == "__main__":
