@@ -489,7 +489,7 @@ def test_a_fault_in_the_factors_leaves_nothing(
     [
         ({"method": "wanda", "sparsity": 0.5, "format": "compact"}, "wanda leaves none"),
         ({"method": "svd", "rank": 30, "format": "compact"}, "two factors"),
-        ({**CHEAP, "format": "packed"}, "unknown format 'packed'"),
+        ({**CHEAP, "format": "zip"}, "unknown format 'zip'"),
     ],
 )
 def test_what_has_no_factors_is_refused(how: dict[str, Any], told: str, ids: torch.Tensor, checkpoint: Path) -> None:
