@@ -12,21 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import Device, DType, load, of_model, run_command, texts
+from experiments.divergences import divergences, finals
 from experiments.statements import ratio, short, table
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.bit_widths import BitWidths
 from lyapunov_prune.compression.methods.rtn import RoundToNearest
 from lyapunov_prune.compression.rounding_cost import RoundingCost
-from lyapunov_prune.forward.hooks import final_state
-from lyapunov_prune.forward.reading import Reading, read
-from lyapunov_prune.forward.states import predicting
-from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.predictions.tiles import measures
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
@@ -88,13 +83,14 @@ def main(
     cost = RoundingCost(read(loaded, calibration), RoundToNearest(GROUP), 1)
     known = Known(cost(BitWidths.widths), cost.measured_on)
     reading = read(loaded, evaluation)
+    states = list(finals(reading, dense))
     rows = []
     for budget in BUDGETS:
         chosen = [lp.allocate(dense, name, budget, profile=profile, cost=known) for name in SCHEDULES]
         for allocation in (*chosen, uniform(Matrices.of(dense), budget)):
             small = lp.compress(dense, method="rtn", allocation=allocation, group_size=GROUP).model
             widths = tuple(int(bits) for bits in allocation.by_layer())
-            kl = divergences(reading, small)
+            kl = divergences(reading, states, list(finals(reading, small)))
             rows.append(Shared(allocation.schedule, budget, allocation.mean, widths, kl))
             print(allocation.schedule, budget, allocation.mean, np.mean(kl), widths, flush=True)
     found = BitsByLayer(tuple(rows), known.costs, BitWidths.widths, reading.measured_on(), known.measured_on)
@@ -113,17 +109,6 @@ def uniform(matrices: Matrices, budget: float) -> Allocation:
         if np.average(amount, weights=matrices.sizes) <= budget:
             break
     return matrices.allocated("uniform", budget, amount, {}, unit="bits")
-
-
-@torch.no_grad()
-def divergences(reading: Reading, small: PreTrainedModel) -> tuple[float, ...]:
-    """`KL(p‖q)` of every window, the mean over its positions but the last."""
-    other = read(wrap(small), reading.batch)
-    found = []
-    for ids in reading.windows(1):
-        dense, changed = (predicting(final_state(r.structure, ids)) for r in (reading, other))
-        found.append(float(measures(reading.scorer, dense, [changed], 1.0)[0, 1].mean()))
-    return tuple(found)
 
 
 def written(folder: Path = HERE) -> dict[str, str]:

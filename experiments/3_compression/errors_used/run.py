@@ -6,7 +6,6 @@ The same calibration text for all four; the divergence and the loss are measured
 beside this one, written after every row: an interrupted run goes on, and settings may run in processes of their own.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,16 +13,12 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import Again, Device, DType, is_kept, load, of_model, texts
+from experiments.divergences import divergences, finals, losses
 from experiments.statements import ratio, short, table
-from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Reading, read
-from lyapunov_prune.forward.states import predicting
-from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.predictions.tiles import measures
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
@@ -114,27 +109,6 @@ def compare(
 
 def asked(found: ErrorsUsed) -> tuple[object, ...]:
     return found.correction, found.measured_on, found.calibrated_on
-
-
-@torch.no_grad()
-def finals(reading: Reading, model: PreTrainedModel) -> Iterator[torch.Tensor]:
-    """The final state of every window by `model`, tokens × width."""
-    other = read(wrap(model), reading.batch)
-    for ids in reading.windows(1):
-        yield final_state(other.structure, ids)[0]
-
-
-@torch.no_grad()
-def losses(reading: Reading, states: Sequence[torch.Tensor]) -> tuple[float, ...]:
-    pairs = zip(states, reading.windows(1), strict=True)
-    return tuple(reading.scorer.loss(state, ids[0]) for state, ids in pairs)
-
-
-@torch.no_grad()
-def divergences(reading: Reading, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> tuple[float, ...]:
-    """`KL(dense‖compressed)` of every window, the mean over its positions but the last."""
-    pairs = ([predicting(state[None]) for state in pair] for pair in zip(before, after, strict=True))
-    return tuple(float(measures(reading.scorer, p, [q], 1.0)[0, 1].mean()) for p, q in pairs)
 
 
 def written(folder: Path = HERE) -> dict[str, str]:
