@@ -7,6 +7,7 @@ the config. A removal that changes numbers cannot be done by copying and is refu
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -113,10 +114,7 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, layers
     before, after = (model.state_dict(keep_vars=True) for model in (outline.model, pruned))
     tables = dict(family_entry(structure.model_type).tables)
     shares = shares_leaving(outline.decoder, plan)
-    names = {name: renamed(name, structure, plan) for name in before}
-    strange = after.keys() ^ {new for new in names.values() if new is not None}
-    if strange:
-        raise not_by_copying(outline.structure, f"{min(strange)} is counted anew")
+    names = new_names(structure, plan, before, after)
     pieces: dict[str, Piece] = {}
     for key, target in outline.targets.items():
         new, called = names[target.name], layers.renamed(key)
@@ -135,6 +133,20 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, layers
             raise not_by_copying(outline.structure, f"the numbers of {new} change")
         pieces[called] = piece
     return pieces
+
+
+def new_names(
+    structure: Structure, plan: PruningPlan, before: Iterable[str], after: Iterable[str]
+) -> dict[str, str | None]:
+    """What each tensor `before` is called without the layers of `plan`, None where it leaves.
+
+    Raises LyapunovPruneError unless these are the tensors `after`.
+    """
+    names = {name: renamed(name, structure, plan) for name in before}
+    strange = set(after) ^ {new for new in names.values() if new is not None}
+    if strange:
+        raise not_by_copying(structure, f"{min(strange)} is counted anew")
+    return names
 
 
 def not_by_copying(structure: Structure, reason: str) -> LyapunovPruneError:

@@ -19,7 +19,7 @@ from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting
 from lyapunov_prune.checkpoints.tensor_files import Piece, Stored, parts_of, read_tensors, reading, write_tensors
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
-from lyapunov_prune.export.copied import SHARD_BYTES, cut_outline, not_by_copying
+from lyapunov_prune.export.copied import SHARD_BYTES, cut_outline, new_names, not_by_copying
 from lyapunov_prune.export.disk_gate import KEYS, PLACED, not_run
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.families import family_entry
@@ -32,7 +32,7 @@ from lyapunov_prune.models.stored_names import Target, targets_of
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.models.wrappers import require_levels_stay
 from lyapunov_prune.progress import status, warn
-from lyapunov_prune.pruning.counting import renamed, shares_leaving
+from lyapunov_prune.pruning.counting import shares_leaving
 from lyapunov_prune.pruning.gate import GateReport, attempt
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe
@@ -164,10 +164,7 @@ def _pieces(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, layers: L
     structure = checkpoint.decoder.structure
     before, after = (d.model.state_dict(keep_vars=True) for d in (checkpoint.decoder, pruned))
     tables, shares = dict(family_entry(structure.model_type).tables), shares_leaving(checkpoint.decoder, plan)
-    names = {name: renamed(name, structure, plan) for name in before}
-    strange = after.keys() ^ {new for new in names.values() if new is not None}
-    if strange:
-        raise not_by_copying(structure, f"{min(strange)} is counted anew")
+    names = new_names(structure, plan, before, after)
     for name, new in names.items():
         if _module(name) in tables:
             continue
