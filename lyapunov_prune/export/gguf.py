@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
@@ -194,8 +194,8 @@ def save_changed(
     None if that is not known; returned is what the file says, with the checks of the file. Raises as `save_gguf`.
     """
     require_file(target)
-    anew, inputs = _anew(original, made, quantize), sample_inputs(made, None)
-    checks: dict[str, OnFiles] = {RELOADED: lambda file: _reloads(made, inputs, file)}
+    anew = _anew(original, made, quantize)
+    checks: dict[str, OnFiles] = {RELOADED: partial(file_reloads, made)}
     if installed():
         ids = compared_text(made, made.tokenizer)
         checks[ENGINE] = lambda file: engine_check(file, made, ids)
@@ -220,10 +220,10 @@ def _written(
     checks: Mapping[str, OnFiles],
 ) -> Provenance | None:
     """Write `target`, put the file through its own checks and these, and let it say how they went."""
-    values = values_without(header, kept) | {HISTORY_KEY: text(_as_json(history))}
+    values = values_without(header, kept) | {HISTORY_KEY: text(as_json(history))}
     values.pop(PROVENANCE_KEY, None)
     if draft is not None:  # filled when the checks are made
-        values[PROVENANCE_KEY] = text(" " * (len(_as_json(draft)) + _ROOM))
+        values[PROVENANCE_KEY] = text(" " * (len(as_json(draft)) + _ROOM))
     pieces = pieces_of(header, kept, anew)
     size = sum(piece.size for piece in pieces)
     require_disk(Path(target).parent, size, "the tensors of the pruned model")
@@ -241,11 +241,11 @@ def _written(
             return None
         before = [check for check in draft.gate.checks if check.name not in {each.name for each in found}]
         made = replace(draft, gate=replace(draft.gate, checks=(*before, *found)))
-        rewrite_text(file, places[PROVENANCE_KEY], values[PROVENANCE_KEY], _as_json(made))
+        rewrite_text(file, places[PROVENANCE_KEY], values[PROVENANCE_KEY], as_json(made))
     return made
 
 
-def _as_json(result: Result) -> str:
+def as_json(result: Result) -> str:
     return json.dumps(result.to_json(), separators=(",", ":"), allow_nan=False)
 
 
@@ -272,13 +272,14 @@ def _anew(original: Original, made: Decoder, quantize: str | None) -> dict[str, 
     return {each.name: each.anew for each in stored}
 
 
-def _reloads(made: Decoder, inputs: Sequence[torch.Tensor], file: Path) -> GateCheck:
-    """Whether what is read from `file`, as any GGUF file is, is the model that was written."""
+def file_reloads(made: Decoder, file: Path, within: float = 1e-12) -> GateCheck:
+    """Whether what is read from `file`, as any GGUF file is, is the model `made`; floats of settings up to `within`."""
     model = made.model
     again = read_gguf(file, {"dtype": model.dtype, "device_map": str(model.device)})
-    limit, wrong = SAME_LIMIT[model.dtype], changed_setting(made.layers, again.layers)
+    limit, wrong = SAME_LIMIT[model.dtype], changed_setting(made.layers, again.layers, within)
     if wrong:
         return GateCheck(RELOADED, False, float("inf"), limit, wrong)
+    inputs = sample_inputs(again, None)  # its context may be shorter
     worst = KeptLogits(again, inputs).deviation(KeptLogits(made, inputs))
     return GateCheck(RELOADED, worst <= limit, worst, limit, "logits of what is read from the file")
 

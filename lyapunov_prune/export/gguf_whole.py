@@ -7,7 +7,6 @@ Where the model came from a GGUF file that is still there, its tokenizer and its
 from __future__ import annotations
 
 import copy
-import json
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -16,16 +15,14 @@ import gguf
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, changed_setting
+from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import INSTALL, installed
 from lyapunov_prune.export.exported import Exported
-from lyapunov_prune.export.gguf import require_file
+from lyapunov_prune.export.gguf import as_json, file_reloads, require_file
 from lyapunov_prune.export.llama_cpp import ENGINE, compared_text, engine_check
-from lyapunov_prune.forward.kept import KeptLogits
-from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
 from lyapunov_prune.models.decoder import Decoder, takes_model, wrap_any
-from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, gguf_file, read_gguf
+from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, gguf_file
 from lyapunov_prune.models.gguf_copy import write_pieces
 from lyapunov_prune.models.gguf_header import Header, Value, number, read_header, text
 from lyapunov_prune.models.gguf_metadata import architecture_values, gguf_family, unread
@@ -39,7 +36,6 @@ from lyapunov_prune.pruning.gate import GateReport, attempt
 from lyapunov_prune.pruning.provenance import made_by
 from lyapunov_prune.results.files import require_disk, whole_file
 from lyapunov_prune.results.history import history_of, history_with
-from lyapunov_prune.results.result import Result
 
 ROUNDED = "the same up to rounding"
 GREEDY = 64  # tokens that llama.cpp writes in its check
@@ -80,7 +76,7 @@ def write_gguf(
             not_run.append(RELOADED)
             warn(f"not read back by transformers: it does not take {lost} from a GGUF file")
         else:
-            checks.append(attempt(RELOADED, partial(_reloads, result, file)))
+            checks.append(attempt(RELOADED, partial(file_reloads, result, file, within=1e-6)))
         if installed():
             context = values[f"{family.architecture}.context_length"].read()
             ids = compared_text(result, tokenizer)[: max(2, context - GREEDY)]
@@ -129,23 +125,7 @@ def _other_values(decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, q
         "general.quantization_version": number(gguf.GGML_QUANT_VERSION),
     }
     history, made = history_with("export", (), decoder.model), made_by(decoder.model.config._name_or_path)
-    values[HISTORY_KEY] = text(_as_json(history))
+    values[HISTORY_KEY] = text(as_json(history))
     if made is not None:
-        values[PROVENANCE_KEY] = text(_as_json(made))
+        values[PROVENANCE_KEY] = text(as_json(made))
     return values
-
-
-def _as_json(result: Result) -> str:
-    return json.dumps(result.to_json(), separators=(",", ":"), allow_nan=False)
-
-
-def _reloads(result: Decoder, file: Path) -> GateCheck:
-    """Whether what is read from `file`, as any GGUF file is, is the rounded model."""
-    model = result.model
-    again = read_gguf(file, {"dtype": model.dtype, "device_map": str(model.device)})
-    limit, wrong = SAME_LIMIT[model.dtype], changed_setting(result.layers, again.layers, within=1e-6)
-    if wrong:
-        return GateCheck(RELOADED, False, float("inf"), limit, wrong)
-    inputs = sample_inputs(again, None)  # its context may be shorter
-    worst = KeptLogits(again, inputs).deviation(KeptLogits(result, inputs))
-    return GateCheck(RELOADED, worst <= limit, worst, limit, "logits of what is read from the file")
