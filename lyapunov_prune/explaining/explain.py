@@ -156,8 +156,9 @@ def _explain_windows(
     read_by[first.total + 1].reverse()
     ends = [(scorer, predicting(state)) for scorer, state in zip(scorers, (final, changed_final), strict=True)]
     others = [ends[1], *chain.from_iterable(read_by.values())]
-    blame.add(predictions(ends[0], others, ids[:, 1:].flatten()), list(read_by))
-    tokens.add(ends[0], ends[1], ids)
+    found, turned = predictions(ends[0], others, ids[:, 1:].flatten())
+    blame.add(found, list(read_by))
+    tokens.add(turned, found[1, 0], ids)
 
 
 def _rounding(side: Side, ids: torch.Tensor) -> float:

@@ -8,9 +8,6 @@ import numpy as np
 import torch
 
 from lyapunov_prune.forward.reading import Reading
-from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.predictions.softmax import kl, log_softmax
-from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result
@@ -18,7 +15,6 @@ from lyapunov_prune.results.result import Result
 KINDS = ("all", "first", "rare", "number", "other")
 FIRST = 4  # positions of a window that count as its first
 SPACES = ("hidden", "logit", "probability")
-_ENTRIES = 2**18  # of positions × vocabulary at once
 
 
 @dataclass(frozen=True)
@@ -82,11 +78,9 @@ class TokenSums:
         self.sums = np.zeros((4, len(KINDS)))
         self.positions = np.zeros(len(KINDS))
 
-    def add(
-        self, dense: tuple[Scorer, torch.Tensor], compressed: tuple[Scorer, torch.Tensor], ids: torch.Tensor
-    ) -> None:
-        """`dense` and `compressed` are scorers with final states (positions × width); `ids` the windows."""
-        found = _measured(dense, compressed)
+    def add(self, turned: torch.Tensor, kl: torch.Tensor, ids: torch.Tensor) -> None:
+        """`turned` (3, positions) and `kl` (positions,) of the compressed model, as `predictions` gives them."""
+        found = torch.cat([turned, kl.unsqueeze(0)]).numpy()
         wanted = ids[:, 1:]
         place = torch.arange(wanted.shape[1]).expand(wanted.shape)
         first = (place < FIRST).flatten().numpy()
@@ -100,16 +94,3 @@ class TokenSums:
     def result(self) -> TokenKinds:
         means = np.divide(self.sums, self.positions, out=np.full_like(self.sums, np.nan), where=self.positions > 0)
         return TokenKinds(self.positions, means[:3], means[3])
-
-
-def _measured(dense: tuple[Scorer, torch.Tensor], compressed: tuple[Scorer, torch.Tensor]) -> np.ndarray:
-    """`1 − cos` in three spaces and KL of every position, (4, positions)."""
-    (scorer, states), (other, changed) = dense, compressed
-    rows = max(1, _ENTRIES // scorer.vocabulary)
-    found = []
-    for h, moved in zip(states.split(rows), changed.split(rows), strict=True):
-        z, z2 = scorer.logits(h), other.logits(moved).to(h.device)
-        log_p, log_q = log_softmax(z, 1.0), log_softmax(z2, 1.0)
-        turned = [turn(a, b)[0] for a, b in ((h, moved), (z, z2), (log_p.exp(), log_q.exp()))]
-        found.append(torch.stack([*turned, kl(log_p, log_q)]).cpu())
-    return torch.cat(found, -1).numpy()
