@@ -48,7 +48,8 @@ def predictions(
 
     Raises LyapunovPruneError for dense logits that are not finite, and where the vocabularies differ.
     """
-    found, turned = [], []
+    found: list[torch.Tensor] = []
+    turned: list[torch.Tensor] = []
     scorer, state = dense
     for start in range(0, len(state), max(1, _ENTRIES // scorer.vocabulary)):
         part = slice(start, start + max(1, _ENTRIES // scorer.vocabulary))
