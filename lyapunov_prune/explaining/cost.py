@@ -34,7 +34,7 @@ def told_cost(reading: Reading) -> str:
     scorer = reading.scorer
     state, forward = _timed(lambda: predicting(final_state(reading.structure, ids)))
     some = scorer, state[:_POSITIONS]
-    _, compared = _timed(lambda: predictions(some, [some], ids[0, 1 : 1 + _POSITIONS]))
+    _, compared = _timed(lambda: predictions(some, [some], ids[0, 1 : 1 + _POSITIONS])[0])
     head = compared * len(state) / len(some[1]) / 2
     times = 2 * (layers + 2)
     minutes = len(reading.batch) * (forwards(layers) * forward + times * head) / 60
