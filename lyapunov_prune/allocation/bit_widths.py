@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,24 @@ class BitWidths(Schedule):
         )
 
 
+def evenly(matrices: Matrices, budget: float, widths: Sequence[int]) -> Allocation:
+    """Uniform bits: the widest of `widths` that all layers can have, and the next on as many layers as fit, evenly.
+
+    Raises LyapunovPruneError for a budget below the narrowest width.
+    """
+    require_reached(budget, widths)
+    narrow = max(b for b in widths if b <= budget)
+    wider, layers = [b for b in widths if b > budget], matrices.model.num_layers
+    amount = np.full(len(matrices.layers), float(narrow))
+    for count in range(layers, 0, -1) if wider else ():
+        wide = [int((k + 0.5) * layers / count) for k in range(count)]
+        tried = np.where(np.isin(matrices.layers, wide), float(wider[0]), amount)
+        if np.average(tried, weights=matrices.sizes) <= budget:
+            amount = tried
+            break
+    return matrices.allocated("uniform", budget, amount, {}, unit="bits")
+
+
 def least_cost(cost: np.ndarray, widths: np.ndarray, sizes: np.ndarray, budget: float) -> np.ndarray:
     """The width of every layer, (L,) int, with the least sum of `cost` (L × widths) and a mean of at most `budget`.
 
@@ -73,10 +92,7 @@ def least_cost(cost: np.ndarray, widths: np.ndarray, sizes: np.ndarray, budget: 
     if not np.isfinite(cost).all():
         layer = int(np.argwhere(~np.isfinite(cost))[0, 0])
         raise LyapunovPruneError(f"the cost of layer {layer} is not finite; give wider widths, or other text")
-    if not budget >= widths[0]:
-        raise LyapunovPruneError(
-            f"no layer is narrower than {widths[0]} bits, so their mean is not {budget:g}; give {widths[0]} or more"
-        )
+    require_reached(budget, widths)
     (L, W), share = cost.shape, sizes / sizes.sum()
     largest = np.abs(cost).max()
     found = milp(
@@ -92,6 +108,14 @@ def least_cost(cost: np.ndarray, widths: np.ndarray, sizes: np.ndarray, budget: 
     if found.x is None:
         raise LyapunovPruneError(f"no widths were found for a mean of {budget:g} bits ({found.message}); give another")
     return widths[found.x.reshape(L, W).argmax(1)]
+
+
+def require_reached(budget: float, widths: Sequence[int] | np.ndarray) -> None:
+    """Raise LyapunovPruneError for a budget below the narrowest of `widths`."""
+    if not budget >= widths[0]:
+        raise LyapunovPruneError(
+            f"no layer is narrower than {widths[0]} bits, so their mean is not {budget:g}; give {widths[0]} or more"
+        )
 
 
 def picked(cost: np.ndarray, widths: tuple[int, ...], width: np.ndarray) -> float:

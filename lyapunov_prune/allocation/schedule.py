@@ -36,6 +36,9 @@ class Cost(Protocol):
     def __call__(self, widths: Sequence[int]) -> np.ndarray:
         """The cost of every layer at each of `widths` bits, (L × widths) float64; smaller is better."""
 
+    def together(self, allocations: Sequence[Allocation]) -> list[float]:
+        """The cost of each of `allocations` as a whole, on text that the cost of single layers did not see."""
+
 
 class Schedule(Choice):
     """How much goes where. A schedule is a subclass in a file of its own and a row in `table.SCHEDULES`.

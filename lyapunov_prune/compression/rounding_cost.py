@@ -1,21 +1,23 @@
-"""What rounding one layer alone does to the prediction, for schedules that share bits out by it."""
+"""What rounding does to the prediction, of one layer alone and of all together, for schedules that share bits out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
+from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.bit_widths import DENSE
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.method import Method
 from lyapunov_prune.compression.second_order import weights_for
-from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.forward.states import changed_finals
 from lyapunov_prune.models.projections import Projection, by_layer, find_projections
@@ -29,60 +31,81 @@ class RoundingCost:
 
     Each forward begins at the layer that is rounded, with the dense state that enters it, so that a width of all L
     layers costs about L / 2 forwards of the layers, and L of the head. A method that goes by statistics takes those of
-    the dense model; what it makes is then kept, a copy of the layers for every width.
+    the dense model; what it makes is then kept, a copy of the layers for every width. Costs come from the first half
+    of the windows and `together` from the other. Raises LyapunovPruneError for one window.
     """
 
     reading: Reading
     method: Method
     batch_size: int
 
+    def __post_init__(self) -> None:
+        if len(self.reading.batch.ids) < 2:
+            raise LyapunovPruneError("bits are judged on windows that their costs did not see; give two or more")
+
     @property
     def measured_on(self) -> MeasuredOn:
         return self.reading.measured_on()
 
-    @torch.no_grad()
     def __call__(self, widths: Sequence[int]) -> np.ndarray:
         """`KL(p‖q)` in nats a token, the mean over every position of a window but its last: (L × widths), float64.
 
         `p` is the dense prediction and `q` that with the matrices of layer l alone at b bits; 0 at 16. NaN where it is
         not finite. Raises NonFiniteError when the dense model is not finite.
         """
-        model, layers = self.reading.model, self.reading.structure.num_layers
+        layers = range(self.reading.structure.num_layers)
         matrices = by_layer(find_projections(self.reading.decoder))
-        made = self._made(matrices, widths)
+        asked = [(layer, dict.fromkeys(matrices.get(layer, []), width)) for layer in layers for width in widths]
+        return self._divergences(asked, self._half(0)).reshape(len(layers), len(widths))
 
-        def rounded(layer: int, width: int) -> AbstractContextManager[None]:
-            if width == DENSE or layer not in matrices:
-                return nullcontext()
-            here = {p: p.weight(model) for p in matrices[layer]}
-            if made:
-                return replaced(model, {p: made[p.name, width] for p in here})
-            return replaced(model, {p: self.method(W, width) for p, W in here.items()})
+    def together(self, allocations: Sequence[Allocation]) -> list[float]:
+        """`KL(p‖q)` with every matrix rounded to its bits in each of `allocations`, on the other half of the windows.
 
-        asked = [(layer, width) for layer in range(layers) for width in widths]
-        changes = [(layer, partial(rounded, layer, width)) for layer, width in asked]
-        total, count = np.zeros(len(asked)), 0
-        for dense, changed in changed_finals(self.reading, changes, self.batch_size, "rounding, a layer at a time"):
-            total += measures(self.reading.scorer, dense, changed, 1.0)[:, 1].sum(-1).cpu().numpy()
+        Each costs a forward. The divergences of single layers do not add up where they are large.
+        """
+        matrices = find_projections(self.reading.decoder)
+        asked = [(0, {p: int(allocation.of(p.name)) for p in matrices}) for allocation in allocations]
+        return self._divergences(asked, self._half(1)).tolist()
+
+    def _half(self, number: int) -> Reading:
+        batch = self.reading.batch
+        middle = (len(batch.ids) + 1) // 2
+        return read(self.reading.decoder, replace(batch, ids=batch.ids[middle:] if number else batch.ids[:middle]))
+
+    @torch.no_grad()
+    def _divergences(self, asked: Sequence[tuple[int, dict[Projection, int]]], on: Reading) -> np.ndarray:
+        """The divergence of each of `asked`, the first layer that changes and the bits of matrices; dense at 16."""
+        every = [(first, {p: b for p, b in widths.items() if b != DENSE}) for first, widths in asked]
+        changed_here = [number for number, (_, widths) in enumerate(every) if widths]
+        wanted = [every[number] for number in changed_here]
+        made = self._made({(p, b) for _, widths in wanted for p, b in widths.items()})
+
+        def rounded(widths: dict[Projection, int]) -> AbstractContextManager[None]:
+            model = self.reading.model
+            return replaced(
+                model, {p: made[p, b] if made else self.method(p.weight(model), b) for p, b in widths.items()}
+            )
+
+        changes = [(first, partial(rounded, widths)) for first, widths in wanted]
+        total, count = np.zeros(len(every)), 0
+        for dense, changed in changed_finals(on, changes, self.batch_size, "rounding"):
+            total[changed_here] += measures(on.scorer, dense, changed, 1.0)[:, 1].sum(-1).cpu().numpy()
             count += len(dense)
-        return (total / count).reshape(layers, len(widths))
+        return total / count
 
-    def _made(
-        self, matrices: dict[int, list[Projection]], widths: Sequence[int]
-    ) -> dict[tuple[str, int], torch.Tensor]:
-        """By name and width what a method that goes by statistics makes; empty for one that looks at weights alone."""
-        made: dict[tuple[str, int], torch.Tensor] = {}
+    def _made(self, wanted: set[tuple[Projection, int]]) -> dict[tuple[Projection, int], torch.Tensor]:
+        """What a method that goes by statistics makes of each; empty for one that looks at weights alone."""
+        made: dict[tuple[Projection, int], torch.Tensor] = {}
         if self.method.needs == "nothing":
             return made
-        model = self.reading.model
+        model, on = self.reading.model, self._half(0)
 
         def keep(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
-            for p in here:
-                for width in widths:
-                    if width != DENSE:
-                        made[p.name, width] = self.method(p.weight(model), width, statistics[p.name])
+            for p, width in wanted:
+                if p in here:
+                    made[p, width] = self.method(p.weight(model), width, statistics[p.name])
 
-        everything = [p for here in matrices.values() for p in here]
-        weights = weights_for(self.method, self.reading, everything, self.batch_size)
-        stream(model, self.reading, everything, self.method.needs, keep, batch_size=self.batch_size, weights=weights)
+        everything = find_projections(self.reading.decoder)
+        weights = weights_for(self.method, on, everything, self.batch_size)
+        stream(model, on, everything, self.method.needs, keep, batch_size=self.batch_size, weights=weights)
         return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, allocate
 from lyapunov_prune.allocation import Allocation
-from lyapunov_prune.allocation.bit_widths import least_cost
+from lyapunov_prune.allocation.allocation import Matrices
+from lyapunov_prune.allocation.bit_widths import evenly, least_cost
 from lyapunov_prune.allocation.schedules.bits_ends import BitsEnds
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.forward.reading import read
@@ -29,13 +31,16 @@ BITS = [name for name in SCHEDULES if name.startswith("bits-")]
 
 
 class Known:
-    """A cost that rises with depth and falls with the width."""
+    """A cost that rises with depth and falls with the width; what was chosen, and uniform bits, cost `held_out`."""
 
-    def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
-        self.measured_on = read(wrap(model), ids).measured_on()
+    def __init__(self, model: PreTrainedModel, ids: torch.Tensor, held_out: tuple[float, float] = (1.0, 2.0)) -> None:
+        self.measured_on, self.held_out = read(wrap(model), ids).measured_on(), [*held_out]
 
     def __call__(self, widths: tuple[int, ...]) -> np.ndarray:
         return 3.0 ** np.arange(LAYERS)[:, None] / np.array(widths)
+
+    def together(self, allocations: Sequence[Allocation]) -> list[float]:
+        return self.held_out
 
 
 def measured(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Any]:
@@ -87,6 +92,24 @@ def test_layers_that_cost_more_get_no_fewer_bits(llama: PreTrainedModel, ids: to
         assert (np.diff(bits[np.argsort(scores, kind="stable")]) >= 0).all() or len({*scores}) < LAYERS
     ends = allocate(llama, "bits-ends", 4.5).by_layer()
     assert ends[[0, -1]].min() > ends[1:-1].max()
+
+
+def test_uniform_bits_are_taken_where_they_cost_less(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    even = evenly(Matrices.of(llama), 4.5, WIDTHS)
+    for own, uniform, taken in ((1.0, 2.0, False), (2.0, 1.0, True), (float("nan"), 1.0, True), (1.0, 1.0, True)):
+        found = allocate(llama, "bits-kl", 4.5, cost=Known(llama, ids, (own, uniform)))
+        assert bool((found.amount == even.amount).all()) is taken
+        assert found.parameters["KL of uniform bits"] == uniform
+
+
+@pytest.mark.parametrize("budget", [2.0, 2.9, 4.0, 4.5, 7.0, 16.0, 20.0])
+def test_uniform_bits_spend_what_whole_layers_can(budget: float, llama: PreTrainedModel) -> None:
+    """The layers of the tiny model are of one size."""
+    found = evenly(Matrices.of(llama), budget, WIDTHS)
+    narrow = max(b for b in WIDTHS if b <= budget)
+    wider = next((b for b in WIDTHS if b > budget), None)
+    count = int(LAYERS * (budget - narrow) / (wider - narrow)) if wider else 0
+    assert sorted(found.by_layer()) == sorted([float(narrow)] * (LAYERS - count) + [float(wider or 0)] * count)
 
 
 def test_what_cannot_be_met_or_has_no_sense_is_refused(llama: PreTrainedModel, ids: torch.Tensor) -> None:
