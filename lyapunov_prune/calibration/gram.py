@@ -29,10 +29,13 @@ def damped(gram: torch.Tensor, size: int, damping: float, device: torch.device) 
     return G
 
 
-def scaled(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`x / 2^e` and `e`, with the largest entry in [1/2, 1), so that products of it are finite; `x` float64."""
-    exponent = int(torch.frexp(x.abs().max()).exponent) if x.numel() else 0
-    return torch.ldexp(x, torch.tensor(-exponent)), exponent
+def scaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x / 2^e` and `e`, with the largest entry in [1/2, 1), so that products of it are finite; `x` float64.
+
+    `e` is an integer on the device of `x`, as `ldexp` needs it there.
+    """
+    exponent = torch.frexp(x.abs().max() if x.numel() else x.new_zeros(())).exponent
+    return torch.ldexp(x, -exponent), exponent
 
 
 def leading(D: torch.Tensor, gram: torch.Tensor, rank: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ def two_factors(W: torch.Tensor, rank: int) -> Factors:
     # Eigenvectors of a Gram matrix lose directions of less than 1e-8 of the largest; two steps of iteration have them.
     for _ in range(2):
         Q = torch.linalg.qr(D @ (D.T @ Q))[0]
-    R = torch.ldexp(Q.T @ D, torch.tensor(exponent))
+    R = torch.ldexp(Q.T @ D, exponent)
     norms = torch.linalg.vector_norm(R, dim=1, keepdim=True)
     half = torch.where(norms > 0, norms, torch.ones_like(norms)).sqrt()
     return (Q * half.T).to(W), (R / half).to(W)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lyapunov_prune.calibration.gram import damped, root
+from lyapunov_prune.calibration.gram import damped, root, scaled
 from lyapunov_prune.errors import LyapunovPruneError
 
 CPU = torch.device("cpu")
@@ -54,3 +54,12 @@ def test_what_is_no_gram_matrix_is_refused() -> None:
         damped(torch.full((2, 2), torch.nan), 2, 0.1, CPU)
     with pytest.raises(LyapunovPruneError, match="negative eigenvalue"):
         root(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
+
+
+def test_the_exponent_lies_on_the_device_of_the_matrix() -> None:
+    """`ldexp` of a GPU's tensor refuses an exponent on the CPU; the meta device stands for the GPU."""
+    _, exponent = scaled(torch.empty(3, 3, dtype=torch.float64, device="meta"))
+    assert exponent.device.type == "meta"
+    x, exponent = scaled(torch.tensor([[3.0, -12.0]], dtype=torch.float64))
+    assert (int(exponent), x.tolist()) == (4, [[0.1875, -0.75]])
+    assert int(scaled(torch.empty(0, 2, dtype=torch.float64))[1]) == 0

@@ -174,7 +174,7 @@ def mended(loaded: lp.models.Decoder, plan: lp.PruningPlan, batch: lp.TokenBatch
         m, h, y = (torch.cat(rows).double() for rows in (outputs, [s[0] for s in after], targets[end]))
         weight = 1 / y.pow(2).sum(-1, keepdim=True)
         gram = (weight * m).T @ m
-        ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+        ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
         E = torch.linalg.solve(gram + ridge, (weight * m).T @ (y - h)).T
         W = last[position].weight(small)
         W += (E @ W.double()).to(W)

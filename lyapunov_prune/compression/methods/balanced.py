@@ -52,4 +52,4 @@ class Balanced(LowRank):
         m, n = D.shape
         A = root(scaled(damped(statistics.sensitivity, m, self.damping, D.device))[0])
         U = leading(A @ D, damped(statistics.gram, n, self.damping, D.device), int(amount))
-        return torch.ldexp(torch.linalg.solve(A, U) @ (U.T @ A @ D), torch.tensor(exponent)).to(W)
+        return torch.ldexp(torch.linalg.solve(A, U) @ (U.T @ A @ D), exponent).to(W)

@@ -40,4 +40,4 @@ class WhitenedSVD(LowRank):
         assert statistics.gram is not None
         D, exponent = scaled(lift(W.detach()))
         U = leading(D, damped(statistics.gram, D.shape[1], self.damping, D.device), int(amount))
-        return torch.ldexp(U @ (U.T @ D), torch.tensor(exponent)).to(W)
+        return torch.ldexp(U @ (U.T @ D), exponent).to(W)
