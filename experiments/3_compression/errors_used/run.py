@@ -112,13 +112,18 @@ def asked(found: ErrorsUsed) -> tuple[object, ...]:
 
 
 def written(folder: Path = HERE) -> dict[str, str]:
-    """KL and perplexity, and their ratios to the plain method with 95 % intervals paired by window."""
+    """KL and perplexity, and their ratios to the plain method with 95 % intervals paired by window.
+
+    Of a setting that was not measured to its end the rows that there are.
+    """
     tables: dict[str, str] = {}
     lines: dict[str, list[list[object]]] = {}
     for setting in SETTINGS:
-        if not (folder / f"{setting}.json").exists():
+        files = [folder / f"{setting}{end}.json" for end in ("", "-part")]
+        file = next((each for each in files if each.exists()), None)
+        if file is None:
             continue
-        found = ErrorsUsed.load(folder / f"{setting}.json")
+        found = ErrorsUsed.load(file)
         plain = next(row for row in found.rows if row.variant == PLAIN)
         tables["setting"] = (
             f"{found.measured_on.line()}; dense perplexity {short(float(np.exp(np.mean(found.dense))))}.\n"
@@ -133,6 +138,8 @@ def written(folder: Path = HERE) -> dict[str, str]:
             amount = f"{number} bits" if method == "gptq" else f"{number}% removed"
             shown = [amount, row.variant, float(kl.mean()), beside[0], float(np.exp(loss.mean())), beside[1]]
             lines.setdefault(method, []).append(shown)
+            if row.variant != PLAIN:
+                tables[f"{row.variant}, {amount}"] = str(beside[0])
     head = ["amount", "variant", "KL, nats a token", "/ plain", "perplexity", "/ plain"]
     return tables | {method: table(head, rows) for method, rows in lines.items()}
 
