@@ -13,7 +13,18 @@ from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.result import versions
 
 HERE = Path(__file__).parent
-COMMANDS = tuple("run factors on_disk gguf_copy engine vocabulary streamed healing explaining gpu".split())
+COMMANDS = (
+    "run",
+    "factors",
+    "on_disk",
+    "gguf_copy",
+    "engine",
+    "vocabulary",
+    "streamed",
+    "healing",
+    "explaining",
+    "gpu",
+)
 
 
 @dataclass(frozen=True)
