@@ -20,7 +20,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.prefix import restore
 from lyapunov_prune.forward.replacement import Replacement
 from lyapunov_prune.linalg import token_energy, widen
-from lyapunov_prune.models.decoder import Decoder, InMemory, takes_model
+from lyapunov_prune.models.decoder import Decoder, InMemory, Streamable, takes_model
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
@@ -75,10 +75,11 @@ def approximate(model: InMemory, approximations: Approximations, *, cache_radius
 
 @takes_model
 @contextmanager
-def observe(model: InMemory, approximations: Approximations) -> Iterator[Records]:
+def observe(model: Streamable, approximations: Approximations) -> Iterator[Records]:
     """Run `model` as it is and record what each approximation would do to the inputs of its matrix.
 
-    As `approximate`, without any effect on what the model computes.
+    As `approximate`, without any effect on what the model computes. Of a streamed model the layers of these matrices
+    are held when the block begins.
     """
     with ExitStack() as stack:
         stack.enter_context(held(model.model))

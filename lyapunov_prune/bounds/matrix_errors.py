@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,13 +79,25 @@ class MatrixErrors(Result):
         ]
 
 
+def joined(found: Sequence[MatrixErrors]) -> MatrixErrors:
+    """All matrices of `found`, one after the other."""
+    return MatrixErrors(
+        names=tuple(name for each in found for name in each.names),
+        layers=tuple(layer for each in found for layer in each.layers),
+        error=np.concatenate([each.error for each in found]),
+        norm=np.concatenate([each.norm for each in found]),
+        checks=tuple(checks for each in found for checks in each.checks),
+    )
+
+
 @torch.no_grad()
 def measure_matrix_errors(
     reading: Reading, written: Mapping[Projection, torch.Tensor], batch_size: int = 1
 ) -> MatrixErrors:
     """`MatrixErrors` of `written`, `W'` (output × input) by the projection of the dense model, in one forward.
 
-    `W'` is taken in the dtype of `W`. Raises LyapunovPruneError for another shape, NaN and infinities.
+    `W'` is taken in the dtype of `W`. The layers of `written` are held if the model is streamed (`layer_held`). Raises
+    LyapunovPruneError for another shape, NaN and infinities.
     """
     chosen = {p.name: approximation(p.weight(reading.model), W) for p, W in written.items()}
     with observe(reading.decoder, chosen) as records:

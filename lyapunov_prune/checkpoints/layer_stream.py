@@ -183,19 +183,23 @@ class LayerStream:
             )
 
     def _leading(self, twin: nn.Module, inner: Any) -> Any:
-        """What a module around the layers does in the place of `inner`: when the outermost ends, no layer is held."""
+        """What a module around the layers does in the place of `inner`.
+
+        When the outermost ends, no layer is held but one that was held before.
+        """
 
         @wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._call is not None:  # inside another
                 return inner(*args, **kwargs)
             self._require_memory((*args, *kwargs.values()))
-            self._call = twin, args, kwargs
+            self._call, before = (twin, args, kwargs), self._held
             try:
                 return inner(*args, **kwargs)
             finally:  # a hook that is always called is not called after Ctrl-C
                 self._call = None
-                self.release()
+                if before is None or self._held != before:
+                    self.release()
 
         return forward
 

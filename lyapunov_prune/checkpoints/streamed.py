@@ -41,9 +41,9 @@ def load_streamed(
 ) -> Decoder:
     """As `load`, of a model that need not fit in memory: a folder or hub id with safetensors, one layer at a time.
 
-    It can be measured by what goes by its states: `measure_contraction`, `block_influence`, `perplexity`, and `rank` by
-    rho, bi, blend, angular and kl of layers, by bi of sublayers, and by from-end and random of both. All of their
-    windows go through the layers together, and their states are in memory.
+    It can be measured by what goes by its states: `measure_contraction`, `block_influence`, `perplexity`, `explain`
+    (two streamed models), and `rank` by rho, bi, blend, angular and kl of layers, by bi of sublayers, and by from-end
+    and random of both. All of their windows go through the layers together, and their states are in memory.
     `export.compress_on_disk` writes it compressed. Whatever else changes weights, or runs the model once for every
     layer, refuses it.
 

@@ -17,6 +17,10 @@ from lyapunov_prune.models.structure import in_eval_mode
 _POSITIONS = 32  # whose predictions are timed
 
 
+# How often at most the files of a streamed model are read, what is tried and timed beforehand included.
+READINGS = 16
+
+
 def forwards(layers: int) -> int:
     """How many forwards `explain` takes of each window at most: where every layer and the embedding differ."""
     return layers + 8
@@ -29,25 +33,31 @@ def told_cost(reading: Reading) -> str:
 
     Raises NonFiniteError naming the layer where a state of its first window is not finite.
     """
-    layers, ids = reading.structure.num_layers, reading.windows(1)[0]
+    layers, streamed = reading.structure.num_layers, reading.decoder.stream is not None
+    ids = reading.windows(1)[0]
     Side(reading, tuple(range(layers)), layers).require_finite(ids)
     scorer = reading.scorer
-    state, forward = _timed(lambda: predicting(final_state(reading.structure, ids)))
+    repeats = 1 if streamed else 3
+    state, forward = _timed(lambda: predicting(final_state(reading.structure, ids)), repeats)
     some = scorer, state[:_POSITIONS]
-    _, compared = _timed(lambda: predictions(some, [some], ids[0, 1 : 1 + _POSITIONS])[0])
+    _, compared = _timed(lambda: predictions(some, [some], ids[:1, 1 : 1 + _POSITIONS].flatten())[0], 3)
+    # Of a streamed model the time to read the files, which a forward of one token shows.
+    read = _timed(lambda: final_state(reading.structure, ids[:1, :1]), 1)[1] if streamed else 0.0
     head = compared * len(state) / len(some[1]) / 2
     times = 2 * (layers + 2)
-    minutes = len(reading.batch) * (forwards(layers) * forward + times * head) / 60
+    passes = forwards(layers) * max(0.0, forward - read) + times * head
+    minutes = (len(reading.windows(1)) * passes + 2 * READINGS * read) / 60
+    files = f"; the files of both are read {READINGS} times" if streamed else ""
     return (
         f"At most {forwards(layers)} forwards of {reading.batch.tokens:,} tokens, and their predictions {times} times: "
-        f"about {max(1, round(minutes))} minutes; less where layers are equal"
+        f"about {max(1, round(minutes))} minutes{files}; less where layers are equal"
     )
 
 
-def _timed(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
-    """What `run` returns, and its seconds: the least of three, since the first warms up and others may be disturbed."""
+def _timed(run: Callable[[], torch.Tensor], repeats: int) -> tuple[torch.Tensor, float]:
+    """What `run` returns, and its seconds: the least of `repeats`, since the first warms up."""
     seconds = []
-    for _ in range(3):
+    for _ in range(repeats):
         start = perf_counter()
         found = run()
         seconds.append(perf_counter() - start)

@@ -75,7 +75,7 @@ class ErrorSums:
     def add_layer(
         self,
         layer: int,
-        error: tuple[torch.Tensor, torch.Tensor],
+        error: Sequence[torch.Tensor],
         dense: torch.Tensor,
         compressed: tuple[torch.Tensor, torch.Tensor],
     ) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from itertools import chain
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from lyapunov_prune.arguments import Count
-from lyapunov_prune.bounds.matrix_errors import MatrixErrors, measure_matrix_errors
+from lyapunov_prune.bounds.matrix_errors import MatrixErrors, joined, measure_matrix_errors
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.explaining.blame import Blame, predictions
 from lyapunov_prune.explaining.decomposition import ErrorSums, difference
@@ -21,7 +23,7 @@ from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.states import predicting
-from lyapunov_prune.models.decoder import InMemory, takes_models
+from lyapunov_prune.models.decoder import Streamable, takes_models
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
 from lyapunov_prune.models.structure import identify, in_eval_mode
@@ -37,13 +39,14 @@ _UNITS = 16
 @in_eval_mode
 @torch.no_grad()
 def explain(
-    dense: InMemory,
-    compressed: InMemory,
+    dense: Streamable,
+    compressed: Streamable,
     batch: Readable,
     *,
     kept: Sequence[int] | None = None,
     profile: ContractionProfile | None = None,
     batch_size: Count = 1,
+    folder: Path | None = None,
 ) -> Explanation:
     """Where the error of `compressed` comes from: see Explanation. Only forwards are run, so weights may be packed.
 
@@ -53,13 +56,16 @@ def explain(
     Cost: `cost.forwards(L)` forwards of every window, fewer where layers are equal: both models once, every layer of
     `compressed` on both states and of `dense` on the other's, for both blames half a forward a layer, each begun at a
     kept state; every MLP of `compressed` on the dense state, and `dense` once more for the matrices of the layers to
-    blame. Memory: both models, the states of
-    `batch_size` windows at all boundaries, and a block of logits.
+    blame. Memory: both models, the states of `batch_size` windows at all boundaries, and a block of logits.
+
+    Two streamed models: one layer of each, through which all windows of all these forwards go while it is held, so the
+    files are read a few times (`cost.READINGS`). Memory: a layer of each, and states at all boundaries and between all
+    sublayers, of both models; where memory is short these are in a file in `folder` (`room_for`).
 
     Raises NonFiniteError naming the layer where a state of either model is not finite, and LyapunovPruneError for two
     models that cannot be compared (`pair_up`) or a profile of another model.
     """
-    first, second = sides = pair_up(dense, compressed, batch, kept)
+    first, second = sides = pair_up(dense, compressed, batch, kept, folder)
     reading, layers = first.reading, first.total
     on, identity = reading.measured_on(), identify(second.reading.model)
     if profile is not None and not profile.measured_on.model.same_as(on.model):
@@ -98,16 +104,29 @@ def explain(
 
 def _matrices(sides: tuple[Side, Side], layers: Sequence[int], batch_size: int) -> MatrixErrors | None:
     """The errors of the matrices of these layers that differ; None where none does, or they cannot be compared."""
-    dense, changed = (side.reading.decoder for side in sides)
+    reading, decoders = sides[0].reading, [side.reading.decoder for side in sides]
     try:
-        ours, theirs = find_projections(dense), find_projections(changed)
+        ours, theirs = map(find_projections, decoders)
     except LyapunovPruneError:  # packed for their library's kernels, adapters, or no matrices at all
         return None
-    given = {_place(p, sides[1].layers[p.layer]): p.weight(changed.model) for p in theirs}
-    pairs = [(p, p.weight(dense.model), given.get(_place(p, p.layer))) for p in ours if p.layer in layers]
-    same_shape = [(p, W, W2.to(W.device)) for p, W, W2 in pairs if W2 is not None and W2.shape == W.shape]
-    written = {p: W2 for p, W, W2 in same_shape if not torch.equal(W2, W)}
-    return measure_matrix_errors(sides[0].reading, written, batch_size) if written else None
+    given = {_place(p, sides[1].layers[p.layer]): p for p in theirs}
+    # Of a streamed model no more than one layer is in memory.
+    together = [[layer] for layer in sorted(layers)] if reading.decoder.stream else [layers]
+    found = []
+    for some in together:
+        with ExitStack() as stack:
+            for side, layer in itertools.product(sides, some):
+                stack.enter_context(side.held(layer))
+            written = {}
+            for p in ours:
+                if p.layer not in some or (same := given.get(_place(p, p.layer))) is None:
+                    continue
+                W, W2 = p.weight(decoders[0].model), same.weight(decoders[1].model)
+                if W2.shape == W.shape and not torch.equal(W2.to(W.device), W):
+                    written[p] = W2.to(W.device)
+            if written:
+                found.append(measure_matrix_errors(reading, written, batch_size))
+    return joined(found) if found else None
 
 
 def _place(p: Projection, layer: int) -> tuple[int, str, int | None, int | None]:
@@ -126,39 +145,45 @@ def _explain_windows(
 ) -> None:
     """Add these windows to all sums."""
     first, second = sides
-    with inner.dense.watched() as between, inner.compressed.watched() as moved:
-        (dense, final), (changed, changed_final) = (side.states(ids) for side in sides)
-    changed = [h.to(dense[0].device) for h in changed]
-    sums.add_states(dense, changed)
-    inner.add_states(dense, changed, (between, moved))
-    finals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (this alone compressed, all but this)
-    if not torch.equal(dense[0], changed[0]):
-        finals[0] = first.finish(0, ids, changed[0]), second.finish(0, ids, dense[0])
-    errors = difference(changed, dense)
+    between, moved = (side.kept(len(ids)) for side in sides)
+    with inner.dense.watched(between), inner.compressed.watched(moved):
+        (h, final), (changed, changed_final) = (side.states(ids) for side in sides)
+    h2 = [state.to(h[0].device) for state in changed]
+    sums.add_states(h, h2)
+    inner.add_states(h, h2, (between, moved))
+    # By part, the state of the model in which it alone is compressed, and of the one in which all but it are.
+    runs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    if not torch.equal(h[0], h2[0]):
+        runs[0] = h2[0].clone(), h[0].clone()
     for k in range(first.total):
-        with inner.compressed.watched() as at_dense:
-            of_dense = second.run(k, ids, dense[k])
-        with inner.compressed.watched() as at_changed:
-            g = of_dense, second.run(k, ids, changed[k])
-        sums.add_layer(k, (errors[k], errors[k + 1]), dense[k + 1], g)
-        inner.add_layer(
-            k,
-            ids,
-            ((dense[k], between.get(k), dense[k + 1]), (changed[k], moved.get(k, changed[k]), changed[k + 1])),
-            ((at_dense.get(k, dense[k]), g[0]), (at_changed.get(k, changed[k]), g[1])),
-        )
-        if not torch.equal(g[0].to(dense[0].device), dense[k + 1]):
-            f = first.run(k, ids, changed[k])
-            finals[k + 1] = first.finish(k + 1, ids, g[0]), second.finish(k + 1, ids, f)
+        with first.held(k), second.held(k):
+            for side, states in zip(sides, zip(*runs.values(), strict=True), strict=False):  # none yet at first
+                side.run_each(k, ids, states)
+            (g, at_dense), (g2, at_changed) = (inner.compressed.run(k, ids, state) for state in (h[k], h2[k]))
+            sums.add_layer(k, difference((h2[k], h2[k + 1]), (h[k], h[k + 1])), h[k + 1], (g, g2))
+            inner.add_layer(
+                k,
+                ids,
+                ((h[k], between.get(k), h[k + 1]), (h2[k], moved.get(k, h2[k]), h2[k + 1])),
+                ((at_dense, g), (at_changed, g2)),
+            )
+            if not torch.equal(g.to(h[0].device), h[k + 1]):
+                f = first.run(k, ids, h2[k])
+                # The states that entered the layer are not needed any more, and their room is.
+                runs[k + 1] = h[k].copy_(g), h2[k].copy_(f)
     # The final norm and the head are of the other model than the layers before them.
-    finals[first.total + 1] = first.finish(first.total, ids, changed[-1]), second.finish(first.total, ids, dense[-1])
-    read_by = {part: [*zip(scorers, map(predicting, pair), strict=True)] for part, pair in finals.items()}
-    read_by[first.total + 1].reverse()
-    ends = [(scorer, predicting(state)) for scorer, state in zip(scorers, (final, changed_final), strict=True)]
-    others = [ends[1], *chain.from_iterable(read_by.values())]
-    found, turned = predictions(ends[0], others, ids[:, 1:].flatten())
-    blame.add(found, list(read_by))
-    tokens.add(turned, found[1, 0], ids)
+    runs[first.total + 1] = h2[first.total], h[first.total]
+    for number, window in enumerate(ids.split(1)):
+        part = slice(number, number + 1)
+        columns = zip(*([state[part] for state in pair] for pair in runs.values()), strict=True)
+        finals = [side.finish_each(window, states) for side, states in zip(sides, columns, strict=True)]
+        read_by = [[*zip(scorers, map(predicting, pair), strict=True)] for pair in zip(*finals, strict=True)]
+        read_by[-1].reverse()
+        whole = zip(scorers, (final[part], changed_final[part]), strict=True)
+        dense, *others = [(scorer, predicting(state)) for scorer, state in whole]
+        found, turned = predictions(dense, [*others, *itertools.chain.from_iterable(read_by)], window[0, 1:])
+        blame.add(found, list(runs))
+        tokens.add(turned, found[1, 0], window)
 
 
 def _rounding(side: Side, ids: torch.Tensor) -> float:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite, residual_stream
 from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.forward.states import KeptStates
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.pruning.provenance import made_by
 
 _TRIED = 32  # tokens, those that `Prefix` tries
+_AT_ONCE = 1024  # tokens of several states that go through a layer together
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,29 +28,47 @@ class Side:
     """One of the two models, with its layers numbered as in the dense one.
 
     `layers` holds the dense model's number of each of its layers. A layer that it lacks hands on what it is given.
+    States of a streamed model are kept in `folder` where memory is short.
     """
 
     reading: Reading
     layers: tuple[int, ...]
     total: int  # layers of the dense model
+    folder: Path | None = None
 
     @cached_property
     def begins(self) -> list[int]:
         """The model's own boundary at each boundary 0 … `total` of the dense model."""
         return [sum(layer < boundary for layer in self.layers) for boundary in range(self.total + 1)]
 
+    def kept(self, windows: int) -> KeptStates:
+        """Where up to `total` + 1 states of so many windows are kept."""
+        on_disk = self.reading.decoder.stream is not None
+        return KeptStates(self.total + 1, windows, on_disk=on_disk, folder=self.folder)
+
     def states(self, ids: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The states at the boundaries 0 … `total` in one whole forward, and the state that the head reads.
 
         Raises as `require_finite`.
         """
-        seen: list[torch.Tensor] = []
+        seen = self.kept(len(ids))
+
+        def visit(boundary: int, hidden: torch.Tensor) -> None:
+            for number, own in enumerate(self.begins):
+                if own == boundary:
+                    seen.add(number, hidden)
+
         structure = self.reading.structure
-        with residual_stream(structure, lambda boundary, hidden: seen.append(hidden.clone())):
+        with residual_stream(structure, visit):
             final = final_state(structure, ids.to(self.reading.model.device))
-        if not all(state.isfinite().all() for state in (*seen, final)):
+        if not all(state.isfinite().all() for state in (*seen.values(), final)):
             self.require_finite(ids)
-        return [seen[boundary] for boundary in self.begins], final
+        return [seen[number] for number in range(self.total + 1)], final
+
+    def held(self, layer: int) -> AbstractContextManager[None]:
+        """Inside the block the weights of `layer` are in memory, also if the model is streamed."""
+        begin, end = self.begins[layer : layer + 2]
+        return nullcontext() if begin == end else layer_held(self.reading.model, begin)
 
     def require_finite(self, ids: torch.Tensor) -> None:
         """Raise NonFiniteError naming the first layer, in the model's own numbers, whose state is not finite."""
@@ -59,22 +82,36 @@ class Side:
         begin, end = self.begins[layer : layer + 2]
         return hidden if begin == end else self.reading.prefix.advance(ids.to(hidden.device), begin, hidden, end)
 
-    def finish(self, boundary: int, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The state that the head reads when `hidden` stands at `boundary` of the dense model's numbers."""
-        hidden = self._own(hidden)
-        return self.reading.prefix.finish(ids.to(hidden.device), self.begins[boundary], hidden)
+    def run_each(self, layer: int, ids: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        """Put what leaves `layer` in the place of each of `states`, several of which go through it together."""
+        most = max(1, _AT_ONCE // ids.numel())
+        for start in range(0, len(states), most):
+            some = states[start : start + most]
+            left = self.run(layer, ids.repeat(len(some), 1), torch.cat([self._own(state) for state in some]))
+            for state, after in zip(some, left.split(len(ids)), strict=True):
+                state.copy_(after)
+
+    def finish_each(self, ids: torch.Tensor, states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The states that the head reads when each of `states` leaves the last layer."""
+        hidden = torch.cat([self._own(state) for state in states])
+        ids = ids.to(hidden.device).repeat(len(states), 1)
+        return self.reading.prefix.finish(ids, self.begins[-1], hidden).chunk(len(states))
 
     def _own(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.to(self.reading.model.device, self.reading.model.dtype)
 
 
-def pair_up(dense: Decoder, compressed: Decoder, batch: Readable, kept: Sequence[int] | None) -> tuple[Side, Side]:
+def pair_up(
+    dense: Decoder, compressed: Decoder, batch: Readable, kept: Sequence[int] | None, folder: Path | None
+) -> tuple[Side, Side]:
     """Both models on the same batch, their layers aligned by `kept` (`kept_layers` if None).
 
     Raises NonFiniteError as `Side.require_finite`, and LyapunovPruneError for models of other families, widths or
-    vocabularies, for layers that do not fit, for a streamed model, and where a layer needs more of earlier ones than
-    their hidden state.
+    vocabularies, for layers that do not fit, where one alone is streamed, and where a layer needs more of earlier ones
+    than their hidden state.
     """
+    if (dense.stream is None) != (compressed.stream is None):
+        raise LyapunovPruneError("one model is streamed and the other in memory; load both with load_streamed, or none")
     first = read(dense, batch)
     second = read(compressed, first.batch)
     mine, theirs = first.structure, second.structure
@@ -92,7 +129,8 @@ def pair_up(dense: Decoder, compressed: Decoder, batch: Readable, kept: Sequence
             )
     layers = kept_layers(second, mine.num_layers) if kept is None else tuple(kept)
     _require_fitting(layers, theirs.num_layers, mine.num_layers)
-    sides = Side(first, tuple(range(mine.num_layers)), mine.num_layers), Side(second, layers, mine.num_layers)
+    total = mine.num_layers
+    sides = Side(first, tuple(range(total)), total, folder), Side(second, layers, total, folder)
     for side in sides:
         side.require_finite(side.reading.windows(1)[0][:, :_TRIED])  # else no forward could begin in between
         missing = set(range(side.reading.structure.num_layers + 1)) - set(side.reading.prefix.entries)

@@ -16,6 +16,7 @@ from lyapunov_prune.explaining.decomposition import PARTS, Decomposed, ErrorSums
 from lyapunov_prune.explaining.pair import Side
 from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, with_hidden
+from lyapunov_prune.forward.states import KeptStates
 from lyapunov_prune.forward.sublayers import Sublayers, find_sublayers
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.results.arrays import require_array
@@ -98,23 +99,30 @@ class Middles:
             found = find_sublayers(side.reading.decoder, range(len(side.layers)))
         except LyapunovPruneError:  # weights that stay packed, for one
             found = {}
-        splits = {side.layers[own]: split for own, pair in found.items() if (split := _split(pair)) is not None}
+        splits: dict[int, _Split] = {}
+        for own, pair in found.items():
+            with side.held(side.layers[own]):
+                if (split := _split(pair)) is not None:
+                    splits[side.layers[own]] = split
         entries = [split.entry for split in splits.values()]
         self.splits = splits if len(set(entries)) == len(entries) else {}  # layers that share modules
 
     @contextmanager
-    def watched(self) -> Iterator[dict[int, torch.Tensor]]:
-        """The states between the sublayers of the layers that run inside the block, by layer."""
-        seen: dict[int, torch.Tensor] = {}
+    def watched(self, seen: KeptStates) -> Iterator[None]:
+        """Add the states between the sublayers of the layers that run inside the block to `seen`, by layer."""
 
         def note(layer: int) -> Any:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                seen[layer] = layer_input(args, kwargs).clone()
-
-            return hook
+            return lambda module, args, kwargs: seen.add(layer, layer_input(args, kwargs))
 
         with hooked(before=[(split.entry, note(layer)) for layer, split in self.splits.items()]):
-            yield seen
+            yield
+
+    def run(self, layer: int, ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What leaves `layer` when `hidden` enters it, and the state between its sublayers; `hidden` if it has none."""
+        seen = KeptStates(1, len(ids))
+        with self.watched(seen):
+            left = self.side.run(layer, ids, hidden)
+        return left, seen.get(layer, hidden)
 
     def finish(
         self, layer: int, ids: torch.Tensor, hidden: torch.Tensor, middle: torch.Tensor
@@ -125,13 +133,16 @@ class Middles:
         """
         split = self.splits[layer]
         wanted = (middle.double() - hidden.to(middle.device).double()) / split.scale
+        rest = [wanted.flatten(0, 1)]  # of a streamed layer a piece of the windows comes after the other
 
         def exchange(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             before = hidden_of(output)
-            return with_hidden(output, wanted.to(before).view_as(before))
+            tokens = before.numel() // before.shape[-1]
+            here, rest[0] = rest[0][:tokens], rest[0][tokens:]
+            return with_hidden(output, here.to(before).view_as(before))
 
-        with self.watched() as seen, hooked(after=[(split.first.exit, exchange)]):
-            return self.side.run(layer, ids, hidden), seen.get(layer, hidden)
+        with hooked(after=[(split.first.exit, exchange)]):
+            return self.run(layer, ids, hidden)
 
 
 def _split(found: Sublayers) -> _Split | None:

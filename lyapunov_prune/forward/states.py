@@ -46,6 +46,29 @@ def room_for(number: int, like: torch.Tensor, folder: Path | None) -> torch.Tens
         ) from None
 
 
+class KeptStates(dict[int, torch.Tensor]):
+    """Up to `number` states (windows × tokens × width) by number, each added whole or a piece of the windows at a time.
+
+    With `on_disk`, which is for the whole text of a streamed model, all are in one `room_for` them in `folder`.
+    """
+
+    def __init__(self, number: int, windows: int, *, on_disk: bool = False, folder: Path | None = None) -> None:
+        super().__init__()
+        self._number, self._windows, self._on_disk, self._folder = number, windows, on_disk, folder
+        self._room: list[torch.Tensor] = []
+        self._filled: dict[int, int] = {}
+
+    def add(self, key: int, piece: torch.Tensor) -> None:
+        if key not in self:
+            shape = (self._windows, *piece.shape[1:])
+            if self._on_disk and not self._room:
+                self._room += room_for(self._number, piece[:1].expand(shape), self._folder).unbind()
+            self[key] = self._room.pop() if self._on_disk else piece.new_empty(shape)
+        start = self._filled.get(key, 0)
+        self[key][start : start + len(piece)] = piece
+        self._filled[key] = start + len(piece)
+
+
 def finals_without_each(
     reading: Reading, batch_size: int, folder: Path | None, description: str
 ) -> Iterator[tuple[torch.Tensor, Sequence[torch.Tensor]]]:

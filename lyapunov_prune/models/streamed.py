@@ -24,6 +24,8 @@ Visit = Callable[[int, torch.Tensor, Run], None]
 class Stream(Protocol):
     """`digests` are `weight_digests` of the files; `hold` reads a layer's weights over those of the one held before.
 
+    A layer that is held runs any number of times before `release` without being read again.
+
     In forwards inside the block of `visiting`, every layer is visited, its weights held, before it runs. What the visit
     makes of the weights is what the layer then runs with, and is gone after it. `finish` takes what leaves the last
     layer to the state that the head reads, without a layer.

@@ -27,6 +27,7 @@ from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.evaluation.evaluation import zero_share
 from lyapunov_prune.forward import scoring
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models import device
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.streamed import layer_held, stream_of
@@ -232,6 +233,27 @@ def test_what_was_read_of_a_layer_leaves_when_the_rest_is_not_read(
     with pytest.raises(KeyboardInterrupt), layer_held(model, 0):
         pytest.fail("it is not held")
     assert held(model) == []
+
+
+def test_a_layer_that_is_held_runs_often_and_is_read_once(
+    checkpoint: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, names, fill = read(load_streamed(checkpoint), ids), list[str](), Outline.fill
+    prefix, layer = reading.prefix, 2
+    hidden = torch.randn(*ids.shape, reading.model.config.hidden_size)
+
+    def count(self: Outline, memory: torch.Tensor, name: str) -> None:
+        names.append(name)
+        fill(self, memory, name)
+
+    monkeypatch.setattr(Outline, "fill", count)
+    with layer_held(reading.model, layer):
+        once = [*names]
+        for _ in range(2):
+            prefix.advance(ids, layer, hidden, layer + 1)
+        assert names == once
+        assert held(reading.model) == [layer]
+    assert held(reading.model) == []
 
 
 def test_logits_are_formed_a_block_at_a_time(

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import TEXT, VOCABULARY, make_tiny, saved, write_gguf
@@ -42,6 +43,22 @@ def test_what_compress_packed_is_explained(run: Any) -> None:
     assert found.matrices is not None
     assert len(found.matrices.names) == 7 * len(found.blamed)
     assert (found.matrices.error > 0).all()
+
+
+def test_packed_weights_are_explained_a_layer_at_a_time(run: Any) -> None:
+    packed = ["--method", "rtn", "--bits", "4", "--format", "packed"]
+    assert run("compress", "tiny", *packed, "-o", "packed").code == 0
+    whole = explained(run, "tiny", "packed")
+    done = run("explain", "tiny", "packed", "--stream", *FEW, "-o", "streamed")
+    assert done.code == 0, done
+    assert "the files of both are read" in done.err
+    found = Explanation.load("streamed/explanation.json")
+    np.testing.assert_allclose(found.kl_only, whole.kl_only, rtol=1e-3, atol=1e-7)
+    np.testing.assert_allclose(found.kl_but, whole.kl_but, rtol=1e-3, atol=1e-7)
+    assert found.matrices is not None
+    for options in (["tiny", "tiny", "--merge-adapter"], ["tiny", "--kv-bits", "4"], ["tiny", "model.gguf"]):
+        told = run("explain", *options, "--stream", *FEW)
+        assert (told.code, "--stream" in told.err or "safetensors" in told.err) == (2, True), told
 
 
 def test_a_gguf_file_is_explained(run: Any, reader: PreTrainedModel) -> None:

@@ -12,21 +12,24 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import hooks_of, inputs_of, make_tiny, moe, operated
+from helpers import hooks_of, inputs_of, make_tiny, moe, operated, saved
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
 from lyapunov_prune.bounds import approximation as approx_module
 from lyapunov_prune.bounds.matrix_errors import MatrixErrors
+from lyapunov_prune.checkpoints import layer_stream
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.explaining import Explanation
 from lyapunov_prune.explaining import explain as module
-from lyapunov_prune.explaining.cost import forwards
+from lyapunov_prune.explaining.cost import READINGS, forwards, told_cost
 from lyapunov_prune.explaining.explain import explain
 from lyapunov_prune.explaining.pair import Side
 from lyapunov_prune.explaining.sublayers import SublayerErrors
+from lyapunov_prune.forward import states
 from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
@@ -301,6 +304,57 @@ def test_matrices_of_a_pruned_model_are_those_of_the_same_layer(ids: torch.Tenso
     assert not any(name.startswith("model.layers.0.") for name in errors)  # it is gone
     changed = {name: error for name, error in errors.items() if error > 0}
     assert changed == {"model.layers.2.mlp.down_proj": pytest.approx(0.3)}
+
+
+def numbers(found: Explanation) -> dict[str, np.ndarray]:
+    """Every array of a result and of its parts, by name."""
+    parts = {"": found, "sublayers ": found.sublayers, "matrices ": found.matrices, "tokens ": found.tokens}
+    return {
+        prefix + name: np.asarray(value)
+        for prefix, part in parts.items()
+        for name, value in vars(part).items()
+        if isinstance(value, np.ndarray | float)
+    }
+
+
+@pytest.mark.parametrize(("name", "in_file"), [("llama", True), ("gemma3", False)])
+def test_streamed_models_give_the_numbers_of_those_in_memory(
+    name: str,
+    in_file: bool,
+    ids: torch.Tensor,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layer_stream, "TOKENS", 1)  # one window after the other goes through a layer
+    if in_file:
+        monkeypatch.setattr(states, "free_memory", lambda device: 0)
+    dense = make_tiny(name)
+    other = perturbed(dense)
+    saved(dense, tokenizer, tmp_path / "dense")
+    pruned = saved(operated(other, [1]), tokenizer, tmp_path / "other")
+    kept = tuple(k for k in range(find_structure(dense).num_layers) if k != 1)
+    (a, b), streamed = (
+        [made(folder, dtype="float64") for folder in (tmp_path / "dense", pruned)]
+        for made in (lp.load, lp.load_streamed)
+    )
+    wanted = explain(a, b, ids, kept=kept)
+    reading = read(streamed[0], ids)
+    told_cost(reading)
+    found = explain(streamed[0], streamed[1], reading, kept=kept, folder=tmp_path)
+    assert found.differs
+    assert found.adds_up
+    again, expected = numbers(found), numbers(wanted)
+    assert {"matrices error", "sublayers energy", "tokens kl", "kl_only", "kl"} <= expected.keys() == again.keys()
+    for what, value in expected.items():
+        if not what.endswith("off"):  # rounding itself
+            np.testing.assert_allclose(again[what], value, rtol=1e-6, atol=1e-10, err_msg=what)
+    for decoder in streamed:
+        stream: Any = decoder.stream
+        assert stream.passes <= READINGS
+        assert all(p.is_meta for p in decoder.layers.parameters())
+    with pytest.raises(LyapunovPruneError, match="one model is streamed"):
+        explain(a, streamed[1], ids, kept=kept)
 
 
 def test_all_layers_cost_no_more_than_is_said(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,16 +9,19 @@ import typer
 
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs
 from lyapunov_prune.cli.options import (
+    IN_MEMORY,
     BatchSize,
     Full,
     Json,
     Model,
     ModelOptions,
     Output,
+    Stream,
     TextOptions,
     model_option,
     what_option,
 )
+from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 
@@ -41,12 +44,14 @@ def explain(
         bool,
         model_option("--merge-adapter", help="COMPRESSED holds LoRA adapters: add them to their base model's weights."),
     ] = False,
+    stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=2048, context=256),
     batch_size: BatchSize = 1,
     output: Output = None,
     as_json: Json = False,
     full: Full = False,
+    given: Given = Given(),
 ) -> None:
     """Where the error of COMPRESSED comes from: layer by layer inherited, added or amplified; writes explanation.json.
 
@@ -67,20 +72,22 @@ def explain(
         raise LyapunovPruneError("give COMPRESSED, or --kv-bits in its place")
     if compressed is None and merge_adapter:
         raise LyapunovPruneError("--merge-adapter is about COMPRESSED; leave it out")
+    if stream:
+        given.refuse(IN_MEMORY, "kv_bits", "merge_adapter")
     known = None if profile is None else LayerProfile.load(profile).contraction
     run = begun_run(output, dense, EXPLANATION)
-    loaded, batch = load_inputs(dense, source, text, "evaluation")
+    loaded, batch = load_inputs(dense, source, text, "evaluation", stream=stream, given=given)
     if compressed is None:
         other = with_rounded_cache(loaded, kv_bits or 0)
     else:
-        other = source.load(compressed, merge_adapter=merge_adapter)
+        other = source.load(compressed, merge_adapter=merge_adapter, stream=stream)
     for model in (loaded.model, other.model):
         require_unseen(model, batch)
     reading = read(loaded, batch)
     require_same_ids(loaded.tokenizer, other.tokenizer, (dense, compressed or dense), reading.scorer.vocabulary)
     if not as_json:
         note(told_cost(reading))
-    result = measured(loaded, other, reading, profile=known, batch_size=batch_size)
+    result = measured(loaded, other, reading, profile=known, batch_size=batch_size, folder=run)
     written = result.save(run / EXPLANATION)
     draw_report(run)
     show(result, as_json, written, full=full)
