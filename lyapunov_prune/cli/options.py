@@ -229,8 +229,9 @@ What = Annotated[
     choices.What,
     what_option(
         help="Whole layers; the attention or the MLP of each (by "
-        f"{', '.join(name for name, c in CRITERIA.items() if 'mlp' in c.parts)}); or its activation (by "
-        "none: prune --layers). In a plain checkpoint a part of a layer saves no time."
+        f"{', '.join(name for name, c in CRITERIA.items() if 'mlp' in c.parts)}); its activation (by none: "
+        "prune --layers); or hidden channels of all feed-forward blocks (prune). In a plain checkpoint a part of a "
+        "layer saves no time, and channels do."
     ),
 ]
 Reduction = Annotated[

@@ -154,9 +154,9 @@ def require_compact(decoder: Decoder, plan: PruningPlan) -> None:
             f"the MLP of layer {plan.drop_mlp[0]} cannot leave a compact checkpoint; give --format plain, or drop its "
             "activation"
         )
-    if not plan.drops_parts:
+    if not plan.drops_parts or plan.channels:
         raise LyapunovPruneError(
-            "whole layers leave a plain checkpoint too, and the plan drops no attention or activation of the others; "
+            "whole layers leave a plain checkpoint too, as channels do, and the plan drops no attention or activation; "
             "leave out --format"
         )
     compact_class(decoder.model)

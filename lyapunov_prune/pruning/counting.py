@@ -20,6 +20,7 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.left_out import LeftOut, left_out
 from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.models.width import find_blocks
 from lyapunov_prune.pruning.plan import PruningPlan
 
 COUNTED = "fell by what was removed"
@@ -30,7 +31,8 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
     """How much of each tensor leaves with the layers of `plan`, by every name in the state dict of the model.
 
     All of what removed layers alone hold, and of what a family lets go with them (`Family.leaves`); the blocks of
-    removed layers of a table that has one a layer (`Family.tables`); nothing of what a kept layer uses.
+    removed layers of a table that has one a layer (`Family.tables`); nothing of what a kept layer uses, but the share
+    of its channels.
     """
     structure, family = decoder.structure, decoder.family
     places = {
@@ -41,7 +43,23 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
         stays -= {place(p) for p in family.leaves(structure.layers, structure.config, plan.remove)}
     tables = tuple(f".{table}.weight" for table, _ in family.tables)
     blocks = Fraction(len(plan.remove), structure.num_layers)
-    return {name: blocks if name.endswith(tables) else Fraction(place not in stays) for name, place in places.items()}
+    narrower = _narrower(structure, plan) if plan.channels else {}
+    return {
+        name: narrower.get(name, blocks if name.endswith(tables) else Fraction(place not in stays))
+        for name, place in places.items()
+    }
+
+
+def _narrower(structure: Structure, plan: PruningPlan) -> dict[str, Fraction]:
+    """The share of each tensor that is of the channels of `plan`: all but the bias behind the last matrix."""
+    share, found = Fraction(len(plan.channels[0]), plan.width), dict[str, Fraction]()
+    for block in find_blocks(structure):
+        inside = f"{structure.layers_path}.{block.layer}."
+        found[f"{inside}{block.out.module}.weight"] = share
+        for p in (block.gate, block.up):
+            if p is not None:
+                found |= {f"{inside}{p.module}.{tensor}": share for tensor in ("weight", "bias")}
+    return found
 
 
 def held_by(model: PreTrainedModel, sizes: Sizes, shares: Mapping[str, Fraction]) -> tuple[int, int]:

@@ -113,7 +113,7 @@ def evaluate_removals(
     measured: dict[tuple[tuple[int, ...], ...], RemovalRow] = {}
     jobs = [(criterion, plan) for criterion, chosen in plans.items() for plan in chosen]
     for criterion, plan in track(jobs, "removing layers"):
-        goes = (plan.remove, plan.drop_attention, plan.drop_mlp, plan.drop_activation)
+        goes = (plan.remove, plan.drop_attention, plan.drop_mlp, plan.drop_activation, *plan.channels)
         if goes not in measured:
             pruned = remove_layers(model, plan)
             after = perplexity(

@@ -74,7 +74,7 @@ class GateReport(Result):
         if not self.passed:
             return [f"Removal gate: FAILED. {self.failure()}"]
         return [
-            f"Removal gate: passed, {passed} checks. The layers are gone and what is left computes what it should.",
+            f"Removal gate: passed, {passed} checks. What was planned is gone; what is left computes what it should.",
             "That says nothing of how good the model is: score it beside the dense one with eval.",
         ]
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.channels import masked
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.sublayers import silenced
 from lyapunov_prune.mending.mend import Mend, mapped
@@ -41,15 +42,15 @@ class Operation:
         return self.plan.kept.index(layer)
 
     def computes(self, decoder: Decoder) -> bool:
-        """Whether some weights of the model made of `decoder` are computed anew, not copied."""
+        """Whether some products of the model made of `decoder` are of other matrices, and round otherwise."""
         by_family = decoder.family.changes(decoder.structure.config) and bool(self.plan.remove)
-        return bool(self.merged or self.mends) or by_family
+        return bool(self.merged or self.mends or self.plan.channels) or by_family
 
     @contextmanager
     def standing_in(self, decoder: Decoder) -> Iterator[None]:
         """Inside the block `decoder` computes, by hooks, what the model made of it should compute."""
         silent = silenced(decoder, self.plan.drop_attention, self.plan.drop_mlp)
         replaced = hidden_replaced(decoder.layers, [(each.block, each.tau) for each in self.merged])
-        skipping = skipped(decoder.structure, self.plan.remove)
-        with silent, replaced, mapped(decoder.layers, self.mends), skipping:
+        skipping, narrower = skipped(decoder.structure, self.plan.remove), masked(decoder.structure, self.plan.channels)
+        with silent, replaced, mapped(decoder.layers, self.mends), skipping, narrower:
             yield

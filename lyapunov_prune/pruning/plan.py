@@ -1,4 +1,4 @@
-"""A decision as an object: which layers or sublayers to remove, why, and from which measurements."""
+"""A decision as an object: which layers, parts of layers or channels to remove, why, and from which measurements."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ROWS, MeasuredOn, ModelIdentity, Result
 
-# What a plan can take out, and the field that lists the layers.
-FIELDS = {"layers": "remove", "attention": "drop_attention", "mlp": "drop_mlp", "activation": "drop_activation"}
+# What a plan can take out, and the field that lists the layers, or the channels of every layer.
+FIELDS = {
+    "layers": "remove",
+    "attention": "drop_attention",
+    "mlp": "drop_mlp",
+    "activation": "drop_activation",
+    "width": "channels",
+}
 # A layer that stays, and goes as often as this when the windows are drawn anew, is named.
 OFTEN = 0.1
 
@@ -32,10 +38,12 @@ class PruningPlan(Result):
     Where they rest on ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`).
     `picked` (L,) is how often the criterion takes each layer when the windows, and the seeds of a ρ, are drawn anew;
     None where that is not known. `tied` names the last that goes and the first that stays where their scores are one.
+    `channels[l]` are the hidden channels that leave the feed-forward block of layer l, which has `width` of them; the
+    same number leaves every block, and nothing else leaves with channels.
 
     Raises LyapunovPruneError when an index is repeated or out of range, when a part of a removed layer or the
-    activation of a dropped MLP is named, for activations without a known reduction or a reduction without them, and
-    when nothing would be removed or no layer left.
+    activation of a dropped MLP is named, for activations without a known reduction or a reduction without them, for
+    channels that are not as above, and when nothing would be removed or no layer left.
     """
 
     remove: tuple[int, ...]
@@ -51,11 +59,14 @@ class PruningPlan(Result):
     reduction: str | None = None
     picked: np.ndarray | None = None
     tied: tuple[int, ...] = ()
+    channels: tuple[tuple[int, ...], ...] = ()
+    width: int = 0
 
     def __post_init__(self) -> None:
         layers = self.model.num_layers
         for field in FIELDS.values():
-            object.__setattr__(self, field, self._checked(getattr(self, field)))
+            if field != "channels":
+                object.__setattr__(self, field, self._checked(getattr(self, field)))
         count = layers if len(self.scores) else 0
         require_array("plan, scores", self.scores, (count,), least=-np.inf, finite=False)
         require_layers("plan, below_floor", self.below_floor, layers)
@@ -73,6 +84,8 @@ class PruningPlan(Result):
         if twice:
             raise LyapunovPruneError(f"the MLP of layer {twice[0]} goes, its activation with it; name it once")
         require_reduction(self.drop_activation, self.reduction)
+        if self.channels or self.width:
+            self._require_channels()
         if not self.touched:
             raise LyapunovPruneError("the plan removes no layer; name one or more")
         if len(self.remove) >= layers:
@@ -94,6 +107,26 @@ class PruningPlan(Result):
         if repeated:
             raise LyapunovPruneError(f"layer {repeated[0]} is named more than once; name each layer once")
         return tuple(sorted(int(i) for i in given))
+
+    def _require_channels(self) -> None:
+        """Raise LyapunovPruneError unless the same number of known channels leaves every block, and nothing else."""
+        layers, gone = self.model.num_layers, {len(block) for block in self.channels}
+        if self.remove or self.drop_attention or self.drop_mlp or self.drop_activation:
+            raise LyapunovPruneError(
+                "channels leave the blocks of a model that keeps its layers; remove layers first, and channels of what "
+                "is written then"
+            )
+        if len(self.channels) != layers or len(gone) != 1 or not 0 < min(gone) < self.width:
+            raise LyapunovPruneError(
+                f"plan, channels: {sorted(gone)} channels of {self.width} for {len(self.channels)} of {layers} layers, "
+                "and the same number, one or more but not all, leaves each; make it again"
+            )
+        for layer, block in enumerate(self.channels):
+            if list(block) != sorted(set(block)) or not 0 <= block[0] <= block[-1] < self.width:
+                raise LyapunovPruneError(
+                    f"plan, channels: those of layer {layer} are not ascending numbers below {self.width}; make it "
+                    "again"
+                )
 
     @classmethod
     @checked
@@ -140,12 +173,19 @@ class PruningPlan(Result):
     @property
     def touched(self) -> tuple[int, ...]:
         """Every layer that goes, or of which a part goes."""
+        if self.channels:
+            return tuple(range(self.model.num_layers))
         return tuple(sorted({*self.remove, *self.drop_attention, *self.drop_mlp, *self.drop_activation}))
 
     @property
     def drops_parts(self) -> bool:
-        """Whether a layer that stays loses its attention, its MLP or its activation."""
-        return bool(self.drop_attention or self.drop_mlp or self.drop_activation)
+        """Whether a layer that stays loses its attention, its MLP, its activation or channels."""
+        return bool(self.drop_attention or self.drop_mlp or self.drop_activation or self.channels)
+
+    @property
+    def kept_channels(self) -> np.ndarray:
+        """The hidden channels that stay in every block (layers × channels), ascending."""
+        return np.array([np.setdiff1d(np.arange(self.width), block) for block in self.channels])
 
     def require_model(self, identity: ModelIdentity) -> None:
         """Raise LyapunovPruneError unless the plan was made for this model."""
@@ -167,7 +207,9 @@ class PruningPlan(Result):
         """One row a layer: its score, its rank (1 goes first), whether it or a part of it is removed."""
         layers = np.arange(self.model.num_layers)
         frame = pd.DataFrame({"layer": layers, "removed": np.isin(layers, self.remove)})
-        if self.drops_parts:
+        if self.channels:
+            frame["channels_removed"] = len(self.channels[0])
+        elif self.drops_parts:
             frame["no_attention"] = np.isin(layers, self.drop_attention)
             frame["no_mlp"] = np.isin(layers, self.drop_mlp)
         if self.drop_activation:
@@ -217,6 +259,12 @@ class PruningPlan(Result):
 
     def sentence(self, format: str = "plain") -> str:
         """What goes and by what, in a line, with what parts of layers save in a checkpoint of `format`."""
+        if self.channels:
+            gone = len(self.channels[0])
+            return printable(
+                f"Remove {gone} of {self.width} hidden channels from each of {self.model.num_layers} feed-forward "
+                f"blocks of {self.model.name} by {self.criterion}; {self.width - gone} stay"
+            )
         blend = f" (alpha {self.alpha:g})" if self.alpha is not None else ""
         parts = {
             "": self.remove,

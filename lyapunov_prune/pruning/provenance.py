@@ -146,9 +146,12 @@ def describe(
         commands=commands,
     )
     provenance.save(folder / PROVENANCE)
+    of = (len(plan.kept), plan.model.num_layers, "layers")
+    if plan.channels:
+        of = (plan.kept_channels.shape[1], plan.width, "hidden channels in every feed-forward block")
     write_card(
         folder,
-        f"{Path(plan.model.name).name} with {len(plan.kept)} of {plan.model.num_layers} layers",
+        "{} with {} of {} {}".format(Path(plan.model.name).name, *of),
         f"{as_text(provenance.headline())}. {pruned.num_parameters():,} parameters of {plan.model.parameters:,} are "
         f"left. {since}",
         pruned,
@@ -160,7 +163,7 @@ def describe(
             **({"Engines": _engines(find_kinds(structure), plan.kept)} if stored.engines else {}),
             "Gate": _checked(provenance),
         },
-        tags=("depth-pruning",),
+        tags=("width-pruning" if plan.channels else "depth-pruning",),
     )
     return provenance
 
@@ -175,6 +178,11 @@ def _removed(plan: PruningPlan, stored: Stored) -> str:
     lines = []
     if plan.remove:
         lines.append(f"Layers of the original, counted from 0: {', '.join(map(str, plan.remove))}.")
+    if plan.channels:
+        lines.append(
+            f"{len(plan.channels[0])} hidden channels of every feed-forward block; which of each layer says `channels` "
+            f"in the plan (`{PROVENANCE}`)."
+        )
     activation = f"Activation of the feed-forward block (reduction {plan.reduction})"
     for part, told, layers in (
         ("attention", "Attention", plan.drop_attention),

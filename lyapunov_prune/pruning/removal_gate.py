@@ -7,7 +7,8 @@
    in every layer.
 4. Layers, parameters and bytes on disk fell by exactly what was removed.
 
-A model that reads pictures is asked with one in the prompt too, and merged and mended matrices one by one.
+A model that reads pictures is asked with one in the prompt too, and merged and mended matrices one by one. Where
+channels leave, every number that stays has to be the original's.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.models.decoder import Decoder, InMemory, Model, takes_model, wrap
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.width import find_blocks
 from lyapunov_prune.pruning.counting import COUNTED, count_check, shares_leaving, sizes_in_memory
 from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Check, Gate, GateReport, OnFiles, bytes_in, crashed
 from lyapunov_prune.pruning.merge_gate import MERGED, merged_blocks, merged_check
 from lyapunov_prune.pruning.mirroring import mirrored
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
+
+COPIED = "channels are the original's"
 
 
 @takes_model
@@ -97,14 +101,17 @@ def removal_gate(
         checks[PICTURED] = lambda: _same_with_picture(gate, operation)
     if operation.merged or operation.mends:
         checks[MERGED] = lambda: _within_rounding(gate, operation)
+    if operation.plan.channels:
+        checks[COPIED] = lambda: _copied(gate, operation.plan)
     return gate, checks
 
 
 def _same(gate: Gate, operation: Operation) -> GateCheck:
-    """In half precision, what maps fail by is decided in float32: there the rounding of the stored matrices is left."""
-    detail = "logits against the original with the layers skipped"
+    """In half precision, what maps or masks fail by is decided in float32, where only stored weights are rounded."""
+    goes = "channels masked" if operation.plan.channels else "layers skipped"
+    detail = f"logits against the original with the {goes}"
     found = gate.same(detail)
-    if not found.passed and operation.mends and (wide := gate.in_float32()):
+    if not found.passed and (operation.mends or operation.plan.channels) and (wide := gate.in_float32()):
         again = wide.same(f"{detail}, in float32 ({found.measured:.2g} in {gate.result.model.dtype})")
         return replace(again, passed=again.measured <= gate.limit, limit=gate.limit)
     return found
@@ -135,6 +142,21 @@ def _within_rounding(gate: Gate, operation: Operation) -> GateCheck:
         i = mend.place.layer
         rows += [(i, *product) for product in products(layers[i], made[operation.place(i)], mend)]
     return merged_check(rows, "a merged block" if operation.merged else "a mended matrix")
+
+
+def _copied(gate: Gate, plan: PruningPlan) -> GateCheck:
+    """Whether the matrices of every block hold the numbers of the channels that stay, in their order."""
+    before, after = gate.reference, gate.result
+    blocks = zip(find_blocks(before.structure), find_blocks(after.structure), plan.kept_channels, strict=True)
+    differ = 0
+    for old, new, kept in blocks:
+        whole, narrow = old.parts(before.layers[old.layer]), new.parts(after.layers[new.layer])
+        pairs = [(whole.out[0][:, kept], narrow.out[0]), (whole.out[1], narrow.out[1])]
+        for wide, slim in ((whole.gate, narrow.gate), (whole.up, narrow.up)):
+            if wide is not None and slim is not None:
+                pairs += [(a if a is None else a[kept], b) for a, b in zip(wide, slim, strict=True)]
+        differ += sum(int((a != b).sum()) for a, b in pairs if a is not None and b is not None)
+    return GateCheck(COPIED, not differ, differ, 0.0, "numbers of the blocks that are not those of the channels kept")
 
 
 def _counted(gate: Gate, operation: Operation, folder: Path) -> GateCheck:

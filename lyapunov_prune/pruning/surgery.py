@@ -1,4 +1,4 @@
-"""The cut: a new model without the layers and sublayers that a plan names. It proves nothing: `gate.py` does."""
+"""The cut: a new model without the layers, sublayers and channels that a plan names; `gate.py` proves it right."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from lyapunov_prune.models.layer_settings import require_attention, slice_settin
 from lyapunov_prune.models.left_out import forget_heads
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.width import find_blocks, narrow
 from lyapunov_prune.models.wrappers import require_text_alone
 from lyapunov_prune.progress import warn
 from lyapunov_prune.pruning.mirroring import mirror, require_mirrored
@@ -40,8 +41,9 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
     layers are not copied. Where the plan drops a sublayer alone, its output projection becomes zero
     (`zeroing.py`), and where it drops an activation, the block computes what the merged block of its layer says
     (`mirroring.py`): a plain checkpoint can say no more, and that saves no time or memory. The layers before gaps take
-    their maps into their parameters. With `shared`, what stays as it was lies where that of `decoder` does: for a
-    result that is only looked at and saved, since a later change of one in place would be one of both.
+    their maps into their parameters. Hidden channels leave the matrices of every block (`models/width.py`). With
+    `shared`, what stays as it was lies where that of `decoder` does: for a result that is only looked at and saved,
+    since a later change of one in place would be one of both.
 
     `decoder` holds its plain weights (`models.plain`). Raises LyapunovPruneError for a block that cannot hold a merged
     matrix, a removal that the family's checkpoint format cannot express, and a decoder inside a multimodal model that
@@ -49,12 +51,15 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
     """
     plan = operation.plan
     require_mirrored(decoder.structure, plan.drop_activation)
+    blocks = find_blocks(decoder.structure) if plan.channels else ()
     with held(decoder.model):  # what a measurement has put on it would be copied too
         if decoder.wrapped:
             require_text_alone(decoder, plan.remove)
         memo = shared_memo(decoder.model) if shared else {}
         made = without_layers(decoder, plan, memo) if plan.remove else copy.deepcopy(decoder.model, memo)
     pruned = Decoder(made, find_structure(made))
+    if blocks:
+        narrow(made, pruned.structure, blocks, torch.from_numpy(plan.kept_channels))
     attention, mlp = (tuple(map(operation.place, drop)) for drop in (plan.drop_attention, plan.drop_mlp))
     mended = (mend.place.layer for mend in operation.mends)
     for index in sorted({*plan.drop_attention, *plan.drop_mlp, *plan.drop_activation, *mended}):

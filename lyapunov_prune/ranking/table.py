@@ -62,6 +62,8 @@ def require_ranks(
         raise LyapunovPruneError(f"unknown --what {what!r}; give one of {', '.join(PARTS)}")
     if what == "activation":
         raise LyapunovPruneError("no criterion orders activations; name the layers, as prune --layers 3,7")
+    if what == "width":
+        raise LyapunovPruneError("channels are no layers to rank; they are chosen by prune --what width --remove 20%")
     if what not in known.parts:
         others = [name for name, other in CRITERIA.items() if what in other.parts]
         raise LyapunovPruneError(

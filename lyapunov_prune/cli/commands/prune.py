@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 def prune(
     model: Model,
     *,
-    remove: Annotated[float | None, what_option(help="How many layers, by --criterion.", **counted)] = None,
+    remove: Annotated[float | None, what_option(help="How many layers, or channels.", **counted)] = None,
     max_kl: MaxKL = None,
     layers: Annotated[str | None, what_option(help="Layers by hand, as 3,7 or 3-7 (counted from 0).")] = None,
     plan_file: Annotated[Path | None, what_option("--plan", help="A plan.json, or a mergekit .yaml of slices.")] = None,
@@ -83,9 +83,12 @@ def prune(
 ) -> None:
     """Remove layers physically, pass the gate, write a plain transformers checkpoint.
 
-    With --what only a part of each layer goes. In a plain checkpoint that costs what it cost: attention and MLP are
-    zeroed, an activation is cancelled. With --format compact attentions are gone, and a block without activation is
-    one matrix; the checkpoint is smaller and faster, and loads with this package or by the module beside its weights.
+    With --what width the same number of hidden channels leaves the feed-forward block of every layer: a smaller and
+    faster plain checkpoint of as many layers. What stays is a multiple of 64, in narrow blocks of 8.
+    With another --what only a part of each layer goes. In a plain checkpoint that costs what it cost: attention and
+    MLP are zeroed, an activation is cancelled. With --format compact attentions are gone, and a block without
+    activation is one matrix; the checkpoint is smaller and faster, and loads with this package or by the module beside
+    its weights.
     With --mend the layer before each gap learns from the calibration text, without training, to stand in for the gap:
     from one half of it, and only if the other half and a second text (--judge) say that it pays. --criterion best then
     compares the sets mended.
@@ -108,12 +111,15 @@ def prune(
     if remove is None and max_kl is None:
         chosen = "is of layers that a criterion chooses; give --remove or --max-kl with it"
         given.refuse_record(chosen, RankOptions, but="what")
-    by = by.settled(remove, periods=keep_period)
-    by.require(given)
+    if by.what == "width":
+        _require_width(remove, given)
+    else:
+        by = by.settled(remove, periods=keep_period)
+        by.require(given)
     if max_kl is not None:
         require_budget(max_kl)
         given.refuse("does not go with --max-kl; give one of the two", "keep_period")
-    if remove is not None or max_kl is not None:
+    if by.what != "width" and (remove is not None or max_kl is not None):
         require_ranks(by.goes_by, by.what, remove=remove, periods=keep_period)
     if (by.what == "activation") != (reduction is not None):
         raise LyapunovPruneError("--what activation and --reduction go together; give both or neither")
@@ -121,6 +127,8 @@ def prune(
     if not mend:
         given.refuse("is of what --mend changes; the rest of a .gguf file is copied; leave it out", "quantize")
     stored = FORMATS.make(format, **({} if quantize is None else {"quantize": quantize}))
+    if by.what == "width" and format != "plain":
+        raise LyapunovPruneError("--what width writes a plain checkpoint; leave out --format")
     if by.what != "layers" and stored.card is not None and not stored.card.parts:
         raise LyapunovPruneError(f"--format {format} holds whole layers; leave out --what, or give another format")
     if mend and (by.what != "layers" or not stored.mends):
@@ -177,6 +185,7 @@ def prune(
     from lyapunov_prune.models.plain import require_unquantised
     from lyapunov_prune.predictions.expectation import expectation
     from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
+    from lyapunov_prune.pruning.width import choose_channels
     from lyapunov_prune.ranking.budget import remove_under_budget
     from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
 
@@ -201,6 +210,9 @@ def prune(
         plan = PruningPlan.given(loaded.model, **goes, reduction=reduction)
     elif given_plan is not None:
         plan = _plan_for(loaded, given_plan)
+    elif by.what == "width":
+        assert remove is not None
+        plan = choose_channels(loaded.model, batch, remove, batch_size=batch_size)
     else:
         if remove is not None:
             remove = count_of(remove, loaded.structure.num_layers)
@@ -233,6 +245,14 @@ def prune(
         judge=judged,
     )
     _tell(written, as_json, output, full)
+
+
+def _require_width(remove: float | None, given: Given) -> None:
+    """Raise LyapunovPruneError for options beside --what width that are of layers."""
+    if remove is None:
+        raise LyapunovPruneError("--what width has to know how many channels go; give --remove 20% or a number with it")
+    idle = "is of layers, and --what width leaves every layer in its place; leave it out"
+    given.refuse_record(idle, RankOptions, but="what", also="keep_period")
 
 
 def _read_plan(path: Path) -> PruningPlan | MergekitSlices:
