@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import drawn, draws_of
 from lyapunov_prune.forward.logits import uncached_logits
-from lyapunov_prune.forward.products import watched_products
+from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.linalg import token_energy
+from lyapunov_prune.models.experts import Routing
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.progress import track
 
@@ -19,7 +23,10 @@ from lyapunov_prune.progress import track
 def token_weights(
     reading: Reading, projections: Sequence[Projection], batch_size: int = 1
 ) -> dict[str, list[torch.Tensor]]:
-    """`‖∂ℓ/∂y_t‖²` at the output `y_t` of every module, scaled to mean 1 over its tokens: (tokens,) float64 a call.
+    """`‖∂ℓ/∂y_t‖²` at the output `y_t` of every product, scaled to mean 1 over its tokens: (tokens,) float64 a call.
+
+    Experts that a router chooses between have one output, the sum of theirs, so that a token has a weight whichever of
+    them the compressed model sends it to.
 
     `ℓ = −Σ_s log p_s(v_s)` over all positions s, with `v_s ~ p_s` drawn from the model's own prediction. So the mean
     over draws is the trace of the Fisher information at `y_t`, the second derivative of `KL(p‖q)` by an error there.
@@ -30,23 +37,35 @@ def token_weights(
     model = reading.model
     if reading.decoder.stream is not None:
         raise LyapunovPruneError("weights of tokens need a backward pass of the whole model; leave out --stream")
-    modules = {p.module: model.get_submodule(p.module) for p in projections}
     outputs: list[tuple[str, torch.Tensor, bool]] = []
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
+    found: dict[str, list[torch.Tensor]] = {}
 
-    def seen(name: str, x: torch.Tensor, output: torch.Tensor, rows_are_features: bool) -> None:
+    def note(name: str, output: torch.Tensor, rows_are_features: bool = False) -> None:
         outputs.append((name, output if output.requires_grad else output.requires_grad_(), rows_are_features))
 
+    def seen(product: Product) -> None:
+        if product.routed is None:
+            note(product.name, product.output, product.rows_are_features)
+
+    def leave(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+            if Routing.of(args, kwargs) is not None:
+                note(name, output)
+
+        return hook
+
+    experts = {p.module for p in projections if p.expert is not None}
+    leaving = [(model.get_submodule(name), leave(name)) for name in experts]
     windows = reading.windows(batch_size)
     for number, ids in enumerate(track(windows, "weights of tokens")):
-        with torch.enable_grad(), watched_products(modules, seen):
+        with torch.enable_grad(), watched_products(model, projections, seen), hooked(after=leaving):
             loss = _drawn_loss(uncached_logits(model, ids).float(), number * batch_size)
         gradients = torch.autograd.grad(loss, [y for _, y, _ in outputs], allow_unused=True)
         for (name, y, rows_are_features), gradient in zip(outputs, gradients, strict=True):
             g = torch.zeros_like(y) if gradient is None else gradient
-            found[name].append(token_energy(g.transpose(-1, -2) if rows_are_features else g).flatten())
+            found.setdefault(name, []).append(token_energy(g.transpose(-1, -2) if rows_are_features else g).flatten())
         outputs.clear()
-    return {name: _normalised(name, calls) for name, calls in found.items() if calls}
+    return {name: _normalised(name, calls) for name, calls in found.items()}
 
 
 def _drawn_loss(logits: torch.Tensor, first: int) -> torch.Tensor:

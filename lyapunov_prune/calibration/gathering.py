@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.calibration.lending import Lender
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.products import watched_products
+from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.linalg import feature_energy, lift
 from lyapunov_prune.models.projections import Projection
 
 # The remedy where the inputs of a matrix cannot be recorded; more text would not help.
 _UNCALIBRATED = "use a method without calibration (--method magnitude, --allocation uniform)"
-
-
-def require_seen(projections: Sequence[Projection]) -> None:
-    """Raise LyapunovPruneError for fused experts, whose inputs no hook sees."""
-    fused = next((p.name for p in projections if p.expert is not None), None)
-    if fused:
-        raise LyapunovPruneError(f"the inputs of {fused} cannot be recorded outside its fused forward; {_UNCALIBRATED}")
 
 
 class Gathering:
@@ -31,6 +25,9 @@ class Gathering:
     `needs` is `norms`, `gram`, `magnitudes` or `sensitivity`, as in `stream`. Matrices with the same input tensor share
     a sum. With `weights` (by module, of the tokens of each of its calls in order) tokens count by these, and no sum is
     shared. `dense`, for the drift, gives by module what has entered it in the dense model for the same tokens.
+
+    The tokens of an expert count by the square of the router's weight, see `Statistics`. An expert that is given fewer
+    tokens than its matrix has inputs is run on tokens of its layer as well, see `Lender`.
     """
 
     def __init__(
@@ -41,21 +38,35 @@ class Gathering:
         weights: Mapping[str, Iterator[torch.Tensor]] | None = None,
         dense: Mapping[str, list[torch.Tensor]] | None = None,
     ) -> None:
-        self.projections, self.needs, self.weights, self.dense = projections, needs, weights, dense
-        self.modules = {p.module: model.get_submodule(p.module) for p in projections}
+        self.model, self.projections, self.needs, self.weights, self.dense = model, projections, needs, weights, dense
         self.energy: dict[str, torch.Tensor] = {}
         self.grams: dict[str, torch.Tensor] = {}
         self.drifts: dict[str, torch.Tensor] = {}
         self.magnitudes: dict[str, torch.Tensor] = {}
         self.sensitivities: dict[str, torch.Tensor] = {}
+        self._tokens: dict[str, int] = {}
         self._leader: dict[str, str] = {}  # the first matrix with the same input tensor
         self._last: tuple[torch.Tensor | None, str] = (None, "")
         self._outputs: list[tuple[str, torch.Tensor, bool]] = []
+        self._module = {p.product: p.module for p in projections}
+        self._inputs = {p.product: p.weight(model).shape[1] for p in projections if p.expert is not None}
+        sizes: dict[str, int] = {}
+        for name, inputs in self._inputs.items():
+            sizes[self._module[name]] = max(inputs, sizes.get(self._module[name], 0))
+        self._lenders = {module: Lender(model.get_submodule(module), size) for module, size in sizes.items()}
 
-    def watching(self) -> AbstractContextManager[None]:
-        return watched_products(self.modules, self._seen)
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module, lender in self._lenders.items():
+                stack.enter_context(lender.watching((self.weights or {}).get(module)))
+            stack.enter_context(watched_products(self.model, self.projections, self._seen))
+            yield
 
-    def _seen(self, name: str, x: torch.Tensor, output: torch.Tensor, rows_are_features: bool) -> None:
+    def _seen(self, product: Product) -> None:
+        name, x = product.name, product.x
+        if not x.numel():  # an expert without tokens, which some families run all the same
+            return
         before, leader = self._last
         if x is not before:
             leader = name
@@ -66,67 +77,106 @@ class Gathering:
                 f"{_UNCALIBRATED}"
             )
         if leader == name or self.weights is not None:
-            self._add(name, x.detach().reshape(-1, x.shape[-1]))
+            self._add(product, x.detach().reshape(-1, x.shape[-1]))
         if self.needs == "sensitivity":
-            output = output if output.requires_grad else output.requires_grad_()
-            self._outputs.append((name, output, rows_are_features))
+            output = product.output if product.output.requires_grad else product.output.requires_grad_()
+            self._outputs.append((name, output, product.rows_are_features))
 
-    def _add(self, name: str, x: torch.Tensor) -> None:
+    def _add(self, product: Product, x: torch.Tensor) -> None:
+        name, root = product.name, self._roots(product, x)
+        self._tokens[name] = self._tokens.get(name, 0) + len(x)
         if self.needs == "norms":
-            self._sum(self.energy, name, feature_energy(x))
+            self._sum(self.energy, name, feature_energy(x if root is None else lift(x) * root))
             return
-        rows = lift(x)
-        root: torch.Tensor | float = 1.0
-        if self.weights is not None:
-            root = _of_tokens(name, x, next(self.weights[name], None)).sqrt().unsqueeze(1)
-        self._sum(self.grams, name, _gram(rows * root))
+        rows = lift(x) if root is None else lift(x) * root
+        self._sum(self.grams, name, _gram(rows))
         if self.needs == "magnitudes":
             self._sum(self.magnitudes, name, rows.abs().sum(0))
         if self.dense is not None:
             calls = self.dense.get(name)
             before = lift(_of_tokens(name, x, calls.pop(0).flatten(0, -2) if calls else None))
-            self._sum(self.drifts, name, ((before - rows) * root).T @ (rows * root))
+            self._sum(self.drifts, name, ((before if root is None else before * root) - rows).T @ rows)
+
+    def _roots(self, product: Product, x: torch.Tensor) -> torch.Tensor | None:
+        """`√a_t` of the tokens `x` (tokens × 1); None where all are 1."""
+        if product.routed is not None:
+            rows, router = product.routed
+            energy = self._lenders[self._module[product.name]].energy
+            root = lift(router.detach()).abs()
+            return (root if energy is None else root * energy.to(root.device)[rows].sqrt()).unsqueeze(1)
+        if self.weights is None:
+            return None
+        return _of_tokens(product.name, x, next(self.weights[product.name], None)).sqrt().unsqueeze(1)
 
     @staticmethod
     def _sum(sums: dict[str, torch.Tensor], name: str, more: torch.Tensor) -> None:
         sums[name] = sums[name] + more if name in sums else more
 
-    @torch.enable_grad()
     def differentiate(self, output: torch.Tensor, generator: torch.Generator) -> None:
         """Add the gradients, at the outputs of the matrices, of a random product with the layer's output."""
         # One window at a time, so that the random numbers do not depend on the batch size.
         v = torch.stack([torch.randn(window.shape, generator=generator) for window in output]).to(output)
-        grads = torch.autograd.grad(output, [y for _, y, _ in self._outputs], v, allow_unused=True)
-        for (name, _, rows_are_features), g in zip(self._outputs, grads, strict=True):
+        self._back(output, v, [lender for lender in self._lenders.values() if lender.output is not None])
+
+    @torch.enable_grad()
+    def _back(self, output: torch.Tensor, v: torch.Tensor, lenders: Sequence[Lender] = ()) -> None:
+        ends = [y for _, y, _ in self._outputs]
+        ends += [lender.output for lender in lenders if lender.output is not None]
+        grads = torch.autograd.grad(output, ends, v, allow_unused=True)
+        for (name, _, rows_are_features), g in zip(self._outputs, grads, strict=False):
             if g is not None:
                 self._sum(self.sensitivities, name, _gram(g.transpose(-1, -2) if rows_are_features else g))
+        for lender, g in zip(lenders, grads[len(self._outputs) :], strict=True):
+            lender.keep_gradient(g)
         self._outputs = []
 
-    def statistics(self) -> dict[str, Statistics]:
-        """The statistics of every matrix, by name.
+    def _lend(self, held: Callable[[int], AbstractContextManager[None]]) -> None:
+        """Run every expert with fewer tokens than inputs on tokens of its layer."""
+        given = dict(self._tokens)
+        for p in self.projections:
+            few = p.expert is not None and given.get(p.product, 0) < self._inputs[p.product]
+            if p.expert is None or not few or not (lender := self._lenders[p.module]).tokens:
+                continue
+            with held(p.layer), watched_products(self.model, [p], self._seen):
+                output = lender.run(p.expert, self._inputs[p.product])
+            if self.needs == "sensitivity":
+                self._back(output, torch.cat(lender.gradients)[: len(output)])
+        self._tokens = given
+
+    def statistics(
+        self, held: Callable[[int], AbstractContextManager[None]] = lambda layer: nullcontext()
+    ) -> dict[str, Statistics]:
+        """The statistics of every matrix, by name; `held` has the weights of a layer in memory.
 
         Raises LyapunovPruneError for a matrix without an observed product, and for activations that are not finite.
         """
+        with torch.set_grad_enabled(self.needs == "sensitivity"):
+            self._lend(held)
         result: dict[str, Statistics] = {}
         for p in self.projections:
-            if p.module not in self._leader:
+            if p.product not in self._leader:
                 raise LyapunovPruneError(
                     f"no product with {p.name} is seen in a forward of the calibration text: no token reaches it (an "
                     "expert: give more text), text alone does not use it (attention to an encoder), or a fused kernel "
                     f"multiplies by it; {_UNCALIBRATED}"
                 )
-            leader = p.module if self.weights is not None else self._leader[p.module]
+            leader = p.product if self.weights is not None else self._leader[p.product]
             gram = self.grams.get(leader)
             energy = self.energy[leader] if gram is None else gram.diagonal()
             if not energy.isfinite().all():
                 raise LyapunovPruneError(
                     f"NaN or infinite activations in the calibration enter {p.name}; check the weights"
                 )
-            sensitivity = self.sensitivities.get(p.module)
+            sensitivity = self.sensitivities.get(p.product)
             if sensitivity is not None:
                 sensitivity = sensitivity[p.start : p.stop, p.start : p.stop]
             result[p.name] = Statistics(
-                energy.sqrt(), gram, sensitivity, self.drifts.get(leader), self.magnitudes.get(leader)
+                energy.sqrt(),
+                gram,
+                sensitivity,
+                self.drifts.get(leader),
+                self.magnitudes.get(leader),
+                self._tokens.get(p.product, 0) if p.expert is not None else None,
             )
         return result
 

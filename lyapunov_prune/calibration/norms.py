@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.calibration.gathering import Gathering, require_seen
+from lyapunov_prune.calibration.gathering import Gathering
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 
@@ -21,13 +23,13 @@ from lyapunov_prune.progress import track
 def input_norms(model: PreTrainedModel, batch: Readable, projections: Sequence[Projection]) -> dict[str, torch.Tensor]:
     """`‖x_j‖₂` over all tokens of `batch`, for each input feature j of each of `projections`, by name.
 
-    Float64, from one forward of the model. Raises LyapunovPruneError for fused experts, whose inputs cannot be
-    recorded, for a matrix that no token reached, and for activations that are not finite.
+    Float64, from one forward of the model. An expert's are weighted by the router (`Statistics`). Raises
+    LyapunovPruneError for a matrix that no token reached, and for activations that are not finite.
     """
     reading = read(wrap(model), batch)
-    require_seen(projections)
     gathering = Gathering(model, projections, "norms")
     with gathering.watching():
         for ids in track(reading.windows(1), "calibration"):
             run_backbone(reading.structure, ids)
-    return {name: statistics.norms.cpu() for name, statistics in gathering.statistics().items()}
+    found = gathering.statistics(partial(layer_held, model))
+    return {name: statistics.norms.cpu() for name, statistics in found.items()}

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.calibration.gathering import Gathering, require_seen
+from lyapunov_prune.calibration.gathering import Gathering
 from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.layers import each_layer, in_order
-from lyapunov_prune.forward.products import watched_products
+from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection, by_layer
@@ -46,10 +47,15 @@ def stream(
 
     Memory: that of `each_layer`, and the statistics of one layer.
 
-    Raises LyapunovPruneError for fused experts, whose inputs cannot be recorded, for a matrix that no token reached,
-    and for activations that are not finite.
+    Raises LyapunovPruneError for a matrix that no token reached, for activations that are not finite, and for experts
+    with `dense`: the compressed model may send an expert other tokens.
     """
-    require_seen(projections)
+    expert = next((p.name for p in projections if p.expert is not None), None)
+    if dense is not None and expert:
+        raise LyapunovPruneError(
+            f"{expert} is sent other tokens in the dense than in the compressed model, and a correction compares the "
+            "same ones; leave out --correction"
+        )
     reading = read(wrap(model), batch)
     matrices = by_layer(projections)
 
@@ -90,16 +96,15 @@ def _beside(
 
     The layer of the dense model runs, a piece ahead, while its outputs `ahead` are consumed.
     """
-    modules = {p.module: dense.get_submodule(p.module) for p in here}
     inputs: dict[str, list[torch.Tensor]] = {}
 
-    def keep(name: str, x: torch.Tensor, output: torch.Tensor, rows_are_features: bool) -> None:
-        inputs.setdefault(name, []).append(x.detach())
+    def keep(product: Product) -> None:
+        inputs.setdefault(product.name, []).append(product.x.detach())
 
     def pieces() -> Iterator[torch.Tensor]:
         while True:
             inputs.clear()
-            with watched_products(modules, keep):
+            with watched_products(dense, here, keep):
                 if next(ahead, None) is None:
                     return
             yield next(outputs)

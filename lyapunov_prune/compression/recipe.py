@@ -284,6 +284,7 @@ def _describe(
         bits=amount if method.unit == "bits" else None,
         weight_error=_share(error, whole),
         output_error=None if gram is None else _output_error(lift(W), lift(after), gram),
+        tokens=None if statistics is None else statistics.tokens,
     )
 
 

@@ -24,7 +24,9 @@ class CompressedMatrix:
 
     `zeros`: share of its entries that are zero. `rank`, `bits`: what was kept, None where the method keeps the other.
     `weight_error = ‖W − Ŵ‖_F / ‖W‖_F`; `output_error = ‖(W − Ŵ) X‖_F / ‖W X‖_F` on the calibration inputs X,
-    weighted where the method weighs tokens; None where no Gram matrix was collected.
+    weighted where the method weighs tokens; None where no Gram matrix was collected. `tokens`: how many calibration
+    tokens the router sent to an expert; None for any other matrix. With fewer than n, its statistics are filled up with
+    tokens of the layer (`calibration.lending`).
     """
 
     name: str
@@ -38,6 +40,11 @@ class CompressedMatrix:
     bits: float | None
     weight_error: float
     output_error: float | None
+    tokens: int | None = None
+
+    @property
+    def lent(self) -> bool:
+        return self.tokens is not None and self.tokens < self.columns
 
 
 @dataclass(frozen=True)
@@ -145,9 +152,22 @@ class CompressionReport(Result):
             f"Relative error of the {what}: most in layer {int(worst.layer)} ({worst[error]:.3g}), least in layer "
             f"{int(least.layer)} ({least[error]:.3g}).",
             f"By layer: {bars(shown[error].to_numpy(dtype=float))}" if len(shown) > 1 else "",
+            self._lent(),
             "Errors of single matrices do not say what the model lost: score it with eval --against the dense one.",
         ]
         return [line for line in lines if line]
+
+    def _lent(self) -> str:
+        """Which experts were given too few tokens."""
+        few = [m for m in self.matrices if m.lent]
+        if not few:
+            return ""
+        fewest = min(few, key=lambda m: m.tokens or 0)
+        return (
+            f"{len(few)} matrices of experts were sent fewer tokens than they have inputs ({fewest.name}: "
+            f"{fewest.tokens} for {fewest.columns}), and were calibrated on others of their layer too; more text helps "
+            f"({REPORT}: tokens)."
+        )
 
     def headline(self) -> str:
         extra = f" {self.pattern[0]}:{self.pattern[1]}" if self.pattern else ""

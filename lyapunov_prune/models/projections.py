@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.experts import expert_parameters, stored_transposed
 from lyapunov_prune.models.plain import require_no_adapters, require_parameters
 from lyapunov_prune.models.quantised import require_readable
 from lyapunov_prune.models.streamed import layer_held
@@ -46,8 +47,13 @@ class Projection:
     stop: int
     transposed: bool  # stored input × output
 
+    @property
+    def product(self) -> str:
+        """Names the product that the matrix takes part in: parts of a fused matrix share one, experts do not."""
+        return self.module if self.expert is None else self.name
+
     def weight(self, model: nn.Module) -> torch.Tensor:
-        """A view of the matrix, output × input (an expert's as it is stored), detached."""
+        """A view of the matrix, output × input, detached."""
         return self.rows(getattr(model.get_submodule(self.module), self.parameter).detach())
 
     def bias(self, model: nn.Module) -> torch.Tensor | None:
@@ -57,9 +63,8 @@ class Projection:
 
     def rows(self, stored: torch.Tensor) -> torch.Tensor:
         """The view of this matrix in a tensor that is laid out like its parameter."""
-        if self.expert is not None:
-            return stored[self.expert]
-        return (stored.T if self.transposed else stored)[self.start : self.stop]
+        own = stored if self.expert is None else stored[self.expert]
+        return (own.T if self.transposed else own)[self.start : self.stop]
 
 
 def find_projections(decoder: Decoder) -> tuple[Projection, ...]:
@@ -132,21 +137,21 @@ def layer_projections(layer: nn.Module, index: int, name: str, model_type: str, 
                     stop=stop,
                     transposed=isinstance(module, Conv1D),
                 )
-        for key, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == 3 and getattr(module, "num_experts", None) == len(parameter):
-                for expert in range(len(parameter)):
-                    yield Projection(
-                        name=f"{place}.{key}:{expert}",
-                        layer=index,
-                        component=f"{role}.{key}",
-                        head=None,
-                        expert=expert,
-                        module=place,
-                        parameter=key,
-                        start=0,
-                        stop=parameter.shape[1],
-                        transposed=False,
-                    )
+        for key, parameter in expert_parameters(module):
+            transposed = stored_transposed(module, model_type)
+            for expert in range(len(parameter)):
+                yield Projection(
+                    name=f"{place}.{key}:{expert}",
+                    layer=index,
+                    component=f"{role}.{key}",
+                    head=None,
+                    expert=expert,
+                    module=place,
+                    parameter=key,
+                    start=0,
+                    stop=parameter.shape[2 if transposed else 1],
+                    transposed=transposed,
+                )
 
 
 def _parts_by_head(config: Any, rows: int) -> Iterator[Part]:

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, require_finite, run_backbone
-from lyapunov_prune.forward.products import watched_products
+from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import InMemory, takes_model
@@ -39,7 +38,7 @@ _BUDGET = 2 * 2**30
 class ActivationStatistics(Result):
     """Per matrix `y = W x` (M; a fused projection counts as one), float64; NaN for a matrix that no token reaches.
 
-    Experts stored as one 3-D parameter are one entry, NaN, because no hook sees their inputs.
+    Every expert is an entry, over the tokens that the router sends it.
 
     Outputs, with `λ` the eigenvalues of the covariance of y over tokens and `p = λ / Σλ`: `effective_rank = exp(−Σ p ln
     p)` (Roy and Vetterli, EUSIPCO 2007) and `participation_ratio = (Σλ)² / Σλ²`. A few tokens of very large norm
@@ -104,7 +103,7 @@ def activation_statistics(model: InMemory, batch: Readable, *, batch_size: int =
     statistics: dict[str, tuple[float, ...]] = {}
     for group in track(list(_groups(matrices, batch.ids.numel())), "activations"):
         for ids in reading.windows(batch_size):
-            _feed(structure, group, ids)
+            _feed(reading.model, structure, group, ids)
         for matrix in group:
             statistics[matrix.name] = matrix.statistics()
             if matrix.spoiled:
@@ -133,9 +132,9 @@ def activation_statistics(model: InMemory, batch: Readable, *, batch_size: int =
 class _Matrix:
     """One matrix and the sums over its inputs and outputs."""
 
-    def __init__(self, name: str, component: str, layer: int, width: float, few: bool, module: nn.Module) -> None:
+    def __init__(self, name: str, component: str, layer: int, width: int, few: bool, projection: Projection) -> None:
         self.name, self.component, self.layer, self.width = name, component, layer, width
-        self.module, self.outputs, self.directions = module, _Outputs(few), _Outputs(few)
+        self.projection, self.outputs, self.directions = projection, _Outputs(few), _Outputs(few)
         self.energy = self.peak_energy = 0.0
         self.pivot: torch.Tensor | None = None
         self.powers, self.entries, self.small = np.zeros(4), 0, 0
@@ -232,20 +231,17 @@ def excess_kurtosis(moments: np.ndarray) -> float:
 
 
 def _matrices(projections: Sequence[Projection], tokens: int, model: PreTrainedModel) -> list[_Matrix]:
-    """One entry per parameter: parts of a fused projection and experts of one tensor are not separated."""
-    matrices: dict[tuple[str, str], _Matrix] = {}
+    """One entry per product: parts of a fused projection are not separated."""
+    parts: dict[str, list[Projection]] = {}
     for p in projections:
-        if (p.module, p.parameter) in matrices:
-            continue
-        role = p.component
-        if p.expert is None and ":" in p.name:
-            role = role.rpartition(".")[0]
-        name = p.module if p.expert is None else f"{p.module}.{p.parameter}"
-        module = model.get_submodule(p.module)
-        weight: Any = getattr(module, p.parameter)
-        width = float(weight.shape[1 if p.transposed else 0]) if p.expert is None else np.nan
-        matrices[p.module, p.parameter] = _Matrix(name, role, p.layer, width, tokens < width, module)
-    return list(matrices.values())
+        parts.setdefault(p.product, []).append(p)
+    matrices: list[_Matrix] = []
+    for name, (p, *_) in parts.items():
+        split = p.expert is None and ":" in p.name
+        role = p.component.rpartition(".")[0] if split else p.component
+        width = parts[name][-1].stop
+        matrices.append(_Matrix(name, role, p.layer, width, tokens < width, p))
+    return matrices
 
 
 def _groups(matrices: Sequence[_Matrix], tokens: int) -> Iterator[list[_Matrix]]:
@@ -254,7 +250,7 @@ def _groups(matrices: Sequence[_Matrix], tokens: int) -> Iterator[list[_Matrix]]
     held = 0.0
     for layer in dict.fromkeys(m.layer for m in matrices):
         own = [m for m in matrices if m.layer == layer]
-        needed = sum(16 * m.width * min(m.width, tokens) for m in own if not np.isnan(m.width))
+        needed = sum(16 * m.width * min(m.width, tokens) for m in own)
         if group and held + needed > _BUDGET:
             yield group
             group, held = [], 0.0
@@ -263,17 +259,18 @@ def _groups(matrices: Sequence[_Matrix], tokens: int) -> Iterator[list[_Matrix]]
     yield group
 
 
-def _feed(structure: Structure, group: Sequence[_Matrix], ids: torch.Tensor) -> None:
+def _feed(model: PreTrainedModel, structure: Structure, group: Sequence[_Matrix], ids: torch.Tensor) -> None:
     """Run one forward over `ids` with hooks on the matrices of `group`; it stops after their last layer."""
 
-    watched = {m.name: m for m in group if not np.isnan(m.width)}
+    watched = {m.name: m for m in group}
 
-    def seen(name: str, x: torch.Tensor, y: torch.Tensor, rows_are_features: bool) -> None:
-        watched[name].add(x, y.transpose(-1, -2) if rows_are_features else y, ids.shape)
+    def seen(product: Product) -> None:
+        y = product.output.transpose(-1, -2) if product.rows_are_features else product.output
+        watched[product.name].add(product.x, y, ids.shape)
 
     def stop(*_: Any) -> None:
         raise Enough
 
-    products = watched_products({name: m.module for name, m in watched.items()}, seen)
+    products = watched_products(model, [m.projection for m in group], seen)
     with suppress(Enough), products, hooked(after=[(structure.layers[group[-1].layer], stop)]):
         run_backbone(structure, ids)

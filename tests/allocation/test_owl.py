@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import captured, make_tiny
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+from helpers import captured, make_tiny, moe
+from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
@@ -95,13 +95,13 @@ def test_parameters_without_sense_are_refused(
         owl(llama, 0.5, ids, outlier=outlier, width=width)
 
 
-def test_fused_experts_are_refused(ids: torch.Tensor) -> None:
-    config = MixtralConfig(
-        vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=3, pad_token_id=0,
-    )  # fmt: skip
-    with pytest.raises(LyapunovPruneError, match="fused forward"):
-        owl(AutoModelForCausalLM.from_config(config), 0.5, ids)
+def test_experts_count_among_the_matrices_of_their_layer(ids: torch.Tensor) -> None:
+    model = moe("mixtral")
+    found = owl(model, 0.5, ids, outlier=2.0)
+    layers = np.array([p.layer for p in find_projections(wrap(model))])
+    assert len(found.amount) == len(layers)
+    assert len({*found.amount[layers == 0]}) == 1
+    assert len({*found.amount.round(6)}) > 1
 
 
 def test_planted_fault_scores_without_inputs_are_seen(

@@ -17,7 +17,7 @@ from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.forward.hooks import run_backbone
-from lyapunov_prune.forward.products import watched_products
+from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
@@ -30,22 +30,23 @@ IDLE = ("encoder_attn", "cross_attn", "adapter_list")
 
 
 def seen_in(model: Any, ids: torch.Tensor) -> tuple[set[str], set[str]]:
-    """Modules of the matrices of a model whose products were seen, and those whose were not."""
-    modules = {p.module: model.get_submodule(p.module) for p in find_projections(wrap(model)) if p.expert is None}
+    """The products of a model that were seen, and those that were not."""
+    projections = {p.product: p for p in find_projections(wrap(model))}
     seen: set[str] = set()
 
-    def note(name: str, x: torch.Tensor, y: torch.Tensor, rows_are_features: bool) -> None:
-        weight = modules[name].weight
-        y = y.transpose(-1, -2) if rows_are_features else y
-        # Conv1D holds its weight input × output.
-        assert (x.shape[-1], y.shape[-1]) in (tuple(weight.shape[::-1]), tuple(weight.shape)), name
+    def note(product: Product) -> None:
+        p, x = projections[product.name], product.x
+        y = product.output.transpose(-1, -2) if product.rows_are_features else product.output
+        assert x.shape[-1] == p.weight(model).shape[1], p.name
         assert x.shape[:-1] == y.shape[:-1]
-        seen.add(name)
+        if p.expert is not None:
+            torch.testing.assert_close(y, x @ p.weight(model).T, rtol=1e-4, atol=1e-5)
+        seen.add(product.name)
 
-    with torch.no_grad(), watched_products(modules, note):
+    with torch.no_grad(), watched_products(model, list(projections.values()), note):
         run_backbone(find_structure(model), ids)
     assert hooks_of(model) == 0
-    return seen, modules.keys() - seen
+    return seen, projections.keys() - seen
 
 
 @pytest.mark.parametrize("name", each_by_itself(ZOO))
@@ -139,9 +140,10 @@ def test_a_matrix_without_a_part_is_refused_with_what_helps(text: torch.Tensor) 
 
 def test_planted_fault_products_with_a_cast_or_inside_a_call_are_not_counted(text: torch.Tensor) -> None:
     model = make_tiny("llama")
-    module: Any = model.get_submodule("model.layers.1.mlp.up_proj")
+    (p,) = (p for p in find_projections(wrap(model)) if p.name == "model.layers.1.mlp.up_proj")
+    module: Any = model.get_submodule(p.module)
     seen: list[bool] = []
-    with torch.no_grad(), watched_products({"up": module}, lambda name, x, y, rows: seen.append(rows)):
+    with torch.no_grad(), watched_products(model, [p], lambda product: seen.append(product.rows_are_features)):
         model(text)
         assert seen == [False]  # the module's own call, once
         nn.functional.linear(torch.ones(2, 32), module.weight)

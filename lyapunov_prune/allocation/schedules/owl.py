@@ -29,8 +29,8 @@ class OWL(Schedule):
     layer. `s_l` is linear in `D_l` with `max s − min s = 2λ` and mean `S`, the budget; equal shares give equal
     sparsities. Yin et al., Outlier weighed layerwise sparsity (ICML 2024), §3.2.
 
-    Raises LyapunovPruneError for a budget that no shift meets inside `0 … 0.99`, for parameters that are not positive,
-    and for fused experts, whose inputs cannot be recorded.
+    Raises LyapunovPruneError for a budget that no shift meets inside `0 … 0.99`, and for parameters that are not
+    positive.
     """
 
     outlier: Positive = 5.0

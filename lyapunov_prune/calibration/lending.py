@@ -1,0 +1,69 @@
+"""Tokens for experts that the router sends too few: the first ones of the layer, whichever experts they went to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lyapunov_prune.models.experts import Routing
+from lyapunov_prune.models.hooked import hooked
+
+
+class Lender:
+    """The first `size` tokens that enter `module`, which holds experts, and what is known of them.
+
+    A token is lent with the root mean square of the router's weights in the layer, with its own weight in the
+    calibration where tokens are weighted (`energy`), and with the gradient at the output of the module where gradients
+    are gathered. Where the router acts outside the module (Llama 4, JetMoE) nothing is kept.
+    """
+
+    def __init__(self, module: nn.Module, size: int) -> None:
+        self.module, self.size = module, size
+        self.tokens: list[torch.Tensor] = []
+        self.energies: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor] = []
+        self.output: torch.Tensor | None = None  # of the last call, where gradients are gathered and it was kept of
+        self.energy: torch.Tensor | None = None  # of the tokens of the running call
+        self._like = torch.zeros(0)  # in dtype and device the router's weights
+        self._squares, self._choices = 0.0, 0
+
+    @contextmanager
+    def watching(self, energies: Iterator[torch.Tensor] | None) -> Iterator[None]:
+        """Keep tokens of the forwards inside the block; `energies` are the weights of the tokens of each call."""
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            routing = Routing.of(args, kwargs)
+            if routing is None:
+                return
+            self.energy = None if energies is None else next(energies)
+            self._like = routing.weights[:0]
+            self._squares += float(routing.weights.detach().double().square().sum())
+            self._choices += routing.weights.numel()
+            missing = self.size - sum(map(len, self.tokens))
+            self.tokens.append(routing.tokens[:missing].detach().clone())
+            if self.energy is not None:
+                self.energies.append(self.energy[:missing])
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self.output = output if torch.is_grad_enabled() and self.tokens and len(self.tokens[-1]) else None
+
+        with hooked(before=[(self.module, before)], after=[(self.module, after)]):
+            yield
+
+    def keep_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Keep the gradient at `output` for the tokens that were kept of that call."""
+        assert self.output is not None
+        g = torch.zeros_like(self.output) if gradient is None else gradient
+        self.gradients.append(g.reshape(-1, g.shape[-1])[: len(self.tokens[-1])])
+
+    def run(self, expert: int, count: int) -> torch.Tensor:
+        """The output of `expert` for at most `count` of the tokens, by the module's own forward."""
+        tokens = torch.cat(self.tokens)[:count]
+        self.energy = torch.cat(self.energies)[:count] if self.energies else None
+        chosen = torch.full((len(tokens), 1), expert, device=tokens.device)
+        weight = (self._squares / max(1, self._choices)) ** 0.5
+        return self.module(tokens, chosen, self._like.new_full(chosen.shape, weight))
