@@ -21,6 +21,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.healing import heal as heal_module
+from lyapunov_prune.healing import rounds, training
 from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.heal import heal
@@ -273,6 +274,12 @@ def interrupted_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_state, "_SHARE", math.inf)
 
 
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as many steps find a rate, and so half as many are a run that has trials and rounds."""
+    for module in (rounds, training):
+        monkeypatch.setattr(module, "TRIAL", 2)
+
+
 @pytest.mark.parametrize("rank", [None, 3])
 @pytest.mark.parametrize(
     ("settings", "step"),
@@ -455,14 +462,15 @@ import sys
 sys.path[:0] = {tests!r}
 import math, os, torch
 from pathlib import Path
-from healing.test_heal import SHARED, interrupted_at, pair, text_of
+from healing.test_heal import SHARED, interrupted_at, pair, short_trials, text_of
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.heal import heal
 import pytest
 folder, rank = Path({folder!r}), os.environ["RANK"]
 ids = text_of(pair()[1])
+short_trials(pytest.MonkeyPatch())
 with pytest.MonkeyPatch.context() as patch:
-    interrupted_at(18, patch)
+    interrupted_at(9, patch)
     try:
         heal(*pair(), ids, folder=folder / "state", **SHARED)
         raise SystemExit(1)
@@ -478,11 +486,14 @@ except Exception as error:
 timed = heal(*pair(), ids, minutes=0.03, per_step=2).report  # all follow the clock of one
 (folder / f"{{rank}}.steps").write_text(str(timed.steps))
 """
-SHARED: dict[str, Any] = {"steps": 42, "per_step": 3}
+SHARED: dict[str, Any] = {"steps": 21, "per_step": 3}
 
 
 @pytest.mark.slow
-def test_two_processes_end_with_the_student_of_one_and_go_on_as_one(written: TokenBatch, tmp_path: Path) -> None:
+def test_two_processes_end_with_the_student_of_one_and_go_on_as_one(
+    written: TokenBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_trials(monkeypatch)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=[str(p) for p in Path(__file__).parents[1:3]], folder=str(tmp_path)))
     done = launched_twice(script)

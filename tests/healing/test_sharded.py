@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from healing.test_heal import pair, text_of
+from healing.test_heal import pair, short_trials, text_of
 from helpers import launched_twice, make_tiny, moe
 from transformers import PreTrainedModel
 
@@ -16,19 +16,21 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.heal import heal
 from lyapunov_prune.healing.sharded import gathered, in_parts_like, require_shardable
 
-SETTINGS: dict[str, Any] = {"steps": 40, "per_step": 4}  # three trials, then rounds
+LAYERS = 4  # of the dense model; every layer is sent at every step
+SETTINGS: dict[str, Any] = {"steps": 20, "per_step": 4}  # three trials, then rounds
 SCRIPT = """
 import sys
 sys.path[:0] = {tests!r}
 import os, torch
 from pathlib import Path
-from healing.test_heal import interrupted_at, pair, text_of, weights
-from healing.test_sharded import SETTINGS
+from healing.test_heal import interrupted_at, pair, short_trials, text_of, weights
+from healing.test_sharded import LAYERS, SETTINGS
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.heal import heal
 import pytest
 folder, rank = Path({folder!r}), os.environ["RANK"]
-models, held = pair({family!r}), []
+models, held = pair({family!r}, num_hidden_layers=LAYERS), []
+short_trials(pytest.MonkeyPatch())
 ids = text_of(models[1])
 before = [weights(model) for model in models]
 take_step = Distillation.take_step
@@ -38,7 +40,7 @@ def noted(self, windows, rate):
     take_step(self, windows, rate)
 Distillation.take_step = noted
 with pytest.MonkeyPatch.context() as patch:
-    interrupted_at(18, patch)
+    interrupted_at(9, patch)
     try:
         heal(*models, ids, folder=folder / "state", shard=True, **SETTINGS)
         raise SystemExit(1)
@@ -67,13 +69,16 @@ torch.save((done.model.state_dict(), *found), folder / f"{{rank}}.pt")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_two_processes_with_half_of_each_layer_end_as_one_with_all(family: str, tmp_path: Path) -> None:
+def test_two_processes_with_half_of_each_layer_end_as_one_with_all(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_trials(monkeypatch)
     script = tmp_path / "script.py"
     tests = [str(p) for p in Path(__file__).parents[1:3]]
     script.write_text(SCRIPT.format(tests=tests, folder=str(tmp_path), family=family))
     done = launched_twice(script)
     assert done.returncode == 0, done.stderr
-    student, teacher = pair(family)
+    student, teacher = pair(family, num_hidden_layers=LAYERS)
     alone = heal(student, teacher, text_of(teacher), **SETTINGS)
     assert alone.report.kept >= 0
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in "01"]

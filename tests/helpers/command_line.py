@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -81,21 +82,35 @@ def free_port() -> str:
 
 
 def launched_twice(script: Path) -> subprocess.CompletedProcess[str]:
-    """`script` in two processes that know of each other.
-
-    What `accelerate launch` starts for several devices; its --cpu starts one process whatever --num_processes says.
-    """
+    """`script` in two processes that know of each other, as `accelerate launch` starts one for each of two devices."""
     done = _launched(script)
-    if "Signal 11 (SIGSEGV)" in done.stderr:  # inside gloo, perhaps pytorch issue 75529
+    if -signal.SIGSEGV in done.args:  # inside gloo, perhaps pytorch issue 75529
         print(done.stderr, file=sys.stderr)
         done = _launched(script)
     return done
 
 
 def _launched(script: Path) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    return subprocess.run([*launch, str(script)], env=env, capture_output=True, text=True, timeout=300)
+    """What both printed; `args` are the two exit codes, of which `returncode` is the first that is not 0."""
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env = {**os.environ, **shared, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**env, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        out, err = zip(*(process.communicate(timeout=300) for process in started), strict=True)
+    finally:
+        for process in started:
+            process.kill()
+    codes = [process.returncode for process in started]
+    return subprocess.CompletedProcess(codes, next(filter(None, codes), 0), "".join(out), "".join(err))
 
 
 # Every command that takes a model, on the folder `tiny`.
