@@ -72,7 +72,7 @@ def check_bounds(
     setting = Setting(float(sparsity), rank, float(cache_radius))
     _require([setting])
     projections = find_projections(model)
-    weights = {p.name: p.weight(reading.model) for p in projections}
+    weights = _weights(projections, reading)
     chosen = _each(partial(_approximate_one, setting=setting), weights, "certified norms")
     trajectory = _follow(reading, chosen, setting.cache_radius, batch_size)
     return _report(projections, [setting], [_seen(trajectory.records)], trajectory, reading)
@@ -126,20 +126,20 @@ def check_grid(
 ) -> BoundsReport:
     """`check_bounds` for every combination of sparsity, rank and cache radius (thirty by default).
 
-    Norms and decompositions are computed once per matrix. The default grid covers each of Theorems 1 to 4 and a setting
-    that changes nothing, whose error must be exactly zero. Alarms are as in `no_false_alarm` and `violation_is_real`.
-    Finished settings are kept in `folder` (see `Store`) and skipped with `resume`. Memory beside the model: the sparse,
-    low-rank and residual weights of all layers, and the float64 bases of one sparsity.
+    Norms and decompositions are computed once per matrix, and once for layers that share their weights. The default
+    grid covers each of Theorems 1 to 4 and a setting that changes nothing, whose error must be exactly zero. Alarms are
+    as in `no_false_alarm` and `violation_is_real`. Finished settings are kept in `folder` (see `Store`) and skipped
+    with `resume`. Memory beside the model: the sparse, low-rank and residual weights of all layers, and the float64
+    bases of one sparsity.
     """
     reading = read(model, batch)
     settings = [Setting(float(s), r, float(c)) for s in sparsities for r in ranks for c in cache_radii]
     _require(settings)
     projections = find_projections(model)
-    weights = {p.name: p.weight(reading.model) for p in projections}
+    weights = _weights(projections, reading)
     about = {**encode(reading.measured_on()), "method": "magnitude"}
     with Store(folder, "check", about, resume=resume) as store:
-        norms = _each(certify, weights, "norms of the weights")
-        known = {name: (weights[name], norms[name]) for name in weights}
+        known = _each(lambda W: (W, certify(W)), weights, "norms of the weights")
 
         def missing(*parts: Any) -> list[Setting]:
             """The unfinished settings that start with these values."""
@@ -187,14 +187,23 @@ def _seen(records: Mapping[str, Record]) -> dict[str, Seen]:
     return {name: Seen(r.check, r.probe, r.weight_probe, r.hits) for name, r in records.items()}
 
 
+def _weights(projections: Sequence[Projection], reading: Reading) -> dict[str, torch.Tensor]:
+    """The matrices by name: one tensor for all names of the same memory, in layers that share weights."""
+    seen: dict[Any, torch.Tensor] = {}
+    weights = {p.name: p.weight(reading.model) for p in projections}
+    return {name: seen.setdefault((W.data_ptr(), W.shape, W.stride()), W) for name, W in weights.items()}
+
+
 def _each(work: Callable[[A], B], items: Mapping[str, A], description: str) -> dict[str, B]:
-    """Run `work` for every matrix, one matrix per core, because most are too small to use several cores."""
+    """Run `work` for every matrix, once where names share one item, and one matrix per core: most are small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            futures = {name: pool.submit(work, item) for name, item in items.items()}
-            return {name: future.result() for name, future in track(list(futures.items()), description)}
+            futures = {
+                key: pool.submit(work, item) for key, item in {id(item): item for item in items.values()}.items()
+            }
+            return {name: futures[id(item)].result() for name, item in track(list(items.items()), description)}
     finally:
         torch.set_num_threads(threads)
 

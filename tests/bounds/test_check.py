@@ -24,6 +24,7 @@ from lyapunov_prune.bounds.trajectory import Trajectory
 from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import certify
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.projections import find_projections
 
@@ -340,6 +341,32 @@ def train_gpt2(steps: int = 100) -> tuple[PreTrainedModel, torch.Tensor, float, 
     return model.eval(), data[:256].view(2, 128), losses[0], losses[-1]
 
 
+def repeating(model: Any, count: int) -> Any:
+    """The GPT-2 whose layers hold the weights of its first `count` ones again and again, in the same memory."""
+    layers = model.transformer.h
+    for k, layer in enumerate(layers):
+        for module, first in zip(layer.modules(), layers[k % count].modules(), strict=True):
+            module._parameters.update(first._parameters)
+    return model
+
+
+def test_layers_that_share_weights_share_their_norms(few: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are checked on what each of them is given."""
+    shared, apart, certified = repeating(make_tiny("gpt2"), 2), repeating(make_tiny("gpt2"), 2), []
+    for layer in apart.transformer.h:
+        for module in layer.modules():
+            copies = {
+                name: torch.nn.Parameter(p.detach().clone()) for name, p in module.named_parameters(recurse=False)
+            }
+            module._parameters.update(copies)
+    monkeypatch.setattr(checks, "certify", lambda W: (certified.append(W), certify(W))[1])
+    grid: dict[str, Any] = {"sparsities": [0.3], "ranks": [None, 4], "cache_radii": [0.0, 0.1]}
+    reports = [check_grid(model, few, **grid) for model in (shared, apart)]
+    assert len(certified) == (2 + 6) * len(reports[0].names) / 6
+    np.testing.assert_array_equal(*(report.ratio for report in reports))
+    assert len(np.unique(reports[0].ratio[0])) == len(reports[0].names)
+
+
 @pytest.mark.slow
 def test_gpt2_trained_from_nothing() -> None:
     model, ids, first, last = train_gpt2()
@@ -357,7 +384,7 @@ def test_gpt2_trained_from_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("real", [False, True], ids=["random weights", "real weights"])
 def test_gpt2_small_468_matrices_by_30_settings(real: bool) -> None:
-    """14,040 checks, no violation."""
+    """14,040 checks, no violation. Random layers repeat the weights of the first three, whose norms are shared."""
     if real:
         folder = os.environ.get("LYAPUNOV_PRUNE_GPT2")
         try:
@@ -366,7 +393,7 @@ def test_gpt2_small_468_matrices_by_30_settings(real: bool) -> None:
             pytest.skip("gpt2 is not in the hub cache and LYAPUNOV_PRUNE_GPT2 names no folder with it")
     else:
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(GPT2Config()).eval()
+        model = repeating(GPT2LMHeadModel(GPT2Config()).eval(), 3)
     ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
     report = check_grid(model, ids)
     assert len(report.names) == 468
