@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import TINY, VOCABULARY, Done, make_tiny, make_tokenizer, tree
+from helpers.forked import Forked
 from hypothesis import HealthCheck, settings
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from lyapunov_prune.checkpoints import elsewhere
 from lyapunov_prune.cli.app import main
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.text import load_text
@@ -55,6 +57,16 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands take the GPU if there is one, and tests compare what they write with what the CPU computes."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _elsewhere_at_once() -> Iterator[None]:
+    """What loads compact checkpoints without this package is forked from one process, which imports transformers."""
+    forked = Forked()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elsewhere, "subprocess", forked)
+        yield
+    forked.close()
 
 
 @pytest.fixture(params=list(TINY))

@@ -6,11 +6,12 @@ import errno
 import io
 import json
 import os
+import pwd
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -179,24 +180,24 @@ def test_a_folder_that_is_gone_is_one_line(arguments: list[str], command: Comman
     assert "the current folder" in one_line(done, 2)
 
 
-_HOMELESS = """
-import os, pwd, sys
-def unknown(*user): raise KeyError("no such user")
-pwd.getpwuid = unknown
-for name in ("HOME", "XDG_CACHE_HOME", "LYAPUNOV_PRUNE_CACHE"): os.environ.pop(name, None)
-from lyapunov_prune.cli.app import main
-main()
-"""
+def test_a_user_without_a_home(
+    run: Callable[..., Done], run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*user: object) -> None:
+        raise KeyError("no such user")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "LYAPUNOV_PRUNE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    assert "LYAPUNOV_PRUNE_CACHE" in run_bad("cache", "--clear")
+    assert json.loads(run(*EVAL, "--json").out)["kind"] == "Evaluation"  # which needs no cache
 
 
-def test_a_user_without_a_home(checkpoint: Path) -> None:
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        script = [sys.executable, "-c", _HOMELESS, *arguments]
-        return subprocess.run(script, cwd=checkpoint.parent, capture_output=True, text=True, check=False)
-
-    assert "LYAPUNOV_PRUNE_CACHE" in one_line(call("cache", "--clear"), 2)
-    done = call(*EVAL, "--json")  # which needs no cache
-    assert (done.returncode, json.loads(done.stdout)["kind"]) == (0, "Evaluation")
+@pytest.fixture
+def no_rights_left() -> Iterator[None]:
+    before = os.umask(0o777)
+    yield
+    os.umask(before)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +213,10 @@ def test_a_user_without_a_home(checkpoint: Path) -> None:
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_a_umask_that_keeps_the_owner_out_is_one_line(arguments: list[str], command: Command, checkpoint: Path) -> None:
-    assert "the umask is 777" in one_line(command(arguments, umask=0o777), 2)
-    assert os.listdir(checkpoint.parent) == ["tiny"]
+def test_a_umask_that_keeps_the_owner_out_is_one_line(
+    arguments: list[str], run_bad: Callable[..., str], no_rights_left: None
+) -> None:
+    assert "the umask is 777" in run_bad(*arguments)
 
 
 def test_python_without_docstrings_is_one_line(command: Command) -> None:

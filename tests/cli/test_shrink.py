@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import multiprocessing
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,11 @@ import torch
 from helpers import Done
 from safetensors.torch import load_file
 
+from lyapunov_prune.cli.app import main
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.export import copied as on_disk
+from lyapunov_prune.healing import state
+from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.models import loading
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.ranking.tried import BestRemoval
@@ -149,48 +153,37 @@ def test_what_is_killed_goes_on(run: Callable[..., Done], monkeypatch: pytest.Mo
     assert list(Path("runs/tiny/jobs").iterdir()) == []
 
 
-# Random models gain nothing by healing, so its last round is kept; the state of every step is written.
-KILLED = """
-import math, os, signal, sys
-from lyapunov_prune.cli.app import main
-from lyapunov_prune.healing import state, training
-from lyapunov_prune.healing.distillation import Distillation
-from lyapunov_prune.healing.report import Healing
-
-Healing.kept = property(lambda self: len(self.rounds) - 1)
-training.best_of = lambda rounds, before: len(rounds) - 1
-state.SECONDS, state._SHARE = 0.0, math.inf
-left, take_step = int(sys.argv.pop(1)), Distillation.take_step
-
-
-def counted(self, inputs, rate):
-    global left
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left -= 1
-    take_step(self, inputs, rate)
-
-
-Distillation.take_step = counted
-main()
-"""
-
-
-@pytest.mark.slow
 def test_a_process_killed_while_it_heals_goes_on_to_the_same_weights(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, healing_kept: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(checkpoint.parent)
+    monkeypatch.setattr(module, "STEPS", 40)  # enough for trials and rounds
+    monkeypatch.setattr(state, "SECONDS", 0.0)  # the state of every step is written
+    monkeypatch.setattr(state, "_SHARE", math.inf)
+    take_step = Distillation.take_step
 
-    def shrunk(steps: int, output: str, *more: str) -> int:
+    def shrunk(steps: int, output: str, *more: str) -> int | None:
+        """The exit code of a process that is killed after so many steps."""
+        left = [steps]
+
+        def counted(self: Distillation, inputs: torch.Tensor, rate: float) -> None:
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            take_step(self, inputs, rate)
+
+        monkeypatch.setattr(Distillation, "take_step", counted)
         command = ["shrink", "tiny", "--remove", "2", "--text", "builtin", *SMALL, "-o", output, *more]
-        arguments = [sys.executable, "-c", KILLED, str(steps), *command]
-        return subprocess.run(arguments, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+        monkeypatch.setattr(sys, "argv", ["lyapunov-prune", *command])
+        process = multiprocessing.get_context("fork").Process(target=main)
+        process.start()
+        process.join()
+        return process.exitcode
 
     assert shrunk(-1, "whole") == 0
-    assert shrunk(40, "out") == -signal.SIGKILL
+    assert shrunk(20, "out") == -signal.SIGKILL
     assert not Path("out").exists()
-    assert shrunk(70, "out", "--resume") == 0  # fewer steps than the whole run takes
+    assert shrunk(30, "out", "--resume") == 0  # fewer steps than the whole run takes
     whole, resumed = (load_file(f"{folder}/model.safetensors") for folder in ("whole", "out"))
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)

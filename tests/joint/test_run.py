@@ -172,16 +172,13 @@ def killed(folder: Path, after: int) -> None:
 
     Distillation.take_step = kill  # type: ignore[method-assign]
     training_state.SECONDS, training_state._SHARE = 0.0, math.inf
-    module._selection_error = lambda *_: 0.0
-    torch.set_num_threads(1)
     removed(make_tiny("llama"), folder, resume=True)
 
 
 def test_kill_9_in_a_point_and_in_the_final_recovery(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     whole = removed(make_tiny("llama"), tmp_path, "whole")
     for after in (7, len(whole.points.scores) - 7 + 1):
-        process = multiprocessing.get_context("spawn").Process(target=killed, args=(tmp_path, after))
+        process = multiprocessing.get_context("fork").Process(target=killed, args=(tmp_path, after))
         process.start()
         process.join()
         assert process.exitcode == -9
