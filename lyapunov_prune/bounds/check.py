@@ -191,7 +191,7 @@ def _weights(projections: Sequence[Projection], reading: Reading) -> dict[str, t
     """The matrices by name: one tensor for all names of the same memory, in layers that share weights."""
     seen: dict[Any, torch.Tensor] = {}
     weights = {p.name: p.weight(reading.model) for p in projections}
-    return {name: seen.setdefault((W.data_ptr(), W.shape, W.stride()), W) for name, W in weights.items()}
+    return {name: seen.setdefault((W.data_ptr() or id(W), W.shape, W.stride()), W) for name, W in weights.items()}
 
 
 def _each(work: Callable[[A], B], items: Mapping[str, A], description: str) -> dict[str, B]:
