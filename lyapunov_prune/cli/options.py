@@ -189,8 +189,8 @@ Mend = Annotated[bool, what_option("--mend", help="Close the gaps by maps fitted
 Judge = Annotated[
     str | None,
     text_option(
-        help="A second text that judges, as --text. If not given: for --mend self, or builtin by --text self; for heal "
-        "every eighth window of its text."
+        help="A second text that judges, as --text. If not given: for --mend and --what width self, or builtin by "
+        "--text self; for heal every eighth window of its text."
     ),
 ]
 Stream = Annotated[

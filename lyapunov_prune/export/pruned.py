@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.data.batch import TokenBatch, Tokens
@@ -14,6 +15,7 @@ from lyapunov_prune.export.table import FORMATS, formats_of
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.mending.judge import judged_mends
 from lyapunov_prune.mending.mend import Mend
+from lyapunov_prune.mending.refit import judged_refits
 from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.merging.table import require_reduction
 from lyapunov_prune.models.decoder import Decoder, takes_model
@@ -46,8 +48,9 @@ def write_pruned(
     (`make_compact`). A reduction is fitted on `batch`, in `model` as it is, so both formats hold the same maps. With
     `mend` the gaps of whole layers are closed on every second window of `batch`, which costs no parameter, if the
     others and the text `judge` say that it pays (`mending.judge.judged_mends`); else the cut model is written as it is,
-    and the provenance says so; `quantize` is the type of the tensors of a .gguf file that this changes. A classifier of
-    images, whose `batch` holds images and which has no tokenizer, is written compact.
+    and the provenance says so. Where channels leave and there is a `batch`, the last matrices are refitted in the same
+    way (`mending.refit.judged_refits`). `quantize` is the type of the tensors of a .gguf file that this changes. A
+    classifier of images, whose `batch` holds images and which has no tokenizer, is written compact.
 
     The folder loads with `AutoModelForCausalLM.from_pretrained` (a decoder inside a multimodal model: with the
     class of that), a compact one as its card says, and holds the tokenizer, a model
@@ -71,13 +74,17 @@ def write_pruned(
         merged = merge_layers(model, batch, plan.drop_activation, plan.reduction)
         plan = plan.seen_on(batch.measured_on(model.model))
     mends: tuple[Mend, ...] = ()
+    refits: tuple[torch.Tensor, ...] = ()
     mended = None
     if lesson is not None:
         mends, mended = judged_mends(model, plan.remove, lesson, judge)
+    elif plan.channels and isinstance(batch, TokenBatch):
+        refits, mended = judged_refits(model, torch.from_numpy(plan.kept_channels), batch, judge)
+    if mended is not None:
         plan = plan.seen_on(mended.measured_on)
         for each in mended.judgements:
             plan = plan.seen_on(each.measured_on)
-    operation = Operation(plan, merged, mends)
+    operation = Operation(plan, merged, mends, refits)
     pruned = stored.cut(model, operation)
     # Had the cut written into what both share, the gate would hold the fault against itself.
     plan.require_model(model.identity)

@@ -61,7 +61,8 @@ class MendReport(Result):
     """How the gaps of a removal were mended: maps fitted on `fitted` tokens and chosen on `held_out` others.
 
     The chosen maps were fitted again on all of them. `check` (unused windows of the same text) and `other` (another
-    text) judge the result; both are None for maps that were not judged.
+    text) judge the result; both are None for maps that were not judged. `gaps` is empty where channels were removed:
+    then the last matrix of every feed-forward block was refitted.
     """
 
     gaps: tuple[Gap, ...]
@@ -96,7 +97,9 @@ class MendReport(Result):
 
     def sentence(self) -> str:
         if not self.kept:
-            return "not mended, as it does not pay"
+            return "not mended, as it does not pay" if self.gaps else "not refitted, as it does not pay"
+        if not self.gaps:
+            return f"the last matrix of every block refitted on {self.fitted} tokens"
         mended = sum(gap.chosen > 0 for gap in self.gaps)
         tokens = self.fitted + self.held_out
         return (

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.channels import masked
 from lyapunov_prune.forward.hooks import skipped
@@ -21,12 +23,15 @@ from lyapunov_prune.pruning.plan import PruningPlan
 class Operation:
     """`plan`, a merged block for every activation that it drops, and the maps that close its gaps.
 
+    `refits` are the last matrices of all blocks, refitted to the channels that stay, in the model's dtype.
+
     Raises LyapunovPruneError unless `merged` are the blocks whose activation the plan drops.
     """
 
     plan: PruningPlan
     merged: Sequence[Merged] = ()
     mends: Sequence[Mend] = ()
+    refits: Sequence[torch.Tensor] = ()
 
     def __post_init__(self) -> None:
         given = tuple(sorted(each.block.layer for each in self.merged))
@@ -51,6 +56,7 @@ class Operation:
         """Inside the block `decoder` computes, by hooks, what the model made of it should compute."""
         silent = silenced(decoder, self.plan.drop_attention, self.plan.drop_mlp)
         replaced = hidden_replaced(decoder.layers, [(each.block, each.tau) for each in self.merged])
-        skipping, narrower = skipped(decoder.structure, self.plan.remove), masked(decoder.structure, self.plan.channels)
+        skipping = skipped(decoder.structure, self.plan.remove)
+        narrower = masked(decoder.structure, torch.from_numpy(self.plan.kept_channels), self.refits)
         with silent, replaced, mapped(decoder.layers, self.mends), skipping, narrower:
             yield

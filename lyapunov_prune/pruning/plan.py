@@ -185,7 +185,7 @@ class PruningPlan(Result):
     @property
     def kept_channels(self) -> np.ndarray:
         """The hidden channels that stay in every block (layers × channels), ascending."""
-        return np.array([np.setdiff1d(np.arange(self.width), block) for block in self.channels])
+        return np.array([np.setdiff1d(np.arange(self.width), block) for block in self.channels], dtype=np.int64)
 
     def require_model(self, identity: ModelIdentity) -> None:
         """Raise LyapunovPruneError unless the plan was made for this model."""

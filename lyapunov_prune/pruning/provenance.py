@@ -203,6 +203,10 @@ def _removed(plan: PruningPlan, stored: Stored) -> str:
 
 def _mended(report: MendReport) -> str:
     """What the layer before each gap has learnt, what it was worth before it saw the windows that chose, and after."""
+    if not report.gaps:
+        return "\n".join(
+            [f"{report.sentence().capitalize()}:", "", *(f"- {as_text(e.told())}" for e in report.judgements)]
+        )
     if not report.kept:
         lines = ["Mending was tried and left out: text that it had no part in says that it does not pay.", ""]
         return "\n".join(lines + [f"- {as_text(each.told())}" for each in report.judgements])

@@ -102,7 +102,7 @@ def removal_gate(
     if operation.merged or operation.mends:
         checks[MERGED] = lambda: _within_rounding(gate, operation)
     if operation.plan.channels:
-        checks[COPIED] = lambda: _copied(gate, operation.plan)
+        checks[COPIED] = lambda: _copied(gate, operation)
     return gate, checks
 
 
@@ -144,14 +144,15 @@ def _within_rounding(gate: Gate, operation: Operation) -> GateCheck:
     return merged_check(rows, "a merged block" if operation.merged else "a mended matrix")
 
 
-def _copied(gate: Gate, plan: PruningPlan) -> GateCheck:
-    """Whether the matrices of every block hold the numbers of the channels that stay, in their order."""
-    before, after = gate.reference, gate.result
-    blocks = zip(find_blocks(before.structure), find_blocks(after.structure), plan.kept_channels, strict=True)
+def _copied(gate: Gate, operation: Operation) -> GateCheck:
+    """Whether every block holds the numbers of the channels that stay, in their order, or the refitted ones."""
+    before, after, refits = gate.reference, gate.result, operation.refits
+    blocks = zip(find_blocks(before.structure), find_blocks(after.structure), operation.plan.kept_channels, strict=True)
     differ = 0
     for old, new, kept in blocks:
         whole, narrow = old.parts(before.layers[old.layer]), new.parts(after.layers[new.layer])
-        pairs = [(whole.out[0][:, kept], narrow.out[0]), (whole.out[1], narrow.out[1])]
+        last = refits[old.layer].to(narrow.out[0]) if refits else whole.out[0][:, kept]
+        pairs = [(last, narrow.out[0]), (whole.out[1], narrow.out[1])]
         for wide, slim in ((whole.gate, narrow.gate), (whole.up, narrow.up)):
             if wide is not None and slim is not None:
                 pairs += [(a if a is None else a[kept], b) for a, b in zip(wide, slim, strict=True)]

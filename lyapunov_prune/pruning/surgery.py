@@ -60,6 +60,9 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
     pruned = Decoder(made, find_structure(made))
     if blocks:
         narrow(made, pruned.structure, blocks, torch.from_numpy(plan.kept_channels))
+    for block, layer, weight in zip(blocks, pruned.layers, operation.refits, strict=False):
+        with torch.no_grad():
+            block.out.weight(layer).copy_(weight)
     attention, mlp = (tuple(map(operation.place, drop)) for drop in (plan.drop_attention, plan.drop_mlp))
     mended = (mend.place.layer for mend in operation.mends)
     for index in sorted({*plan.drop_attention, *plan.drop_mlp, *plan.drop_activation, *mended}):

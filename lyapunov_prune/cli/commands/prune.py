@@ -84,7 +84,8 @@ def prune(
     """Remove layers physically, pass the gate, write a plain transformers checkpoint.
 
     With --what width the same number of hidden channels leaves the feed-forward block of every layer: a smaller and
-    faster plain checkpoint of as many layers. What stays is a multiple of 64, in narrow blocks of 8.
+    faster plain checkpoint of as many layers. What stays is a multiple of 64, in narrow blocks of 8. The last matrix of
+    every block is refitted on one half of the text, if the other half and a second text (--judge) say that it pays.
     With another --what only a part of each layer goes. In a plain checkpoint that costs what it cost: attention and
     MLP are zeroed, an activation is cancelled. With --format compact attentions are gone, and a block without
     activation is one matrix; the checkpoint is smaller and faster, and loads with this package or by the module beside
@@ -135,8 +136,9 @@ def prune(
         raise LyapunovPruneError(
             "--mend closes the gaps of whole layers in a plain checkpoint; leave out --what and --format"
         )
-    if not mend:
-        given.refuse("is the text that --mend is judged by; give both or neither", "judge")
+    unjudged = "is the text that --mend and --what width are judged by; give one of them, or leave it out"
+    if not mend and by.what != "width" and plan_file is None:
+        given.refuse(unjudged, "judge")
     if by.what != "layers":
         given.refuse(f"is of whole layers, and {by.what} alone leaves each in its place; leave it out", "keep_period")
 
@@ -204,7 +206,10 @@ def prune(
     require_unquantised(loaded.model)  # before anything is measured
     require_whole(loaded.model)
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
-    judged = load_judge(judge, loaded, batch, text) if mend else None
+    narrower = by.what == "width" or (isinstance(given_plan, PruningPlan) and bool(given_plan.channels))
+    if not (mend or narrower):
+        given.refuse(unjudged, "judge")
+    judged = load_judge(judge, loaded, batch, text) if mend or narrower else None
     if layers is not None:
         goes: dict[str, Any] = {FIELDS[by.what]: layer_indices("--layers", layers)}
         plan = PruningPlan.given(loaded.model, **goes, reduction=reduction)

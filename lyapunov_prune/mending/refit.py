@@ -1,0 +1,88 @@
+"""The last matrix of every feed-forward block, fitted in closed form to the hidden channels that stay."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+
+from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.calibration.streaming import stream
+from lyapunov_prune.data.batch import Tokens
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.channels import masked
+from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.mending.judge import fitting_and_judges, losses
+from lyapunov_prune.mending.report import Judgement, MendReport
+from lyapunov_prune.models.decoder import Decoder, Model, in_memory, wrap
+from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.sharing import shared_memo
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.width import find_blocks, last_matrices
+
+_DAMPING = 0.01
+
+
+def refitted(W: torch.Tensor, gram: torch.Tensor, kept: torch.Tensor, damping: float = _DAMPING) -> torch.Tensor:
+    """`Ŵ = W_K + (W G_:K − W_K G_KK) (G_KK + λI)⁻¹`, d × kept channels, float64.
+
+    Of all matrices on the channels K that are `kept` it has the least `Σ_t ‖W h_t − Ŵ h_t,K‖² + λ ‖Ŵ − W_K‖²`. `W` (d ×
+    channels) and `G = Σ_t h_t h_tᵀ` are float64, `λ = damping · mean(diag G)`. For large λ it is the plain cut.
+    """
+    inner, cut = gram[kept][:, kept], W[:, kept]
+    H = inner + damping * gram.diagonal().mean() * torch.eye(len(inner)).to(gram)
+    return cut + torch.cholesky_solve((W @ gram[:, kept] - cut @ inner).T, torch.linalg.cholesky(H)).T
+
+
+@in_eval_mode
+@torch.no_grad()
+def judged_refits(
+    model: Model, kept: torch.Tensor, batch: Readable, judge: Tokens | None = None
+) -> tuple[tuple[torch.Tensor, ...], MendReport]:
+    """The last matrix of every block, refitted to its channels `kept` (layers × channels); none where it does not pay.
+
+    Each is d × kept channels, in the model's dtype. They are fitted on every second window of `batch`, layer by layer
+    on what the refitted layers before it make, and judged against the plain cut on the other windows and on `judge`,
+    another text; with None the dense model writes one. `model` is not changed.
+
+    Raises LyapunovPruneError for a batch of one window, as `find_blocks`, and for a matrix beyond the model's dtype.
+    """
+    reading = read(in_memory(model), batch)
+    fitting, *judges = fitting_and_judges(reading, judge)
+    changed, weights = refit_blocks(reading.decoder, kept, fitting)
+    judged = []
+    for each in judges:
+        with masked(reading.structure, kept):
+            cut = losses(each, ())
+        judged.append(Judgement(cut, losses(Reading(changed, each.batch), ()), each.measured_on()))
+    report = MendReport((), fitting.batch.ids.numel(), 0, fitting.measured_on(), *judged)
+    return (tuple(weights) if report.kept else ()), report
+
+
+def refit_blocks(decoder: Decoder, kept: torch.Tensor, fitting: Reading) -> tuple[Decoder, list[torch.Tensor]]:
+    """Refit the last matrices on `fitting`; also a model that has them, zero at other channels, and shares all else."""
+    lasts = last_matrices(decoder.structure, find_blocks(decoder.structure))
+    made = wrap(copy.deepcopy(decoder.model, shared_memo(decoder.model)))
+    for last in lasts:
+        parameter = getattr(made.model.get_submodule(last.module), last.parameter)
+        parameter.data = parameter.data.clone()
+    weights: list[torch.Tensor] = []
+
+    def change(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
+        (last,) = here
+        W, gram, stays = last.weight(made.model), statistics[last.name].gram, kept[last.layer]
+        assert gram is not None
+        new = refitted(lift(W), gram, stays.to(W.device)).to(W)
+        if not new.isfinite().all():
+            raise LyapunovPruneError(
+                f"refitted, {last.name} holds NaN or is beyond {W.dtype}; check the weights, or load the model in a "
+                "wider dtype"
+            )
+        W.zero_()
+        W[:, stays.to(W.device)] = new
+        weights.append(new)
+
+    stream(made.model, fitting.batch, lasts, "gram", change)
+    return made, weights
