@@ -163,6 +163,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Decoder) -> Path:
         patch.setattr(demo_module, "PROFILED", 256)
         patch.setattr(demo_module, "SEARCH", 8.0)
         patch.setattr(demo_module, "STEPS", 8)
+        patch.setattr(texts, "EVALUATED", 512)
         demo_module.run_demo(folder, tokens=32 * 64, context=64, show=lambda *_: None)
     return folder
 
