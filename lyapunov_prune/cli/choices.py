@@ -15,7 +15,7 @@ Derivative = Literal["difference", "jvp"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 Engine = Literal["llama.cpp"]
 Split = Literal["evaluation", "all", "calibration"]
-What = Literal["layers", "attention", "mlp", "activation", "width"]
+What = Literal["layers", "attention", "mlp", "activation", "width", "experts"]
 
 if TYPE_CHECKING:
     Criterion = str

@@ -213,7 +213,7 @@ Criterion = Annotated[
         help=one_of(
             CRITERIA,
             "What layers are chosen by; if not given, best where --remove says how many whole layers of a model in "
-            "memory go, else bi.",
+            "memory go, reap for experts, else bi.",
         )
     ),
 ]
@@ -230,8 +230,9 @@ What = Annotated[
     what_option(
         help="Whole layers; the attention or the MLP of each (by "
         f"{', '.join(name for name, c in CRITERIA.items() if 'mlp' in c.parts)}); its activation (by none: "
-        "prune --layers); or hidden channels of all feed-forward blocks (prune). In a plain checkpoint a part of a "
-        "layer saves no time, and channels do."
+        "prune --layers); hidden channels of all feed-forward blocks (prune); or experts, as many of every layer (by "
+        f"{', '.join(name for name, c in CRITERIA.items() if 'experts' in c.parts)}). In a plain checkpoint a part "
+        "of a layer saves no time, and channels do."
     ),
 ]
 Reduction = Annotated[
@@ -288,6 +289,8 @@ class RankOptions:
         for option in ("seeds", "seed", "search"):
             if option not in takes and not (option == "seed" and "seeds" in takes):
                 given.refuse(idle, option)
+        if self.what == "experts":
+            given.refuse("is of layers, and as many experts leave every layer; leave it out", "protect")
         CRITERIA.make(self.goes_by, **({"search": self.search} if "search" in takes else {}))
         self.protected()
 

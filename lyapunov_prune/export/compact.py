@@ -149,6 +149,8 @@ def cut_places(decoder: Decoder, cuts: Cuts) -> list[dict[str, str]]:
 
 def require_compact(decoder: Decoder, plan: PruningPlan) -> None:
     """Raise LyapunovPruneError for a plan that a compact checkpoint cannot hold, and for one that needs none."""
+    if plan.experts_gone:
+        raise LyapunovPruneError("experts leave a plain checkpoint too; leave out --format")
     if plan.drop_mlp:
         raise LyapunovPruneError(
             f"the MLP of layer {plan.drop_mlp[0]} cannot leave a compact checkpoint; give --format plain, or drop its "

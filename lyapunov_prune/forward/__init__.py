@@ -5,7 +5,7 @@
 - `products`: what enters and leaves a matrix, also where its module is not called;
 - `rounding`: the coarsest dtype that the layers compute in, and whether they choose experts or tokens;
 - `branches`, `sublayers`: attention and MLP of a layer, run or silenced; `outputs`: what makes their output;
-- `channels`: hidden channels of feed-forward blocks masked;
+- `channels`: hidden channels of feed-forward blocks masked; `masking`: experts that a router may not choose;
 - `replacement`, `changes`: other weights, or a changed layer, for as long as a block lasts;
 - `scoring`, `logits`, `decoding`: losses, logits and greedy tokens of what runs; `kept`: logits of two models compared
   a block of positions at a time;

@@ -1,6 +1,8 @@
 from .activations import ActivationStatistics as ActivationStatistics
 from .activations import activation_statistics as activation_statistics
 from .contraction_profile import ContractionProfile as ContractionProfile
+from .expert_use import ExpertUse as ExpertUse
+from .expert_use import expert_use as expert_use
 from .influence import InfluenceProfile as InfluenceProfile
 from .jacobian import JacobianNorms as JacobianNorms
 from .jacobian import sublayer_jacobians as sublayer_jacobians

@@ -19,6 +19,7 @@ from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.left_out import LeftOut, left_out
+from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.models.width import find_blocks
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -32,7 +33,7 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
 
     All of what removed layers alone hold, and of what a family lets go with them (`Family.leaves`); the blocks of
     removed layers of a table that has one a layer (`Family.tables`); nothing of what a kept layer uses, but the share
-    of its channels.
+    of its channels or experts that leave.
     """
     structure, family = decoder.structure, decoder.family
     places = {
@@ -43,9 +44,9 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
         stays -= {place(p) for p in family.leaves(structure.layers, structure.config, plan.remove)}
     tables = tuple(f".{table}.weight" for table, _ in family.tables)
     blocks = Fraction(len(plan.remove), structure.num_layers)
-    narrower = _narrower(structure, plan) if plan.channels else {}
+    partly = (_narrower(structure, plan) if plan.channels else {}) | _fewer(structure, plan)
     return {
-        name: narrower.get(name, blocks if name.endswith(tables) else Fraction(place not in stays))
+        name: partly.get(name, blocks if name.endswith(tables) else Fraction(place not in stays))
         for name, place in places.items()
     }
 
@@ -60,6 +61,18 @@ def _narrower(structure: Structure, plan: PruningPlan) -> dict[str, Fraction]:
             if p is not None:
                 found |= {f"{inside}{p.module}.{tensor}": share for tensor in ("weight", "bias")}
     return found
+
+
+def _fewer(structure: Structure, plan: PruningPlan) -> dict[str, Fraction]:
+    """The share of each tensor that is stacked by expert that is of the experts of `plan`."""
+    gone = plan.experts_gone
+    mixtures = find_mixtures(structure) if gone else None
+    return {
+        f"{structure.layers_path}.{layer}.{name}": Fraction(len(experts), mixtures.router.experts)
+        for layer, experts in gone.items()
+        if mixtures is not None
+        for name in mixtures.layers[layer].stacked
+    }
 
 
 def held_by(model: PreTrainedModel, sizes: Sizes, shares: Mapping[str, Fraction]) -> tuple[int, int]:

@@ -110,10 +110,10 @@ def evaluate_removals(
     elif dense.measured_on != reading.measured_on():
         raise LyapunovPruneError("the dense perplexity is another model's or of another text; leave it out")
     rows = [removal_row("dense", (), dense, dense, model)]
-    measured: dict[tuple[tuple[int, ...], ...], RemovalRow] = {}
+    measured: dict[tuple[object, ...], RemovalRow] = {}
     jobs = [(criterion, plan) for criterion, chosen in plans.items() for plan in chosen]
     for criterion, plan in track(jobs, "removing layers"):
-        goes = (plan.remove, plan.drop_attention, plan.drop_mlp, plan.drop_activation, *plan.channels)
+        goes = (plan.remove, plan.drop_attention, plan.drop_mlp, plan.drop_activation, plan.channels, plan.experts)
         if goes not in measured:
             pruned = remove_layers(model, plan)
             after = perplexity(

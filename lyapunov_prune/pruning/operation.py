@@ -11,6 +11,7 @@ import torch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.channels import masked
 from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.forward.masking import masked_experts
 from lyapunov_prune.forward.sublayers import silenced
 from lyapunov_prune.mending.mend import Mend, mapped
 from lyapunov_prune.merging.merge import Merged
@@ -58,5 +59,6 @@ class Operation:
         replaced = hidden_replaced(decoder.layers, [(each.block, each.tau) for each in self.merged])
         skipping = skipped(decoder.structure, self.plan.remove)
         narrower = masked(decoder.structure, torch.from_numpy(self.plan.kept_channels), self.refits)
-        with silent, replaced, mapped(decoder.layers, self.mends), skipping, narrower:
+        fewer = masked_experts(decoder.structure, self.plan.experts_gone)
+        with silent, replaced, mapped(decoder.layers, self.mends), fewer, skipping, narrower:
             yield

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,14 +17,16 @@ from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ROWS, MeasuredOn, ModelIdentity, Result
 
-# What a plan can take out, and the field that lists the layers, or the channels of every layer.
+# What a plan can take out, and the field that lists the layers, or the channels or experts of every layer.
 FIELDS = {
     "layers": "remove",
     "attention": "drop_attention",
     "mlp": "drop_mlp",
     "activation": "drop_activation",
     "width": "channels",
+    "experts": "experts",
 }
+_LISTS = ("remove", "drop_attention", "drop_mlp", "drop_activation")  # the fields that list layers
 # A layer that stays, and goes as often as this when the windows are drawn anew, is named.
 OFTEN = 0.1
 
@@ -41,9 +44,14 @@ class PruningPlan(Result):
     `channels[l]` are the hidden channels that leave the feed-forward block of layer l, which has `width` of them; the
     same number leaves every block, and nothing else leaves with channels.
 
+    `experts` lists the experts to remove of every layer, ascending: the same number of each mixture that stays, none of
+    other layers; empty where all experts stay. `routed` (L,) is the share of the router's weight that those experts had
+    on the text, NaN where none goes; None where it was not measured.
+
     Raises LyapunovPruneError when an index is repeated or out of range, when a part of a removed layer or the
     activation of a dropped MLP is named, for activations without a known reduction or a reduction without them, for
-    channels that are not as above, and when nothing would be removed or no layer left.
+    channels that are not as above, for experts that are not as many in each layer, and when nothing would be removed or
+    no layer left.
     """
 
     remove: tuple[int, ...]
@@ -61,12 +69,14 @@ class PruningPlan(Result):
     tied: tuple[int, ...] = ()
     channels: tuple[tuple[int, ...], ...] = ()
     width: int = 0
+    experts: tuple[tuple[int, ...], ...] = ()
+    routed: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         layers = self.model.num_layers
-        for field in FIELDS.values():
-            if field != "channels":
-                object.__setattr__(self, field, self._checked(getattr(self, field)))
+        for field in _LISTS:
+            object.__setattr__(self, field, self._checked(getattr(self, field)))
+        self._require_experts()
         count = layers if len(self.scores) else 0
         require_array("plan, scores", self.scores, (count,), least=-np.inf, finite=False)
         require_layers("plan, below_floor", self.below_floor, layers)
@@ -93,6 +103,29 @@ class PruningPlan(Result):
                 f"{len(self.remove)} layers to remove and {self.model.name} has {layers}; keep at least one"
             )
 
+    def _require_experts(self) -> None:
+        """Raise LyapunovPruneError unless `experts` and `routed` fit each other and the rest of the plan."""
+        layers, counts = self.model.num_layers, {len(gone) for gone in self.experts} - {0}
+        if self.experts and len(self.experts) != layers:
+            raise LyapunovPruneError(
+                f"plan, experts: {len(self.experts)} entries and {self.model.name} has {layers} layers; give one a "
+                "layer, empty where none goes"
+            )
+        if len(counts) > 1:
+            raise LyapunovPruneError(
+                f"plan, experts: {min(counts)} go from one layer and {max(counts)} from another, and a config gives "
+                "one number for all layers; remove as many from each"
+            )
+        for layer, gone in enumerate(self.experts):
+            if any(a >= b for a, b in pairwise(gone)) or any(expert < 0 for expert in gone):
+                raise LyapunovPruneError(
+                    f"plan, experts: {list(gone)} of layer {layer}; name each once, ascending, counted from 0"
+                )
+            if gone and layer in {*self.remove, *self.drop_mlp}:
+                raise LyapunovPruneError(f"layer {layer} loses its experts with the rest of it; name it once")
+        if self.routed is not None:
+            require_array("plan, routed", self.routed, (layers,), most=1 + 1e-9, finite=False)
+
     def _checked(self, given: tuple[int, ...]) -> tuple[int, ...]:
         """`given` in ascending order."""
         layers = self.model.num_layers
@@ -111,7 +144,7 @@ class PruningPlan(Result):
     def _require_channels(self) -> None:
         """Raise LyapunovPruneError unless the same number of known channels leaves every block, and nothing else."""
         layers, gone = self.model.num_layers, {len(block) for block in self.channels}
-        if self.remove or self.drop_attention or self.drop_mlp or self.drop_activation:
+        if self.remove or self.drops_sublayers or self.experts_gone:
             raise LyapunovPruneError(
                 "channels leave the blocks of a model that keeps its layers; remove layers first, and channels of what "
                 "is written then"
@@ -139,19 +172,28 @@ class PruningPlan(Result):
         drop_mlp: Sequence[int] = (),
         drop_activation: Sequence[int] = (),
         reduction: str | None = None,
+        experts: Mapping[int, Sequence[int]] | None = None,
     ) -> PruningPlan:
-        """A plan for layers, sublayers and activations chosen by hand."""
+        """A plan for layers, sublayers, activations and experts (by layer) chosen by hand."""
+        identity = model if isinstance(model, ModelIdentity) else in_memory(model, wrap_any).identity
+        given = dict(experts or {})
+        outside = next((layer for layer in given if not 0 <= layer < identity.num_layers), None)
+        if outside is not None:
+            raise LyapunovPruneError(
+                f"layer {outside} does not exist: {identity.name} has layers 0 to {identity.num_layers - 1}"
+            )
         return cls(
             remove=tuple(remove),
             criterion="given",
             alpha=None,
             scores=np.empty(0),
-            model=model if isinstance(model, ModelIdentity) else in_memory(model, wrap_any).identity,
+            model=identity,
             measured_on=(),
             drop_attention=tuple(drop_attention),
             drop_mlp=tuple(drop_mlp),
             drop_activation=tuple(drop_activation),
             reduction=reduction,
+            experts=tuple(tuple(sorted(given.get(i, ()))) for i in range(identity.num_layers)) if given else (),
         )
 
     def require_periods(self, period: int) -> None:
@@ -175,12 +217,23 @@ class PruningPlan(Result):
         """Every layer that goes, or of which a part goes."""
         if self.channels:
             return tuple(range(self.model.num_layers))
-        return tuple(sorted({*self.remove, *self.drop_attention, *self.drop_mlp, *self.drop_activation}))
+        lists = {*self.remove, *self.drop_attention, *self.drop_mlp, *self.drop_activation}
+        return tuple(sorted(lists | self.experts_gone.keys()))
+
+    @property
+    def experts_gone(self) -> dict[int, tuple[int, ...]]:
+        """The experts that go, by the layer that they are in."""
+        return {layer: gone for layer, gone in enumerate(self.experts) if gone}
+
+    @property
+    def drops_sublayers(self) -> bool:
+        """Whether a layer that stays loses its attention, its MLP or its activation."""
+        return bool(self.drop_attention or self.drop_mlp or self.drop_activation)
 
     @property
     def drops_parts(self) -> bool:
-        """Whether a layer that stays loses its attention, its MLP, its activation or channels."""
-        return bool(self.drop_attention or self.drop_mlp or self.drop_activation or self.channels)
+        """Whether a layer that stays loses its attention, its MLP, its activation, channels or experts."""
+        return bool(self.drops_sublayers or self.channels or self.experts_gone)
 
     @property
     def kept_channels(self) -> np.ndarray:
@@ -209,11 +262,15 @@ class PruningPlan(Result):
         frame = pd.DataFrame({"layer": layers, "removed": np.isin(layers, self.remove)})
         if self.channels:
             frame["channels_removed"] = len(self.channels[0])
-        elif self.drops_parts:
+        elif self.drops_sublayers:
             frame["no_attention"] = np.isin(layers, self.drop_attention)
             frame["no_mlp"] = np.isin(layers, self.drop_mlp)
         if self.drop_activation:
             frame["no_activation"] = np.isin(layers, self.drop_activation)
+        if self.experts:
+            frame["experts"] = [" ".join(map(str, gone)) for gone in self.experts]
+        if self.routed is not None:
+            frame["routed"] = self.routed
         if len(self.scores):
             frame.insert(1, "score", self.scores)
             ranks = np.argsort(np.argsort(self.scores, kind="stable")) + 1
@@ -279,8 +336,15 @@ class PruningPlan(Result):
             if indices
         ]
         half = dtype_note(self.measured_on) if len(self.scores) else ""
+        if self.experts_gone:
+            share = "" if self.routed is None else f", which had {np.nanmean(self.routed):.1%} of the router's weight"
+            count = max(map(len, self.experts))
+            removed.append(
+                f"{count} expert{'s' * (count > 1)} of each of {len(self.experts_gone)} layers of {self.model.name} by "
+                f"{self.criterion}{share}"
+            )
         costs = ""
-        if self.drops_parts:
+        if self.drops_sublayers:
             saves = "saves no time or memory" if format == "plain" else "is gone"
             costs = f"; in a {format} checkpoint a part of a layer {saves}"
         return printable(f"Remove {'; '.join(removed)}{costs}{floor_note(self.below_floor)}{half}")

@@ -146,12 +146,10 @@ def describe(
         commands=commands,
     )
     provenance.save(folder / PROVENANCE)
-    of = (len(plan.kept), plan.model.num_layers, "layers")
-    if plan.channels:
-        of = (plan.kept_channels.shape[1], plan.width, "hidden channels in every feed-forward block")
+    kind, left = _kind(plan)
     write_card(
         folder,
-        "{} with {} of {} {}".format(Path(plan.model.name).name, *of),
+        f"{Path(plan.model.name).name} {left}",
         f"{as_text(provenance.headline())}. {pruned.num_parameters():,} parameters of {plan.model.parameters:,} are "
         f"left. {since}",
         pruned,
@@ -163,9 +161,19 @@ def describe(
             **({"Engines": _engines(find_kinds(structure), plan.kept)} if stored.engines else {}),
             "Gate": _checked(provenance),
         },
-        tags=("width-pruning" if plan.channels else "depth-pruning",),
+        tags=(f"{kind}-pruning",),
     )
     return provenance
+
+
+def _kind(plan: PruningPlan) -> tuple[str, str]:
+    """The kind of the pruning, for a tag, and what is left or gone, for a title."""
+    if plan.channels:
+        left = plan.kept_channels.shape[1]
+        return "width", f"with {left} of {plan.width} hidden channels in every feed-forward block"
+    if plan.touched == tuple(plan.experts_gone):
+        return "expert", f"without {len(plan.experts[plan.touched[0]])} experts a layer"
+    return "depth", f"with {len(plan.kept)} of {plan.model.num_layers} layers"
 
 
 def _by_hand(commands: tuple[str, ...]) -> str:
@@ -191,6 +199,14 @@ def _removed(plan: PruningPlan, stored: Stored) -> str:
     ):
         if layers:
             lines.append(f"{told} of layers of the original: {', '.join(map(str, layers))}. {stored.parts[part]}")
+    if plan.experts_gone:
+        lines += ["Experts of the original, counted from 0, and the share of the router's weight that they had:", ""]
+        lines += ["| layer | experts | share |", "| --- | --- | --- |"]
+        shares = {} if plan.routed is None else dict(enumerate(plan.routed))
+        for layer, gone in plan.experts_gone.items():
+            share = f"{shares[layer]:.1%}" if layer in shares else ""
+            lines.append(f"| {layer} | {', '.join(map(str, gone))} | {share} |")
+        lines += ["", "The experts that stay keep their order: expert *i* of a layer here is the *i*-th that stays."]
     lines += [f"{as_text(line)}." for line in plan.stability().splitlines()]
     lines.append(f"Layer *i* of this model is layer `kept_to_original[i]` of the original (`{PROVENANCE}`).")
     if stored.note:
@@ -253,7 +269,7 @@ def _engines(kinds: LayerKinds, kept: tuple[int, ...]) -> str:
     if kinds.survives(kept):
         return (
             "Every layer is of the kind that the layer of its number has in the original, so an engine that runs the\n"
-            "original should need nothing but the number of layers, which config.json gives."
+            "original should need nothing but the numbers of layers and experts, which config.json gives."
         )
     repeated = f"repeat every {kinds.period} layers" if kinds.period else "follow a pattern"
     return (

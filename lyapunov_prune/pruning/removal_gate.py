@@ -1,7 +1,7 @@
 """The gate of a removal. Of every result it asks four questions:
 
-1. Its logits are those of the original with the same layers and sublayers passed over, hidden vectors replaced and
-   gaps mended, by hooks.
+1. Its logits are those of the original with the same layers and sublayers passed over, hidden vectors replaced, gaps
+   mended and experts kept from being chosen, by hooks.
 2. Decoding step by step with a cache gives the logits of the uncached forward.
 3. Saved and reloaded with plain transformers it is the same model: same keys, same logits, same settings
    in every layer.
@@ -107,11 +107,16 @@ def removal_gate(
 
 
 def _same(gate: Gate, operation: Operation) -> GateCheck:
-    """In half precision, what maps or masks fail by is decided in float32, where only stored weights are rounded."""
-    goes = "channels masked" if operation.plan.channels else "layers skipped"
+    """In half precision, what maps, masks or routers fail by is decided in float32.
+
+    There only stored weights are rounded; in half precision rounding alone may choose other experts.
+    """
+    plan = operation.plan
+    goes = "channels masked" if plan.channels else "experts masked" if plan.experts_gone else "layers skipped"
     detail = f"logits against the original with the {goes}"
     found = gate.same(detail)
-    if not found.passed and (operation.mends or operation.plan.channels) and (wide := gate.in_float32()):
+    retried = operation.mends or plan.channels or plan.experts_gone
+    if not found.passed and retried and (wide := gate.in_float32()):
         again = wide.same(f"{detail}, in float32 ({found.measured:.2g} in {gate.result.model.dtype})")
         return replace(again, passed=again.measured <= gate.limit, limit=gate.limit)
     return found

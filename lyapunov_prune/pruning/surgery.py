@@ -20,6 +20,7 @@ from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, POSITION_ATTRIBUTES
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.layer_settings import require_attention, slice_settings
 from lyapunov_prune.models.left_out import forget_heads
+from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.models.width import find_blocks, narrow
@@ -41,17 +42,20 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
     layers are not copied. Where the plan drops a sublayer alone, its output projection becomes zero
     (`zeroing.py`), and where it drops an activation, the block computes what the merged block of its layer says
     (`mirroring.py`): a plain checkpoint can say no more, and that saves no time or memory. The layers before gaps take
-    their maps into their parameters. Hidden channels leave the matrices of every block (`models/width.py`). With
-    `shared`, what stays as it was lies where that of `decoder` does: for a result that is only looked at and saved,
-    since a later change of one in place would be one of both.
+    their maps into their parameters. Hidden channels leave the matrices of every block (`models/width.py`), experts
+    with their rows of the router (`models/mixtures.py`). With `shared`, what stays as it was lies where that of
+    `decoder` does: for a result that is only looked at and saved, since a later change of one in place would be one of
+    both.
 
     `decoder` holds its plain weights (`models.plain`). Raises LyapunovPruneError for a block that cannot hold a merged
-    matrix, a removal that the family's checkpoint format cannot express, and a decoder inside a multimodal model that
-    text alone cannot judge.
+    matrix, experts that cannot go (`Mixtures.require`), a removal that the family's checkpoint format cannot express,
+    and a decoder inside a multimodal model that text alone cannot judge.
     """
     plan = operation.plan
     require_mirrored(decoder.structure, plan.drop_activation)
     blocks = find_blocks(decoder.structure) if plan.channels else ()
+    if plan.experts_gone:
+        find_mixtures(decoder.structure).require(plan.experts, plan.remove)
     with held(decoder.model):  # what a measurement has put on it would be copied too
         if decoder.wrapped:
             require_text_alone(decoder, plan.remove)
@@ -68,6 +72,8 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
     for index in sorted({*plan.drop_attention, *plan.drop_mlp, *plan.drop_activation, *mended}):
         own(pruned.layers[operation.place(index)])
     zero_sublayers(pruned, attention, mlp)
+    if gone := {operation.place(layer): experts for layer, experts in plan.experts_gone.items()}:
+        drop_experts(made, pruned.structure, gone)
     for each in operation.merged:
         mirror(pruned.layers[operation.place(each.block.layer)], each)
     for mend in operation.mends:

@@ -6,6 +6,7 @@
 - `ranking`: the order, and the plan that follows;
 - `angular`, `oracle`, `best`: what the criteria of those names measure; `candidates`: the sets that `best` tries first,
   `tried`: what it has tried;
+- `experts`: scores of the experts of every layer, and the plan that removes as many from each;
 - `stability`: how often a layer is picked when the windows are drawn anew, and ties;
 - `budget`: as many layers, or parts of layers, as a divergence allows.
 

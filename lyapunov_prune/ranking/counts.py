@@ -7,7 +7,7 @@ from numbers import Integral
 
 from lyapunov_prune.errors import LyapunovPruneError
 
-PARTS = ("layers", "attention", "mlp", "activation", "width")
+PARTS = ("layers", "attention", "mlp", "activation", "width", "experts")
 
 
 def count_of(remove: int | float, of: int, what: str = "layers") -> int:

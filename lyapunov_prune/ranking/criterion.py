@@ -15,6 +15,7 @@ from lyapunov_prune.registry import Choice
 if TYPE_CHECKING:
     from lyapunov_prune.forward.reading import Reading
     from lyapunov_prune.profiles.contraction_profile import ContractionProfile
+    from lyapunov_prune.profiles.expert_use import ExpertUse
     from lyapunov_prune.profiles.influence import InfluenceProfile
     from lyapunov_prune.ranking.ranking import LayerRanking, Ranking
     from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
@@ -49,10 +50,10 @@ class Asked:
 class Criterion(Choice):
     """How layers are ordered for removal. A criterion is a subclass in a file of its own and a row in `table.CRITERIA`.
 
-    `parts` are what it ranks: whole layers, or also their attention and MLP. `streamed` are those of them that it ranks
-    in a model which is read one layer at a time. `profiled`: a saved LayerProfile holds all that it needs. `resumes`:
-    an interrupted measurement goes on. `chooses` says how it chooses so many layers together; empty where layers have
-    scores, which give an order.
+    `parts` are what it ranks: whole layers, their attention or MLP, the experts of each. `streamed` are those of them
+    that it ranks in a model which is read one layer at a time. `profiled`: a saved LayerProfile holds all that it
+    needs. `resumes`: an interrupted measurement goes on. `chooses` says how it chooses so many layers together; empty
+    where layers have scores, which give an order.
     """
 
     parts: ClassVar[tuple[str, ...]] = ("layers",)
@@ -158,6 +159,23 @@ class Scored(Criterion):
                 raise LyapunovPruneError(f"criterion {self.name} needs {_REMEDIES[name]}")
         ranking = self.ranking(values, source.measured_on.model, tuple(used), protect=protect, drawn=drawn)
         return replace(ranking, below_floor=below_floor)
+
+
+class OfExperts(Criterion):
+    """A criterion of the experts of every layer, by what the router makes of them: one forward measures it."""
+
+    parts = ("experts",)
+
+    def score(self, use: ExpertUse) -> np.ndarray:
+        """A score for every expert (L, E), the smallest of a layer first to go."""
+        raise NotImplementedError
+
+    def rank(self, asked: Asked) -> Ranking:
+        from lyapunov_prune.ranking.experts import rank_experts
+
+        ranking = rank_experts(asked.reading, self.name, self.score, asked.batch_size)
+        asked.keep("expert-use", ranking.use)
+        return ranking
 
 
 class ByPosition(Scored):

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from lyapunov_prune.arguments import Seed
 from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import Streamable, takes_model
+from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import listed
 from lyapunov_prune.ranking.counts import count_of, protected_layers, require_count
 from lyapunov_prune.ranking.criterion import Asked
+from lyapunov_prune.ranking.experts import count_of_experts
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.ranking.table import CRITERIA, default_criterion, require_ranks
 
@@ -40,15 +43,15 @@ def rank(
 ) -> Ranking:
     """Measure on `batch` what a criterion of CRITERIA goes by, and rank the layers of `model` for removal by it.
 
-    `what` goes: whole `layers`, or the `attention` or `mlp` of layers. `remove` says how many, or as a float below 1
-    which share; some criteria cannot do without. If no criterion is given, it is `best` where whole layers go and
-    `remove` is known, else `bi`; for a streamed model always `bi`. `alpha` is the weight of rho in a blend, `seeds` are
-    those of the perturbations behind rho, `seed` that of `random`. Layers of `protect` stay, counted from the end if
-    negative; `search` is what `best` may spend, in forwards. With `mend` it compares sets with their gaps mended too,
-    by the text `judge` as well (`best_removal`). `temperature` is that of the predictions behind `kl` and `cosine`.
-    What was measured is kept in `folder`; with `resume` a profile that is there already is taken, and an `oracle` or
-    `best` that was interrupted goes on. Options that the criterion does not have are not used, but for `mend` and
-    `temperature`, which are refused.
+    `what` goes: whole `layers`, the `attention` or `mlp` of layers, or `experts` of every layer. `remove` says how many
+    (of experts: of each layer), or as a float below 1 which share; some criteria cannot do without. If no criterion is
+    given, it is `best` where whole layers go and `remove` is known, `reap` of experts, else `bi`; for a streamed model
+    always `bi`. `alpha` is the weight of rho in a blend, `seeds` are those of the perturbations behind rho, `seed` that
+    of `random`. Layers of `protect` stay, counted from the end if negative; `search` is what `best` may spend, in
+    forwards. With `mend` it compares sets with their gaps mended too, by the text `judge` as well (`best_removal`).
+    `temperature` is that of the predictions behind `kl` and `cosine`. What was measured is kept in `folder`; with
+    `resume` a profile that is there already is taken, and an `oracle` or `best` that was interrupted goes on. Options
+    that the criterion does not have are not used, but for `mend` and `temperature`, which are refused.
 
     Raises LyapunovPruneError, before anything is measured, for an unknown criterion or part, a criterion that does not
     rank it, must know `remove` or has no `mend`, one that a streamed model cannot be ranked by, an alpha of a blend
@@ -70,9 +73,15 @@ def rank(
     reading = read(model, batch)
     if streamed:
         require_ranks(criterion, what, remove=remove, streamed=True)
-    if remove is not None:
-        remove = count_of(remove, reading.structure.num_layers)
-        require_count(remove, reading.structure.num_layers, what)
-    protected_layers(reading.structure.num_layers, protect, remove or 1)
+    if what == "experts":
+        if protect:
+            raise LyapunovPruneError("as many experts leave every layer; leave out --protect")
+        if remove is not None:
+            remove = count_of_experts(find_mixtures(reading.structure).router, remove)
+    else:
+        if remove is not None:
+            remove = count_of(remove, reading.structure.num_layers)
+            require_count(remove, reading.structure.num_layers, what)
+        protected_layers(reading.structure.num_layers, protect, remove or 1)
     folder = None if folder is None else Path(folder)
     return made.rank(Asked(reading, what, remove, tuple(protect), batch_size, folder, resume))

@@ -19,6 +19,8 @@ CRITERIA = Registry[Criterion](
         "blend-minmax": f"{_CRITERIA}.blend_minmax:BlendMinMax",
         "angular": f"{_CRITERIA}.angular:Angular",
         "kl": f"{_CRITERIA}.kl:KL",
+        "reap": f"{_CRITERIA}.reap:Reap",
+        "frequency": f"{_CRITERIA}.frequency:Frequency",
         "cosine": f"{_CRITERIA}.cosine:Cosine",
         "oracle": f"{_CRITERIA}.oracle:Oracle",
         "best": f"{_CRITERIA}.best:Best",
@@ -34,12 +36,14 @@ DEFAULT: Final = "bi"
 
 def default_criterion(
     remove: int | float | None, what: str = "layers", *, periods: bool = False
-) -> Literal["best", "bi"]:
-    """`best` where whole layers go and their number is known, else `bi`.
+) -> Literal["best", "bi", "reap"]:
+    """`best` where whole layers go and their number is known, `reap` of experts, else `bi`.
 
     On the models and texts of experiments/2_criteria, `best` is hardly worse than the single criterion that turns out
     to be the best one, and no single one is that everywhere.
     """
+    if what == "experts":
+        return "reap"
     return "best" if remove is not None and what == "layers" and not periods else DEFAULT
 
 
@@ -66,14 +70,17 @@ def require_ranks(
         raise LyapunovPruneError("channels are no layers to rank; they are chosen by prune --what width --remove 20%")
     if what not in known.parts:
         others = [name for name, other in CRITERIA.items() if what in other.parts]
+        of = "whole layers" if known.parts == ("layers",) else ", ".join(known.parts)
         raise LyapunovPruneError(
-            f"criterion {criterion} is defined for whole layers only; "
+            f"criterion {criterion} is defined for {of} only; "
             f"with --what {what} give --criterion {', '.join(others[:-1])} or {others[-1]}"
         )
     if known.chooses and remove is None:
         raise LyapunovPruneError(f"criterion {criterion} {known.chooses}; give --remove N with it")
     if known.chooses and periods:
         raise LyapunovPruneError(f"criterion {criterion} {known.chooses}, not periods; leave out --keep-period")
+    if streamed and what == "experts":
+        raise LyapunovPruneError("experts are measured and removed in memory; leave out --stream")
     if streamed and what not in known.streamed:
         others = [name for name, other in CRITERIA.items() if what in other.streamed]
         raise LyapunovPruneError(

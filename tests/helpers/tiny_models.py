@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.data import ImageBatch
@@ -69,6 +70,42 @@ def from_settings(model_type: str, seed: int = 0, **settings: Any) -> PreTrained
     config = AutoConfig.for_model(model_type, **settings)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+# Three layers of eight experts, two of them for a token. The deepest family chooses among two groups, and has a dense
+# layer, a shared expert and a bias for the choice; gpt_oss has biases everywhere.
+_MIXTURE = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
+}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen2_moe": {"shared_expert_intermediate_size": 16},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "olmoe": {},
+    "granitemoe": {},
+    "deepseek_v3": {
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        **_LATENT,
+    },
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+}
+
+
+def make_mixture(name: str, **changes: Any) -> PreTrainedModel:
+    """A random mixture of experts of the family, float32, with weights large enough for every expert to matter."""
+    declared = {field.name for field in dataclasses.fields(CONFIG_MAPPING[name])}
+    settings = {key: value for key, value in _MIXTURE.items() if key in declared}
+    return with_large_weights(from_settings(name, **{**settings, **MIXTURES[name], **changes}))
 
 
 def as_batch(model: PreTrainedModel, batch: Tokens) -> TokenBatch:

@@ -158,3 +158,35 @@ def test_a_sentence_says_what_goes_and_what_it_saves(llama: PreTrainedModel) -> 
     seen = plan.seen_on(as_batch(llama, torch.ones(1, 4, dtype=torch.int64)).measured_on(llama))
     assert len(seen.measured_on) == 1
     assert seen.seen_on(seen.measured_on[0]) is seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts": ((0,), (1,))}, "2 entries and .* 6 layers"),
+        ({"experts": ((0,), (1, 2), (), (), (), ())}, "1 go from one layer and 2 from another"),
+        ({"experts": ((1, 0), (), (), (), (), ())}, r"\[1, 0\] of layer 0"),
+        ({"experts": ((), (2, 2), (), (), (), ())}, r"\[2, 2\] of layer 1"),
+        ({"experts": ((-1,), (), (), (), (), ())}, r"\[-1\] of layer 0"),
+        ({"experts": ((0,), (), (), (), (), ()), "remove": (0,)}, "layer 0 loses its experts"),
+        ({"experts": ((),) * 6}, "removes no layer"),
+        ({"experts": ((0,), (), (), (), (), ()), "routed": np.zeros(5)}, "routed: 5 numbers"),
+        ({"experts": ((0,), (), (), (), (), ()), "routed": np.full(6, 2.0)}, "routed: 2"),
+    ],
+)
+def test_experts_that_fit_no_plan_are_refused(changes: dict[str, Any], message: str) -> None:
+    plan = PruningPlan.given(_MODEL, experts={0: (3, 1)})
+    assert (plan.experts, plan.touched) == (((1, 3), (), (), (), (), ()), (0,))
+    with pytest.raises(LyapunovPruneError, match=message):
+        replace(plan, **{"remove": (), **changes})
+    with pytest.raises(LyapunovPruneError, match="layer 6 does not exist"):
+        PruningPlan.given(_MODEL, experts={6: (1,)})
+
+
+def test_a_plan_says_how_much_of_the_routed_weight_goes(tmp_path: Path) -> None:
+    routed = np.array([0.1, 0.3, *[np.nan] * 4])
+    plan = replace(PruningPlan.given(_MODEL, experts={0: (1, 3), 1: (0, 2)}), routed=routed)
+    assert "2 experts of each of 2 layers" in plan.sentence()
+    assert "20.0% of the router's weight" in plan.sentence()
+    again = PruningPlan.load(plan.save(tmp_path / "plan.json"))
+    assert (again.experts, str(again)) == (plan.experts, str(plan))

@@ -12,18 +12,21 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import on_disk, operated
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from helpers import MIXTURES, make_mixture, on_disk, operated
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from lyapunov_prune import PruningPlan, remove_layers
+from lyapunov_prune import PruningPlan, remove_layers, verify_removal
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.export import disk_gate
 from lyapunov_prune.export.pruned import write_pruned
+from lyapunov_prune.forward.masking import masked_experts
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.families import FAMILIES, TRUSTED
+from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning import removal_gate
+from lyapunov_prune.pruning import removal_gate, surgery
 from lyapunov_prune.pruning.curve import evaluate_removals
+from lyapunov_prune.pruning.gate import SKIPPED
 
 TRUSTED_ONE, OTHER, WRAPPED = "llama", "olmo2", "gemma3"
 NAMES = (TRUSTED_ONE, OTHER, WRAPPED)
@@ -115,3 +118,52 @@ def test_a_model_that_cannot_be_saved_fails_the_gate(
     with pytest.raises(CheckFailed, match="reloads as saved: RuntimeError"):
         write_pruned(model, tokenizer, PruningPlan.given(model, [2]), tmp_path / "pruned")
     assert os.listdir(tmp_path) == []
+
+
+def expert_plan(model: PreTrainedModel, *, remove: tuple[int, ...] = ()) -> PruningPlan:
+    """Two experts of each layer, one of each group where there are two, beside whole layers."""
+    layers = [layer for layer in find_mixtures(find_structure(model)).layers if layer not in remove]
+    return PruningPlan.given(model, remove, experts={i: (0, 4 + i) for i in layers})
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_without_some_experts_loads_in_plain_transformers(name: str, tmp_path: Path) -> None:
+    model = make_mixture(name)
+    plan = expert_plan(model)
+    made = write_pruned(model, None, plan, tmp_path / "out")
+    assert made.gate.passed
+    assert next(check.measured for check in made.gate.checks if check.name == SKIPPED) <= 1e-6
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.randint(97, (1, 32), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad(), masked_experts(find_structure(model), plan.experts_gone):
+        assert torch.allclose(again(ids).logits, model(ids).logits, atol=1e-5)
+    assert find_mixtures(find_structure(again)).router.experts == 6
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "expert-pruning" in card
+    assert "| 1 | 0, 5 |" in card
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_and_experts_go_together(dtype: torch.dtype) -> None:
+    model = make_mixture("qwen3_moe").to(dtype)
+    plan = expert_plan(model, remove=(1,))
+    pruned = remove_layers(model, plan)
+    structure = find_structure(pruned)
+    assert (structure.num_layers, find_mixtures(structure).router.experts) == (2, 6)
+    assert verify_removal(model, pruned, plan).passed
+    assert verify_removal(model, pruned, expert_plan(model)).failure()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_two_experts_that_are_swapped_fail_the_gate(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def swapped(model: Any, structure: Any, gone: Any) -> None:
+        drop_experts(model, structure, gone)
+        experts = structure.layers[1].get_submodule(find_mixtures(structure).layers[1].experts)
+        for parameter in experts.parameters(recurse=False):
+            parameter.data[[0, 1]] = parameter.data[[1, 0]]
+
+    monkeypatch.setattr(surgery, "drop_experts", swapped)
+    model = make_mixture(name)
+    with pytest.raises(CheckFailed, match=SKIPPED):
+        write_pruned(model, None, expert_plan(model), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

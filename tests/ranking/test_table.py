@@ -127,14 +127,17 @@ def ranked(what: str = "layers", **asked: Any) -> set[str]:
 
 def test_who_ranks_what() -> None:
     """The criteria of each kind, as the guide lists them."""
-    alone = set(CRITERIA) - {"angular", "oracle", "best"}
-    assert ranked(remove=2) == set(CRITERIA)
+    of_layers = set(CRITERIA) - {"reap", "frequency"}
+    alone = of_layers - {"angular", "oracle", "best"}
+    assert ranked(remove=2) == of_layers
+    assert ranked("experts", remove=2) == {"reap", "frequency", "kl"}
+    assert ranked("experts", remove=2, streamed=True) == ranked("experts", remove=2, profiled=True) == set()
     assert ranked(remove=None) == ranked(remove=2, periods=True) == alone
     assert ranked("mlp", remove=2) == ranked("attention", remove=2) == {"bi", "kl", "cosine", "from-end", "random"}
     assert ranked("activation", remove=2) == set()
     with pytest.raises(LyapunovPruneError, match="unknown what"):
         require_ranks("bi", "heads")
-    assert ranked(remove=2, streamed=True) == set(CRITERIA) - {"oracle", "best"}
+    assert ranked(remove=2, streamed=True) == of_layers - {"oracle", "best"}
     assert ranked("mlp", remove=2, streamed=True) == {"bi", "from-end", "random"}
     assert ranked(remove=2, profiled=True) == {"rho", "bi", "blend", "blend-minmax", "from-end", "random"}
     assert ranked("mlp", remove=2, profiled=True) == set()

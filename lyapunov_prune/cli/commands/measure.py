@@ -105,7 +105,9 @@ def rank(
     model: Annotated[str | None, typer.Argument(help="As for profile; not needed with --profile.")] = None,
     *,
     profile_file: Annotated[Path | None, what_option("--profile", help="A profile.json to rank by.")] = None,
-    remove: Annotated[float | None, what_option(help="Write plan.json for so many layers.", **counted)] = None,
+    remove: Annotated[
+        float | None, what_option(help="Write plan.json for so many layers (or experts of each).", **counted)
+    ] = None,
     max_kl: MaxKL = None,
     by: RankOptions = RankOptions(),
     seeds: Seeds = 4,
@@ -126,6 +128,8 @@ def rank(
     by = by.settled(None if stream or profile_file is not None else remove)
     by.require(given)
     require_ranks(by.goes_by, by.what, remove=remove, streamed=stream, profiled=profile_file is not None)
+    if by.what == "experts":
+        given.refuse("is not spent on experts yet; give --remove", "max_kl")
     if max_kl is not None:
         require_budget(max_kl)
         given.refuse("does not go with --max-kl; give one of the two", "remove", "profile_file")

@@ -58,7 +58,9 @@ if TYPE_CHECKING:
 def prune(
     model: Model,
     *,
-    remove: Annotated[float | None, what_option(help="How many layers, or channels.", **counted)] = None,
+    remove: Annotated[
+        float | None, what_option(help="How many layers, or channels, or experts of each layer.", **counted)
+    ] = None,
     max_kl: MaxKL = None,
     layers: Annotated[str | None, what_option(help="Layers by hand, as 3,7 or 3-7 (counted from 0).")] = None,
     plan_file: Annotated[Path | None, what_option("--plan", help="A plan.json, or a mergekit .yaml of slices.")] = None,
@@ -86,6 +88,7 @@ def prune(
     With --what width the same number of hidden channels leaves the feed-forward block of every layer: a smaller and
     faster plain checkpoint of as many layers. What stays is a multiple of 64, in narrow blocks of 8. The last matrix of
     every block is refitted on one half of the text, if the other half and a second text (--judge) say that it pays.
+    With --what experts the same number of experts leaves every layer that has some: a smaller plain checkpoint.
     With another --what only a part of each layer goes. In a plain checkpoint that costs what it cost: attention and
     MLP are zeroed, an activation is cancelled. With --format compact attentions are gone, and a block without
     activation is one matrix; the checkpoint is smaller and faster, and loads with this package or by the module beside
@@ -109,6 +112,10 @@ def prune(
         )
     if on_disk or stream:
         source.require_one_place("--on-disk" if on_disk else "--stream")
+    if by.what == "experts":
+        given.refuse(
+            "says nothing of experts, of which --remove N leave every layer; give that or --plan", "layers", "max_kl"
+        )
     if remove is None and max_kl is None:
         chosen = "is of layers that a criterion chooses; give --remove or --max-kl with it"
         given.refuse_record(chosen, RankOptions, but="what")
@@ -128,8 +135,8 @@ def prune(
     if not mend:
         given.refuse("is of what --mend changes; the rest of a .gguf file is copied; leave it out", "quantize")
     stored = FORMATS.make(format, **({} if quantize is None else {"quantize": quantize}))
-    if by.what == "width" and format != "plain":
-        raise LyapunovPruneError("--what width writes a plain checkpoint; leave out --format")
+    if by.what in ("width", "experts") and format != "plain":
+        raise LyapunovPruneError(f"--what {by.what} writes a plain checkpoint; leave out --format")
     if by.what != "layers" and stored.card is not None and not stored.card.parts:
         raise LyapunovPruneError(f"--format {format} holds whole layers; leave out --what, or give another format")
     if mend and (by.what != "layers" or not stored.mends):
@@ -219,10 +226,10 @@ def prune(
         assert remove is not None
         plan = choose_channels(loaded.model, batch, remove, batch_size=batch_size)
     else:
-        if remove is not None:
+        if remove is not None and by.what != "experts":
             remove = count_of(remove, loaded.structure.num_layers)
-        if remove is not None and keep_period:
-            require_periods(remove, loaded.structure.num_layers, period)
+            if keep_period:
+                require_periods(remove, loaded.structure.num_layers, period)
         ranking = by.rank(loaded, batch, remove, batch_size, mend=mend, judge=judged)
         if by.goes_by == "best" and not as_json:
             show(ranking, as_json, None, full=full)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criteria.kl import KL
+from lyapunov_prune.ranking.criterion import EVERYWHERE
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Cosine(KL):
     help = "how far the probabilities turn without it"
     reference = "Demystifying When Pruning Works via Representation Hierarchies, Theorem 2"
     needs = ("variance_r",)
+    parts = EVERYWHERE
 
     def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         return values["variance_r"]

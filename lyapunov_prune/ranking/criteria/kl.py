@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from lyapunov_prune.arguments import Positive
 from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criterion import EVERYWHERE, Asked, Scored
 
 if TYPE_CHECKING:
-    from lyapunov_prune.ranking.ranking import LayerRanking
+    from lyapunov_prune.ranking.ranking import Ranking
 
 
 @dataclass(frozen=True)
 class KL(Scored):
-    """The variance of the logits' change under the prediction, which KL is half of to second order.
+    """The variance of the logits' change under the prediction, which KL is half of to second order; of experts KL.
 
     The predictions are those at `temperature` (`predictions.divergence`). Raises LyapunovPruneError for a temperature
     that is not above 0.
@@ -28,13 +28,20 @@ class KL(Scored):
     help = "how far the prediction moves without it"
     reference = "Demystifying When Pruning Works via Representation Hierarchies, Theorem 3"
     needs = ("variance",)
-    parts = EVERYWHERE
+    parts: ClassVar[tuple[str, ...]] = (*EVERYWHERE, "experts")
     streamed = ("layers",)
 
     def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         return values["variance"]
 
-    def rank(self, asked: Asked) -> LayerRanking:
+    def rank(self, asked: Asked) -> Ranking:
+        if asked.what == "experts":
+            from lyapunov_prune.ranking.experts import masked_divergence, rank_experts
+
+            kl = masked_divergence(asked.reading, self.temperature, asked.batch_size)
+            experts = rank_experts(asked.reading, self.name, lambda use: kl, asked.batch_size)
+            asked.keep("expert-use", experts.use)
+            return experts
         from lyapunov_prune.predictions.divergence import SkipDivergence, skip_divergence, sublayer_divergence
         from lyapunov_prune.ranking.measured import rank_by_divergence
 

@@ -1,0 +1,123 @@
+"""What the router of every layer makes of its experts: how many tokens, how much weight, how much output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import require_finite, run_backbone
+from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.experts import Routing
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.mixtures import Mixtures, find_mixtures
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+
+@dataclass(frozen=True)
+class ExpertUse(Result):
+    """Per layer and expert, (L, E) float64, NaN in layers without experts.
+
+    - `tokens`: how many tokens the router sent to the expert;
+    - `weight`: the sum of the weights `g_t` that it gave it for them;
+    - `saliency`: the mean over them of `g_t ‖f(x_t)‖₂`, with `f(x_t)` the output of the expert before it is weighted
+      (REAP, arXiv:2510.13999); 0 for an expert that got no token.
+    """
+
+    tokens: np.ndarray
+    weight: np.ndarray
+    saliency: np.ndarray
+    measured_on: MeasuredOn
+
+    def __post_init__(self) -> None:
+        shape = (self.measured_on.model.num_layers, np.shape(self.tokens)[-1])
+        require_array("expert use, tokens", self.tokens, shape, finite=False)
+        require_array("expert use, weight", self.weight, shape, least=-np.inf, finite=False)
+        require_array("expert use, saliency", self.saliency, shape, least=-np.inf, finite=False)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that have experts."""
+        return tuple(np.flatnonzero(np.isfinite(self.tokens[:, 0])).tolist())
+
+    @property
+    def unused(self) -> dict[int, tuple[int, ...]]:
+        """The experts that got no token, by layer."""
+        return {i: tuple(np.flatnonzero(self.tokens[i] == 0).tolist()) for i in self.layers if 0 in self.tokens[i]}
+
+    def share(self, of: np.ndarray) -> np.ndarray:
+        """`tokens` or `weight` as shares of their sum in the layer, (L, E)."""
+        return of / of.sum(-1, keepdims=True)
+
+    def to_frame(self) -> pd.DataFrame:
+        layers, experts = np.array(self.layers), np.arange(self.tokens.shape[1])
+        rows = {"layer": np.repeat(layers, len(experts)), "expert": np.tile(experts, len(layers))}
+        columns = {"tokens": self.share(self.tokens), "weight": self.share(self.weight), "saliency": self.saliency}
+        return pd.DataFrame({**rows, **{name: values[layers].ravel() for name, values in columns.items()}})
+
+    def headline(self) -> str:
+        return f"Shares of tokens and of router weight, and REAP saliency, by expert\n{self.measured_on.line()}"
+
+
+@takes_model
+@in_eval_mode
+@torch.no_grad()
+def expert_use(model: InMemory, batch: Readable, *, batch_size: int = 1) -> ExpertUse:
+    """Measure `ExpertUse` in one pass over `batch`.
+
+    Every chosen expert runs twice: in the forward, and once more for its output before it is weighted. Memory: three
+    sums for each expert, and one layer's outputs of all chosen experts.
+
+    Raises NonFiniteError naming the layer when the model is not finite, and LyapunovPruneError for a model without
+    experts, and for experts in a form that is not known (`models.mixtures`).
+    """
+    reading = read(model, batch)
+    structure = reading.structure
+    mixtures = find_mixtures(structure)
+    sums = {i: torch.zeros(3, mixtures.router.experts, dtype=torch.float64) for i in mixtures.layers}
+    modules = {i: structure.layers[i].get_submodule(mixture.experts) for i, mixture in mixtures.layers.items()}
+    with hooked(before=[(module, _added(i, mixtures, sums[i])) for i, module in modules.items()]):
+        for ids in track(reading.windows(batch_size), "experts"):
+            run_backbone(structure, ids)
+    values = np.full((structure.num_layers, 3, mixtures.router.experts), np.nan)
+    for i, of_layer in sums.items():
+        values[i] = of_layer.numpy()
+    if not np.isfinite(values[list(sums)]).all():
+        require_finite(structure, reading.batch.ids, reading.batch.text)
+        raise LyapunovPruneError("experts make NaN or infinity; load the model in a wider dtype")
+    tokens, weight, output = np.ascontiguousarray(values.transpose(1, 0, 2))
+    return ExpertUse(tokens, weight, output / np.maximum(tokens, 1), reading.measured_on())
+
+
+def _added(layer: int, mixtures: Mixtures, sums: torch.Tensor) -> Callable[..., None]:
+    """A hook on the experts of `layer` that adds the tokens, weights and weighted norms of each to `sums` (3, E)."""
+    router = mixtures.router
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        routing = Routing.of(args, kwargs)
+        if routing is None or routing.experts.shape[-1] != router.chosen:
+            raise LyapunovPruneError(
+                f"the experts of layer {layer} are not called with tokens, the experts chosen for each and their "
+                "weights; what each of them does is not seen, remove whole layers instead"
+            )
+        states = routing.tokens.repeat_interleave(router.chosen, 0)
+        chosen, weights = routing.experts.reshape(-1, 1), routing.weights.reshape(-1)
+        # Each token to one expert, with weight 1: the family's own code gives the expert's output.
+        outputs: torch.Tensor = module.forward(states, chosen, torch.ones_like(weights).unsqueeze(1))
+        norms = torch.linalg.vector_norm(lift(outputs), dim=-1).cpu()
+        weight, expert = lift(weights).cpu(), chosen.flatten().cpu()
+        for row, values in enumerate((torch.ones_like(weight), weight, weight * norms)):
+            sums[row].index_add_(0, expert, values)
+
+    return hook

@@ -1,0 +1,24 @@
+"""Criterion `frequency`: the expert goes first that the fewest tokens are routed to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lyapunov_prune.lazy import np
+from lyapunov_prune.ranking.criterion import OfExperts
+
+if TYPE_CHECKING:
+    from lyapunov_prune.profiles.expert_use import ExpertUse
+
+
+@dataclass(frozen=True)
+class Frequency(OfExperts):
+    """The share of a layer's routed tokens that the expert gets."""
+
+    name = "frequency"
+    help = "of experts: the share of routed tokens that an expert gets"
+    reference = "control"
+
+    def score(self, use: ExpertUse) -> np.ndarray:
+        return use.share(use.tokens)

@@ -1,0 +1,24 @@
+"""Criterion `reap`: the expert goes first that adds least where it is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lyapunov_prune.lazy import np
+from lyapunov_prune.ranking.criterion import OfExperts
+
+if TYPE_CHECKING:
+    from lyapunov_prune.profiles.expert_use import ExpertUse
+
+
+@dataclass(frozen=True)
+class Reap(OfExperts):
+    """The mean, over the tokens routed to the expert, of router weight × ‖output of the expert‖₂."""
+
+    name = "reap"
+    help = "of experts: router weight times norm of the output, where chosen"
+    reference = "REAP, arXiv:2510.13999"
+
+    def score(self, use: ExpertUse) -> np.ndarray:
+        return use.saliency

@@ -1,0 +1,151 @@
+"""Scores of the experts of every layer, and the plan that removes as many from each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from numbers import Integral
+
+import numpy as np
+import torch
+
+from lyapunov_prune.arguments import Count, checked
+from lyapunov_prune.forward.masking import masked_experts
+from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.models.mixtures import Router, find_mixtures
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.predictions.divergence import divergences_of
+from lyapunov_prune.profiles.expert_use import ExpertUse, expert_use
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.ranking.counts import count_of
+from lyapunov_prune.ranking.ranking import Ranking
+from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.wording import ranges
+
+
+@dataclass(frozen=True)
+class ExpertRanking(Ranking):
+    """A score for every expert, (L, E) float64, the smallest of each layer removed first; NaN in layers without.
+
+    Experts that got no token go before all others, whatever their score. `use` says what the router makes of each,
+    `router` how it chooses.
+    """
+
+    criterion: str
+    scores: np.ndarray
+    use: ExpertUse
+    router: Router
+    what: str = "experts"
+
+    def __post_init__(self) -> None:
+        require_array("ranking, scores", self.scores, self.use.tokens.shape, least=-np.inf, finite=False)
+
+    def order(self, layer: int) -> list[int]:
+        """The experts of `layer` from the first to remove to the last; equal scores keep their order."""
+        return np.lexsort((self.scores[layer], self.use.tokens[layer] > 0)).tolist()
+
+    @checked
+    def plan(self, remove: int | float, period: Count = 1) -> PruningPlan:
+        """The plan that removes `remove` experts of every layer, or that share of them, as many of each group.
+
+        A share is rounded to what the groups of the router allow. Raises LyapunovPruneError where there are not so
+        many, naming the largest number, and for a period.
+        """
+        self.require_no_period(period)
+        groups, count = self.router.groups, count_of_experts(self.router, remove)
+        gone: list[tuple[int, ...]] = [()] * len(self.scores)
+        routed = np.full(len(self.scores), np.nan)
+        share = self.use.share(self.use.weight)
+        for layer in self.use.layers:
+            first = [group[: count // groups] for group in self.router.groups_of(self.order(layer))]
+            gone[layer] = tuple(sorted(expert for group in first for expert in group))
+            routed[layer] = share[layer, list(gone[layer])].sum()
+        return PruningPlan(
+            remove=(),
+            criterion=self.criterion,
+            alpha=None,
+            scores=np.empty(0),
+            model=self.use.measured_on.model,
+            measured_on=(self.use.measured_on,),
+            experts=tuple(gone),
+            routed=routed,
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row an expert, those of a layer in the order of removal: its score, its shares of tokens and weight."""
+        order = [(layer, expert) for layer in self.use.layers for expert in self.order(layer)]
+        layers, experts = np.array(order).T
+        frame = pd.DataFrame(
+            {"layer": layers, "rank": np.tile(np.arange(1, self.router.experts + 1), len(self.use.layers))}
+        )
+        frame["expert"], frame["score"] = experts, self.scores[layers, experts]
+        for name, values in (("tokens", self.use.tokens), ("weight", self.use.weight)):
+            frame[name] = self.use.share(values)[layers, experts]
+        return frame
+
+    def headline(self) -> str:
+        name = self.use.measured_on.model.name
+        return f"Experts of {name} by {self.criterion}, first to remove first in every layer"
+
+    def answer(self) -> list[str]:
+        lines = [f"{self.headline()}: {self.router.experts} in each of {len(self.use.layers)} layers."]
+        for part in (4, 2):
+            count = self.router.groups * (self.router.experts // self.router.groups // part)
+            if 1 <= count <= self.router.most:
+                routed = self.plan(count).routed
+                assert routed is not None
+                most = int(np.nanargmax(routed))
+                lines.append(
+                    f"Without {count} of each goes {np.nanmean(routed):.1%} of the router's weight, at most "
+                    f"{routed[most]:.1%} (layer {most})."
+                )
+        if unused := self.use.unused:
+            number = sum(map(len, unused.values()))
+            lines.append(
+                f"{number} experts got none of {self.use.measured_on.tokens} tokens, and go first: in layers "
+                f"{ranges(unused)}. More text may reach them."
+            )
+        lines.append("A score orders the experts of one layer; it says neither how many can go nor what they cost.")
+        return lines
+
+
+def count_of_experts(router: Router, remove: int | float) -> int:
+    """`remove` as a number of experts a layer; a share is rounded to as many of each group of the router.
+
+    Raises LyapunovPruneError where so many cannot go, naming the largest number.
+    """
+    share = not isinstance(remove, Integral)
+    count = count_of(remove, router.experts // router.groups if share else router.experts, "experts")
+    count *= router.groups if share else 1
+    router.require_removed(count)
+    return count
+
+
+def rank_experts(
+    reading: Reading, criterion: str, score: Callable[[ExpertUse], np.ndarray], batch_size: int
+) -> ExpertRanking:
+    """The ranking by a `score` (L, E) of what the router makes of the experts, which is measured."""
+    use = expert_use(reading.decoder, reading, batch_size=batch_size)
+    return ExpertRanking(criterion, score(use), use, find_mixtures(reading.structure).router)
+
+
+@in_eval_mode
+@torch.no_grad()
+def masked_divergence(reading: Reading, temperature: float, batch_size: int) -> np.ndarray:
+    """KL(p‖q) in nats, (L, E): `p` of the dense model, `q` of it with one expert's router logit at −∞.
+
+    Mean over every position of a window but its last; NaN in layers without experts. Every forward begins at the state
+    that enters its layer; memory as `skip_divergence`, of one layer's experts.
+    """
+    mixtures = find_mixtures(reading.structure)
+    kl = np.full((reading.structure.num_layers, mixtures.router.experts), np.nan)
+    for layer in mixtures.layers:
+        changes = [
+            (layer, partial(masked_experts, reading.structure, {layer: (expert,)}))
+            for expert in range(mixtures.router.experts)
+        ]
+        means = divergences_of(reading, changes, temperature, batch_size, f"experts of layer {layer}")
+        kl[layer] = means[:, 1]
+    return kl

@@ -1,0 +1,88 @@
+"""`rank` and `prune` by experts on the command line, and what is refused there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import TEXT, VOCABULARY, Done, make_mixture
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import Provenance
+from lyapunov_prune.ranking.table import CRITERIA
+
+EXPERTS = ["--what", "experts"]
+
+
+@pytest.fixture
+def mixture(tokenizer: PreTrainedTokenizerFast, checkpoint: Path) -> str:
+    """A mixture beside the checkpoint that `run` works in."""
+    folder = checkpoint.parent / "mixture"
+    make_mixture("qwen3_moe", vocab_size=len(VOCABULARY)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return "mixture"
+
+
+@pytest.mark.parametrize("criterion", [name for name, known in CRITERIA.items() if "experts" in known.parts])
+def test_a_plan_and_a_checkpoint_without_the_same_experts(
+    criterion: str, mixture: str, run: Callable[..., Done]
+) -> None:
+    asked = [mixture, *EXPERTS, "--remove", "25%", *TEXT]
+    if criterion != "reap":  # the default
+        asked += ["--criterion", criterion]
+    done = run("rank", *asked, "-o", "run")
+    assert (done.code, done.err.count("error")) == (0, 0)
+    plan = PruningPlan.load("run/plan.json")
+    assert (plan.criterion, {len(gone) for gone in plan.experts}) == (criterion, {2})
+    assert Path("run/expert-use.json").is_file()
+    assert "of the router's weight" in done.out
+    done = run("prune", *asked, "-o", "out")
+    assert done.code == 0, done.err
+    assert "of the router's weight" in done.out
+    made = Provenance.load("out/provenance.json")
+    assert (made.plan.experts, made.gate.passed) == (plan.experts, True)
+    assert AutoConfig.from_pretrained("out").num_local_experts == 6
+    if criterion == "reap":
+        assert run("prune", mixture, "--plan", "run/plan.json", "-o", "again", *TEXT).code == 0
+        assert Provenance.load("again/provenance.json").plan.experts == plan.experts
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--remove", "7"], "give 1 to 6"),
+        (["--remove", "90%"], "give 1 to 6"),
+        (["--layers", "1"], "--layers says nothing of experts"),
+        (["--max-kl", "1"], "--max-kl says nothing of experts"),
+        (["--remove", "1", "--protect", "0"], "--protect is of layers"),
+        (["--remove", "1", "--criterion", "bi"], "criterion bi is defined for"),
+        (["--remove", "1", "--seeds", "2"], "--seeds"),
+        (["--remove", "1", "--keep-period"], "--keep-period"),
+        (["--remove", "1", "--mend"], "--mend closes the gaps"),
+        (["--remove", "1", "--format", "compact"], "leave out --format"),
+        (["--remove", "1", "--reduction", "mean-gate"], "--what activation"),
+        (["--remove", "1", "--on-disk"], "--on-disk"),
+        (["--remove", "1", "--stream"], "--stream"),
+    ],
+)
+def test_options_that_do_not_apply_are_refused(
+    options: list[str], said: str, mixture: str, run_bad: Callable[..., str]
+) -> None:
+    assert said in run_bad("prune", mixture, *EXPERTS, *options, "-o", "out", *TEXT)
+
+
+def test_a_model_without_experts_is_refused_in_one_line(run_bad: Callable[..., str]) -> None:
+    assert "LlamaModel has experts: nothing is routed" in run_bad(
+        "prune", "tiny", *EXPERTS, "--remove", "1", "-o", "out", *TEXT
+    )
+
+
+def test_a_plan_of_experts_is_not_pruned_on_disk(mixture: str, run: Callable[..., Done]) -> None:
+    assert run("rank", mixture, *EXPERTS, "--remove", "2", "-o", "run", *TEXT).code == 0
+    for option in ("--on-disk", "--stream"):
+        done = run("prune", mixture, "--plan", "run/plan.json", option, "-o", "out")
+        assert (done.code, done.changed, done.err.count("\n")) == (2, set(), 1)
+    assert "leave out --stream" in run("rank", mixture, *EXPERTS, "--stream", *TEXT).err
+    assert "--max-kl" in run("rank", mixture, *EXPERTS, "--max-kl", "1", *TEXT).err

@@ -1,0 +1,108 @@
+"""Routed experts are found in every form that is known, and leave with their rows of the router."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers import MIXTURES, from_settings, make_mixture, make_tiny
+from transformers import PreTrainedModel
+
+from lyapunov_prune import LyapunovPruneError
+from lyapunov_prune.models.mixtures import Router, drop_experts, find_mixtures
+from lyapunov_prune.models.structure import find_structure
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_what_is_stacked_by_expert_leaves_and_nothing_else(name: str) -> None:
+    model = make_mixture(name)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    mixtures = find_mixtures(find_structure(model))
+    groups = 2 if name == "deepseek_v3" else 1
+    assert mixtures.router == Router(8, 2, groups, 1)
+    assert set(mixtures.layers) == set(range(len(find_structure(model).layers))) - ({0} if groups == 2 else set())
+    drop_experts(model, find_structure(model), dict.fromkeys(mixtures.layers, (1, 6)))
+    stay = [0, 2, 3, 4, 5, 7]
+    for key, tensor in model.state_dict().items():
+        stacked = ".experts." in key or ".gate.weight" in key or ".router." in key or "e_score" in key
+        assert torch.equal(tensor, before[key][stay] if stacked else before[key]), key
+    after = find_mixtures(find_structure(model))
+    assert after.router == Router(6, 2, groups, 1)
+
+
+def test_the_largest_number_that_can_go() -> None:
+    assert [Router(8, k).most for k in (1, 2, 8)] == [7, 6, 0]
+    assert Router(256, 8, 8, 4).most == 8 * 30  # a group is scored by its best two
+    assert Router(16, 6, 4, 2).most == 4 * (4 - 3)
+    for count in (0, -1, 7):
+        with pytest.raises(LyapunovPruneError, match="give 1 to 6"):
+            Router(8, 2).require_removed(count)
+    with pytest.raises(LyapunovPruneError, match="none can go"):
+        Router(4, 2, 2, 1).require_removed(2)
+    with pytest.raises(LyapunovPruneError, match="multiple of 2"):
+        Router(8, 2, 2, 1).require_removed(3)
+
+
+@pytest.mark.parametrize(
+    ("experts", "said"),
+    [
+        ((("0",), (0, 1), (0, 1)), "layer 0 has no experts"),
+        (((), (0, 4), ()), "layer 2 keeps all of its 8"),
+        (((), (0, 8), (0, 4)), "no expert 8"),
+        (((), (0, 1), (0, 4)), "experts 0, 1 of layer 1 .* 2 groups"),
+        (((), (0, 1, 4), (0, 1, 4)), "multiple of 2"),
+    ],
+)
+def test_experts_that_cannot_go_are_named(experts: Any, said: str) -> None:
+    mixtures = find_mixtures(find_structure(make_mixture("deepseek_v3")))
+    mixtures.require(((), (0, 4), (3, 7)))
+    mixtures.require(((), (), (3, 7)), removed=(1,))
+    with pytest.raises(LyapunovPruneError, match=said):
+        mixtures.require(experts)
+
+
+def test_other_models_are_refused_by_name() -> None:
+    small = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 97}
+    zaya = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "router_hidden_size": 16,
+    }
+    for model, said in (
+        (make_tiny("llama"), "LlamaModel has experts: nothing"),
+        (from_settings("zaya", **small, **zaya, num_experts_per_tok=1, moe_intermediate_size=16), "router holds"),
+        (unequal(make_mixture("mixtral")), "layer 0 has 8 experts and layer 1 has 6"),
+        (shared(make_mixture("mixtral")), "layers 0 and 2 share"),
+        (unstacked(make_mixture("mixtral")), "layer 1 .*not known .*stacked"),
+        (unsaid(make_mixture("mixtral")), "how many experts each token takes"),
+    ):
+        with pytest.raises(LyapunovPruneError, match=said):
+            find_mixtures(find_structure(model))
+
+
+def unequal(model: PreTrainedModel) -> PreTrainedModel:
+    other = copy.deepcopy(model)
+    drop_experts(other, find_structure(other), dict.fromkeys(range(3), (0, 1)))
+    find_structure(model).layers[1] = find_structure(other).layers[1]
+    return model
+
+
+def shared(model: PreTrainedModel) -> PreTrainedModel:
+    layers: Any = find_structure(model).layers
+    layers[2].mlp.experts = layers[0].mlp.experts
+    return model
+
+
+def unstacked(model: PreTrainedModel) -> PreTrainedModel:
+    layers: Any = find_structure(model).layers
+    layers[1].mlp.experts = torch.nn.ModuleList([torch.nn.Linear(32, 32) for _ in range(8)])
+    return model
+
+
+def unsaid(model: PreTrainedModel) -> PreTrainedModel:
+    model.config.num_experts_per_tok = 0
+    return model
