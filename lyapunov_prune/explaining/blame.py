@@ -9,10 +9,12 @@ import torch
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.predictions.softmax import kl, log_softmax, require_finite_logits
+from lyapunov_prune.predictions.softmax import log_softmax, require_finite_logits
 from lyapunov_prune.predictions.spaces import turn
+from lyapunov_prune.predictions.tiles import measures
 
-_ENTRIES = 2**18  # of positions × vocabulary, compared at once: small enough for the CPU cache
+_ENTRIES = 2**22  # of positions × vocabulary, formed at once: enough rows for an efficient product with the head
+_ROWS = 4  # compared at once: few enough for the CPU cache
 
 
 class Blame:
@@ -41,33 +43,47 @@ def predictions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`KL(p‖q)` and the loss `−log q(wanted)` of every position, in nats: (1 + changes, 2, positions) float64.
 
-    Row 0 is the dense model, whose KL is 0. From the same logits also `1 − cos` between hidden state, logits and
-    probabilities of the dense model and of the first of `changed`: (3, positions). `dense` and each of `changed` are a
-    scorer and final states (positions × width), `wanted` the token that comes next. A block of positions × vocabulary
-    is in memory at a time.
+    Row 0 is the dense model, whose KL is 0. Also `1 − cos` between hidden state, logits and probabilities of the dense
+    model and of the first of `changed`: (3, positions). `dense` and each of `changed` are a scorer and final states
+    (positions × width), `wanted` the token that comes next.
 
     Raises LyapunovPruneError for dense logits that are not finite, and where the vocabularies differ.
     """
-    found: list[torch.Tensor] = []
-    turned: list[torch.Tensor] = []
     scorer, state = dense
-    for start in range(0, len(state), max(1, _ENTRIES // scorer.vocabulary)):
-        part = slice(start, start + max(1, _ENTRIES // scorer.vocabulary))
-        z = scorer.logits(state[part])
+    for other, _ in changed:
+        if other.vocabulary != scorer.vocabulary:
+            raise LyapunovPruneError(
+                f"vocabularies of {scorer.vocabulary} and {other.vocabulary}; compare two versions of one model"
+            )
+    own, turned = _turned(dense, changed[0], wanted)
+    found = own.repeat(1 + len(changed), 1, 1)
+    differing = [
+        number
+        for number, (reader, states) in enumerate(changed)
+        if reader is not scorer or not torch.equal(states.to(state), state)
+    ]
+    # Those of one scorer one after the other: they share a product with its head.
+    differing.sort(key=lambda number: changed[number][0] is not scorer)
+    if differing:
+        readers, states = zip(*(changed[number] for number in differing), strict=True)
+        measured = measures(scorer, state, states, 1.0, read_by=readers, wanted=wanted)
+        found[[1 + number for number in differing]] = measured[:, [1, 5]].cpu()
+    return found, turned
+
+
+def _turned(
+    dense: tuple[Scorer, torch.Tensor], changed: tuple[Scorer, torch.Tensor], wanted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL and loss of the dense model, (2, positions), and how far `changed` turns, from whole rows of logits."""
+    (scorer, state), (other, states) = dense, changed
+    own, turned = list[torch.Tensor](), list[torch.Tensor]()
+    for here in torch.arange(len(state)).split(max(1, _ENTRIES // scorer.vocabulary)):
+        z, theirs = scorer.logits(state[here]), other.logits(states[here])
         require_finite_logits(z)
-        log_p = log_softmax(z, 1.0)
-        here = wanted[part].to(log_p.device).unsqueeze(-1)
-        rows = [torch.stack([torch.zeros(len(log_p)).to(log_p), -log_p.gather(-1, here).squeeze(-1)])]
-        for number, (other, states) in enumerate(changed):
-            theirs = other.logits(states[part]).to(z.device)
-            if theirs.shape != z.shape:
-                raise LyapunovPruneError(
-                    f"vocabularies of {z.shape[-1]} and {theirs.shape[-1]}; compare two versions of one model"
-                )
-            log_q = log_softmax(theirs, 1.0)
-            if number == 0:
-                pairs = (state[part], states[part]), (z, theirs), (log_p.exp(), log_q.exp())
-                turned.append(torch.stack([turn(a, b)[0] for a, b in pairs]).cpu())
-            rows.append(torch.stack([kl(log_p, log_q), -log_q.gather(-1, here).squeeze(-1)]))
-        found.append(torch.stack(rows).cpu())
-    return torch.cat(found, dim=-1), torch.cat(turned, dim=-1)
+        for a, b, rows in zip(z.split(_ROWS), theirs.to(z.device).split(_ROWS), here.split(_ROWS), strict=True):
+            log_p, log_q = log_softmax(a, 1.0), log_softmax(b, 1.0)
+            loss = -log_p.gather(-1, wanted[rows].to(log_p.device).unsqueeze(-1)).squeeze(-1)
+            own.append(torch.stack([torch.zeros_like(loss), loss]).cpu())
+            pairs = (state[rows], states[rows]), (a, b), (log_p.exp(), log_q.exp())
+            turned.append(torch.stack([turn(v, w)[0] for v, w in pairs]).cpu())
+    return torch.cat(own, dim=-1), torch.cat(turned, dim=-1)

@@ -14,9 +14,7 @@ from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.states import predicting
 from lyapunov_prune.models.structure import in_eval_mode
 
-_POSITIONS = 32  # whose predictions are timed
-
-
+_POSITIONS, _CHANGES = 32, 8  # whose predictions are timed, and by how many changed models
 # How often at most the files of a streamed model are read, what is tried and timed beforehand included.
 READINGS = 16
 
@@ -39,15 +37,16 @@ def told_cost(reading: Reading) -> str:
     scorer = reading.scorer
     repeats = 1 if streamed else 3
     state, forward = _timed(lambda: predicting(final_state(reading.structure, ids)), repeats)
-    some = scorer, state[:_POSITIONS]
-    _, compared = _timed(lambda: predictions(some, [some], ids[:1, 1 : 1 + _POSITIONS].flatten())[0], 3)
+    some = state[:_POSITIONS]
+    changed = [(scorer, some.roll(1, 0))] * _CHANGES
+    _, compared = _timed(lambda: predictions((scorer, some), changed, ids[0, 1 : 1 + len(some)])[0], 3)
     # Of a streamed model the time to read the files, which a forward of one token shows.
     read = _timed(lambda: final_state(reading.structure, ids[:1, :1]), 1)[1] if streamed else 0.0
-    head = compared * len(state) / len(some[1]) / 2
+    head = compared * len(state) / len(some) / _CHANGES
     times = 2 * (layers + 2)
     passes = forwards(layers) * max(0.0, forward - read) + times * head
     minutes = (len(reading.windows(1)) * passes + 2 * READINGS * read) / 60
-    files = f"; the files of both are read {READINGS} times" if streamed else ""
+    files = f"; the files of each are read up to {READINGS} times" if streamed else ""
     return (
         f"At most {forwards(layers)} forwards of {reading.batch.tokens:,} tokens, and their predictions {times} times: "
         f"about {max(1, round(minutes))} minutes{files}; less where layers are equal"

@@ -72,6 +72,8 @@ def explain(
         raise LyapunovPruneError(f"the profile is of {profile.measured_on.model.name}; give one of the dense model")
     sums, inner, blame, tokens = ErrorSums(layers), SublayerSums(sides), Blame(layers), TokenSums(reading)
     scorers = [side.reading.scorer for side in sides]
+    if scorers[0].reads_as(scorers[1]):
+        scorers[1] = scorers[0]
     for ids in track(reading.windows(batch_size), "explaining"):
         _explain_windows(sides, scorers, ids, sums, inner, blame, tokens)
     mean = blame.sums / blame.positions
@@ -172,13 +174,16 @@ def _explain_windows(
                 # The states that entered the layer are not needed any more, and their room is.
                 runs[k + 1] = h[k].copy_(g), h2[k].copy_(f)
     # The final norm and the head are of the other model than the layers before them.
-    runs[first.total + 1] = h2[first.total], h[first.total]
+    by_dense_norm = first.finish_each(ids, h2[-1:])[0].to(changed_final)
+    if scorers[0] is not scorers[1] or not torch.equal(by_dense_norm, changed_final):
+        runs[first.total + 1] = h2[-1], h[-1]
     for number, window in enumerate(ids.split(1)):
         part = slice(number, number + 1)
         columns = zip(*([state[part] for state in pair] for pair in runs.values()), strict=True)
-        finals = [side.finish_each(window, states) for side, states in zip(sides, columns, strict=True)]
+        finals = [side.finish_each(window, states) for side, states in zip(sides, columns, strict=False)]  # or none
         read_by = [[*zip(scorers, map(predicting, pair), strict=True)] for pair in zip(*finals, strict=True)]
-        read_by[-1].reverse()
+        if first.total + 1 in runs:
+            read_by[-1].reverse()
         whole = zip(scorers, (final[part], changed_final[part]), strict=True)
         dense, *others = [(scorer, predicting(state)) for scorer, state in whole]
         found, turned = predictions(dense, [*others, *itertools.chain.from_iterable(read_by)], window[0, 1:])

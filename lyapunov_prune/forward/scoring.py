@@ -92,6 +92,17 @@ class Scorer:
         self._require_entered()
         return self.own(state)
 
+    def reads_as(self, other: Scorer) -> bool:
+        """Whether `other` makes the same logits of every state: those of a head's matrix alone, and the same matrix."""
+
+        def same(key: str) -> bool:
+            a, b = (getattr(scorer.head, key, None) for scorer in (self, other))
+            if a is None or b is None:
+                return a is b
+            return (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
+
+        return self.blockwise and other.blockwise and same("weight") and same("bias")
+
     def tiles(self, state: torch.Tensor, columns: int) -> Iterator[torch.Tensor]:
         """`logits` of a final state (tokens × width), so many columns of the vocabulary at a time.
 

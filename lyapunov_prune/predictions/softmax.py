@@ -86,12 +86,6 @@ def divergences(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor,
     )
 
 
-def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """`KL(p‖q)` of every row, summed as in `divergences`; (rows × vocabulary) float64."""
-    p, u = log_p.exp(), log_q - log_p
-    return (_moved(p, log_q, u) - p * u).sum(-1)
-
-
 def _moved(p: torch.Tensor, log_q: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """`q − p` without cancellation; `expm1` overflows for large u."""
     return torch.where(u < 1, p * torch.expm1(u), log_q.exp() - p)

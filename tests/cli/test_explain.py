@@ -51,7 +51,7 @@ def test_packed_weights_are_explained_a_layer_at_a_time(run: Any) -> None:
     whole = explained(run, "tiny", "packed")
     done = run("explain", "tiny", "packed", "--stream", *FEW, "-o", "streamed")
     assert done.code == 0, done
-    assert "the files of both are read" in done.err
+    assert "the files of each are read" in done.err
     found = Explanation.load("streamed/explanation.json")
     np.testing.assert_allclose(found.kl_only, whole.kl_only, rtol=1e-3, atol=1e-7)
     np.testing.assert_allclose(found.kl_but, whole.kl_but, rtol=1e-3, atol=1e-7)

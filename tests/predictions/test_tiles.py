@@ -121,9 +121,41 @@ def test_what_an_exponential_cannot_hold_is_taken_from_whole_rows(
     np.testing.assert_allclose(found[0, :, 0], measures_by_definition(z[:1], -z[:1])[:, 0], rtol=1e-12)
     assert np.abs(found[1]).max() < 1e-12
     # Planted fault: without them there is no number.
-    monkeypatch.setattr(module, "_by_rows", lambda scorer, dense, changed, T: torch.full((5, len(dense)), torch.nan))
+    monkeypatch.setattr(
+        module, "_by_rows", lambda readers, states, T, wanted: torch.full((5, len(states[0])), torch.nan)
+    )
     assert np.isnan(of(z, -z, columns=columns)).any()
     assert scorer.formed == []
+
+
+class Doubled(Heads):
+    """A scorer whose logits are twice its states."""
+
+    def tiles(self, state: torch.Tensor, columns: int) -> Iterator[torch.Tensor]:
+        return super().tiles(2 * state, columns)
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        return 2 * state
+
+
+@pytest.mark.parametrize("columns", [2, 3, 8])
+@pytest.mark.parametrize("T", [1.0, 0.7])
+def test_losses_and_several_scorers_are_the_definitions(
+    columns: int, T: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_COLUMNS", columns)
+    z, a, b, c = (torch.tensor(x) for x in np.random.default_rng(0).normal(size=(4, 6, 7)))
+    a[2] *= 3000  # more than exp can hold
+    one: Any = Heads(7)
+    two: Any = Doubled(7)
+    wanted = torch.tensor([0, 6, 3, 2, 1, 5])
+    found = measures(one, z, [a, b, c], T, read_by=[two, one, two], wanted=wanted).numpy()
+    assert found.shape == (3, 6, 6)
+    for number, logits in enumerate((2 * a, b, 2 * c)):
+        losses = -(logits / T).log_softmax(-1)[torch.arange(6), wanted]
+        np.testing.assert_allclose(found[number, 5], losses, rtol=1e-12)
+        alone = of(z.numpy(), logits.numpy(), T=T, columns=columns)[0]
+        np.testing.assert_allclose(found[number, :5], alone, rtol=1e-12)
 
 
 def test_of_two_likeliest_tokens_the_first_counts() -> None:
