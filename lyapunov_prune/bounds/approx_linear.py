@@ -60,7 +60,7 @@ class Record:
 
     @property
     def checks(self) -> tuple[BoundCheck, ...]:
-        """The check of the worst actual input, and the probes. A matrix of a fused expert has probes only."""
+        """The check of the worst actual input, and the probes. An expert that no token reached has probes only."""
         return tuple(c for c in (self.check, self.probe, self.weight_probe) if c is not None)
 
     def take_probes(self) -> None:
@@ -84,28 +84,13 @@ class Record:
         return error, float(torch.linalg.vector_norm(x)) * (1 + 2.0**-40), rounding
 
 
-class ApproxLinear:
-    """Replaces the `forward` of one projection module; the module itself is not replaced.
+class Residuals:
+    """`W − Ŵ` of one matrix with approximated parts (`records`), and `W` for a cache, held against their inputs."""
 
-    `records` are the approximated parts of the module's matrix; other parts keep their weights. `parameter` is the
-    whole matrix as the module stores it, for callers that multiply by it directly. `radius` is the cache radius
-    relative to the norm of the input: token t is answered with the input of the earliest token s ≤ t of its window for
-    which `‖x_t − x_s‖ ≤ radius ‖x_t‖`.
-    """
-
-    def __init__(self, module: nn.Module, records: Sequence[Record], radius: float) -> None:
-        stored = module.weight.detach()  # type: ignore[operator]
-        W = stored.T if records[0].projection.transposed else stored
-        self.records, self.radius, self.module = records, radius, module
-        self.weight = records[0].approximation.weight.to(W)
-        if len(self.weight) < len(W):  # a part of a fused matrix
-            self.weight = W.clone()
-            for record in records:
-                self.weight[record.projection.start : record.projection.stop] = record.approximation.weight
-        laid_out = self.weight.T if records[0].projection.transposed else self.weight
-        self.parameter = nn.Parameter(laid_out, requires_grad=False)
-        self.residual = widen(W) - widen(self.weight)  # rounded once; the margin includes it
-        self.exact = widen(W) if radius > 0 else None
+    def __init__(self, W: torch.Tensor, approximated: torch.Tensor, records: Sequence[Record], cached: bool) -> None:
+        self.records = records
+        self.residual = widen(W) - widen(approximated)  # rounded once; the margin includes it
+        self.exact = widen(W) if cached else None
         self._unit = torch.finfo(self.residual.dtype).eps
         for record in records:
             rows = slice(record.projection.start, record.projection.stop)
@@ -116,17 +101,13 @@ class ApproxLinear:
                 record.exact = self.exact[rows]
                 record.exact_size = frobenius(record.exact)
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """`Ŵ x' + b` for an input (…, n), in the model's dtype, and records errors and bounds."""
-        x = input.reshape(-1, *input.shape[-2:]) if input.ndim > 1 else input.view(1, 1, -1)
-        used, distance, radius = (x, None, None) if self.radius == 0 else _look_up(x, self.radius)
-        output = linear(used.view(input.shape), self.weight, self.module.bias)  # type: ignore[arg-type]
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            self.account(x, used, distance, radius)
-        return output
-
+    @torch.no_grad()
     def account(
-        self, x: torch.Tensor, used: torch.Tensor, distance: torch.Tensor | None, radius: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        used: torch.Tensor,
+        distance: torch.Tensor | None = None,
+        radius: torch.Tensor | None = None,
     ) -> None:
         """Record error and bound of every input (windows × tokens × n); the last three as `_look_up` gives them."""
         if not _full_products():
@@ -134,12 +115,13 @@ class ApproxLinear:
                 "bounds are checked with full float32 products; set matmul precision to highest "
                 "(torch.set_float32_matmul_precision)"
             )
-        error = linear(widen(used), self.residual)
-        size = token_energy(used).sqrt()
-        hit = None
-        if distance is not None:
-            hit = distance > 0
-            error[hit] += linear(widen(x[hit]) - widen(used[hit]), self.exact)  # type: ignore[arg-type]
+        with torch.autocast(x.device.type, enabled=False):
+            error = linear(widen(used), self.residual)
+            size = token_energy(used).sqrt()
+            hit = None
+            if distance is not None:
+                hit = distance > 0
+                error[hit] += linear(widen(x[hit]) - widen(used[hit]), self.exact)  # type: ignore[arg-type]
         steps = self._unit * (x.shape[-1] + 16)
         underflow = _TINIEST * x.shape[-1] * (1 + float(size.max())) * self.residual.shape[0] ** 0.5
         for record in self.records:
@@ -155,6 +137,37 @@ class ApproxLinear:
             numbers = [_flat(v) for v in (e, size, radius, rounding)]
             record.check = _theorem(a, p, *numbers).with_more(record.check)
             record.ratios.append(_ratios(a, *numbers[:3]))
+
+
+class ApproxLinear:
+    """Replaces the `forward` of one projection module; the module itself is not replaced.
+
+    `records` are the approximated parts of the module's matrix; other parts keep their weights. `parameter` is the
+    whole matrix as the module stores it, for callers that multiply by it directly. `radius` is the cache radius
+    relative to the norm of the input: token t is answered with the input of the earliest token s ≤ t of its window for
+    which `‖x_t − x_s‖ ≤ radius ‖x_t‖`.
+    """
+
+    def __init__(self, module: nn.Module, records: Sequence[Record], radius: float) -> None:
+        stored = module.weight.detach()  # type: ignore[operator]
+        W = stored.T if records[0].projection.transposed else stored
+        self.radius, self.module = radius, module
+        self.weight = records[0].approximation.weight.to(W)
+        if len(self.weight) < len(W):  # a part of a fused matrix
+            self.weight = W.clone()
+            for record in records:
+                self.weight[record.projection.start : record.projection.stop] = record.approximation.weight
+        laid_out = self.weight.T if records[0].projection.transposed else self.weight
+        self.parameter = nn.Parameter(laid_out, requires_grad=False)
+        self.residuals = Residuals(W, self.weight, records, cached=radius > 0)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """`Ŵ x' + b` for an input (…, n), in the model's dtype, and records errors and bounds."""
+        x = input.reshape(-1, *input.shape[-2:]) if input.ndim > 1 else input.view(1, 1, -1)
+        used, distance, radius = (x, None, None) if self.radius == 0 else _look_up(x, self.radius)
+        output = linear(used.view(input.shape), self.weight, self.module.bias)  # type: ignore[arg-type]
+        self.residuals.account(x, used, distance, radius)
+        return output
 
 
 def _full_products() -> bool:

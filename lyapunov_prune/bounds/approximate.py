@@ -8,16 +8,17 @@ theorem. At the end of the block every module is restored bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from lyapunov_prune.bounds.approx_linear import ApproxLinear, Record, frobenius
-from lyapunov_prune.bounds.approximation import Approximation, approximation, difference
+from lyapunov_prune.bounds.approx_linear import ApproxLinear, Record, Residuals
+from lyapunov_prune.bounds.approximation import Approximation, approximation
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.prefix import restore
+from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.replacement import Replacement
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.decoder import Decoder, InMemory, Streamable, takes_model
@@ -32,15 +33,32 @@ class Records(dict[str, Record]):
     def __init__(self) -> None:
         super().__init__()
         self.swaps: list[_Forward | _Experts] = []
+        self.watched = True
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Restore the exact model inside this block (which must lie inside that of `approximate`)."""
         with ExitStack() as stack:
+            stack.callback(setattr, self, "watched", self.watched)
+            self.watched = False
             for swap in self.swaps:
                 swap.remove()
                 stack.callback(swap.install)
             yield
+
+    def watching_experts(self, model: nn.Module, exact: bool) -> AbstractContextManager[None]:
+        """Account for what enters the experts inside the block; `exact`: the model runs with its own weights."""
+        residuals = {name: r for swap in self.swaps if isinstance(swap, _Experts) for name, r in swap.residuals.items()}
+
+        def seen(product: Product) -> None:
+            if not self.watched or not product.x.numel():
+                return
+            x = product.x.detach().reshape(1, -1, product.x.shape[-1])
+            residuals[product.name].account(x, x)
+            if exact:
+                self[product.name].output += float(token_energy(product.output.detach()).sum())
+
+        return watched_products(model, [self[name].projection for name in residuals], seen)
 
 
 Choice = torch.Tensor | Approximation | None
@@ -53,10 +71,10 @@ def approximate(model: InMemory, approximations: Approximations, *, cache_radius
     """Run `model` with some matrices approximated, and yield a record for each, by name.
 
     `approximations` maps names (`models.projections.find_projections`) to `Ŵ` (output × input), or is a function of a
-    projection and its matrix that returns `Ŵ` or None. Experts stored as one 3-D parameter and weights that a module
-    multiplies by directly are approximated too, but their inputs cannot be recorded: they are checked on the probes
-    alone, without a cache. At the end of the block the probes are taken and the model is restored; after an exception
-    it is restored without probes.
+    projection and its matrix that returns `Ŵ` or None. Experts stored as one 3-D parameter have no cache. Weights that
+    a module multiplies by directly are approximated too, but their inputs are not recorded: they are checked on the
+    probes alone. At the end of the block the probes are taken and the model is restored; after an exception it is
+    restored without probes.
 
     Raises LyapunovPruneError for an unknown name, a wrong shape, NaN, or a matrix that is approximated already.
     """
@@ -68,7 +86,8 @@ def approximate(model: InMemory, approximations: Approximations, *, cache_radius
         for swap in records.swaps:
             swap.install()
             stack.callback(swap.remove)
-        yield records
+        with records.watching_experts(model.model, exact=False):
+            yield records
         for record in records.values():
             record.take_probes()
 
@@ -85,7 +104,7 @@ def observe(model: Streamable, approximations: Approximations) -> Iterator[Recor
         stack.enter_context(held(model.model))
         records = _chosen(model, approximations, 0.0)
         watched = [(swap.module, swap.observe) for swap in records.swaps if isinstance(swap, _Forward)]
-        with hooked(after=watched):
+        with hooked(after=watched), records.watching_experts(model.model, exact=True):
             yield records
         for record in records.values():
             record.take_probes()
@@ -148,19 +167,20 @@ class _Forward:
         """A hook after the exact module: record what the approximation would have done, and the size of `W x`."""
         x = args[0] if args else kwargs["input"]
         x = x.reshape(-1, *x.shape[-2:]) if x.ndim > 1 else x.view(1, 1, -1)
-        self.replacement.account(x, x, None, None)
+        self.replacement.residuals.account(x, x)
         bias: Any = module.bias
         product = widen(output) if bias is None else widen(output) - widen(bias)
-        for record in self.replacement.records:
+        for record in self.replacement.residuals.records:
             record.output += float(token_energy(product[..., record.projection.start : record.projection.stop]).sum())
 
 
 class _Experts(Replacement):
-    """Approximates experts stored as one parameter, whose fused forward does not expose their inputs."""
+    """Approximates experts stored as one parameter; `residuals` are those of each, by its name."""
 
     def __init__(self, module: nn.Module, key: str, records: list[Record]) -> None:
         super().__init__(module, key, {r.projection: r.approximation.weight for r in records})
-        for record in records:
-            record.unit = 2.0**-52
-            record.residual = difference(*(record.projection.rows(p.detach()) for p in (self.before, self.after)))
-            record.residual_size = frobenius(record.residual)
+        before, after = self.before.detach(), self.after.detach()
+        self.residuals = {
+            r.projection.name: Residuals(r.projection.rows(before), r.projection.rows(after), [r], cached=False)
+            for r in records
+        }

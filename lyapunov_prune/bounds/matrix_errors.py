@@ -27,7 +27,7 @@ class MatrixErrors(Result):
     `error` (M,) is `√(Σ‖W x − W' x‖² / Σ‖W x‖²)` over all tokens, `norm` (M,) the certified `‖W − W'‖`. `checks` hold
     `‖W x − W' x‖ ≤ ‖W − W'‖ ‖x‖` (Theorem 2, `sparse_activation_bound`): for each matrix the worst token and a
     singular direction of `W − W'`, which attains the bound. `error` is NaN for a matrix whose inputs are not seen
-    (experts stored as one parameter): it has the second check alone.
+    (an expert that no token reached): it has the second check alone.
     """
 
     names: tuple[str, ...]

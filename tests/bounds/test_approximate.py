@@ -295,8 +295,9 @@ def test_fused_parts_are_the_queries_keys_and_values(name: str, ids: torch.Tenso
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe"])
-def test_experts_of_one_parameter_run_approximated_and_are_probed(model_type: str, ids: torch.Tensor) -> None:
+def test_experts_of_one_parameter_are_checked_on_their_tokens_and_probed(model_type: str, ids: torch.Tensor) -> None:
     model = moe(model_type)
+    model.set_experts_implementation("eager")  # as they run while they are watched
     experts = [p for p in find_projections(wrap(model)) if p.expert is not None]
     assert len(experts) == 3 * 2 * 4
     before, dense = trace(model), model(ids).logits
@@ -304,13 +305,17 @@ def test_experts_of_one_parameter_run_approximated_and_are_probed(model_type: st
         changed = model(ids).logits
     assert trace(model) == before
     twin = moe(model_type)
+    twin.set_experts_implementation("eager")
     with torch.no_grad():
         for p in experts:
             p.weight(twin).copy_(half(p, p.weight(model)))
         assert torch.equal(changed, twin(ids).logits)
     assert not torch.equal(changed, dense)
     assert violations(records) == []
-    assert all(r.check is None and r.probe is not None and r.probe.ratio > 0.9999 for r in records.values())
+    assert all(r.probe is not None and r.probe.ratio > 0.9999 for r in records.values())
+    tokens = [sum(r.check.inputs for p in experts if p.layer == layer and p.component.endswith("down_proj")
+                  if (r := records[p.name]).check is not None) for layer in range(3)]  # fmt: skip
+    assert tokens == [2 * ids.numel()] * 3
 
     def scaled(p: Projection, W: torch.Tensor) -> Any:
         found = approximation(W, half(p, W))
