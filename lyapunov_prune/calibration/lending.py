@@ -64,6 +64,8 @@ class Lender:
         """The output of `expert` for at most `count` of the tokens, by the module's own forward."""
         tokens = torch.cat(self.tokens)[:count]
         self.energy = torch.cat(self.energies)[:count] if self.energies else None
-        chosen = torch.full((len(tokens), 1), expert, device=tokens.device)
-        weight = (self._squares / max(1, self._choices)) ** 0.5
-        return self.module(tokens, chosen, self._like.new_full(chosen.shape, weight))
+        # A second choice that counts nothing: LongCat's forward takes no single one.
+        chosen = torch.full((len(tokens), 2), expert, device=tokens.device)
+        weights = self._like.new_zeros(chosen.shape)
+        weights[:, 0] = (self._squares / max(1, self._choices)) ** 0.5
+        return self.module(tokens, chosen, weights)

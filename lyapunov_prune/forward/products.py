@@ -99,7 +99,7 @@ class _Running:
     rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def key(self, parameter: torch.Tensor) -> str | None:
-        return next((key for key, own in expert_parameters(self.module) if own is parameter), None)
+        return next((key for key, own, _ in expert_parameters(self.module) if own is parameter), None)
 
     def routed(self, expert: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.routing is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,47 +31,75 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
     is added to the weight, in float64 and rounded once: the model is a plain one again, with new parameter tensors
     (other references to the old tensors keep the old numbers). After an exception the weights are unchanged.
 
+    Of experts stored as one 3-D parameter each has factors of its own, stacked as their weights are. Their
+    weights with the update are formed before every forward of their module, in its dtype: on a layer with experts that
+    takes the memory of its weights once more.
+
     A weight that several modules share gets one update. Raises LyapunovPruneError for a rank below 1 or above that of a
-    matrix, and for experts stored as one 3-D parameter.
+    matrix.
     """
     weights: dict[nn.Parameter, tuple[str, bool]] = {}  # a shared weight once, under its first name
-    users: dict[nn.Parameter, list[nn.Module]] = {}
+    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     require_no_adapters(model)
     for p in structure_projections(find_layers(model)):
-        if p.expert is not None:
-            raise LyapunovPruneError(
-                f"{p.name} is one of several experts in one parameter, which takes no low-rank update; heal all "
-                "parameters (no rank)"
-            )
-        module = model.get_submodule(p.module)
-        weight = module._parameters["weight"]
+        module, name = model.get_submodule(p.module), p.module
+        if p.parameter != "weight":
+            name += f".{p.parameter}"
+        weight = module._parameters[p.parameter]
         assert weight is not None
-        if not 1 <= rank <= min(weight.shape):
-            raise LyapunovPruneError(f"rank {rank} for {p.module}, which has {min(weight.shape)}; give 1 to that")
-        weights.setdefault(weight, (p.module, p.transposed))
-        if module not in users.setdefault(weight, []):  # parts of a fused matrix are in one module
-            users[weight].append(module)
+        least = min(weight.shape[-2:])
+        if not 1 <= rank <= least:
+            raise LyapunovPruneError(f"rank {rank} for {name}, which has {least}; give 1 to that")
+        weights.setdefault(weight, (name, p.transposed))
+        if (module, p.parameter) not in users.setdefault(weight, []):  # parts and experts are in one module
+            users[weight].append((module, p.parameter))
 
     generator = torch.Generator().manual_seed(seed)
     factors: dict[str, nn.Parameter] = {}
-    adding: list[tuple[nn.Module, Callable[..., torch.Tensor]]] = []
-    for weight, (name, transposed) in weights.items():
-        m, n = weight.shape[::-1] if transposed else weight.shape
-        wide = widen(weight.detach()[:0])
-        A = nn.Parameter((torch.randn(rank, n, generator=generator) / n**0.5).to(wide))
-        B = nn.Parameter(torch.zeros(m, rank).to(wide))
-        factors |= {f"{name}.A": A, f"{name}.B": B}
-        adding += [(module, _adding(A, B)) for module in users[weight]]
-    with hooked(after=adding):
+    with ExitStack() as stack:
+        for weight, (name, transposed) in weights.items():
+            *experts, m, n = weight.mT.shape if transposed else weight.shape
+            wide = widen(weight.detach()[:0])
+            A = nn.Parameter((torch.randn(*experts, rank, n, generator=generator) / n**0.5).to(wide))
+            B = nn.Parameter(torch.zeros(*experts, m, rank).to(wide))
+            factors |= {f"{name}.A": A, f"{name}.B": B}
+            for module, key in users[weight]:
+                if experts:
+                    stack.enter_context(_updated(module, key, weight, A, B, transposed))
+                else:
+                    stack.enter_context(hooked(after=[(module, _adding(A, B))]))
         yield factors
     for weight, (name, transposed) in weights.items():
         left, right = (lift(factors[f"{name}.{side}"].detach()) for side in "BA")
         if transposed:
-            left, right = right.T, left.T
-        merged, rows = torch.empty_like(weight.data), max(1, _ENTRIES // weight.shape[1])
-        for new, old, part in zip(merged.split(rows), weight.data.split(rows), left.split(rows), strict=True):
-            new.copy_(lift(old) + part @ right)
+            left, right = right.mT, left.mT
+        merged = torch.empty_like(weight.data)
+        every = (t if t.ndim == 3 else t[None] for t in (merged, weight.data, left, right))
+        for new, old, L, R in zip(*every, strict=True):
+            rows = max(1, _ENTRIES // new.shape[1])
+            for some, before, part in zip(new.split(rows), old.split(rows), L.split(rows), strict=True):
+                some.copy_(lift(before) + part @ R)
         weight.data = merged
+
+
+@contextmanager
+def _updated(
+    module: nn.Module, key: str, weight: nn.Parameter, A: nn.Parameter, B: nn.Parameter, transposed: bool
+) -> Iterator[None]:
+    """Every forward of `module` has `weight` with the product of the factors in the place of its parameter `key`."""
+
+    def put(module: nn.Module, *_: Any) -> None:
+        update = A.mT @ B.mT if transposed else B @ A
+        module._parameters[key] = (widen(weight) + update).to(weight.dtype)  # type: ignore[assignment]
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        module._parameters[key] = weight
+
+    try:
+        with hooked(before=[(module, put)], after=[(module, restore)]):
+            yield
+    finally:
+        restore(module)  # after a forward that raised
 
 
 def _adding(A: torch.Tensor, B: torch.Tensor) -> Callable[..., torch.Tensor]:

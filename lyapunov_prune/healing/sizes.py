@@ -19,12 +19,16 @@ def update_sizes(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter])
     `low_rank_updates`, `1/√n` for A and `rms(W) √(n/rank)` for B, so that a step of B at rate r changes `W + B A` by
     about r · rms(W).
     """
+    known = dict(model.named_parameters(remove_duplicate=False))
     sizes: dict[str, float] = {}
     for name, parameter in parameters.items():
         module, _, side = name.rpartition(".")
         if side == "B" and f"{module}.A" in parameters:
-            rank, n = parameters[f"{module}.A"].shape
-            sizes[name] = rms(model.get_submodule(module).get_parameter("weight")) * (n / rank) ** 0.5
+            rank, n = parameters[f"{module}.A"].shape[-2:]
+            weight = known.get(
+                f"{module}.weight"
+            )  # of experts stored as one parameter the name is that of the parameter
+            sizes[name] = rms(known[module] if weight is None else weight) * (n / rank) ** 0.5
         else:
             sizes[name] = rms(parameter)
     least = min((size for size in sizes.values() if size > 0), default=1.0)

@@ -13,11 +13,15 @@ from torch import nn
 _TRANSPOSED = ("llama4", "llama4_text")
 
 
-def expert_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of `module` that hold one matrix for each of its experts, by their names."""
+def expert_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """The parameters of `module` that hold one matrix for each of its experts: name, parameter, number of experts.
+
+    LongCat's hold rows for experts that do nothing, after those that multiply.
+    """
+    count: int = getattr(module, "num_routed_experts", getattr(module, "num_experts", 0))
     for key, parameter in module.named_parameters(recurse=False):
-        if parameter.ndim == 3 and getattr(module, "num_experts", None) == len(parameter):
-            yield key, parameter
+        if parameter.ndim == 3 and len(parameter) in (count, getattr(module, "total_experts", count)):
+            yield key, parameter, count
 
 
 def stored_transposed(module: nn.Module, model_type: str) -> bool:

@@ -137,9 +137,9 @@ def layer_projections(layer: nn.Module, index: int, name: str, model_type: str, 
                     stop=stop,
                     transposed=isinstance(module, Conv1D),
                 )
-        for key, parameter in expert_parameters(module):
+        for key, parameter, count in expert_parameters(module):
             transposed = stored_transposed(module, model_type)
-            for expert in range(len(parameter)):
+            for expert in range(count):
                 yield Projection(
                     name=f"{place}.{key}:{expert}",
                     layer=index,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from families.zoo import make_zoo
 from helpers import hooks_of, make_tiny
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.low_rank import low_rank_updates
+from lyapunov_prune.healing.sizes import update_sizes
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 
@@ -135,11 +138,34 @@ def test_a_rank_that_the_smallest_matrix_has_not_is_refused(rank: int) -> None:
     assert hooks_of(model) == 0
 
 
-def test_experts_in_one_parameter_are_refused() -> None:
-    config = MixtralConfig(
-        vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=2, pad_token_id=0,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(LyapunovPruneError, match="low-rank"), low_rank_updates(model, 2):
-        pass
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "jetmoe"])
+def test_every_expert_has_an_update_of_its_own(name: str, ids: torch.Tensor) -> None:
+    model = make_zoo(name)
+    before, held = copy.deepcopy(model), dict(model.named_parameters())
+    experts = [p for p in find_projections(wrap(model)) if p.expert is not None]
+    with low_rank_updates(model, 2) as factors:
+        torch.testing.assert_close(logits(model, ids), logits(before, ids), rtol=0, atol=0)
+        randomise(factors)
+        during = logits(model, ids)
+        sizes = update_sizes(model, factors)
+        model(ids, use_cache=False).logits.square().mean().backward()
+        assert all(factor.grad is not None for factor in factors.values())
+    torch.testing.assert_close(logits(model, ids), during, rtol=1e-4, atol=1e-4 * float(during.abs().max()))
+    assert hooks_of(model) == 0
+    assert all(p is held[n] for n, p in model.named_parameters())
+    for p in experts:
+        key = p.module if p.parameter == "weight" else f"{p.module}.{p.parameter}"
+        A, B = (factors[f"{key}.{side}"].detach()[p.expert].double() for side in "AB")
+        assert A.shape[1] == p.weight(model).shape[1]
+        assert torch.equal(p.weight(model), (p.weight(before).double() + B @ A).float())
+        assert sizes[f"{key}.B"] > 0
+
+
+def test_an_exception_in_a_forward_leaves_experts_as_they_were() -> None:
+    model = make_zoo("mixtral")
+    module: Any = model.get_submodule("model.layers.1.mlp.experts")
+    held = module.gate_up_proj
+    with pytest.raises(RuntimeError), low_rank_updates(model, 2):
+        module(torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
+    assert module.gate_up_proj is held
+    assert hooks_of(model) == 0
