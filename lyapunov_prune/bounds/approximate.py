@@ -8,7 +8,7 @@ theorem. At the end of the block every module is restored bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,7 +58,8 @@ class Records(dict[str, Record]):
             if exact:
                 self[product.name].output += float(token_energy(product.output.detach()).sum())
 
-        return watched_products(model, [self[name].projection for name in residuals], seen)
+        experts = [self[name].projection for name in residuals]
+        return watched_products(model, experts, seen) if experts else nullcontext()
 
 
 Choice = torch.Tensor | Approximation | None
