@@ -25,25 +25,30 @@ _DAMPING = 0.01
 _MULTIPLES = ((512, 64), (16, 8))
 
 
-def energy(W: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
-    """`‖W_j‖² G_jj`: the squared error of the output when channel j is zero, summed over the text.
+def energy(W: torch.Tensor, statistics: Statistics) -> torch.Tensor:
+    """`‖W_j‖² Σ_t h_tj²`: the squared error of the output when channel j is zero, summed over the text.
 
-    `W` (d × channels) is the last matrix and `G = Σ_t h_t h_tᵀ` that of the hidden vectors, both float64.
+    `W` (d × channels, float64) is the last matrix, `h_t` the hidden vectors.
     """
-    return W.square().sum(0) * gram.diagonal()
+    return W.square().sum(0) * statistics.norms.square()
 
 
-def surgeon(W: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
-    """`‖W_j‖² / [H⁻¹]_jj`: the same when the other columns are refitted to make up for it, `H` the damped `G`.
+def surgeon(W: torch.Tensor, statistics: Statistics) -> torch.Tensor:
+    """`‖W_j‖² / [H⁻¹]_jj`: the same when the other columns are refitted to make up for it, `H` the damped Gram matrix.
 
     Hassibi and Stork, Second order derivatives for network pruning: Optimal Brain Surgeon (NeurIPS 1992).
     """
-    H = damped(gram, W.shape[1], _DAMPING, W.device)
+    assert statistics.gram is not None
+    H = damped(statistics.gram, W.shape[1], _DAMPING, W.device)
     return W.square().sum(0) / torch.cholesky_inverse(torch.linalg.cholesky(H)).diagonal()
 
 
-SCORES: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {"energy": energy, "surgeon": surgeon}
-DEFAULT: Final = "surgeon"
+# Each with what calibration has to gather. `energy` was the better one on one model (experiments/2_criteria).
+SCORES: Final[dict[str, tuple[str, Callable[[torch.Tensor, Statistics], torch.Tensor]]]] = {
+    "energy": ("norms", energy),
+    "surgeon": ("gram", surgeon),
+}
+DEFAULT: Final = "energy"
 
 
 @takes_model
@@ -55,7 +60,7 @@ def choose_channels(
     """The plan that leaves every feed-forward block without the channels of smallest `score` (a name of SCORES).
 
     `remove` is how many go, or as a float below 1 which share. The number that stays is rounded to a multiple of 64, in
-    narrow blocks of 8. One forward of the layers over `batch`; memory: the Gram matrix of one block, float64.
+    narrow blocks of 8. Two forwards of the layers over `batch`; memory for `surgeon`: the Gram matrix of one block.
 
     Raises LyapunovPruneError for a number that leaves none or all, as `find_blocks`, and for activations that are not
     finite.
@@ -65,15 +70,14 @@ def choose_channels(
     width = width_of(structure, blocks)
     gone = width - staying(width, remove)
     chosen: list[tuple[int, ...]] = []
+    needs, cost = SCORES[score]
 
     def choose(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
         (last,) = here
-        gram = statistics[last.name].gram
-        assert gram is not None
-        costs = SCORES[score](lift(last.weight(model.model)), gram)
+        costs = cost(lift(last.weight(model.model)), statistics[last.name])
         chosen.append(tuple(sorted(costs.argsort(stable=True)[:gone].tolist())))
 
-    stream(model.model, reading, last_matrices(structure, blocks), "gram", choose, batch_size=batch_size)
+    stream(model.model, reading, last_matrices(structure, blocks), needs, choose, batch_size=batch_size)
     return PruningPlan(
         remove=(),
         criterion=score,

@@ -14,6 +14,7 @@ from helpers.tiny_models import SMALL, from_settings, with_large_weights
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, PruningPlan, load, remove_layers, verify_removal
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.feedforward import BlockParts
 from lyapunov_prune.models.width import find_blocks
@@ -88,7 +89,8 @@ def test_scores_are_the_errors_that_they_say(score: str) -> None:
         else:
             error[:, keep] = 0
         wanted.append((error @ (H if score == "surgeon" else G) @ error.T).trace())
-    assert torch.allclose(width.SCORES[score](W, G), torch.stack(wanted), rtol=1e-9)
+    found = width.SCORES[score][1](W, Statistics(G.diagonal().sqrt(), G))
+    assert torch.allclose(found, torch.stack(wanted), rtol=1e-9)
 
 
 def test_a_channel_that_nothing_depends_on_goes_first(ids: torch.Tensor) -> None:

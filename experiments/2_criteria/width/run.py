@@ -1,0 +1,179 @@
+"""Hidden channels removed from every feed-forward block: by two scores, refitted or not, and by optipfair.
+
+    python experiments/2_criteria/width/run.py [--model MODEL] [--text FILE] [--optipfair FOLDER]
+
+Channels are chosen on one half of a text, and the last matrices refitted on every second window of it, as `prune --what
+width` does; KL from the dense model and perplexity are measured on the other half. FOLDER is where optipfair is
+installed (`pip install --no-deps --target FOLDER optipfair==0.4.2`); without it its rows are left out. Writes
+MODEL-TEXT.json beside this file, one a text; what all of them say goes into README.md by `make tables`.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import torch
+import typer
+from transformers import PreTrainedModel
+
+from experiments.common import BUILT_IN, Device, DType, Inputs, inputs, run_command
+from experiments.statements import bullets, ratio, short, table
+from lyapunov_prune.evaluation.judging import apart
+from lyapunov_prune.forward.reading import read
+from lyapunov_prune.mending.refit import refit_blocks
+from lyapunov_prune.predictions.softmax import kl
+from lyapunov_prune.pruning.operation import Operation
+from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.pruning.width import SCORES, choose_channels
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """A model of which `kept` channels a block stay: the loss of each window, and its KL from the dense model."""
+
+    way: str
+    refitted: bool
+    kept: int
+    windows: np.ndarray
+    kl: np.ndarray
+
+
+@dataclass(frozen=True)
+class WidthOnOneText(Result):
+    dense: np.ndarray
+    width: int
+    rows: tuple[Narrowed, ...]
+    measured_on: MeasuredOn
+    calibrated_on: MeasuredOn
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            {"channels": r.way, "refitted": r.refitted, "kept": r.kept, "KL": r.kl.mean(), "loss": r.windows.mean()}
+            for r in self.rows
+        )
+
+    def headline(self) -> str:
+        return f"{self.measured_on.line()}; chosen on {self.calibrated_on.line()}"
+
+
+def main(
+    model: str = BUILT_IN,
+    device: Device = "auto",
+    dtype: DType = None,
+    text: Annotated[list[str] | None, typer.Option()] = None,
+    tokens: int = 4096,
+    context: int = 512,
+    remove: float = 0.2,
+    optipfair: Annotated[Path | None, typer.Option(help="folder where it is installed")] = None,
+) -> None:
+    for source in text or ["builtin"]:
+        given = inputs(model, source, tokens, context, device=device, dtype=dtype)
+        found = measure(given, remove, optipfair)
+        found.save(HERE / f"{found.measured_on.model.name}-{Path(found.measured_on.text).stem}.json")
+        print(found)
+
+
+@torch.no_grad()
+def measure(given: Inputs, remove: float, optipfair: Path | None) -> WidthOnOneText:
+    decoder, evaluation = given.loaded, given.evaluation
+    dense, width, rows = list(log_probabilities(decoder.model, evaluation.ids)), 0, list[Narrowed]()
+    if optipfair is not None:
+        for calibrated in (False, True):
+            changed = by_optipfair(decoder.model, optipfair, remove, given.calibration.ids if calibrated else None)
+            way = f"optipfair, {'activations' if calibrated else 'weights'}"
+            stay = changed.config.get_text_config().intermediate_size
+            rows.append(compared(way, False, stay, changed, dense, evaluation.ids))
+    for score in SCORES:
+        plan = choose_channels(decoder, given.calibration, remove, score=score)
+        width, kept = plan.width, plan.kept_channels.shape[1]
+        halves = apart(read(decoder, given.calibration), every=2, most=None)
+        _, weights = refit_blocks(decoder, torch.from_numpy(plan.kept_channels), halves[0])
+        for refits in ((), tuple(weights)):
+            changed = cut(decoder, Operation(plan, refits=refits), shared=True).model
+            rows.append(compared(score, bool(refits), kept, changed, dense, evaluation.ids))
+    return WidthOnOneText(
+        dense=losses(dense, evaluation.ids),
+        width=width,
+        rows=tuple(rows),
+        measured_on=evaluation.measured_on(decoder.model),
+        calibrated_on=given.calibration.measured_on(decoder.model),
+    )
+
+
+def by_optipfair(model: PreTrainedModel, folder: Path, remove: float, ids: torch.Tensor | None) -> PreTrainedModel:
+    """A copy pruned by optipfair's own call: by weights alone, or with activations on a text."""
+    sys.path.append(str(folder))
+    from optipfair import prune_model
+
+    options: dict[str, Any] = {} if ids is None else {"dataloader": [{"input_ids": row.unsqueeze(0)} for row in ids]}
+    return prune_model(
+        copy.deepcopy(model),
+        neuron_selection_method="MAW",
+        pruning_percentage=100 * remove,
+        expansion_divisor=64,
+        show_progress=False,
+        **options,
+    ).eval()
+
+
+def log_probabilities(model: PreTrainedModel, ids: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Of every window, tokens × vocabulary."""
+    for window in ids:
+        yield model(window.unsqueeze(0).to(model.device), use_cache=False).logits[0].float().log_softmax(-1)
+
+
+def losses(log_p: list[torch.Tensor], ids: torch.Tensor) -> np.ndarray:
+    """The mean loss of every window, nats per token."""
+    return np.array([loss(window, row) for window, row in zip(log_p, ids, strict=True)])
+
+
+def loss(log_p: torch.Tensor, ids: torch.Tensor) -> float:
+    return float(-log_p[:-1].gather(-1, ids[1:, None].to(log_p.device)).double().mean())
+
+
+def compared(
+    way: str, refitted: bool, kept: int, changed: PreTrainedModel, dense: list[torch.Tensor], ids: torch.Tensor
+) -> Narrowed:
+    windows, divergence = [], []
+    for before, after, row in zip(dense, log_probabilities(changed, ids), ids, strict=True):
+        windows.append(loss(after, row))
+        divergence.append(float(kl(before.double(), after.double()).mean()))
+    print(f"{way}, {'refitted' if refitted else 'cut'}: KL {np.mean(divergence):.4f}", flush=True)
+    return Narrowed(way, refitted, kept, np.array(windows), np.array(divergence))
+
+
+def written() -> dict[str, str]:
+    results = [WidthOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
+    head = ("model, text", "channels by", "kept", "last matrix", "KL", "perplexity", "over the dense")
+    return {
+        "setting": bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in results)),
+        "table": table(head, [row for r in results for row in _rows(r)]),
+    }
+
+
+def _rows(result: WidthOnOneText) -> Iterator[tuple[object, ...]]:
+    name = f"{result.measured_on.model.name}, {Path(result.measured_on.text).stem}"
+    for r in sorted(result.rows, key=lambda r: float(r.kl.mean())):
+        yield (
+            name,
+            r.way if r.way.startswith("optipfair") else f"`{r.way}`",
+            f"{r.kept:,} of {result.width:,}",
+            "refitted" if r.refitted else "cut",
+            short(float(r.kl.mean())),
+            short(float(np.exp(r.windows.mean()))),
+            ratio(r.windows - result.dense),
+        )
+
+
+if __name__ == "__main__":
+    run_command(main, HERE / "{model}-{text}.json", written)
