@@ -168,9 +168,9 @@ def _mixture(layer: nn.Module, index: int) -> Mixture | None:
 
 def _count(experts: nn.Module) -> int:
     """How many experts the module holds stacked; 0 where it holds them in another way."""
-    stacked = [len(p) for _, p in expert_parameters(experts)]
-    matrices = [p for p in experts.parameters(recurse=False) if p.ndim == 3]
-    return stacked[0] if stacked and len(stacked) == len(matrices) else 0
+    stacked = {len(p) for p in experts.parameters(recurse=False) if p.ndim == 3}
+    counts = {count for _, _, count in expert_parameters(experts)}
+    return counts.pop() if stacked == counts and len(counts) == 1 else 0  # LongCat stacks others with them
 
 
 def _tensors(layer: nn.Module, path: str, *, recurse: bool = False) -> dict[str, torch.Tensor]:

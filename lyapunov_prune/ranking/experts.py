@@ -22,6 +22,7 @@ from lyapunov_prune.ranking.counts import count_of
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.wording import ranges
 
 
@@ -41,6 +42,10 @@ class ExpertRanking(Ranking):
 
     def __post_init__(self) -> None:
         require_array("ranking, scores", self.scores, self.use.tokens.shape, least=-np.inf, finite=False)
+
+    @property
+    def measured_on(self) -> tuple[MeasuredOn, ...]:
+        return (self.use.measured_on,)
 
     def order(self, layer: int) -> list[int]:
         """The experts of `layer` from the first to remove to the last; equal scores keep their order."""
@@ -68,7 +73,7 @@ class ExpertRanking(Ranking):
             alpha=None,
             scores=np.empty(0),
             model=self.use.measured_on.model,
-            measured_on=(self.use.measured_on,),
+            measured_on=self.measured_on,
             experts=tuple(gone),
             routed=routed,
         )

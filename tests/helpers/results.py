@@ -103,11 +103,18 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
     if name == "MendReport":
         gap = Gap(1, 3, "mlp", ("none", "full"), np.array([0.0, 0.1]), loose(2), 1)
         return {"gaps": (gap,)}
+    if name == "Router":
+        return {"experts": 2, "chosen": 1, "groups": 1, "picked": 1}
+    if name == "ExpertUse":
+        return {field: some(5, 2) for field in ("tokens", "weight", "saliency")}
+    if name == "ExpertRanking":
+        return {"scores": loose(5, 2)}
     if name == "LayerRanking":
         largest = np.finfo(np.float64).max  # a layer may have no score, none an infinite one
         return {"scores": some(5, finite=False, most=largest), "picked": some(5, 5, most=1)}
     if name == "PruningPlan":
-        told = {"picked": some(5, most=1), "tied": (1, 3)}
+        told = {"picked": some(5, most=1), "tied": (1, 3), "channels": (), "width": 0}
+        told |= {"experts": ((), (), (), (), (0, 2)), "routed": some(5, finite=False, most=1)}
         return {"scores": loose(5), "drop_activation": (4,), "reduction": "affine", **told}
     if name == "Allocation":
         amount = some(2, most=1)
