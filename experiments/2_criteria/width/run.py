@@ -28,7 +28,7 @@ from experiments.statements import bullets, ratio, short, table
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.refit import refit_blocks
-from lyapunov_prune.predictions.softmax import kl
+from lyapunov_prune.predictions.softmax import divergences
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.pruning.width import SCORES, choose_channels
@@ -147,7 +147,7 @@ def compared(
     windows, divergence = [], []
     for before, after, row in zip(dense, log_probabilities(changed, ids), ids, strict=True):
         windows.append(loss(after, row))
-        divergence.append(float(kl(before.double(), after.double()).mean()))
+        divergence.append(float(divergences(before.double(), after.double())[1].mean()))
     print(f"{way}, {'refitted' if refitted else 'cut'}: KL {np.mean(divergence):.4f}", flush=True)
     return Narrowed(way, refitted, kept, np.array(windows), np.array(divergence))
 
