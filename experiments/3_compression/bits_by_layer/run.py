@@ -99,6 +99,7 @@ def main(
             small = lp.compress(dense, method="rtn", allocation=allocation, group_size=GROUP).model
             widths = tuple(int(bits) for bits in allocation.by_layer())
             kl = divergences(reading, states, list(finals(reading, small)))
+            del small  # or two copies of the model are there while the next is made
             rows.append(Shared(allocation.schedule, budget, allocation.mean, widths, kl))
             print(allocation.schedule, budget, allocation.mean, np.mean(kl), widths, flush=True)
     found = BitsByLayer(tuple(rows), known.costs, BitWidths.widths, reading.measured_on(), known.measured_on)
