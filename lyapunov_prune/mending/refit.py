@@ -22,7 +22,7 @@ from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.width import find_blocks, last_matrices
 
-_DAMPING = 0.01
+_DAMPING = 1.0  # below, a fit on fewer tokens than channels learns their noise (experiments/2_criteria/width)
 
 
 def refitted(W: torch.Tensor, gram: torch.Tensor, kept: torch.Tensor, damping: float = _DAMPING) -> torch.Tensor:

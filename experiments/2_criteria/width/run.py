@@ -158,7 +158,15 @@ def written() -> dict[str, str]:
     return {
         "setting": bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in results)),
         "table": table(head, [row for r in results for row in _rows(r)]),
+        "beside the cut": beside(results[0], "energy"),
+        "beside optipfair": beside(results[0], "optipfair, activations"),
     }
+
+
+def beside(result: WidthOnOneText, way: str) -> str:
+    """KL of `energy`, refitted, over that of a plain cut, paired by window."""
+    of = {(row.way, row.refitted): np.log(row.kl) for row in result.rows}
+    return ratio(of["energy", True] - of[way, False])
 
 
 def _rows(result: WidthOnOneText) -> Iterator[tuple[object, ...]]:
