@@ -1,4 +1,4 @@
-"""How much a model loses under an allocation, on calibration windows that the compression itself does not see."""
+"""Calibration windows that a choice is judged on and that it does not see, and what a model loses there."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.results.result import MeasuredOn
 
 
+def halves(batch: TokenBatch) -> tuple[TokenBatch, TokenBatch]:
+    """The first half of the windows, to choose by, and the other half, to judge by.
+
+    Raises LyapunovPruneError for one window.
+    """
+    if len(batch.ids) < 2:
+        raise LyapunovPruneError("a search scores on windows that it does not calibrate by; give two or more")
+    middle = (len(batch.ids) + 1) // 2
+    return replace(batch, ids=batch.ids[:middle]), replace(batch, ids=batch.ids[middle:])
+
+
 @dataclass(frozen=True, eq=False)
 class HeldOutLoss:
     """The score that a search goes by (`allocation.schedule.Score`).
@@ -30,18 +41,16 @@ class HeldOutLoss:
     batch_size: int
 
     def __post_init__(self) -> None:
-        if len(self.reading.batch.ids) < 2:
-            raise LyapunovPruneError("a search scores on windows that it does not calibrate by; give two or more")
+        halves(self.reading.batch)
 
     @property
     def measured_on(self) -> MeasuredOn:
         return self.reading.measured_on()
 
     def __call__(self, allocation: Allocation) -> float:
-        batch = self.reading.batch
-        half = (len(batch.ids) + 1) // 2
+        seen, unseen = halves(self.reading.batch)
         try:
-            small = self.compress(self.reading.model, replace(batch, ids=batch.ids[:half]), allocation)
-            return perplexity(small, replace(batch, ids=batch.ids[half:]), batch_size=self.batch_size).nll
+            small = self.compress(self.reading.model, seen, allocation)
+            return perplexity(small, unseen, batch_size=self.batch_size).nll
         except (NonFiniteError, RankError):  # a wreck, or a layer that no rank is small enough for, ends no search
             return float("inf")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -14,14 +14,13 @@ from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.bit_widths import DENSE
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
+from lyapunov_prune.compression.held_out import halves
 from lyapunov_prune.compression.method import Method
 from lyapunov_prune.compression.second_order import weights_for
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.forward.replacement import replaced
-from lyapunov_prune.forward.states import changed_finals
 from lyapunov_prune.models.projections import Projection, by_layer, find_projections
-from lyapunov_prune.predictions.tiles import measures
+from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.results.result import MeasuredOn
 
 
@@ -40,8 +39,7 @@ class RoundingCost:
     batch_size: int
 
     def __post_init__(self) -> None:
-        if len(self.reading.batch.ids) < 2:
-            raise LyapunovPruneError("bits are judged on windows that their costs did not see; give two or more")
+        halves(self.reading.batch)
 
     @property
     def measured_on(self) -> MeasuredOn:
@@ -56,7 +54,7 @@ class RoundingCost:
         layers = range(self.reading.structure.num_layers)
         matrices = by_layer(find_projections(self.reading.decoder))
         asked = [(layer, dict.fromkeys(matrices.get(layer, []), width)) for layer in layers for width in widths]
-        return self._divergences(asked, self._half(0)).reshape(len(layers), len(widths))
+        return self._divergences(asked, self._halves[0]).reshape(len(layers), len(widths))
 
     def together(self, allocations: Sequence[Allocation]) -> list[float]:
         """`KL(p‖q)` with every matrix rounded to its bits in each of `allocations`, on the other half of the windows.
@@ -65,20 +63,18 @@ class RoundingCost:
         """
         matrices = find_projections(self.reading.decoder)
         asked = [(0, {p: int(allocation.of(p.name)) for p in matrices}) for allocation in allocations]
-        return self._divergences(asked, self._half(1)).tolist()
+        return self._divergences(asked, self._halves[1]).tolist()
 
-    def _half(self, number: int) -> Reading:
-        batch = self.reading.batch
-        middle = (len(batch.ids) + 1) // 2
-        return read(self.reading.decoder, replace(batch, ids=batch.ids[middle:] if number else batch.ids[:middle]))
+    @cached_property
+    def _halves(self) -> list[Reading]:
+        return [read(self.reading.decoder, half) for half in halves(self.reading.batch)]
 
     @torch.no_grad()
     def _divergences(self, asked: Sequence[tuple[int, dict[Projection, int]]], on: Reading) -> np.ndarray:
         """The divergence of each of `asked`, the first layer that changes and the bits of matrices; dense at 16."""
         every = [(first, {p: b for p, b in widths.items() if b != DENSE}) for first, widths in asked]
-        changed_here = [number for number, (_, widths) in enumerate(every) if widths]
-        wanted = [every[number] for number in changed_here]
-        made = self._made({(p, b) for _, widths in wanted for p, b in widths.items()})
+        wanted = {number: (first, widths) for number, (first, widths) in enumerate(every) if widths}
+        made = self._made({(p, b) for _, widths in wanted.values() for p, b in widths.items()})
 
         def rounded(widths: dict[Projection, int]) -> AbstractContextManager[None]:
             model = self.reading.model
@@ -86,19 +82,18 @@ class RoundingCost:
                 model, {p: made[p, b] if made else self.method(p.weight(model), b) for p, b in widths.items()}
             )
 
-        changes = [(first, partial(rounded, widths)) for first, widths in wanted]
-        total, count = np.zeros(len(every)), 0
-        for dense, changed in changed_finals(on, changes, self.batch_size, "rounding"):
-            total[changed_here] += measures(on.scorer, dense, changed, 1.0)[:, 1].sum(-1).cpu().numpy()
-            count += len(dense)
-        return total / count
+        changes = [(first, partial(rounded, widths)) for first, widths in wanted.values()]
+        found = np.zeros(len(every))
+        if changes:
+            found[list(wanted)] = divergences_of(on, changes, 1.0, self.batch_size, "rounding")[:, 1]
+        return found
 
     def _made(self, wanted: set[tuple[Projection, int]]) -> dict[tuple[Projection, int], torch.Tensor]:
         """What a method that goes by statistics makes of each; empty for one that looks at weights alone."""
         made: dict[tuple[Projection, int], torch.Tensor] = {}
         if self.method.needs == "nothing":
             return made
-        model, on = self.reading.model, self._half(0)
+        model, on = self.reading.model, self._halves[0]
 
         def keep(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
             for p, width in wanted:
