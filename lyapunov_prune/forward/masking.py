@@ -59,9 +59,8 @@ def _mask(stack: ExitStack, layer: nn.Module, mixture: Mixture, count: int, gone
         if before.ndim != 1:
             continue
         after = before.detach().index_fill(0, gone.to(before.device), -torch.inf)
-        held = module._parameters if key in module._parameters else module._buffers
-        held[key] = nn.Parameter(after, requires_grad=False) if held is module._parameters else after
-        stack.callback(held.__setitem__, key, before)
+        setattr(module, key, nn.Parameter(after, requires_grad=False) if isinstance(before, nn.Parameter) else after)
+        stack.callback(setattr, module, key, before)
     router: Any = layer.get_submodule(mixture.router)
     forward = router.forward
 

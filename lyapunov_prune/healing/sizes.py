@@ -25,10 +25,9 @@ def update_sizes(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter])
         module, _, side = name.rpartition(".")
         if side == "B" and f"{module}.A" in parameters:
             rank, n = parameters[f"{module}.A"].shape[-2:]
-            weight = known.get(
-                f"{module}.weight"
-            )  # of experts stored as one parameter the name is that of the parameter
-            sizes[name] = rms(known[module] if weight is None else weight) * (n / rank) ** 0.5
+            # Of experts stored as one parameter the name is that of the parameter.
+            weight = known[module] if module in known else known[f"{module}.weight"]
+            sizes[name] = rms(weight) * (n / rank) ** 0.5
         else:
             sizes[name] = rms(parameter)
     least = min((size for size in sizes.values() if size > 0), default=1.0)

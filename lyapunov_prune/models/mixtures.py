@@ -206,10 +206,9 @@ def drop_experts(model: PreTrainedModel, structure: Structure, gone: Mapping[int
             before = getattr(module, key)
             kept = torch.tensor([e for e in range(count) if e not in experts], device=before.device)
             after = before.detach().index_select(0, kept)
-            if key in module._parameters:
-                module._parameters[key] = nn.Parameter(after, requires_grad=before.requires_grad)
-            else:
-                module._buffers[key] = after
+            if isinstance(before, nn.Parameter):
+                after = nn.Parameter(after, before.requires_grad)
+            setattr(module, key, after)
             if isinstance(module, nn.Linear):
                 module.out_features = left
         for path in (mixture.block, mixture.experts):
