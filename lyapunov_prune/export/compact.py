@@ -1,7 +1,8 @@
-"""A smaller real model: attentions gone, feed-forward blocks merged into one matrix. It proves nothing: the gate does.
+"""Make a model physically smaller: attentions are gone, feed-forward blocks are merged into one matrix.
 
-A transformers checkpoint of a known `model_type` cannot say that a layer lacks its attention. What comes out here is
-of a class of its own (`models.modeling_compact`) whose config says it layer by layer.
+A transformers checkpoint of a known `model_type` cannot say that a layer lacks its attention. The result therefore has
+a class of its own (`models.modeling_compact`), whose config says it layer by layer. This file checks no logits; the
+gate (`compact_gate`) does.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ _MERGED = ("linear", "affine")  # forms of a merged block, without and with a bi
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """What goes: `attention` names the layers that lose theirs; `merged` gives, by layer, what stands for its
-    feed-forward block, the matrix W (d × d) and the bias b (d,) or None of `y = W x + b`, x being what the block is
-    given. `measured_on` is what both were decided or fitted on.
+    """What is removed: `attention` lists the layers that lose their attention; `merged` gives, by layer, the map that
+    replaces the feed-forward block: the matrix W (d × d) and the bias b (d,) or None of `y = W x + b`, where x is the
+    input of the block. `measured_on` is the text that both were decided or fitted on.
 
-    `remove` names whole layers of a decoder that go too; all indices are those of the model that is cut. `hidden` gives
-    the map τ of merged blocks where it is known: `W = W_out T`, `b = W_out t + b_out`, and the gate then holds the
-    model against the block's own last matrix and τ(x) instead of against W."""
+    `remove` lists whole layers of a decoder that are removed as well. All indices count the layers before the cut.
+    `hidden` gives the map τ of a merged block if it is known: `W = W_out T`, `b = W_out t + b_out`. The gate then
+    compares the model with the block's own last matrix applied to τ(x), instead of with W."""
 
     attention: tuple[int, ...] = ()
     merged: Mapping[int, Affine] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class Cuts:
 
     @classmethod
     def of(cls, plan: PruningPlan, merged: Sequence[Merged]) -> Cuts:
-        """What `plan` drops but MLPs, `merged` being the blocks that lose their activation."""
+        """The cuts of `plan`, except its MLPs; `merged` holds the blocks that lose their activation."""
         return cls(
             plan.drop_attention,
             {each.block.layer: (each.weight, each.bias) for each in merged},
@@ -65,11 +66,11 @@ class Cuts:
 def make_compact(model: PlainAny, cuts: Cuts, *, shared: bool = False) -> PreTrainedModel:
     """A new, smaller model without what `cuts` names; `model`, plain or compact already, is untouched.
 
-    Whole layers leave first, as `remove_layers` takes them out. What comes out is of the class of `model` and more: its
-    layers without attention hand on the state, its merged blocks are one `nn.Linear`, rounded once to the dtype of the
-    model. `save_pretrained` writes a folder that this package loads, and that transformers loads where this package is
-    not installed (`trust_remote_code=True`). Removed modules are not copied; `shared`, nothing that stays is, as
-    `surgery.cut` says.
+    Whole layers are removed first, as in `remove_layers`. The result is an instance of a subclass of `model`'s class:
+    a layer without attention passes the state on, a merged block is one `nn.Linear`, rounded once to the dtype of the
+    model. `save_pretrained` writes a folder that this package loads; transformers loads it without this package by
+    `trust_remote_code=True`. Removed modules are never copied; with `shared` the modules that stay are not copied
+    either (`surgery.cut`).
 
     Raises LyapunovPruneError for a family that the format does not know, for a layer that does not exist, is named
     twice or has lost the same before, for a matrix of another shape or with values that are not finite, when no
@@ -85,7 +86,7 @@ def make_compact(model: PlainAny, cuts: Cuts, *, shared: bool = False) -> PreTra
             decoder = wrap_any(without_layers(model, plan, shared_memo(model.model)))
         places = [places[i] for i in kept]
     structure, before = decoder.structure, cuts_of(decoder)
-    # What goes is replaced, never copied.
+    # Removed modules are replaced before the copy, so they are never copied.
     gone = zip(structure.layers, places, strict=True)
     stand_ins: dict[int, Any] = shared_memo(decoder.model) if shared else {}
     stand_ins |= {id(layer.get_submodule(path)): nn.Identity() for layer, paths in gone for path in paths}
@@ -106,9 +107,9 @@ def make_compact(model: PlainAny, cuts: Cuts, *, shared: bool = False) -> PreTra
 
 
 def compact_copy(model: PreTrainedModel, cuts: list[dict[str, str]], in_place_of: Mapping[int, Any]) -> Any:
-    """A copy of `model` of the compact class, whose config says `cuts`; still to be cut.
+    """Copy `model` into the compact class, with a config that states `cuts`. The copy itself is not cut yet.
 
-    `in_place_of` gives by its id what is put in the place of the copy of an object: a module, or what is shared.
+    `in_place_of` maps the id of an object to what stands in the copy instead: another module, or the shared object.
     Raises LyapunovPruneError for a family that the format does not know.
     """
     made = compact_class(model)
@@ -125,7 +126,7 @@ def compact_copy(model: PreTrainedModel, cuts: list[dict[str, str]], in_place_of
 
 
 def cut_places(decoder: Decoder, cuts: Cuts) -> list[dict[str, str]]:
-    """What stands in the place of which module, layer by layer, as `modeling_compact` reads it.
+    """The replacement of each module, layer by layer, as `modeling_compact` reads it.
 
     Raises LyapunovPruneError for cuts that are not possible, as `make_compact`.
     """
@@ -210,12 +211,12 @@ def _layout(decoder: Decoder) -> Layout:
 
 
 def cuts_of(decoder: Decoder) -> list[dict[str, str]]:
-    """What the model has lost already, layer by layer; of a plain one nothing."""
+    """What each layer of the model lost in an earlier cut; nothing for a plain model."""
     return decoder.model.config.cuts if is_compact(decoder.model) else [{} for _ in decoder.layers]
 
 
 def _outside(old: dict[str, str], gone: Collection[str]) -> dict[str, str]:
-    """Of what a layer has lost, what does not lie in the modules that are `gone` now."""
+    """The parts of `lost` that do not lie inside the modules that are `gone` now."""
     return {path: form for path, form in old.items() if not path.startswith(tuple(f"{module}." for module in gone))}
 
 

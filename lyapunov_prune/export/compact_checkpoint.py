@@ -1,4 +1,4 @@
-"""A compact model as a folder that loads with this package and without it, whole or not at all."""
+"""Write a compact model as a folder that loads with and without this package. It is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def write_compact(
 ) -> GateReport:
     """Cut `cuts` out of `model`, pass the gate on the saved files, and write the folder `target`.
 
-    For cuts that no plan tells, such as matrices that were trained; `write_pruned` writes a plan. The folder holds the
-    weights, their module, the tokenizer if there is one, a model card (README.md), `gate.json` and `history.json`.
-    Raises CheckFailed when the gate fails and LyapunovPruneError for cuts that are not possible, when the target is not
-    empty or the disk refuses; either way nothing is left at `target`.
+    Use it for cuts that no plan describes, for example trained matrices; `write_pruned` carries out a plan. The folder
+    holds the weights, their module, the tokenizer if there is one, a model card (README.md), `gate.json` and
+    `history.json`. Raises CheckFailed if the gate fails, and LyapunovPruneError if the cuts are impossible, the target
+    is not empty or writing fails. In both cases nothing is left at `target`.
     """
     require_empty(target)
     compact = make_compact(model, cuts)
@@ -63,9 +63,9 @@ def save_compact(
     cuts: Cuts,
     batch: TokenBatch | ImageBatch | None,
 ) -> GateReport:
-    """Save `compact`, made of `decoder` by `cuts`, and its history in `folder`, once it has passed the gate there.
+    """Save `compact`, made from `decoder` by `cuts`, with its history in `folder`, then put it through the gate there.
 
-    Raises CheckFailed when the gate fails: `folder` must be one that goes then (`whole_folder`).
+    Raises CheckFailed if the gate fails. The caller must then delete `folder`, as `whole_folder` does.
     """
     save(compact, tokenizer, folder)
     gate = verify_compact(decoder, compact, cuts, batch, checkpoint=folder)
@@ -80,8 +80,8 @@ def export_compact(
 ) -> Exported:
     """Write a compact model, or a plain one without its attentions that are zero, to the folder `target`.
 
-    `format` is compact or deci. Raises CheckFailed when the gate fails, and LyapunovPruneError for a model of which
-    nothing is gone or zero, for one that is not for `format`, and for a `target` that is not empty.
+    `format` is compact or deci. Raises CheckFailed if the gate fails. Raises LyapunovPruneError if nothing of the model
+    is gone or zero, if `format` cannot hold it, or if `target` is not empty.
     """
     require_empty(target)
     plain, cuts, compact = not is_compact(model.model), Cuts(), model.model
@@ -114,7 +114,7 @@ def _silent_attentions(decoder: Decoder) -> tuple[int, ...]:
 
 @contextmanager
 def _blocks_told(model: PreTrainedModel, told: bool) -> Iterator[None]:
-    """Inside the block what is saved of `model` is DeciLM, or compact alone."""
+    """Within the block, `model` is saved as DeciLM if `told`, else as compact alone."""
     before = vars(model.config).pop(BLOCKS, None)
     if told:
         setattr(model.config, BLOCKS, [])  # filled when it is saved

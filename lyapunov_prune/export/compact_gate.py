@@ -1,12 +1,12 @@
-"""The gate for a compact model: the four checks of the removal gate, and a fifth where this package is not.
+"""The gate for a compact model: the four checks of the removal gate, and one in a process without this package.
 
-1. Its logits are those of the original with layers skipped, branches silenced and activations replaced by hooks.
+1. Its logits equal those of the original with layers skipped, sublayers silenced and activations replaced by hooks.
 2. Decoding step by step with a cache gives the logits of the uncached forward.
-3. Saved and reloaded by this package's copy of its module it is the same model.
-4. So it is in a process that cannot import this package and runs the module beside the weights.
+3. Saved and reloaded by this package's copy of its module, it is the same model.
+4. The same holds in a process that cannot import this package and runs the module beside the weights.
 5. Parameters and bytes on disk fell by exactly what was cut.
 
-Where the map of the hidden vector is known, a sixth holds each merged matrix against it (`merge_gate`).
+If the map of the hidden vector is known, a sixth check compares each merged matrix with it (`merge_gate`).
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def verify_compact(
     checkpoint: str | Path | None = None,
     elsewhere: bool = True,
 ) -> GateReport:
-    """Put `compact`, made of `original` by `cuts`, through the five checks; one for images has no cache to check.
+    """Put `compact`, made from `original` by `cuts`, through the five checks.
 
-    On random tokens or images and on the start of `batch`. `checkpoint` is a folder where `compact` has been
-    saved; without it the model is saved to a temporary folder. The process without this package takes some seconds to
-    start; `elsewhere=False` leaves it out.
+    An image classifier has no cache to check. The inputs are random tokens or images, and the start of `batch`.
+    `checkpoint` is a folder in which `compact` is saved already; without it the model is saved to a temporary folder.
+    The process without this package takes some seconds to start; `elsewhere=False` skips it.
     """
     inputs = sample_inputs(original, batch)
     gate = Gate(original, compact, inputs, partial(cut_by_hooks, cuts=cuts), computed=bool(cuts.hidden), batch=batch)
@@ -75,10 +75,10 @@ def verify_compact(
 
 @contextmanager
 def cut_by_hooks(decoder: Decoder, cuts: Cuts) -> Iterator[None]:
-    """Every forward inside the block goes as if the model were cut, in which all modules stay.
+    """Within the block, every forward computes what the cut model would, while all modules stay in place.
 
-    What an attention returns becomes zero. What enters the last matrix of a feed-forward block becomes τ(x), so that no
-    merged matrix is trusted; where τ is not known, what the block returns becomes `W x + b` of what it was given.
+    The output of a removed attention becomes zero. The input of the last matrix of a merged feed-forward block becomes
+    τ(x), so no merged matrix is trusted; if τ is not known, the output of the block becomes `W x + b` of its input.
     """
     structure = decoder.structure
     layers, layout = structure.layers, LAYOUTS[structure.model_type]

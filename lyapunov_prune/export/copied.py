@@ -1,7 +1,7 @@
-"""Layer removal on disk: the kept tensors are copied from file to file, and the model is never in memory.
+"""Layer removal on disk: the tensors that stay are copied from file to file, so the model is never in memory.
 
-The same surgery as in memory is done to the model on the `meta` device, where it decides names, shapes and
-the config. A removal that changes numbers cannot be done by copying and is refused.
+The surgery is the one used in memory, done to the model on the `meta` device; it decides names, shapes and the config.
+A removal that changes numbers cannot be done by copying and is refused.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ SHARD_BYTES = 5 * 10**9
 
 
 def too_large(name: str, device: str = "cpu") -> str:
-    """Why `write_pruned` has no room for the checkpoint `name` on `device`; or "".
+    """The reason why `write_pruned` has no room for the checkpoint `name` on `device`; "" if it has.
 
-    At its peak removal in memory holds the original, which is on `device`, and what is reloaded for the gate, which is
-    read on the CPU.
+    At its peak, removal in memory holds the original on `device` and the reloaded result of the gate on the CPU.
     """
     if name.endswith(".gguf"):
         return ""  # no safetensors to copy from
@@ -59,13 +58,13 @@ def prune_on_disk(
 ) -> Provenance:
     """Remove the layers of `plan` from the checkpoint of `outline` into the folder `target`, as `write_pruned` does.
 
-    Memory: one buffer beside the headers. Of the gate, what needs no weights is checked on the files
-    written: they hold exactly the keys and shapes that plain transformers asks for, every layer has its
-    settings and is in its place, and what left is what was removed. With `stream` their logits are compared too, with
-    one layer of each model in memory (`verify_files`). The provenance names what was not run. Raises
-    LyapunovPruneError for a plan for another model, a target that is not empty, a disk without room or that refuses,
-    files that can no longer be read, or a removal that changes numbers, with `stream` also for states that are not
-    finite; CheckFailed when a check fails. Then nothing is at `target`.
+    Memory: the headers and one buffer. The gate checks on the written files what needs no weights: they hold exactly
+    the keys and shapes that plain transformers asks for, every layer has its settings and its place, and exactly what
+    was removed is missing. With `stream` it compares logits too, with one layer of each model in memory
+    (`verify_files`). The provenance names the checks that were not run. Raises LyapunovPruneError for a plan made for
+    another model, a target that is not empty, a disk that is full or fails, files that can no longer be read, a removal
+    that changes numbers and, with `stream`, states that are not finite. Raises CheckFailed if a check fails. In every
+    case nothing is left at `target`.
     """
     require_empty(target)
     plan.require_model(outline.identity)
@@ -92,13 +91,13 @@ def prune_on_disk(
 
 
 def cut_outline(decoder: Decoder, plan: PruningPlan) -> Decoder:
-    """`decoder`, which is on the `meta` device, without the layers of `plan`; its config says what is left."""
+    """`decoder`, on the `meta` device, without the layers of `plan`, and with a config to match."""
     try:
         made = without_layers(decoder, plan).eval()
         return Decoder(made, find_structure(made))
     except LyapunovPruneError:
         raise
-    except Exception as error:  # a family that reads numbers meets tensors that have none
+    except Exception as error:  # meta tensors have no numbers, which some families read
         raise LyapunovPruneError(
             f"{decoder.structure.model_type} computes with weights when layers leave ({first_line(error)}); prune it "
             "in memory"
@@ -106,9 +105,9 @@ def cut_outline(decoder: Decoder, plan: PruningPlan) -> Decoder:
 
 
 def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, layers: Layers) -> dict[str, Piece]:
-    """What to write, by the name that the pruned checkpoint gives it.
+    """The pieces to write, by their names in the pruned checkpoint.
 
-    Raises LyapunovPruneError when that would not be what the removal in memory does.
+    Raises LyapunovPruneError if copying them would give another result than the removal in memory.
     """
     structure = outline.structure
     before, after = (model.state_dict(keep_vars=True) for model in (outline.model, pruned))
@@ -127,7 +126,7 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, layers
             piece = Piece(outline.stored[key], tables[table], structure.num_layers, plan.kept)
         else:
             piece = Piece(outline.stored[key])
-        # `_version` counts changes in place: the surgery has computed with this tensor, and a copy would not.
+        # `_version` counts in-place changes: the surgery changed this tensor, which a copy would miss.
         same = after[new].shape == before[target.name].shape if piece.total == 1 else target.converter is None
         if after[new]._version or not same:
             raise not_by_copying(outline.structure, f"the numbers of {new} change")
@@ -138,9 +137,9 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, layers
 def new_names(
     structure: Structure, plan: PruningPlan, before: Iterable[str], after: Iterable[str]
 ) -> dict[str, str | None]:
-    """What each tensor `before` is called without the layers of `plan`, None where it leaves.
+    """The name of each tensor of `before` once the layers of `plan` are gone; None for a tensor that is removed.
 
-    Raises LyapunovPruneError unless these are the tensors `after`.
+    Raises LyapunovPruneError unless these are exactly the names in `after`.
     """
     names = {name: renamed(name, structure, plan) for name in before}
     strange = set(after) ^ {new for new in names.values() if new is not None}

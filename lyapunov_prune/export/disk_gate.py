@@ -1,7 +1,7 @@
-"""What of the removal gate can be checked on files, without a model in memory.
+"""The checks of the removal gate that need only files, without a model in memory.
 
-Logits need every layer once: with `stream` both models are read one layer at a time and compared. Else a checkpoint
-pruned on disk has not been run, and its card says so.
+Comparing logits takes every layer once: with `stream` both models are read one layer at a time. Without it a checkpoint
+that was pruned on disk has never been run, and its card says so.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ KEYS, PLACED = "keys and settings", "layers in their places"
 
 
 def not_run(model: PreTrainedModel, *, stream: bool) -> tuple[str, ...]:
-    """The checks of the gate that are not made on the files of `model`.
+    """The names of the gate's checks that are not made on the files of `model`.
 
-    Streamed, what runs is what was written: its logits are those after reloading. A step of a decoder reads all files.
+    With `stream` the written files are what runs, so the check of the reloaded logits is covered. Cached decoding is
+    left out: every step would read all files.
     """
     if stream:
         return (CACHED,)
@@ -58,11 +59,12 @@ def verify_files(
     1. Plain transformers finds every tensor it asks for, in its shape, and none besides; every layer has the
        settings it had.
     2. All weights of every layer are those of the layer it was, and all outside the layers what they were.
-    3. Layers, parameters and bytes fell by exactly what was removed.
-    4. With `stream`, the logits of what was written are those of the original with the layers skipped, on random
-       tokens, both read one layer at a time; of a model that reads pictures also with one in the prompt.
+    3. The counts of layers, parameters and bytes fell by exactly what was removed.
+    4. With `stream`, the written model gives the logits of the original with the layers skipped, on random tokens. Both
+       are read one layer at a time. A model that reads images is also compared with one in the prompt.
 
-    Raises LyapunovPruneError for files of the original that can no longer be read, and NonFiniteError for states of it.
+    Raises LyapunovPruneError if files of the original can no longer be read, and NonFiniteError if its states are not
+    finite.
     """
     try:
         written = read_outline(folder, plan.model.name)
@@ -80,7 +82,7 @@ def verify_files(
 
 @torch.no_grad()
 def _run(outline: Outline, written: Outline, plan: PruningPlan, checks: list[GateCheck]) -> GateReport:
-    """`checks`, and those of the logits, of both models streamed."""
+    """`checks`, followed by the checks of the logits, both models streamed."""
     original = streamed(outline)
     inputs, prompt, with_picture = sample_inputs(original, None), picture_prompt(original.model), None
     try:
@@ -89,7 +91,7 @@ def _run(outline: Outline, written: Outline, plan: PruningPlan, checks: list[Gat
         if prompt is not None:
             with gate.standing_in(original):
                 with_picture = picture_logits(original.model, prompt)
-    except LyapunovPruneError:  # its files, or its states: no verdict on what was written
+    except LyapunovPruneError:  # the original's fault: this says nothing about what was written
         raise
     except Exception as error:
         return GateReport((*checks, crashed(SKIPPED, error)), seen_by(original, None, inputs))
@@ -105,7 +107,7 @@ def _run(outline: Outline, written: Outline, plan: PruningPlan, checks: list[Gat
 
 @contextmanager
 def _skipping(decoder: Decoder, layers: tuple[int, ...]) -> Iterator[None]:
-    """Inside the block `decoder` passes over `layers`; a state that is not finite raises NonFiniteError."""
+    """Within the block, `decoder` skips `layers`. A state that is not finite raises NonFiniteError."""
     told = "the original, its layers skipped"
 
     def visit(layer: int, hidden: torch.Tensor) -> None:
@@ -142,7 +144,7 @@ def _places_check(outline: Outline, written: Outline, plan: PruningPlan) -> Gate
 
 
 def _by_layer(outline: Outline) -> dict[int | None, dict[str, dict[str, str]]]:
-    """The digests of each layer's tensors, by their names inside the layer; of those outside, by their whole names."""
+    """The digests of each layer's tensors, by name within the layer; tensors outside the layers by full name."""
     by_layer: dict[int | None, dict[str, dict[str, str]]] = {}
     for name, digests in outline.digests.items():
         layer = layer_of(name, outline.structure)

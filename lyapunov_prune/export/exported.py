@@ -1,4 +1,4 @@
-"""What `export` says of the file or folder that it wrote."""
+"""The report of `export` on the file or folder that it wrote."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lyapunov_prune.results.result import Result
 class Exported(Result):
     """A model written in another `format`, and the checks that what was written passed.
 
-    `stored` counts tensors by what they are stored as; `size` is that of all of them in bytes; `not_run` names the
+    `stored` counts the tensors of each storage type; `size` is the size of all tensors in bytes; `not_run` names the
     checks that were not made.
     """
 
@@ -42,7 +42,7 @@ class Exported(Result):
 
 
 def exported(format: str, model: PreTrainedModel, checks: tuple[GateCheck, ...]) -> Exported:
-    """What was written of `model`, each tensor once and in its own dtype."""
+    """The report on `model`, with each tensor counted once, in its own dtype."""
     tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}.values()
     stored = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     return Exported(model_name(model), format, dict(stored), sum(tensor.nbytes for tensor in tensors), checks)

@@ -1,14 +1,15 @@
-"""A compressed model whose matrices of low rank are stored as two factors, in the compact format; and its gate.
+"""Write a compressed model whose low-rank matrices are stored as two factors, in the compact format; and its gate.
 
-How far logits move when every number of a model is rounded once more depends on the model: of one that a low rank has
-wrecked, in half precision, by more than a wrong index would. So the matrices are held to the bound of their rounding,
-one by one, and the logits to those of the dense model whose modules are given, by hooks, the products of the factors.
+How far logits move when every weight is rounded once more depends on the model. In a half-precision model that a low
+rank has wrecked, rounding can move them more than a wrong index would. So the gate checks each matrix against the bound
+of its rounding, and compares the logits with those of the dense model whose modules use, by hooks, the product of the
+factors.
 
 1. The product of the factors is the dense matrix within rounding (`factors.rounding_of`).
 2. The logits are those of the dense model whose modules answer with `L_i (R_i x) + b_i`.
 3. So are those of decoding through the cache.
 4. Saved and reloaded it is the same model, to the last bit of every tensor.
-5. Parameters and bytes on disk fell by exactly what the factors are smaller.
+5. Parameters and bytes on disk fell by exactly what the factors save.
 6. In a process without this package its logits are the same.
 """
 
@@ -83,10 +84,10 @@ def write_factored(
     title: str,
     results: Mapping[str, Result] | None = None,
 ) -> CompressionReport:
-    """Write `done`, which `compress` made by low rank, with two factors for each matrix that is smaller so.
+    """Write `done`, a low-rank result of `compress`, with two factors for each matrix that they make smaller.
 
-    Returns its report, which says the size as well. The folder is what `write_model` writes, with `gate.json` and the
-    module that transformers needs to load it where this package is not installed.
+    Returns its report with the size added. The folder is what `write_model` writes, with `gate.json` and the module
+    that transformers needs to load it without this package.
 
     Raises CheckFailed when the gate fails and LyapunovPruneError for another method, a family that the compact format
     does not know, when no matrix is smaller, when the target is not empty or the disk refuses; either way nothing is
@@ -109,9 +110,9 @@ def write_factored(
 
 
 class Factoring:
-    """What files hold of a streamed model whose matrices become two factors, each layer's made while it is held.
+    """The stored tensors of a streamed model with factored matrices; a layer's factors are made while it is in memory.
 
-    `small` is the model of the files. Its layers have no numbers, and it is never run.
+    `small` is the model that the files describe. Its layers are on the `meta` device, and it is never run.
     """
 
     def __init__(self, decoder: Decoder, ranks: Mapping[str, int | None]) -> None:
@@ -121,7 +122,7 @@ class Factoring:
         self.small = Decoder(small, find_structure(small))
 
     def state(self, model: PreTrainedModel, layer: int) -> dict[str, torch.Tensor]:
-        """The tensors of `model` by their names in `small`, those of `layer`, which is held and compressed, its own."""
+        """The tensors of `model` in memory, by their names in `small`; of the layers, `layer` alone is in memory."""
         state = model.state_dict()
         for each in (each for each in self._factored if each.runs[0].layer == layer):
             tensors = factors_of(model, each)
@@ -130,7 +131,7 @@ class Factoring:
         return state
 
     def finish(self, folder: Path, reloaded: GateCheck) -> tuple[GateReport, Packed]:
-        """The gate of `folder`, which holds all layers, and its bytes: 1, 4 (`reloaded`) and 5, and 6 but for logits.
+        """Run the gate on `folder`, which holds all layers: checks 1, 4 (`reloaded`), 5, and 6 without its logits.
 
         Raises CheckFailed when a check fails.
         """
@@ -164,10 +165,10 @@ def verify_factored(
     *,
     elsewhere: bool = True,
 ) -> GateReport:
-    """Put `small`, made of `dense` by `with_factors` and saved in `folder`, through the checks, on random tokens.
+    """Put `small`, made from `dense` by `with_factors` and saved in `folder`, through the checks, on random tokens.
 
-    `factored` is what `find_factored` says of `dense`. The process without this package takes some seconds to start;
-    `elsewhere=False` leaves it out.
+    `factored` is `find_factored` of `dense`. The process without this package takes some seconds to start;
+    `elsewhere=False` skips it.
     """
     reference, result = wrap(dense), wrap(small)
     standing_in = partial(answered_by_factors, small=result.model, factored=factored)
@@ -188,7 +189,7 @@ def verify_factored(
 
 
 def _stored(small: PreTrainedModel, each: Factored) -> list[Factors]:
-    """`(L, R)` of every run of rows, as they stand in `small`."""
+    """`(L, R)` for every run of rows, as stored in `small`."""
     return _pairs(small.get_submodule(each.module).state_dict(), each)
 
 
@@ -203,7 +204,7 @@ def _errors_of(gate: Gate, factored: Sequence[Factored]) -> Iterator[tuple[float
 
 
 def _beyond_rounding(dense: PreTrainedModel, each: Factored, pairs: Sequence[Factors]) -> Iterator[tuple[float, str]]:
-    """`‖L R − W‖_F` over what rounding allows, with the name of the matrix, for every run of rows."""
+    """For every run of rows, the name of its matrix and `‖L R − W‖_F` divided by the bound of rounding."""
     for p, factors in zip(each.runs, pairs, strict=True):
         W, (L, R) = p.weight(dense), factors
         error = float((lift(L) @ lift(R) - lift(W)).norm())
@@ -220,7 +221,7 @@ def _within_rounding(errors: Iterable[tuple[float, str]]) -> GateCheck:
 
 @contextmanager
 def answered_by_factors(decoder: Decoder, small: PreTrainedModel, factored: Sequence[Factored]) -> Iterator[None]:
-    """Inside the block the modules of `decoder` that `factored` names answer with `L_i (R_i x) + b_i` of `small`."""
+    """Within the block, the `factored` modules of `decoder` return `L_i (R_i x) + b_i` with the factors of `small`."""
     dense = decoder.model
 
     def answer(each: Factored) -> Callable[..., torch.Tensor]:

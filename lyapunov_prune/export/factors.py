@@ -1,7 +1,7 @@
-"""A matrix of low rank as the product of two factors, and a model that holds them in its place.
+"""A low-rank matrix as the product of two factors, and a model that holds the factors instead of the matrix.
 
-What compresses leaves a dense matrix Ŵ (m × n) of rank r, rounded to its dtype. Two factors have `r (m + n)` numbers,
-fewer than `m n` while r is less than `m n / (m + n)`; the compact format says of each matrix what they are
+Compression leaves a dense matrix Ŵ (m × n) of rank r, rounded to its dtype. Two factors hold `r (m + n)` numbers, which
+is fewer than `m n` if `r < m n / (m + n)`. The compact format describes the factors of each matrix
 (`models.modeling_compact.LowRank`).
 """
 
@@ -32,15 +32,15 @@ def two_factors(W: torch.Tensor, rank: int) -> Factors:
     """`L` (m × rank) and `R` (rank × n), in the dtype of `W` (m × n), whose product is `[W]_rank` (Eckart and Young).
 
     With Q the leading singular vectors of the shorter side, `L R = Q (Qᵀ W)` (of a tall `W`: `(W Q) Qᵀ`) in float64,
-    where a column of L and the row of R that it meets get the same norm, and each factor is then rounded once. Of a `W`
-    that has no more rank `L R = W` but for rounding (`rounding_of`).
+    Column i of L and row i of R are scaled to the same norm, then each factor is rounded once. If the rank of `W` is at
+    most `rank`, `L R = W` up to rounding (`rounding_of`).
     """
     if W.shape[0] > W.shape[1]:
         L, R = two_factors(W.T, rank)
         return R.T.contiguous(), L.T.contiguous()
     D, exponent = scaled(lift(W.detach()))
     Q = basis(D).to(D.device)[:, -rank:].flip(1)
-    # Eigenvectors of a Gram matrix lose directions of less than 1e-8 of the largest; two steps of iteration have them.
+    # Eigenvectors of a Gram matrix lose directions below 1e-8 of the largest; two steps of iteration recover them.
     for _ in range(2):
         Q = torch.linalg.qr(D @ (D.T @ Q))[0]
     R = torch.ldexp(Q.T @ D, exponent)
@@ -50,11 +50,11 @@ def two_factors(W: torch.Tensor, rank: int) -> Factors:
 
 
 def rounding_of(W: torch.Tensor, factors: Factors) -> float:
-    """An upper bound of `‖L R − W‖_F` for `W` (m × n) of rank r but for being rounded entry by entry to its dtype.
+    """An upper bound of `‖L R − W‖_F` for a `W` (m × n) of rank r whose entries were then rounded to its dtype.
 
-    With u the unit roundoff of the dtype: `W` is off its exact self by `u/(1 − u) ‖W‖_F`, from which `[W]_r` is no
-    further; rounding the factors adds `(2u + u²)/(1 − u)² ‖|L| |R|‖_F`; forming all of it in float64
-    `4 (m + n) 2⁻⁵³ ‖W‖_F`. Entries below the least normal number round by more, and are counted with it.
+    With u the unit roundoff of the dtype: `W` is within `u/(1 − u) ‖W‖_F` of a matrix of rank r, so `[W]_r` is at least
+    as near to `W`. Rounding the factors adds `(2u + u²)/(1 − u)² ‖|L| |R|‖_F`, and the float64 arithmetic adds
+    `4 (m + n) 2⁻⁵³ ‖W‖_F`. Subnormal entries round by more; the bound counts them with the least normal number.
     """
     L, R = (lift(factor).abs() for factor in factors)
     kind = torch.finfo(W.dtype)
@@ -68,7 +68,7 @@ def rounding_of(W: torch.Tensor, factors: Factors) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Factored:
-    """A matrix that is stored as factors: its module, and of each run of its rows where it is and its rank."""
+    """A matrix that is stored as factors: its module, and the place and rank of each run of its rows."""
 
     module: str
     runs: tuple[Projection, ...]
@@ -77,33 +77,32 @@ class Factored:
 
     @property
     def form(self) -> str:
-        """What config.json says of it (`models.modeling_compact`)."""
+        """Its entry in config.json (`models.modeling_compact`)."""
         from lyapunov_prune.models.modeling_compact import LOW_RANK  # every family's code
 
         return " ".join([LOW_RANK, *(f"{m}:{r}" for m, r in zip(self.rows, self.ranks, strict=True))])
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """m_i of every run."""
+        """The number of rows m_i of each run."""
         return tuple(p.stop - p.start for p in self.runs)
 
     @property
     def numbers(self) -> int:
-        """Of all factors: `Σ r_i (m_i + n)`."""
+        """How many numbers all factors hold: `Σ r_i (m_i + n)`."""
         return sum(r * (m + self.columns) for m, r in zip(self.rows, self.ranks, strict=True))
 
     @property
     def gone(self) -> int:
-        """How many numbers fewer they are than the dense matrix has."""
+        """How many numbers the factors save against the dense matrix."""
         return sum(self.rows) * self.columns - self.numbers
 
 
 def find_factored(model: Model, ranks: Mapping[str, int | None]) -> tuple[Factored, ...]:
     """The matrices of `model` that are smaller as factors, in order; `ranks` are by the name of a `Projection`.
 
-    A fused matrix comes apart as its projections say, each with its own rank. None is the rank of a matrix that stays
-    as it is. Raises LyapunovPruneError where no matrix is smaller, and for a family that the compact format does not
-    know.
+    A fused matrix is split into its projections, each with its own rank. A rank of None leaves the matrix as it is.
+    Raises LyapunovPruneError if factors make no matrix smaller, and for a family that the compact format does not know.
     """
     require_unquantised(model_of(model))
     compact_class(model_of(model))
@@ -126,7 +125,7 @@ def find_factored(model: Model, ranks: Mapping[str, int | None]) -> tuple[Factor
 
 
 def require_smaller(model: PreTrainedModel, rank: int | None = None) -> None:
-    """Raise LyapunovPruneError as `find_factored` would of matrices of this rank; None: of a rank that saves some."""
+    """Raise LyapunovPruneError as `find_factored` would for this rank; None stands for a rank that is low enough."""
     find_factored(model, {p.name: rank or 1 for p in find_projections(wrap(model))})
 
 
@@ -135,8 +134,8 @@ def require_smaller(model: PreTrainedModel, rank: int | None = None) -> None:
 def with_factors(model: InMemoryAny, ranks: Mapping[str, int | None]) -> PreTrainedModel:
     """The compact model that has `two_factors` in the place of each matrix of `model` that is smaller so.
 
-    `ranks` are by the name of a `Projection`, as `CompressionReport.ranks` gives them. What is not replaced lies in the
-    memory of `model`, which stays as it is. Raises as `find_factored`.
+    `ranks` go by the name of a `Projection`, as in `CompressionReport.ranks`. All other tensors share the memory of
+    `model`, which stays unchanged. Raises as `find_factored`.
     """
     factored = find_factored(model, ranks)
     compact = with_places(model, factored)

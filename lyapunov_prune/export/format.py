@@ -1,4 +1,4 @@
-"""What every format is: which results it holds, and how they are written. Imports no torch."""
+"""The base class of formats: which results a format can hold, and how it writes them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """How `compress` was asked to compress, as far as a format depends on it."""
+    """The options of `compress` that a format depends on."""
 
     method: str
     allocation: str | Allocation = "uniform"
@@ -42,12 +42,12 @@ class Asked:
 
 
 class Format(Choice):
-    """What a checkpoint can be written as. A format is a subclass in a file of its own and a row in `table.FORMATS`.
+    """A way to write a checkpoint. Each format is a subclass in a file of its own and a row in `table.FORMATS`.
 
-    `readers` says who can load it. `units` are those of the methods whose results `compress` can write in it. `card` is
-    what the model card of a plan says of it, None for a format that `prune` does not write. `streamed` names the
-    commands that write it without the model in memory. `mends`: it holds layers that maps were folded into.
-    `keeps_dense`: `write` needs the model that was compressed, beside the result. `exports`: it holds a model as it is.
+    `readers` names the programs that load it. `units` are the units of the compression methods whose results it can
+    hold. `card` is its sentence in the model card of a plan; None if `prune` does not write it. `streamed` names the
+    commands that write it without the model in memory. `mends` says whether it can hold mended layers; `keeps_dense`,
+    whether `write` also needs the model before compression; `exports`, whether `export` writes it.
     """
 
     readers: ClassVar[str]
@@ -55,7 +55,7 @@ class Format(Choice):
     card: ClassVar[Stored | None] = None
     streamed: ClassVar[tuple[str, ...]] = ()
     mends: ClassVar[bool] = False
-    symmetric: ClassVar[bool] = False  # rounding takes grids around 0: zero points do not load packed
+    symmetric: ClassVar[bool] = False  # rounding must use symmetric grids: zero points do not load packed
     keeps_dense: ClassVar[bool] = False
     exports: ClassVar[bool] = False
 
@@ -85,9 +85,10 @@ class Format(Choice):
         operation: Operation,
         batch: Examples | None,
     ) -> GateReport:
-        """Save `pruned`, which `cut` made of `decoder`, and its history in `folder`.
+        """Save `pruned`, which `cut` made from `decoder`, and its history in `folder`.
 
-        Raises CheckFailed when what was saved fails the gate: `folder` must be one that goes then (`whole_folder`).
+        Raises CheckFailed if the saved model fails the gate. The caller must then delete `folder`, as `whole_folder`
+        does.
         """
         raise NotImplementedError
 
@@ -101,9 +102,9 @@ class Format(Choice):
         batch: Examples | None,
         mended: MendReport | None,
     ) -> Provenance:
-        """Write what `save` saves to the folder `target`, with its card and provenance, whole or not at all.
+        """Write the files of `save`, a model card and the provenance to the folder `target`, whole or not at all.
 
-        Raises CheckFailed when what was saved fails the gate, and LyapunovPruneError when the disk refuses.
+        Raises CheckFailed if the saved model fails the gate, and LyapunovPruneError if writing fails.
         """
         from lyapunov_prune.pruning.provenance import describe
         from lyapunov_prune.results.files import whole_folder
@@ -138,9 +139,9 @@ class Format(Choice):
     ) -> CompressionReport:
         """Write `done`, its card and `results` (by file name) to `target`; returns the report of what was stored.
 
-        `dense` is the model that was compressed where the format `keeps_dense`. Raises CheckFailed when the files would
-        load as another model, and LyapunovPruneError when the target is not empty or the disk refuses; either way
-        nothing is left there.
+        `dense` is the model before compression, for a format that `keeps_dense`. Raises CheckFailed if the files would
+        load as another model, and LyapunovPruneError if the target is not empty or writing fails. In both cases nothing
+        is left there.
         """
         raise NotImplementedError
 

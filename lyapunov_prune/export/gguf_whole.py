@@ -1,7 +1,7 @@
-"""A model in memory as a GGUF file: what `export` writes of a checkpoint that was never one.
+"""Write a model in memory as a GGUF file: `export` uses this for checkpoints that never were GGUF.
 
-The names of tensors are those of the gguf package; `models.gguf_metadata` and `models.gguf_vocabulary` make the header.
-Where the model came from a GGUF file that is still there, its tokenizer and its description are taken from that one.
+Tensor names come from the gguf package; `models.gguf_metadata` and `models.gguf_vocabulary` make the header. If the
+model was read from a GGUF file that still exists, the tokenizer and description are taken from that file.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from lyapunov_prune.results.files import require_disk, whole_file
 from lyapunov_prune.results.history import history_of, history_with
 
 ROUNDED = "the same up to rounding"
-GREEDY = 64  # tokens that llama.cpp writes in its check
-# What the header of the original does not say of a file that is written anew.
+GREEDY = 64  # tokens that llama.cpp generates in its check
+# Keys that are not taken over from the header of the original.
 _NEW = ("general.architecture", "general.type", "general.alignment")
 QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
@@ -52,8 +52,9 @@ def write_gguf(
 ) -> Exported:
     """Write `model` to the GGUF file `target`, its matrices rounded to `quantize`.
 
-    Raises LyapunovPruneError for a model that llama.cpp's keys cannot describe and a target that exists, and
-    CheckFailed when what transformers or llama.cpp read is not the rounded model; either way nothing is left there.
+    Raises LyapunovPruneError for a model that llama.cpp's keys cannot describe and for a target that exists. Raises
+    CheckFailed if transformers or llama.cpp read something else than the rounded model. In both cases nothing is left
+    there.
     """
     require_quantisation(quantize)
     require_file(target)
@@ -92,7 +93,7 @@ def write_gguf(
 
 
 def require_quantisation(quantize: str) -> None:
-    """Raise LyapunovPruneError for what the gguf package does not quantise to."""
+    """Raise LyapunovPruneError for a type that the gguf package cannot quantise to."""
     if quantize not in QUANTISATIONS:
         raise LyapunovPruneError(
             f"{quantize} is not written here, but {', '.join(QUANTISATIONS)}; give f16, and that file to llama-quantize"
@@ -100,19 +101,19 @@ def require_quantisation(quantize: str) -> None:
 
 
 def _origin(decoder: Decoder) -> Header | None:
-    """The header of the GGUF file that the model was made from, by its history; None where there is none any more."""
+    """The header of the GGUF file that the model's history names; None if there is no such file any more."""
     first = next((step.source for step in history_of(decoder.model).steps), decoder.model.config._name_or_path)
     try:
         file = gguf_file(first)
         header = None if file is None or not file.is_file() else read_header(file)
-    except LyapunovPruneError:  # the file is not there any more, or another lies in its place
+    except LyapunovPruneError:  # the file is gone, or another file has its name
         return None
     tokens = None if header is None else header.values.get("tokenizer.ggml.tokens")
     return header if tokens is not None and tokens.length == decoder.structure.config.vocab_size else None
 
 
 def _other_values(decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, quantize: str) -> dict[str, Value]:
-    """The keys that are not of the architecture: the tokenizer, the description, and how the model was made."""
+    """The keys beside the architecture's: the tokenizer, the description, and how the model was made."""
     origin = _origin(decoder)
     kinds = {each.name.removeprefix("MOSTLY_").removeprefix("ALL_"): each for each in gguf.LlamaFileType}
     if origin is None:

@@ -1,7 +1,7 @@
-"""A GGUF file in llama.cpp, held against the model that it should be, token by token of a text.
+"""Compare what llama.cpp computes with a GGUF file against the model that the file should hold, token by token.
 
-llama.cpp rounds what enters a quantised matrix to 8 bits, so its numbers are not those of PyTorch. How far off they may
-be is worked out: the model itself runs once more with its inputs rounded in the same way.
+llama.cpp rounds the inputs of quantised matrices to 8 bits, so its numbers differ from PyTorch's. The limit follows
+from that: the model runs once more with its inputs rounded in the same way.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from lyapunov_prune.progress import status
 
 ENGINE = "same in llama.cpp"
 _TOP, _GREEDY = 64, 64
-# The limit: so many times what rounding the inputs of matrices does, and at least so many nats.
+# The limit: a multiple of the KL that rounding the inputs causes, and a least limit in nats.
 _TIMES, _LEAST = 3.0, 1e-6
-_BLOCK, _SUPER_BLOCK = 32, 256  # numbers that share a scale in llama.cpp's 8 bits; the second beside K-quants
+_BLOCK, _SUPER_BLOCK = 32, 256  # how many 8-bit inputs share a scale in llama.cpp; the second is used with K-quants
 _WIDE = {"F32", "F16", "BF16", "F64"}
 
 
 def edge_of(decoder: Decoder) -> int:
-    """How many tokens are easy to read: a sliding window, or a batch of llama.cpp where there is no window."""
+    """The number of tokens before a wrong attention window shows: the sliding window, else llama.cpp's batch size."""
     window = getattr(decoder.structure.config, "sliding_window", None) or 0
     return window if 0 < window <= WINDOW_LIMIT else BATCH
 
@@ -58,9 +58,9 @@ def compared_text(decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None) -
 def engine_check(file: Path, decoder: Decoder, ids: Sequence[int]) -> GateCheck:
     """Whether llama.cpp computes with `file` what `decoder` does.
 
-    Compared are the predictions after every one of `ids` and of 64 tokens that llama.cpp writes after them, in the mean
-    of each stretch. `measured` is the largest mean over its own limit. The sliding window is compared as a number too:
-    one that is a little wrong changes no prediction of most texts.
+    The check compares the predictions after each of `ids` and after 64 tokens that llama.cpp generates, by their mean
+    KL over each stretch (`stretches`). `measured` is the largest mean divided by its own limit. The width of the
+    sliding window is compared as well, because a slightly wrong window changes no prediction of most texts.
     """
     edge = edge_of(decoder)
     with status("llama.cpp, with what was written"):
@@ -89,7 +89,7 @@ def engine_check(file: Path, decoder: Decoder, ids: Sequence[int]) -> GateCheck:
 
 
 def stretches(edge: int, given: int, predicted: int) -> dict[str, slice]:
-    """What is judged on its own: the first `edge` tokens, those after it, those that llama.cpp wrote one at a time."""
+    """The stretches that are judged separately: the first `edge` tokens, the rest of the text, the generated tokens."""
     edge = min(edge, given - 1)
     return {
         f"the first {edge} tokens": slice(0, edge),
@@ -100,7 +100,7 @@ def stretches(edge: int, given: int, predicted: int) -> dict[str, slice]:
 
 @contextmanager
 def rounded_inputs(decoder: Decoder, file: Path) -> Iterator[None]:
-    """Inside the block what enters a matrix of `decoder` is rounded as llama.cpp rounds it beside the types of `file`.
+    """Within the block, inputs of the matrices of `decoder` are rounded as llama.cpp does for the types in `file`.
 
     Quantised matrices take 8 bits with a scale for every 32 numbers (256 beside K-quants), the others half precision.
     """
@@ -135,7 +135,7 @@ def _at(decoder: Decoder, said: Predictions) -> torch.Tensor:
 
 
 def _kl(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """KL(ours ‖ theirs) of every row, all tokens that are not listed taken as one."""
+    """KL(ours ‖ theirs) of every row; the tokens that are not listed count as one."""
     theirs = theirs.double()
     rest, other = ((1 - each.exp().sum(-1)).clamp_min(1e-9) for each in (ours, theirs))
     return (ours.exp() * (ours - theirs)).sum(-1) + rest * (rest / other).log()

@@ -1,7 +1,7 @@
 """Rounded matrices as packed integers in the format of compressed-tensors, which transformers and vLLM load.
 
-The grids are the symmetric ones of `grids.stepped`; the library packs their integers and decides nothing. Its zero
-points do not load: for asymmetric weights transformers 5.23 expects another shape than compressed-tensors 0.20 writes.
+The grids are the symmetric ones of `grids.stepped`; the library only packs their integers. Zero points would not load:
+for asymmetric weights transformers 5.23 expects another shape than compressed-tensors 0.20 writes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def require_packed_options(
     allocation: str | Allocation,
     pattern: tuple[int, int] | None = None,
 ) -> None:
-    """Raise LyapunovPruneError for what the format cannot hold, and without the library."""
+    """Raise LyapunovPruneError for options that the format cannot hold, and if the library is missing."""
     if pattern is not None:
         raise LyapunovPruneError(
             f"{_LIBRARY} dropped its formats for patterns of zeros, and transformers loads none; leave out --format"
@@ -88,9 +88,9 @@ def require_packed_options(
 
 
 def require_packable(model: PreTrainedModel, group_size: int | None) -> tuple[Projection, ...]:
-    """The matrices of the layers, each in an `nn.Linear` of its own and of whole groups.
+    """The matrices of the layers; each must be an `nn.Linear` of its own whose rows divide into whole groups.
 
-    Raises LyapunovPruneError for other matrices, and for a model that transformers does not load packed.
+    Raises LyapunovPruneError for other matrices, and for a model that transformers cannot load packed.
     """
     if is_compact(model):
         raise LyapunovPruneError("a compact model is not packed; compress it without --format")
@@ -117,9 +117,9 @@ def require_packable(model: PreTrainedModel, group_size: int | None) -> tuple[Pr
 
 
 def _require_loads_packed(model: PreTrainedModel, group_size: int | None) -> None:
-    """Raise LyapunovPruneError unless transformers builds the model packed: some reach for weights that are not there.
+    """Raise LyapunovPruneError unless transformers can build the model packed; some classes read missing weights.
 
-    Tried on the `meta` device with a file of no tensor.
+    It is tried on the `meta` device, with a file that holds no tensor.
     """
     with tempfile.TemporaryDirectory(prefix="lyapunov-prune-packed-") as place, quiet():
         folder = Path(place)
@@ -131,7 +131,7 @@ def _require_loads_packed(model: PreTrainedModel, group_size: int | None) -> Non
         try:
             with unlogged(AutoConfig.from_pretrained(folder, **LOCAL)):
                 loader.from_pretrained(folder, device_map="meta", **LOCAL)
-        except Exception as error:  # whatever the model's own code misses
+        except Exception as error:  # whatever the model's own code raises
             raise LyapunovPruneError(
                 f"transformers cannot load a packed {type(model).__name__} ({first_line(error)}); leave out --format"
             ) from error
@@ -145,11 +145,11 @@ def write_packed(
 ) -> CompressionReport:
     """Write `done`, which `compress` made of `model` on symmetric grids, with its matrices packed; returns its report.
 
-    Stored are integers and scales on the grids of every matrix W of `model`, whose values `s q` are the weights of
-    `done` to the last bit. The folder is what `write_model` writes beside them; the report says the size as well.
+    For every matrix the files hold integers q and scales s whose products `s q` equal the weights of `done` to the last
+    bit. The rest of the folder is what `write_model` writes; the report gains the size.
 
-    Raises CheckFailed when plain transformers would unpack another weight or compute other logits, and
-    LyapunovPruneError for what the format cannot hold, when the target is not empty or the disk refuses; either way
+    Raises CheckFailed if plain transformers would unpack another weight or compute other logits. Raises
+    LyapunovPruneError if the format cannot hold the result, the target is not empty or writing fails. In both cases
     nothing is left there.
     """
     report, small = done.report, done.model
@@ -177,7 +177,7 @@ def write_packed(
 
 
 def _widths(projections: Sequence[Projection], allocation: Allocation) -> dict[str, int]:
-    """The bits of every module that is packed; raises LyapunovPruneError where the matrices of one differ."""
+    """The bits of every packed module; raises LyapunovPruneError if the matrices of one module differ in bits."""
     widths: dict[str, int] = {}
     for p in projections:
         bits = int(allocation.of(p.name))
@@ -187,10 +187,9 @@ def _widths(projections: Sequence[Projection], allocation: Allocation) -> dict[s
 
 
 class Packing:
-    """What a file holds of rounded matrices: the integers and scales of their grids, each with its shape.
+    """The integers, scales and shapes that a file stores for rounded matrices.
 
-    `bits` are those of every module that is packed. The grid of a matrix is in memory from when it is given to `keep`
-    until it is `stored`.
+    `bits` holds the bits of every packed module. The grid of a matrix is in memory from `keep` until `stored`.
     """
 
     def __init__(self, method: str, bits: Mapping[str, int], group_size: int | None) -> None:
@@ -202,8 +201,8 @@ class Packing:
     def keep(self, p: Projection, W: torch.Tensor, after: torch.Tensor) -> None:
         """Keep `after`, which the method made of the matrix W of `p`, as integers on the grids of W.
 
-        Of a module that holds several matrices in the order of its rows. Raises CheckFailed unless the values of those
-        integers are `after` to the last bit. A matrix that is not packed is none of its concern.
+        The matrices of a fused module must come in the order of its rows. Raises CheckFailed unless the integers give
+        `after` to the last bit. A matrix that is not packed is ignored.
         """
         if p.module not in self._bits:
             return
@@ -219,7 +218,7 @@ class Packing:
         self._grids.setdefault(p.module, []).append(grid)
 
     def stored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`tensors`, with the parts of the format in the place of each matrix that was rounded; each is given once."""
+        """`tensors`, with every rounded matrix replaced by its stored parts, whose memory is then released."""
         from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
         state = dict(tensors)
@@ -241,7 +240,7 @@ class Packing:
         return size
 
     def write_config(self, folder: Path, model: PreTrainedModel) -> None:
-        """Add to config.json in `folder` what of `model` is packed, and how."""
+        """Add the quantisation settings, which say what of `model` is packed and how, to config.json in `folder`."""
         from compressed_tensors.compressors import ModelCompressor
         from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
@@ -265,12 +264,12 @@ class Packing:
 
 
 def packed_in(folder: Path, model: PreTrainedModel) -> Packed:
-    """The size of what is in `folder`, and of `model`, which it holds packed."""
+    """The sizes of the weights in `folder` and of `model`, which it holds packed."""
     return Packed(PACK, sum(file.stat().st_size for file in folder.glob("*.safetensors")), size_of(model))
 
 
 def _changed(small: PreTrainedModel, loaded: PreTrainedModel, projections: tuple[Projection, ...]) -> str:
-    """The first matrix that is not, once unpacked, to the last bit what it was; empty if there is none."""
+    """The name of the first matrix that unpacking does not restore to the last bit; empty if there is none."""
     for p in projections:
         W: Any = small.get_submodule(p.module).weight
         after = getattr(loaded.get_submodule(p.module), "weight", None)

@@ -1,8 +1,8 @@
-"""Layer removal from a quantised checkpoint, by copying bytes: no kernel and no library of its method is needed.
+"""Layer removal from a quantised checkpoint by copying bytes; no kernel or library of its quantisation is needed.
 
-What the method stores in the place of a matrix (integers, scales, zero points, tables) lies in the files under the name
-of its layer, and moves with it. The config decides which layers are left, and names in its quantisation settings
-follow (`models.quantised_names`). Nothing is computed, so no logits are compared.
+Whatever the method stores instead of a matrix (integers, scales, zero points, tables) is filed under the name of its
+layer and moves with it. The config states which layers are left, and names in its quantisation settings are renumbered
+(`models.quantised_names`). Nothing is computed, so no logits are compared.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from lyapunov_prune.results.result import ModelIdentity
 class Quantised:
     """A quantised checkpoint on disk. `decoder` is the model of its config on the `meta` device, its matrices plain.
 
-    `stored` are all tensors of the files but the prediction `heads`; `targets` those that fill a tensor of that model.
+    `stored` are all tensors of the files except the prediction `heads`; `targets` are those that belong to a tensor of
+    that model.
     """
 
     folder: Path
@@ -56,14 +57,14 @@ class Quantised:
 
     @cached_property
     def identity(self) -> ModelIdentity:
-        """Of its config alone: no weight is read as a number."""
+        """The identity by its config alone, because no weight is read as a number."""
         return identify(self.decoder.model, {})
 
     def layers(self, kept: tuple[int, ...]) -> Layers:
         return layers_in(self.decoder, self.targets, (*self.stored, *self.heads), kept)
 
     def settings(self) -> dict[str, Any]:
-        """The quantisation settings of its config, and of the files beside it that repeat them, by where they are."""
+        """The quantisation settings of its config and of the files that repeat them, by file."""
         found: dict[str, Any] = {"config.json": [told for *_, told in settings_of(self.decoder.model.config)]}
         for name in FILES:
             if (self.folder / name).is_file():
@@ -75,13 +76,13 @@ class Quantised:
 
 
 def quantised(name: str) -> str:
-    """Why the layers of the checkpoint `name` leave by its files; "" for plain weights and GGUF files."""
+    """The reason why layers of the checkpoint `name` are removed by copying; "" for plain weights and GGUF files."""
     settings = None if name.endswith(".gguf") else stored_quantisation(checkpoint_folder(name))
     return "" if settings is None else f"its weights are quantised ({settings.get('quant_method', 'no method named')})"
 
 
 def stays_quantised(name: str) -> bool:
-    """Whether the checkpoint `name` is quantised by a method that loading does not unpack."""
+    """Whether the checkpoint `name` uses a quantisation that stays in place when it is loaded."""
     settings = stored_quantisation(checkpoint_folder(name))
     return settings is not None and not is_unpacked(SimpleNamespace(quantization_config=settings))
 
@@ -89,7 +90,7 @@ def stays_quantised(name: str) -> bool:
 def read_quantised(folder: Path, name: str | Path) -> Quantised:
     """The quantised checkpoint in `folder`: its config and the headers of its files.
 
-    Raises LyapunovPruneError for what is no whole checkpoint of a decoder, and for layers that are missing.
+    Raises LyapunovPruneError unless it is a whole checkpoint of a decoder, with all of its layers.
     """
     decoder = load_bare_outline(folder, name)
     with reading(()):
@@ -110,8 +111,8 @@ def read_quantised(folder: Path, name: str | Path) -> Quantised:
 def plan_for_quantised(checkpoint: Quantised, plan: PruningPlan) -> PruningPlan:
     """`plan`, as one for this checkpoint.
 
-    Raises LyapunovPruneError for a plan of another family, depth or setting. Weights tell nothing here: a plan made on
-    the model before it was quantised is taken too, and a warning says that they were not compared.
+    Raises LyapunovPruneError for a plan of another family, depth or setting. Weights cannot be compared here: a plan
+    made on the model before quantisation is accepted too, with a warning that weights were not compared.
     """
     mine, theirs = checkpoint.identity, plan.model
     other = mine.other_setting(theirs)
@@ -129,10 +130,10 @@ def prune_quantised(
 ) -> Provenance:
     """Remove the layers of `plan` from `checkpoint` into the folder `target`, byte for byte. Memory: one buffer.
 
-    The gate: every tensor written has the bytes of its own layer in the original, none is missing or left over, and
-    config and quantisation settings say what is left. Raises LyapunovPruneError for a target that is not empty, a disk
-    without room, a removal that changes numbers, and a setting that names layers in a way that cannot follow;
-    CheckFailed when a check fails. Then nothing is at `target`.
+    The gate checks that every written tensor has the bytes of its own layer in the original, that none is missing or
+    left over, and that config and quantisation settings describe what is left. Raises LyapunovPruneError for a target
+    that is not empty, a full disk, a removal that changes numbers, and a setting whose layer names cannot be
+    renumbered. Raises CheckFailed if a check fails. In every case nothing is left at `target`.
     """
     require_empty(target)
     require_levels_stay(checkpoint.decoder.model, plan.remove)
@@ -160,7 +161,7 @@ def prune_quantised(
 
 
 def _pieces(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, layers: Layers) -> dict[str, Piece]:
-    """What to write, by its new name; raises LyapunovPruneError where a copy would not be what is left."""
+    """The pieces to write, by their new names; raises LyapunovPruneError if a copy would not be the pruned model."""
     structure = checkpoint.decoder.structure
     before, after = (d.model.state_dict(keep_vars=True) for d in (checkpoint.decoder, pruned))
     tables, shares = dict(family_entry(structure.model_type).tables), shares_leaving(checkpoint.decoder, plan)
@@ -176,7 +177,7 @@ def _pieces(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, layers: L
 
 
 def _piece(checkpoint: Quantised, key: str, plan: PruningPlan) -> Piece:
-    """All of a tensor, or of a table that has a block for every layer the blocks of those that stay."""
+    """A whole tensor or, for a table with one block per layer, the blocks of the layers that stay."""
     stored, structure = checkpoint.stored[key], checkpoint.decoder.structure
     axis = dict(family_entry(structure.model_type).tables).get(_module(key))
     if axis is None:
@@ -207,7 +208,7 @@ def verify_bytes(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, fold
 
 
 def _settings_check(checkpoint: Quantised, written: Quantised, pruned: Decoder, plan: PruningPlan) -> GateCheck:
-    """Whether every layer has its settings, and the quantisation settings name of it what they named before."""
+    """Whether every layer kept its settings, and the quantisation settings name the same parts of it as before."""
     wrong = changed_setting(pruned.layers, written.decoder.layers)
     layers = checkpoint.layers(())
     was, now = (layers.by_layer(each.settings()) for each in (checkpoint, written))
@@ -221,7 +222,7 @@ def _settings_check(checkpoint: Quantised, written: Quantised, pruned: Decoder, 
 
 
 def _bytes_check(checkpoint: Quantised, written: Quantised, plan: PruningPlan) -> GateCheck:
-    """Whether every tensor that was written holds the bytes of the same tensor of the layer that it was."""
+    """Whether every written tensor holds the bytes that the same tensor of the same layer had in the original."""
     layers, missing = checkpoint.layers(plan.kept), set(checkpoint.stored)
     for key, stored in written.stored.items():
         layer = layers.number(key)

@@ -1,4 +1,4 @@
-"""The bits of every layer as other quantisers take them: a recipe of llm-compressor, overrides of llama.cpp."""
+"""The bits of every layer in the form of other quantisers: a recipe for llm-compressor, overrides for llama.cpp."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 
-# The type of llama.cpp that spends so many bits a weight, before its scales.
+# The llama.cpp type for a number of bits per weight, not counting its scales.
 _TYPES = {2: "q2_k", 3: "q3_k", 4: "q4_k", 5: "q5_k", 6: "q6_k", 7: "q8_0", 8: "q8_0", DENSE: "f16"}
 
 
 def llm_compressor_recipe(model: PreTrainedModel, report: CompressionReport) -> str:
     """The YAML recipe by which llm-compressor rounds the matrices of `model` as `report` says, one group a width.
 
-    Its GPTQModifier for gptq, its AWQModifier for awq, else its QuantizationModifier, on symmetric grids; `ignore`
-    holds the Linear modules that stay dense. Raises LyapunovPruneError for another amount than
-    whole bits, and matrices that are no Linear of their own.
+    It uses GPTQModifier for gptq, AWQModifier for awq and QuantizationModifier otherwise, on symmetric grids; `ignore`
+    lists the Linear modules that stay dense. Raises LyapunovPruneError for amounts other than whole bits, and for
+    matrices that are not a Linear of their own.
     """
     groups: dict[int, dict[str, None]] = {}
     for p in find_projections(wrap(model)):
@@ -49,9 +49,9 @@ def llm_compressor_recipe(model: PreTrainedModel, report: CompressionReport) -> 
 def llama_cpp_overrides(report: CompressionReport) -> str:
     """Options of `llama-quantize`, a line a width: `--tensor-type blk\\.(0|29)\\.=q8_0` for layers 0 and 29.
 
-    llama.cpp names the tensors of layer l `blk.l.…` and takes the pattern as a regular expression, so the line is for
-    all matrices of these layers. Its types have scales of their own, and are not the grids of this program. Raises
-    LyapunovPruneError for another amount than bits and for a layer of several widths.
+    llama.cpp names the tensors of layer l `blk.l.…` and reads the pattern as a regular expression, so a line covers all
+    matrices of its layers. Its types have scales of their own and differ from the grids of this program. Raises
+    LyapunovPruneError for amounts other than bits, and for a layer whose matrices differ in bits.
     """
     layers: dict[int, dict[int, None]] = {}
     for matrix in report.matrices:

@@ -1,4 +1,4 @@
-"""Compression of a model larger than memory: a layer is read, compressed, written, and its output carried on."""
+"""Compress a model larger than memory: read a layer, compress it, write it, and pass its output to the next."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ def compress_on_disk(
     format: str = "plain",
     **how: Any,
 ) -> CompressionReport:
-    """`compress` of the streamed `model` into the folder `target`; `how` are the keyword arguments of that.
+    """Compress the streamed `model` into the folder `target`; `how` are the keyword arguments of `compress`.
 
-    The numbers are those in memory up to rounding. All windows go through a layer together: once for its statistics,
-    and once, compressed, for what enters the next; so the files are read once, after what the schedule reads of them,
-    and each layer is written to a file of its own. Memory: one layer and its statistics, and the states of the batch.
-    The folder holds what `write_model` writes; `format` is a name in `table.FORMATS`: `packed` packs
-    weights on symmetric grids as `write_packed` does, `compact` makes low ranks two factors as `write_factored` does.
-    The files are read once more: they hold, bit for bit, the weights that were written. Packed ones are those that
-    transformers unpacks, and it finds each tensor that it runs packed; products of factors are the compressed matrices
-    within rounding.
+    The result equals that of `compress` in memory up to rounding. All windows go through a layer together, twice: once
+    for its statistics, then through the compressed layer for the input of the next. So the files are read once, beside
+    what the schedule reads, and each layer is written to a file of its own. Memory: one layer and its statistics, and
+    the states of the batch.
+    The folder holds what `write_model` writes. `format` is a name in `table.FORMATS`: `packed` packs weights on
+    symmetric grids like `write_packed`, `compact` stores low ranks as two factors like `write_factored`. The files are
+    read back and checked: they hold the written weights bit for bit; transformers unpacks packed weights to the same
+    values and finds every tensor it needs; products of factors equal the compressed matrices within rounding.
 
-    Raises LyapunovPruneError as `compress`, for a model in memory, a format that cannot hold what the method leaves,
-    a schedule that searches, a disk without room and a target that is not empty; CheckFailed for files that would load
-    as another model. Then nothing is there.
+    Raises LyapunovPruneError as `compress`, and for a model in memory, a format that cannot hold the method's result, a
+    schedule that searches, a full disk and a target that is not empty. Raises CheckFailed if the files would load as
+    another model. In every case nothing is left there.
     """
     require_streamed_format(format, "compress")
     decoder = wrap(model)
@@ -134,7 +134,7 @@ def _packing(
     projections = require_packable(model, group_size)
     for p in projections:
         n: Any = model.get_submodule(p.module).in_features
-        if group_size is None and n * bits % 32:  # read by its outline it would get the width of whole words
+        if group_size is None and n * bits % 32:  # read from its outline, it would get the width of whole words
             raise LyapunovPruneError(
                 f"the {n} inputs of {p.module} at {bits:g} bits do not fill words of 32, by which packed rows are read "
                 "a layer at a time; give --group-size, or leave out --stream"

@@ -26,7 +26,7 @@ def formats_of(command: str) -> dict[str, type[Format]]:
 
 
 def require_streamed_format(name: str, command: str) -> None:
-    """Raise LyapunovPruneError for a format that `command` writes of a model in memory only."""
+    """Raise LyapunovPruneError for a format that `command` can write only with the model in memory."""
     if command not in FORMATS[name].streamed:
         others = ", ".join(other for other, known in FORMATS.items() if command in known.streamed)
         raise LyapunovPruneError(f"format {name} needs the model in memory; give --format {others}, or load it whole")

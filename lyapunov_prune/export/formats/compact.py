@@ -1,4 +1,4 @@
-"""The compact format: what a plan takes out of a layer takes no space, and low ranks are two factors."""
+"""The compact format: parts that a plan removes take no space, and low-rank matrices are stored as two factors."""
 
 from __future__ import annotations
 

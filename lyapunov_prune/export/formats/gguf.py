@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GGUF(Plain):
-    """Of a pruned .gguf file kept tensors are the bytes of the original's, in whatever quantisation; what mending
-    changed is rounded anew. `quantize` is what matrices are rounded to: of a pruned model those that changed, if not
-    given as they were; of an exported model all, if not given to float16."""
+    """In a pruned .gguf file, unchanged tensors keep the original's bytes, whatever their quantisation; mended ones are
+    rounded anew. `quantize` is the type that matrices are rounded to: the changed ones of a pruned model (by default
+    their former type), all of an exported model (by default float16)."""
 
     name = "gguf"
     help = "a .gguf file; of a pruned one what stays is copied byte for byte"
@@ -68,7 +68,7 @@ class GGUF(Plain):
         from lyapunov_prune.data.images import ImageBatch
         from lyapunov_prune.export.gguf import save_gguf
 
-        assert not isinstance(batch, ImageBatch)  # a classifier of images is read from no GGUF file
+        assert not isinstance(batch, ImageBatch)  # image classifiers do not come as GGUF files
         return save_gguf(target, decoder, pruned, operation, batch, mended, self.quantize)
 
     def export(self, decoder: Decoder, target: Path) -> Exported:

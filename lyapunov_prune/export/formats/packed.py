@@ -1,4 +1,4 @@
-"""The packed format of compressed-tensors: rounded matrices as the integers that they are."""
+"""The packed format of compressed-tensors: rounded matrices are stored as integers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Packed(Format):
-    """Integers of 4 or 8 bits and their scales, `pack-quantized`; a kernel for them makes it faster, nothing else."""
+    """Integers of 4 or 8 bits and their scales (`pack-quantized`); faster only in engines with a kernel for them."""
 
     name = "packed"
     help = "weights rounded to 4 or 8 bits, on grids around 0, as packed integers"
