@@ -1,4 +1,4 @@
-"""Scores into an order into a plan.
+"""From scores to an order to a plan.
 
 - `criteria/`: one file a criterion; `table` lists them by name, and says which is the default and which ranks what;
   `criterion`: what each is, and what those that give scores share; `counts`: how many layers can go, and which;

@@ -1,4 +1,4 @@
-"""How far runs of layers turn the hidden state: the run that turns it least is removed as one."""
+"""How far each run of layers turns the hidden state; the run that turns it least is removed as a whole."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn
 
-_TOKENS = 16  # whose states are in float64 at once; of more, memory that is new each time costs more than the rest
+_TOKENS = 16  # tokens cast to float64 at once; for more, allocating fresh memory costs more than the arithmetic
 
 
 @dataclass(frozen=True)
 class AngularDistance(Ranking):
     """`distance[i, j] = 1 − mean_t cos(h_i,t, h_j,t)` between all boundaries, (L + 1, L + 1) float64.
 
-    `h_i` enters layer i, `h_L` leaves the last; the cosine of a state that is zero counts as 0, of two as 1. Beside the
-    diagonal lies Block Influence: `distance[l, l + 1]`. That a run of layers can go whose ends are near in angle is
-    from arXiv:2403.17887, which takes the angle itself, at the last token. `picked[n − 1, l]` is how often layer l is
-    in the nearest run of n when the windows are drawn anew, (L, L); None for one window.
+    `h_i` is the input of layer i, `h_L` the output of the last. The cosine with a zero state counts as 0, between two
+    zero states as 1. `distance[l, l + 1]` is Block Influence. Removing the run of layers whose ends are nearest in
+    angle comes from arXiv:2403.17887, which uses the angle itself, at the last token. `picked[n − 1, l]` (L, L) is how
+    often bootstrap draws of the windows put layer l into the nearest run of n; None for one window.
     """
 
     distance: np.ndarray
@@ -47,9 +47,9 @@ class AngularDistance(Ranking):
     what = "layers"
 
     def begins(self, remove: int) -> np.ndarray:
-        """`distance[l, l + remove]` for every layer l, (L,); NaN where no such run begins, or a layer of it stays.
+        """`distance[l, l + remove]` for every layer l, (L,); NaN if no run begins at l or it holds a protected layer.
 
-        Raises LyapunovPruneError unless a run of that length leaves a layer, and where each holds a protected one.
+        Raises LyapunovPruneError if a run of that length leaves no layer, and if every run holds a protected layer.
         """
         layers = len(self.distance) - 1
         require_count(remove, layers)
@@ -61,9 +61,9 @@ class AngularDistance(Ranking):
 
     @checked
     def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
-        """The plan that removes the run of `remove` layers whose ends are nearest; of equal ones the first.
+        """The plan that removes the run of `remove` layers whose ends are nearest; the first of equal runs.
 
-        Its scores are `begins(remove)`. Raises LyapunovPruneError as that does, and for a `period`: a run keeps none.
+        Its scores are `begins(remove)`. Raises LyapunovPruneError as that does, and for a `period`, which runs ignore.
         """
         self.require_no_period(period)
         remove = count_of(remove, self.measured_on.model.num_layers)
@@ -81,7 +81,7 @@ class AngularDistance(Ranking):
 
     def to_frame(self) -> pd.DataFrame:
         """The nearest run of every length."""
-        gaps = np.diff([-1, *self.protected, len(self.distance) - 1]) - 1  # between those that stay
+        gaps = np.diff([-1, *self.protected, len(self.distance) - 1]) - 1  # runs between protected layers
         longest = int(min(gaps.max(), len(self.distance) - 2))
         plans = [self.plan(n) for n in range(1, longest + 1)]
         return pd.DataFrame(
@@ -120,8 +120,8 @@ def angular_distance(
 ) -> AngularDistance:
     """Measure `AngularDistance` in one forward per window; no run of a plan holds a layer of `protect`.
 
-    Memory: L × `batch_size` × tokens × width in the model's dtype; of a streamed model all tokens are in the batch.
-    What does not fit is in a file in `folder` (`room_for`).
+    Memory: L × `batch_size` × tokens × width in the model's dtype; for a streamed model, all windows are one batch. If
+    that does not fit, the states are kept in a file in `folder` (`room_for`).
 
     Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for ids
     outside the vocabulary, a context too long, or a decoder that carries several states a token.
@@ -129,7 +129,7 @@ def angular_distance(
     reading = read(model, batch)
     batch, structure = reading.batch, reading.structure
     protected = protected_layers(structure.num_layers, protect)
-    sums: list[np.ndarray] = []  # of each window
+    sums: list[np.ndarray] = []  # one a window
     for ids in track(reading.windows(batch_size), "angular distance"):
         kept: list[torch.Tensor] = []
 
@@ -181,7 +181,7 @@ def _picked(distances: np.ndarray, protected: tuple[int, ...]) -> np.ndarray | N
 
 
 def _blocked(layers: int, remove: int, protected: tuple[int, ...]) -> np.ndarray:
-    """Where a run of `remove` layers would hold one that stays, by its first layer, (L,) of bool."""
+    """For every first layer, whether the run of `remove` layers would hold a protected one, (L,) bool."""
     blocked = np.zeros(layers, dtype=bool)
     for layer in protected:
         blocked[max(0, layer - remove + 1) : layer + 1] = True

@@ -1,4 +1,4 @@
-"""Criterion `best`: what the cheap criteria propose is checked by the loss, and the best of it searched around."""
+"""Criterion `best`: check by the loss the sets that cheap criteria propose, and search around the best of them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from lyapunov_prune.results.result import decode, encode
 from lyapunov_prune.results.store import Store, clear_results
 from lyapunov_prune.sensitivity.sweep import Job, Sweep, badness, clear_sweep
 
-_KIND, _CHECKS = "best removal", "checks"  # of the store, and the folder of the sweep in it
+_KIND, _CHECKS = "best removal", "checks"  # the kind of the store, and the folder of its sweep
 _LEAST_WINDOWS = 2
-_SEARCH_SHARE = 0.5  # of the forwards, where sets are then mended with the rest
-_FINALS = 4  # sets that are mended, at the most
-Fit = Callable[..., tuple[tuple[Mend, ...], MendReport]]  # as `fit_mends`
+_SEARCH_SHARE = 0.5  # share of the forwards for the search if the rest goes to mending
+_FINALS = 4  # how many sets are mended at most
+Fit = Callable[..., tuple[tuple[Mend, ...], MendReport]]  # the signature of `fit_mends`
 
 
 @takes_model
@@ -51,29 +51,28 @@ def best_removal(
     resume: bool = False,
     batch_size: int = 1,
 ) -> BestRemoval:
-    """Choose `remove` layers of `model` that can go together, by the loss, at the cost of `search` forwards.
+    """Choose `remove` layers of `model` that can be removed together, by the loss, for `search` forwards.
 
-    Every second window of `batch` is kept from all scores, to check by. On the others the cheap criteria are measured
-    (`candidates`), and each set that one proposes is checked: its mean loss on the check windows. From the best set
-    single layers are swapped, the most promising first, and a swap is taken when it has the lower loss. It ends when
-    the budget is spent or no swap is left. Without `search` the budget is `search_budget`.
+    Every second window of `batch` is a check window, which no score sees. The cheap criteria are measured on the other
+    windows (`candidates`), and every set that one of them proposes is checked by its mean loss on the check windows.
+    From the best set single layers are then swapped, the most promising swap first; a swap is accepted if it lowers the
+    loss. The search ends when the budget is spent or no swap is left. Without `search` the budget is `search_budget`.
 
-    With `mend`, for a removal whose gaps will be mended, half of the budget goes to this search, and with the rest the
-    sets of least loss are mended on the scored windows. They are compared with their gaps mended and open, by the check
-    windows and by another text, `judge`; None has the dense model write one (`mending.judge.second_text`). Of each set
-    the maps count where they pay on both texts (`mending.report.pays`), and the set of least loss, the mean over both
-    texts, is chosen. Layer 0 stays, as nothing could stand in for it; a set that cannot be mended is compared as it is.
+    With `mend`, for a removal whose gaps will be mended, half of the budget goes to this search. With the rest, the
+    sets of least loss are mended on the scored windows and compared with their gaps mended and open, on the check
+    windows and on a second text, `judge`; if it is None, the dense model generates one (`mending.judge.second_text`).
+    The maps of a set count if they pay on both texts (`mending.report.pays`). The set of least loss, averaged over both
+    texts, is chosen. Layer 0 stays, because no layer before it could take a map; a set that cannot be mended is
+    compared with open gaps. `fit` makes the maps; a `fit` that keeps them spares a second fit of the chosen set.
 
-    `fit` makes the maps; one that keeps them spares the caller a second fit of the chosen set.
+    One forward is a forward of the dense model over the check windows, counted in multiplications; a check starts at
+    the first removed layer (`Sweep`). A measurement is left out if it would cost more than half of the remaining budget
+    or refuses the model. `protect` lists layers that stay, counted from the end if negative. Finished checks are kept
+    in `folder`; with `resume` they are not repeated.
 
-    A forward is one of the dense model over the check windows, by multiplications; a check begins at the first layer
-    that goes (`Sweep`). A measurement that would cost more than half of what is left, or that refuses the model, is
-    left out. `protect` names layers that stay, from the end if negative. Finished checks are kept in `folder` and with
-    `resume` not repeated.
-
-    Raises LyapunovPruneError for a batch of one window, for too few tokens to mend by, for a number of layers that
-    cannot go beside the protected, for a budget smaller than one check, where no set leaves a finite loss, for a model
-    that cannot write a text to judge by, and as `Sweep` and the measurements do.
+    Raises LyapunovPruneError for a batch of one window, too few tokens to mend on, a number of layers that cannot be
+    removed beside the protected ones, a budget smaller than one check, no set with a finite loss, a model that cannot
+    generate a text to judge by, and as `Sweep` and the measurements do.
     """
     reading = read(model, batch)
     layers = reading.structure.num_layers
@@ -133,7 +132,7 @@ def best_removal(
                     store.add(name, source.sets(scoring, remove, free, batch_size))
                 except NonFiniteError:
                     raise
-                except LyapunovPruneError:  # not every family can be measured by every criterion
+                except LyapunovPruneError:  # some families cannot be measured by some criteria
                     left_out.append(name)
                     continue
             walk.spent += price
@@ -161,19 +160,19 @@ def best_removal(
 
 
 def clear_search(folder: Path) -> None:
-    """Delete what a search kept in `folder`. Raises as Store does."""
+    """Delete what a search kept in `folder`. Raises as `Store` does."""
     clear_sweep(folder / _CHECKS)
     clear_results(folder, _KIND)
 
 
 def _held_share(scoring: Reading) -> float:
-    """The share of the scored windows that will choose among maps; raises where there are too few tokens for any."""
+    """The share of the scored windows that chooses among maps; raises if there are too few tokens to fit one."""
     fitted, held = fitted_and_held(scoring, of=2)
     return len(held) / (len(fitted) + len(held))
 
 
 class _Walk:
-    """The sets that were tried so far, the best of them, and what they have cost."""
+    """The sets tried so far, the best of them, and what they cost."""
 
     def __init__(self, sweep: Sweep, cost: Cost, budget: float, spent: float) -> None:
         self.sweep, self.cost, self.budget, self.spent = sweep, cost, budget, spent
@@ -188,7 +187,7 @@ class _Walk:
         return sorted(range(len(self.tried)), key=lambda k: badness(float(self.tried[k].windows.mean())))
 
     def check(self, sets: dict[str, Layers]) -> None:
-        """The sets that criteria propose, those that the budget still allows."""
+        """Check the sets that criteria propose, as far as the budget allows."""
         proposed: dict[Layers, list[str]] = {}
         for by, layers in sets.items():
             proposed.setdefault(layers, []).append(by)
@@ -202,7 +201,7 @@ class _Walk:
             self._add(", ".join(proposed[layers]), layers, windows, swap=False)
 
     def search(self, distance: np.ndarray, free: Layers) -> None:
-        """Swap single layers of the best set until the budget is spent or no swap is left."""
+        """Swap single layers of the best set until the budget is spent or no swap is left to try."""
         if not np.isfinite(self.tried[self.best].windows).all():
             raise LyapunovPruneError(
                 "no set that was tried leaves a finite loss; remove fewer layers, or load the model in a wider dtype"
@@ -218,7 +217,7 @@ class _Walk:
             self._add(f"{goes.pop()} for {stays.pop()}", promising, windows, swap=True)
 
     def finals(self, scoring: Reading, other: Reading, held: float, store: Store, fit: Fit) -> list[Final]:
-        """The sets of least loss, judged by the check windows and by `other` with their gaps mended and open."""
+        """Judge the sets of least loss with their gaps mended and open, on the check windows and on `other`."""
         ratio = other.batch.ids.numel() / self.sweep.reading.batch.ids.numel()
         found: list[Final] = []
         for number in self._order()[:_FINALS]:
@@ -235,7 +234,7 @@ class _Walk:
         return found
 
     def _judged(self, scoring: Reading, other: Reading, layers: Layers, fit: Fit) -> list[np.ndarray]:
-        """The fields of `Final`; NaN where a gap cannot be mended."""
+        """The fields of `Final`; NaN if a gap cannot be mended."""
         cut = losses(other, layers)
         try:
             mends, _ = fit(scoring.model, layers, scoring, of=2)
@@ -244,7 +243,7 @@ class _Walk:
         return [losses(self.sweep.reading, layers, mends), cut, losses(other, layers, mends)]
 
     def _price(self, layers: Layers) -> float:
-        """Of a check, which begins at the first layer that goes."""
+        """The cost of a check in forwards; it starts at the first removed layer."""
         return self.cost.without(layers, self.sweep.reading.prefix.entry(min(layers)))
 
     def _losses(self, sets: Sequence[Layers], description: str) -> dict[Layers, np.ndarray]:

@@ -25,18 +25,18 @@ from lyapunov_prune.ranking.ranking import LayerRanking
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
-# Sets measured at once, with the dense logits formed once; what lies behind the budget is wasted.
+# Sets measured at once, sharing the dense logits; sets beyond the budget are wasted work.
 _TOGETHER = 4
 
 
 @dataclass(frozen=True)
 class BudgetedRemoval(Result):
-    """What `ranking` ranks removed of its first `n = 1, 2, …` layers together, up to the first `n` over `max_kl`.
+    """The first `n = 1, 2, …` layers of `ranking` removed together, up to the first `n` over `max_kl`.
 
-    (n,) float64, means over every position of a window but its last, with `p` of the dense model and `q` of the one
-    without those parts, both at `temperature`: `kl = KL(p‖q)` in nats, `flipped` the share of positions whose
-    likeliest token is another one. The last row is over the budget, unless all went that can: all layers but one,
-    or every attention or MLP.
+    `kl` and `flipped` are (n,) float64 arrays of means over every position of a window but its last. With `p` the
+    prediction of the dense model and `q` that of the pruned one, both at `temperature`, `kl = KL(p‖q)` in nats and
+    `flipped` is the top-1 disagreement. The last row is over the budget unless everything that can be removed was: all
+    layers but one, or every attention or MLP.
     """
 
     ranking: LayerRanking
@@ -48,9 +48,9 @@ class BudgetedRemoval(Result):
 
     @property
     def predicted(self) -> np.ndarray | None:
-        """For criterion `kl` the sum of the scores of the `n` layers, each measured alone; None for others.
+        """The sum of the scores of the `n` layers, each measured alone, for criterion `kl`; None for others.
 
-        It predicts `kl`, and bounds nothing: layers that go together change each other's inputs.
+        It predicts `kl` but does not bound it: layers that are removed together change each other's inputs.
         """
         if self.ranking.criterion != "kl":
             return None
@@ -58,7 +58,7 @@ class BudgetedRemoval(Result):
 
     @property
     def within(self) -> int:
-        """How many layers go before the first `n` over the budget."""
+        """The largest `n` before the first one over the budget."""
         return int(np.cumprod(self.kl <= self.max_kl).sum())
 
     def plan(self) -> PruningPlan:
@@ -100,11 +100,11 @@ def remove_under_budget(
     temperature: Positive = 1.0,
     batch_size: int = 1,
 ) -> BudgetedRemoval:
-    """Pass over the first layers of `ranking`, more and more of them, until `KL(p‖q)` on `batch` exceeds `max_kl`.
+    """Skip more and more of the first layers of `ranking` until `KL(p‖q)` on `batch` exceeds `max_kl`.
 
-    Every forward begins at its first removed layer with the dense state. Attentions and MLPs are silenced where they
-    end; of whole layers one always stays. The model is untouched; what was within the budget on `batch` need not be so
-    on other text.
+    Every forward starts at its first removed layer, from the dense state. Attentions and MLPs are silenced at their
+    outputs; at least one whole layer stays. The model is untouched. A removal within the budget on `batch` may exceed
+    it on other text.
 
     Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError when `max_kl` is
     not a number above 0, for a ranking of another model, whole layers of a model of one, weights of sublayers that are
@@ -127,13 +127,13 @@ def remove_under_budget(
         some = [changes[n - 1] for n in counts]
         means = divergences_of(reading, some, temperature, batch_size, description)
         costs = np.concatenate([costs, means[:, [1, 3]]])
-    over = np.flatnonzero(~(costs[:, 0] <= max_kl))  # NaN is over any budget
+    over = np.flatnonzero(~(costs[:, 0] <= max_kl))  # NaN counts as over any budget
     kl, flipped = costs[: over[0] + 1 if len(over) else None].T.copy()
     return BudgetedRemoval(ranking, kl, flipped, float(max_kl), float(temperature), reading.measured_on())
 
 
 def _removals(reading: Reading, ranking: LayerRanking, most: int) -> list[Change]:
-    """The model without the first 1, 2, …, `most` of the ranking."""
+    """The removals of the first 1, 2, …, `most` layers of the ranking."""
     sets = [ranking.order[:n] for n in range(1, most + 1)]
     if ranking.what == "layers":
         return [(min(gone), partial(reading.prefix.without, gone)) for gone in sets]

@@ -22,16 +22,16 @@ Layers = tuple[int, ...]
 _SEEDS = (0, 1)
 _RUNS = (2, 3)
 _RIDGE = 0.3
-_TINY = 1e-9  # of a distance; a layer that does nothing has none, or rounding
-_LITTLE = 1e-3  # nats; no loss above dense is told from a smaller one
+_TINY = 1e-9  # least distance: that of a layer which does nothing is zero, or rounding
+_LITTLE = 1e-3  # nats; smaller differences of the loss are not told apart
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a part of a forward costs, in forwards of the whole dense model: its share of the parameters multiplied.
+    """The cost of part of a forward, in forwards of the dense model: its share of the parameters that multiply.
 
-    `layers` is the share of all `number` layers together, the head has the rest. The windows that scores are measured
-    on hold `scoring` times the tokens of those that are checked.
+    `layers` is the share of all `number` layers together; the head has the rest. The windows that are scored hold
+    `scoring` times the tokens of the check windows.
     """
 
     layers: float
@@ -52,14 +52,14 @@ class Cost:
         return 1 - self.layers
 
     def without(self, removed: Sequence[int], entry: int) -> float:
-        """A forward that begins before layer `entry`, passes over `removed` and ends at the loss."""
+        """A forward that starts at layer `entry`, skips `removed` and ends at the loss."""
         run = self.number - entry - sum(layer >= entry for layer in removed)
         return self.layers * run / self.number + self.head
 
     def mending(self, removed: Layers, held: float) -> float:
-        """`fit_mends` of `removed` on the scored windows, a share `held` of which chooses: at the most.
+        """An upper bound for `fit_mends` of `removed` on the scored windows, a share `held` of which chooses.
 
-        Two walks through the layers, and for every gap its trials from the layer before it on.
+        It takes two passes through the layers, and for every gap its trials from the layer before the gap on.
         """
         befores = [layer - 1 for layer in removed if layer - 1 not in removed]
         trials = sum(self.without(removed, before) for before in befores)
@@ -67,7 +67,7 @@ class Cost:
 
 
 class Source(NamedTuple):
-    """A measurement and the sets that follow from it: what it costs for `remove` layers, and how they are found."""
+    """A measurement and the sets it proposes: its cost for `remove` layers, and how the sets are found."""
 
     cost: Callable[[Cost, int], float]
     sets: Callable[[Reading, int, Layers, int], dict[str, Layers]]
@@ -77,10 +77,10 @@ def _by_profile(reading: Reading, remove: int, free: Layers, batch_size: int) ->
     profile = profile_layers(reading.decoder, reading, seeds=_SEEDS, batch_size=batch_size)
     contraction, bi = profile.contraction, profile.influence.influence[list(free)]
     sets: dict[str, Layers] = {}
-    if not contraction.above_floor.any():  # nothing but rounding, which proposes nothing
+    if not contraction.above_floor.any():  # every ρ is rounding: nothing to propose
         return sets
     for pooling in get_args(Pooling):
-        rho = contraction.pooled(pooling).rho[list(free)]  # a blend is scaled over those that may go
+        rho = contraction.pooled(pooling).rho[list(free)]  # a blend is scaled over the layers that may be removed
         for criterion in ("rho", "blend"):
             made = CRITERIA.make(criterion)
             assert isinstance(made, Scored)
@@ -89,7 +89,7 @@ def _by_profile(reading: Reading, remove: int, free: Layers, batch_size: int) ->
 
 
 def _by_anew(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
-    """Block Influence of the pruned model, measured again after every layer."""
+    """The set by Block Influence of the pruned model, measured again after every removed layer."""
     windows = reading.windows(batch_size)
     removed: Layers = ()
     for _ in track(range(remove), "block influence, after every layer anew"):
@@ -114,7 +114,7 @@ SOURCES: dict[str, Source] = {
 
 
 def by_direction(distance: np.ndarray, remove: int, free: Layers) -> dict[str, Layers]:
-    """What the distances of `AngularDistance` say: single layers, one run, and some runs."""
+    """The sets by the distances of `AngularDistance`: single layers, one run, and several runs."""
     sets = {"bi": least(distance.diagonal(1)[list(free)], remove, free)}
     for runs, name in ((1, "angular"), *((runs, f"{runs} runs") for runs in _RUNS)):
         nearest = nearest_runs(distance, remove, free, runs)
@@ -124,19 +124,19 @@ def by_direction(distance: np.ndarray, remove: int, free: Layers) -> dict[str, L
 
 
 def least(scores: np.ndarray, remove: int, free: Layers) -> Layers:
-    """The `remove` of the layers `free` with the smallest of their scores; of equal ones the first, NaN last."""
+    """The `remove` layers of `free` with the smallest scores; the earlier layer of equal ones, NaN last."""
     return tuple(sorted(free[i] for i in np.argsort(scores, kind="stable")[:remove]))
 
 
 def nearest_runs(distance: np.ndarray, remove: int, free: Layers, runs: int) -> Layers | None:
-    """`remove` layers in at most `runs` runs, of least `Σ distance[begin, end]`; None where `free` has no such runs.
+    """`remove` layers in at most `runs` runs with the least `Σ distance[begin, end]`; None if `free` has no such runs.
 
-    `distance` (L + 1, L + 1) is between the boundaries of layers (`AngularDistance`). Runs have a layer between them:
-    two that touch are one. By dynamic programming over the layers.
+    `distance` (L + 1, L + 1) is between the boundaries of layers (`AngularDistance`). At least one layer lies between
+    two runs, since runs that touch are one. Dynamic programming over the layers finds the minimum.
     """
     size = len(distance) - 1
     allowed = [layer in free for layer in range(size)]
-    # best[k, n] at layer l: the least sum of k runs with n layers in all, that end before l, and the runs.
+    # best[k, n] at layer l: the least sum of k runs with n layers in total that end before l, and those runs.
     none: tuple[float, Layers] = (np.inf, ())
     best = [{(0, 0): (0.0, ())} for _ in range(size + 2)]
     for end in range(1, size + 1):
@@ -164,10 +164,10 @@ def swaps(current: Layers, free: Layers, losses: Mapping[Layers, float], distanc
 
 
 def _expected(sets: Sequence[Layers], losses: Mapping[Layers, float], distance: np.ndarray) -> np.ndarray:
-    """The log loss above dense that `sets` should have by the `losses` above dense of the sets that were tried.
+    """Predict the log of the loss above dense of `sets` from the `losses` above dense of the sets that were tried.
 
-    `log loss ≈ c + w · members + log Σ_runs distance[begin, end]` by ridge regression with a weight w for each layer:
-    what the directions do not say of a layer is learnt from the sets it was in.
+    The model is `log loss ≈ c + w · members + log Σ_runs distance[begin, end]`, fitted by ridge regression with one
+    weight w per layer: the weights learn from the tried sets what the distances miss.
     """
     known = {layers: np.log(max(loss, _LITTLE)) for layers, loss in losses.items() if np.isfinite(loss)}
 

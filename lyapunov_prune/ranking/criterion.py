@@ -1,4 +1,4 @@
-"""What every criterion is: it measures a model and ranks its layers for removal. Imports no torch."""
+"""The base class of criteria: a criterion measures a model and ranks its layers for removal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REMEDIES = {"rho": "a contraction profile; measure one", "bi": "Block Influence
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What a criterion is to rank, and how it may measure: a model and its text, `what` of its layers can go."""
+    """What a criterion is asked: the model, the text, `what` of its layers to rank, and how it may measure."""
 
     reading: Reading
     what: str
@@ -38,7 +38,7 @@ class Asked:
     resume: bool
 
     def keep(self, name: str, measured: Result) -> None:
-        """Save what was measured as `name.json`, if there is a folder."""
+        """Save a measurement as `name.json`, if there is a folder."""
         if self.folder is not None:
             measured.save(self.folder / f"{name}.json")
 
@@ -48,12 +48,12 @@ class Asked:
 
 
 class Criterion(Choice):
-    """How layers are ordered for removal. A criterion is a subclass in a file of its own and a row in `table.CRITERIA`.
+    """An order of layers for removal. Each criterion is a subclass in a file of its own and a row in `table.CRITERIA`.
 
-    `parts` are what it ranks: whole layers, their attention or MLP, the experts of each. `streamed` are those of them
-    that it ranks in a model which is read one layer at a time. `profiled`: a saved LayerProfile holds all that it
-    needs. `resumes`: an interrupted measurement goes on. `chooses` says how it chooses so many layers together; empty
-    where layers have scores, which give an order.
+    `parts` are what it can rank: whole layers, their attention or MLP, the experts of each. `streamed` are the parts
+    that it can rank in a model which is read one layer at a time. `profiled` says whether a saved LayerProfile holds
+    all that it needs, `resumes` whether an interrupted measurement continues. `chooses` says in words how it chooses a
+    number of layers together; it is empty if layers have scores, which give an order.
     """
 
     parts: ClassVar[tuple[str, ...]] = ("layers",)
@@ -63,21 +63,21 @@ class Criterion(Choice):
     chooses: ClassVar[str] = ""
 
     def rank(self, asked: Asked) -> Ranking:
-        """Measure, rank, and keep what was measured."""
+        """Measure, rank, and save what was measured."""
         raise NotImplementedError
 
 
 class Scored(Criterion):
-    """A criterion that gives every layer a score by the values that it `needs`; the smallest is removed first."""
+    """A criterion that scores every layer from the values that it `needs`; the smallest is removed first."""
 
     needs: ClassVar[tuple[str, ...]]
 
     def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The scores by the values of the layers that may go, arrays whose last axis is the layers."""
+        """The scores from the values of the layers that may be removed: arrays whose last axis is the layers."""
         raise NotImplementedError
 
     def by_position(self, layer: np.ndarray) -> dict[str, np.ndarray]:
-        """Values that are known without a measurement; `layer` (L,) holds indices, NaN where a layer lacks the part."""
+        """Values that need no measurement; `layer` (L,) holds indices, NaN if a layer lacks the part."""
         return {"layer": layer}
 
     def ranking(
@@ -90,11 +90,11 @@ class Scored(Criterion):
         protect: Sequence[int] = (),
         drawn: Mapping[str, np.ndarray | None] | None = None,
     ) -> LayerRanking:
-        """Rank by `values`, one value a layer by name, NaN for a layer that lacks `what`.
+        """Rank by `values`: by name one value a layer, NaN for a layer that lacks `what`.
 
-        Layers of `protect` (counted from the end if negative) stay, and have no part in the score of others. `drawn`
-        holds the values of windows drawn anew, (draws, L); where it has all that the score needs, `picked` is known.
-        Raises LyapunovPruneError when a score is not finite.
+        Layers of `protect` (counted from the end if negative) stay, and the scores of others ignore them. `drawn` holds
+        the values of bootstrap draws of the windows, (draws, L); if it has all that the score needs, `picked` is set.
+        Raises LyapunovPruneError if a score is not finite.
         """
         from lyapunov_prune.ranking.ranking import LayerRanking
         from lyapunov_prune.ranking.stability import picked
@@ -133,7 +133,7 @@ class Scored(Criterion):
         influence: InfluenceProfile | None,
         protect: Sequence[int] = (),
     ) -> LayerRanking:
-        """Rank whole layers by what was measured before; both are of one model. Raises as `measured.rank_layers`."""
+        """Rank whole layers by earlier measurements, both of one model. Raises as `measured.rank_layers`."""
         source = profile or influence
         if source is None:
             raise LyapunovPruneError("nothing to rank by; give a contraction profile or a Block Influence")
@@ -162,12 +162,12 @@ class Scored(Criterion):
 
 
 class OfExperts(Criterion):
-    """A criterion of the experts of every layer, by what the router makes of them: one forward measures it."""
+    """A criterion for the experts of every layer, by the router's use of them, which one forward measures."""
 
     parts = ("experts",)
 
     def score(self, use: ExpertUse) -> np.ndarray:
-        """A score for every expert (L, E), the smallest of a layer first to go."""
+        """A score for every expert (L, E); the smallest of a layer is removed first."""
         raise NotImplementedError
 
     def rank(self, asked: Asked) -> Ranking:
@@ -179,7 +179,7 @@ class OfExperts(Criterion):
 
 
 class ByPosition(Scored):
-    """A control: nothing is measured but which layers have the part."""
+    """A control: it measures nothing but which layers have the part."""
 
     parts = EVERYWHERE
     streamed = EVERYWHERE
@@ -197,9 +197,9 @@ class ByPosition(Scored):
 
 
 class ByProfile(Scored):
-    """A criterion that goes by a LayerProfile, which it measures with one perturbation for each of its `seeds`.
+    """A criterion that uses a LayerProfile, measured with one perturbation for each of its `seeds`.
 
-    Raises LyapunovPruneError, after one window, for a dtype in which ρ is rounding.
+    Raises LyapunovPruneError, after one window, for a dtype in which every ρ is rounding.
     """
 
     seeds: tuple[int, ...]
@@ -218,7 +218,7 @@ class ByProfile(Scored):
         def measure() -> LayerProfile:
             require_above_rounding(reading)
             profile = profile_layers(reading.decoder, reading, **how, batch_size=asked.batch_size)
-            self.of_profiles(profile.contraction, profile.influence, asked.protect)  # a refused one is not kept
+            self.of_profiles(profile.contraction, profile.influence, asked.protect)  # raises
             return profile
 
         if asked.folder is None:

@@ -1,4 +1,4 @@
-"""Rankings of what was measured before."""
+"""Rankings from earlier measurements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rank_layers(
     seed: Seed = 0,
     protect: Sequence[int] = (),
 ) -> LayerRanking:
-    """Rank layers for removal by what was measured before; `rank` measures, and knows every criterion.
+    """Rank layers for removal by earlier measurements; `rank` measures itself, and knows every criterion.
 
     | criterion | score, smallest removed first |
     | --- | --- |

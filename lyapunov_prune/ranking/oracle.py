@@ -1,4 +1,4 @@
-"""Greedy removal by the loss itself: at each step the layer whose removal raises perplexity least."""
+"""Greedy removal by the loss itself: each step removes the layer whose removal raises perplexity least."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Candidates = Callable[[tuple[int, ...]], Collection[int]]
 
 @dataclass(frozen=True)
 class Step:
-    """One removal: the layer, the mean loss of every window (nats) without it and those before, and the cost.
+    """One removal: the layer, the mean loss of every window (nats) without it and its predecessors, and the cost.
 
-    `forwards` counts the layers that computed for it, trials and all, in forwards of the whole dense model over
-    the whole batch; `heads` the models scored, each of which applied the head once.
+    `forwards` counts the layers that computed for this step, trials included, in forwards of the dense model over the
+    whole batch. `heads` counts the models that were scored; each applied the head once.
     """
 
     layer: int
@@ -49,7 +49,7 @@ class Step:
 
 @dataclass(frozen=True)
 class GreedyRemoval(Ranking):
-    """Layers in the order in which a greedy search removed them; `dense` is the loss of every window before, nats."""
+    """Layers in the order in which a greedy search removed them; `dense` is the dense loss of every window, in nats."""
 
     dense: np.ndarray
     steps: tuple[Step, ...]
@@ -72,15 +72,15 @@ class GreedyRemoval(Ranking):
 
     @property
     def forwards(self) -> float:
-        """Forwards of the dense model over the batch that the search has cost, without the heads."""
+        """The cost of the search in forwards of the dense model over the batch, without the heads."""
         return float(sum(step.forwards for step in self.steps))
 
     @checked
     def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
         """The plan that removes the first `remove` layers of the order.
 
-        Its scores are the steps (0 left first), NaN for layers that stayed. Raises LyapunovPruneError when the
-        search did not go so far, and for periods, which it does not keep.
+        Its scores are the steps (0 was removed first), NaN for layers that stayed. Raises LyapunovPruneError if the
+        search made fewer steps, and for periods, which it ignores.
         """
         self.require_no_period(period)
         remove = count_of(remove, self.measured_on.model.num_layers)
@@ -142,17 +142,16 @@ def greedy_removal(
 ) -> GreedyRemoval:
     """Remove `remove` layers of `model` one by one, each the one whose removal raises the loss on `batch` least.
 
-    A step is a `Sweep` of the model with the layers chosen so far passed over, so that of L − n layers left it
-    costs about (L − n) / 2 forwards of them, and as many heads. Of equal losses the earlier layer goes. `model`
-    is untouched.
+    Each step is a `Sweep` of the model that skips the layers chosen so far. With L − n layers left it costs about
+    (L − n) / 2 forwards of them, and L − n heads. Of equal losses the earlier layer is removed. `model` is untouched.
 
-    `candidates` names the layers to try, given those removed so far; None: all that are left. It is called while
-    these are passed over, so what it measures on `model` is the pruned model. `criterion` names the search in
+    `candidates` returns the layers to try, given those removed so far; None tries all that are left. It is called while
+    the removed layers are skipped, so its measurements on `model` see the pruned model. `criterion` names the search in
     plans and on disk.
 
-    Finished steps and jobs are kept in `folder` (see `Store`), and with `resume` not repeated (a step that was cut off
-    counts the forwards it needed after). Raises LyapunovPruneError when `remove` is no number of layers that leaves
-    one, when a candidate is not there to remove, when no candidate leaves a finite loss, and as `Sweep` does.
+    Finished steps and jobs are kept in `folder` (see `Store`); with `resume` they are not repeated, and an interrupted
+    step counts only the forwards after it resumed. Raises LyapunovPruneError if `remove` leaves no layer, if a
+    candidate was removed already, if no candidate leaves a finite loss, and as `Sweep` does.
     """
     reading = read(model, batch)
     batch, structure = reading.batch, reading.structure
@@ -161,7 +160,7 @@ def greedy_removal(
     folder = None if folder is None else Path(folder)
     with Store(folder, "greedy removal", {**encode(measured_on), "criterion": criterion}, resume=resume) as store:
         if folder is not None and not resume and is_main():
-            for path in folder.glob("step-[0-9]*"):  # also of steps that this search will not come to
+            for path in folder.glob("step-[0-9]*"):  # also the steps beyond the end of this search
                 clear_sweep(path)
         removed: tuple[int, ...] = ()
         for number in range(remove):
@@ -208,7 +207,7 @@ def _tried(candidates: Candidates | None, removed: tuple[int, ...], layers: int)
 
 @contextmanager
 def _computed_tokens(structure: Structure) -> Iterator[list[int]]:
-    """The tokens of every call of a layer inside the block, if it computed: a part of it was called too."""
+    """Within the block, collect the tokens of every layer call that computed (one of its parts was called too)."""
     tokens: list[int] = []
     computing: set[nn.Module] = set()
 

@@ -1,4 +1,4 @@
-"""Scores of layers or of their branches, the order they give, and the plan that follows."""
+"""Scores of layers or of their sublayers, the order they give, and the plan that follows."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 from lyapunov_prune.results.wording import bars, ranges
 
-FIRM = 0.9  # share of redrawn windows above which a place in the ranking is called firm
+FIRM = 0.9  # selection frequency above which a place in the ranking is called firm
 
 
 class Ranking(Result):
-    """What every criterion gives: it knows what it ranks, `layers` or their `attention` or `mlp`, and makes plans."""
+    """The result of every criterion: it knows `what` it ranks (layers, or their attention or MLP) and makes plans."""
 
     criterion: str
     what: str
 
     def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
-        """The plan that removes `what` of `remove` layers, or of a share; with a `period` by whole periods of layers.
+        """The plan that removes `what` from `remove` layers, a number or a share; with a `period`, by whole periods.
 
-        Raises LyapunovPruneError where there are not so many to remove, and for a criterion that keeps no periods.
+        Raises LyapunovPruneError if there are fewer to remove, and for a criterion that ignores periods.
         """
         raise NotImplementedError
 
     def require_no_period(self, period: int) -> None:
-        """Raise LyapunovPruneError for a period, of a ranking that chooses layers together."""
+        """Raise LyapunovPruneError if a period is asked of a ranking that chooses layers together."""
         if period != 1:
             raise LyapunovPruneError(
                 f"criterion {self.criterion} chooses layers together, not periods; leave out --keep-period"
@@ -47,10 +47,11 @@ class Ranking(Result):
 class LayerRanking(Ranking):
     """A score for every layer, (L,) float64; the smallest is removed first.
 
-    `what` goes: whole layers, or their attention or MLP alone. Layers that lack it have no score (NaN). Where the
-    scores rest on ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`). Those that
-    are `protected` stay, and have no score either. `picked[n − 1, l]` is how often layer l is among the first n when
-    the windows, and the seeds of ρ, are drawn anew, (L, L); None where the scores rest on one window or on none.
+    `what` is removed: whole layers, or their attention or MLP alone. Layers that lack it have no score (NaN). If the
+    scores rest on ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`). `protected`
+    layers stay and have no score either. `picked[n − 1, l]` (L, L) is the selection frequency: how often layer l is
+    among the first n in bootstrap draws of the windows and of the seeds of ρ. It is None if the scores rest on one
+    window or none.
     """
 
     criterion: str
@@ -69,23 +70,23 @@ class LayerRanking(Ranking):
             require_array("ranking, picked", self.picked, (layers, layers), most=1.0)
         require_layers("ranking, below_floor", self.below_floor, layers)
         require_layers("ranking, protected", self.protected, layers)
-        largest = np.finfo(np.float64).max  # a layer may have no score, and none an infinite one
+        largest = np.finfo(np.float64).max  # scores may be NaN, never infinite
         require_array("ranking, scores", self.scores, (layers,), least=-largest, most=largest, finite=False)
         if self.what == "layers" and set(np.flatnonzero(np.isnan(self.scores))) != set(self.protected):
             raise LyapunovPruneError("scores: a layer that may go has none, or one that is protected has; rank again")
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Layers from the first to remove to the last; equal scores keep their order in the model."""
+        """The layers in the order of removal; equal scores keep the order of the model."""
         return tuple(int(i) for i in np.argsort(self.scores, kind="stable") if not np.isnan(self.scores[i]))
 
     @checked
     def plan(self, remove: int | float, period: Count = 1) -> PruningPlan:
-        """The plan that removes `what` of the `remove` layers of smallest score.
+        """The plan that removes `what` from the `remove` layers of smallest score.
 
-        With a `period`, layers leave by whole periods, aligned with the first layer: those of smallest sum of
-        scores. Raises LyapunovPruneError when that is less than one, more than there are, no whole number of
-        periods, or would leave no layer, and for a period below 1.
+        With a `period`, layers are removed by whole periods, aligned with the first layer, in the order of the sum of
+        their scores. Raises LyapunovPruneError if `remove` is below one, too large, no whole number of periods or
+        leaves no layer, and for a period below 1.
         """
         remove = count_of(remove, len(self.scores))
         if period == 1:
@@ -97,7 +98,7 @@ class LayerRanking(Ranking):
             )
         protected_layers(len(self.scores), self.protected, remove)
         chosen: dict[str, Any] = dict.fromkeys(FIELDS.values(), ())
-        whole = period > 1  # of periods nothing is drawn anew
+        whole = period > 1  # no selection frequency of whole periods
         chosen[FIELDS[self.what]] = self._periods(remove, period) if whole else self.order[:remove]
         return PruningPlan(
             **chosen,
@@ -113,7 +114,7 @@ class LayerRanking(Ranking):
 
     def _periods(self, remove: int, period: int) -> tuple[int, ...]:
         require_periods(remove, len(self.scores), period)
-        whole = len(self.scores) // period  # a rest at the end is no period, and stays
+        whole = len(self.scores) // period  # a remainder at the end is no whole period and stays
         sums = self.scores[: whole * period].reshape(whole, period).sum(1)
         chosen = np.argsort(sums, kind="stable")[: remove // period]
         if np.isnan(sums[chosen]).any():
@@ -121,7 +122,7 @@ class LayerRanking(Ranking):
         return tuple(int(p) * period + i for p in chosen for i in range(period))
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a layer in the order of removal; `this_early` is how often it ranks so early in redrawn windows."""
+        """One row a layer in the order of removal; `this_early` is how often bootstrap draws rank it this early."""
         order = list(self.order)
         frame = pd.DataFrame({"rank": range(1, len(order) + 1), "layer": order, "score": self.scores[order]})
         if self.picked is not None:
@@ -164,7 +165,7 @@ class LayerRanking(Ranking):
 
 
 def require_periods(remove: int, layers: int, period: int) -> None:
-    """Raise LyapunovPruneError unless `remove` layers are whole periods and one of them would be left."""
+    """Raise LyapunovPruneError unless `remove` layers are whole periods and at least one period is left."""
     most = (layers // period - 1) * period
     if most < 1:
         raise LyapunovPruneError(

@@ -1,17 +1,17 @@
-"""How firm a choice of layers is: how often each is picked when the windows that it was measured on are drawn anew."""
+"""Selection frequency: how often bootstrap draws of the measured windows pick each layer."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# Scores that differ by less, as a share of the larger, are one score, rounded twice.
+# Scores with a smaller relative difference count as equal up to rounding.
 _SAME = 1e-9
 
 
 def picked(scores: np.ndarray) -> np.ndarray:
-    """How often layer l is among the n with the smallest of `scores` (draws, L), at [n − 1, l]; (L, L) float64.
+    """At [n − 1, l], how often layer l is among the n smallest of `scores` (draws, L); (L, L) float64.
 
-    Of equal scores the first goes first. A layer without one (NaN) is never picked.
+    Of equal scores the earlier layer comes first. A layer without a score (NaN) is never picked.
     """
     ranks = np.argsort(np.argsort(scores, axis=-1, kind="stable"), axis=-1)
     ranks[np.isnan(scores)] = scores.shape[-1]
@@ -19,7 +19,7 @@ def picked(scores: np.ndarray) -> np.ndarray:
 
 
 def tied(scores: np.ndarray, order: tuple[int, ...], remove: int) -> tuple[int, ...]:
-    """The last of `order` that goes and the first that stays, where their scores are one; else nothing."""
+    """The last removed and the first kept layer of `order` if their scores are equal up to rounding; else empty."""
     if remove >= len(order):
         return ()
     last, first = order[remove - 1 : remove + 1]

@@ -28,7 +28,7 @@ CRITERIA = Registry[Criterion](
         "random": f"{_CRITERIA}.by_lot:ByLot",
     },
 )
-# The paper goes by `blend-minmax`. On three models, seven pairs of a model and a text, `bi` is better more often than
+# The paper uses `blend-minmax`. On three models, seven pairs of a model and a text, `bi` is better more often than
 # worse than every other single criterion but the blend on its robust scale, which is better in six removals of 14 and
 # worse in three (experiments/2_criteria). `bi` takes a sixth of the forwards of that: it needs no rho.
 DEFAULT: Final = "bi"
@@ -37,7 +37,7 @@ DEFAULT: Final = "bi"
 def default_criterion(
     remove: int | float | None, what: str = "layers", *, periods: bool = False
 ) -> Literal["best", "bi", "reap"]:
-    """`best` where whole layers go and their number is known, `reap` of experts, else `bi`.
+    """`best` if whole layers are removed and their number is known, `reap` for experts, else `bi`.
 
     On the models and texts of experiments/2_criteria, `best` is hardly worse than the single criterion that turns out
     to be the best one, and no single one is that everywhere.
@@ -56,10 +56,10 @@ def require_ranks(
     streamed: bool = False,
     profiled: bool = False,
 ) -> None:
-    """Raise LyapunovPruneError where a criterion does not rank `what` of the layers.
+    """Raise LyapunovPruneError if a criterion cannot rank `what` of the layers.
 
-    It may be defined for whole layers only, have to know how many are to be removed, keep no periods, measure what a
-    `streamed` model cannot give, or need more than a saved profile (`profiled`).
+    It may be defined for whole layers only, need the number of layers to remove, ignore periods, need what a `streamed`
+    model cannot give, or need more than a saved profile (`profiled`).
     """
     known = CRITERIA[criterion]
     if what not in PARTS:

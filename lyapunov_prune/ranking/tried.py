@@ -1,4 +1,4 @@
-"""What a search for the best set of layers tried, and what it chose."""
+"""The sets of layers that a search tried, and the one it chose."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from lyapunov_prune.results.wording import ranges
 
 @dataclass(frozen=True)
 class Tried:
-    """A set of layers that was checked: the mean loss of every check window without it (nats), and the cost so far.
+    """A checked set of layers: the mean loss of every check window without it (nats), and the cost so far.
 
-    `by` names the criteria that proposed it, or, where it is a `swap`, the layer that goes for the one that stays;
-    `forwards` were spent when the losses were known.
+    `by` names the criteria that proposed it or, for a `swap`, the layer that goes and the one that stays instead.
+    `forwards` is the cost spent by the time its losses were known.
     """
 
     by: str
@@ -38,10 +38,10 @@ class Tried:
 
 @dataclass(frozen=True)
 class Final:
-    """A tried set in the last comparison: the mean loss of every window (nats), the gaps mended and not.
+    """A tried set in the last comparison: the mean loss of every window (nats) with its gaps mended and open.
 
-    `mended` is of the check windows. `other` and `other_mended` are of the second text, without and with the maps.
-    NaN where a gap cannot be mended.
+    `mended` holds the losses on the check windows with the maps; `other` and `other_mended` those on the second text
+    without and with the maps. NaN if a gap cannot be mended.
     """
 
     layers: Layers
@@ -53,15 +53,15 @@ class Final:
 
 @dataclass(frozen=True)
 class BestRemoval(Ranking):
-    """The sets that were tried for a removal, in order, and the one that is believed best: `tried[chosen]`.
+    """The sets that were tried for a removal, in order, and the best of them, `tried[chosen]`.
 
-    It is that of least mean loss on the check windows. `dense` is the loss of every check window of the dense model.
-    Scores were measured on `measured_on`, losses on `checked_on`, other windows of the same text. `left_out` names the
-    measurements that would have cost more than half of what was left of `search` forwards, or that refuse the model.
+    It has the least mean loss on the check windows. `dense` is the dense loss of every check window. Scores were
+    measured on `measured_on`, losses on `checked_on`, which are other windows of the same text. `left_out` names the
+    measurements that would have cost more than half of the remaining `search` forwards or that refuse the model.
 
-    Of a search for what is to be mended `finals` holds the best sets, which a second text, `other_on`, has judged too,
-    each with its gaps open and mended. A set counts as mended where that pays (`mending.report.pays`), and the chosen
-    is that of least loss, the mean over both texts. `finals` is empty where the forwards did not last.
+    If the gaps are to be mended, `finals` holds the best sets, judged with their gaps open and mended on a second text,
+    `other_on`, too. A set counts as mended if that pays (`mending.report.pays`), and the chosen set has the least loss,
+    averaged over both texts. `finals` is empty if the forwards did not suffice.
     """
 
     tried: tuple[Tried, ...]
@@ -90,12 +90,12 @@ class BestRemoval(Ranking):
             raise LyapunovPruneError("sets were compared mended, and no second text is named; search again")
 
     def with_finals(self, finals: Sequence[Final], other_on: MeasuredOn) -> BestRemoval:
-        """This search with its best sets mended: the chosen is that of least loss, the mean over both texts."""
+        """This search with its best sets mended; the chosen set has the least loss, averaged over both texts."""
 
         def loss(final: Final) -> float:
             cut = self._cut(final)
             check, other = (final.mended, final.other_mended) if mended(final, cut) else (cut, final.other)
-            return float(np.nan_to_num(check.mean() + other.mean(), nan=np.inf))  # of all the same less
+            return float(np.nan_to_num(check.mean() + other.mean(), nan=np.inf))  # NaN is worse than any loss
 
         best = min(finals, key=loss).layers
         chosen = next(k for k, tried in enumerate(self.tried) if tried.layers == best)
@@ -110,15 +110,15 @@ class BestRemoval(Ranking):
 
     @property
     def forwards(self) -> float:
-        """What was spent, in forwards of the dense model over the check windows."""
+        """The cost in forwards of the dense model over the check windows."""
         return (self.finals or self.tried)[-1].forwards
 
     @checked
     def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
         """The plan that removes the chosen set.
 
-        The score of a layer is the least mean loss (nats) of the tried sets it is in, NaN where it is in none. Raises
-        LyapunovPruneError for another number of layers than was searched, and for periods, which are not kept.
+        The score of a layer is the least mean loss (nats) of the tried sets that hold it, NaN if none does. Raises
+        LyapunovPruneError for another number of layers than was searched, and for periods, which are ignored.
         """
         self.require_no_period(period)
         remove = count_of(remove, self.measured_on.model.num_layers)
@@ -138,7 +138,7 @@ class BestRemoval(Ranking):
         )
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a tried set; `p` is how likely windows like these would favour the chosen set as much by chance."""
+        """One row a tried set; `p` is the probability that chance alone favours the chosen set this much."""
         means = np.array([tried.windows.mean() for tried in self.tried])
         with np.errstate(over="ignore"):
             columns = {
@@ -170,7 +170,7 @@ class BestRemoval(Ranking):
         return told.p_value if told.has_power else np.nan
 
     def certainty(self) -> str:
-        """Which of the other tried sets the check windows cannot tell from the chosen one."""
+        """Which other tried sets the check windows cannot tell apart from the chosen one."""
         chosen = self.tried[self.chosen].windows
         others = [t for t in self.tried if t.layers != self.remove and np.isfinite(t.windows).all()]
         if not others:
@@ -220,7 +220,7 @@ class BestRemoval(Ranking):
 
 
 def mended(final: Final, cut: np.ndarray) -> bool:
-    """Whether a set counts as mended, `cut` being its losses on the check windows with the gaps open."""
+    """Whether a set counts as mended; `cut` are its losses on the check windows with open gaps."""
     if not (np.isfinite(final.mended).all() and np.isfinite(final.other).all()):
         return False
     return pays(compare(cut, final.mended), compare(final.other, final.other_mended))

@@ -1,4 +1,4 @@
-"""Which layers go, and their gaps mended where that pays."""
+"""Choose the layers to remove, and mend their gaps if that pays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Mended = tuple[tuple[Mend, ...], MendReport]
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """The layers that go, and the maps that close their gaps, none where they do not pay."""
+    """The layers to remove, and the maps that close their gaps; no maps if they do not pay."""
 
     plan: PruningPlan
     found: BestRemoval
@@ -37,10 +37,10 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class Chooser:
-    """Chooses layers of `model` on `batch` by criterion `best`, and mends by half of its windows.
+    """Chooses layers of `model` on `batch` by criterion `best`, and mends on half of its windows.
 
-    `judge` is the second text that mending is judged by. A search may spend `search` forwards, and compares no mended
-    sets, nor mends, without `mend`. Searches are kept in `folder`, by the number of layers.
+    `judge` is the second text that judges mending. A search may spend `search` forwards. Without `mend` it compares no
+    mended sets, and nothing is mended. Searches are kept in `folder`, by the number of layers.
     """
 
     model: PreTrainedModel
@@ -86,7 +86,7 @@ class Chooser:
     def _mended(
         self, plan: PruningPlan, found: BestRemoval, fitted: Mended | None
     ) -> tuple[tuple[Mend, ...], MendReport | None, Taken]:
-        """The maps that pay, `fitted` by the search and judged there where it went so far."""
+        """The maps that pay. They were `fitted` by the search, which has judged them too if it got that far."""
         began = time.monotonic()
         try:
             if fitted is None:
@@ -103,7 +103,7 @@ class Chooser:
 
 
 def _judged(found: BestRemoval, report: MendReport) -> MendReport:
-    """`report` of the maps of the chosen set, judged by the losses that the search has measured of it."""
+    """`report` on the maps of the chosen set, judged by the losses that the search measured for it."""
     assert found.other_on is not None
     final = next(final for final in found.finals if final.layers == found.remove)
     check = Judgement(found.tried[found.chosen].windows, final.mended, found.checked_on)

@@ -1,4 +1,4 @@
-"""What shrinking will cost on this machine, from a few timed forwards of the model itself."""
+"""Estimate what shrinking will cost on this machine, from a few timed forwards of the model itself."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from lyapunov_prune.ranking.counts import search_budget
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ModelIdentity, Result
 
-_STEP = 5  # forwards that a step of distillation takes: one of the teacher, one of the student, and its backward
-_SAVED = 1e8  # bytes a second that are written, and read again
-_WRITES = 16  # windows that a model writes at once
+_STEP = 5  # a step of distillation in forwards: one of the teacher, one of the student, and the backward pass
+_SAVED = 1e8  # bytes per second, written and read back
+_WRITES = 16  # windows that a model generates at once
 TASK = "answering the task"
-LOW_RANK = 16  # of the updates that heal a model in half precision, or one whose optimizer has no room
+LOW_RANK = 16  # rank of the healing updates in half precision, or if the optimizer does not fit
 
 
 @dataclass(frozen=True)
 class Estimate(Result):
     """What shrinking `model` by `remove` layers will take: `seconds` of each step, `memory` and `disk` in bytes.
 
-    `remove` is None where only the choice itself tells how many layers the target allows: then it is the cost of
-    removing a quarter, and `searches` numbers are tried.
-    Memory is what is needed beside the model that is loaded already. `rank` is that of the updates by which it is
-    healed, None where all parameters of the layers are trained; `step_seconds` is what a step of that takes.
+    `remove` is None if only the choice itself shows how many layers the target allows; the estimate is then for
+    removing a quarter, after trying `searches` numbers of layers. Memory is counted beside the loaded model. `rank` is
+    the rank of the updates that heal the model, None if all parameters of the layers are trained; `step_seconds` is the
+    time of one such step.
     """
 
     model: ModelIdentity
@@ -63,18 +63,18 @@ class Estimate(Result):
 @in_eval_mode
 @torch.no_grad()
 def window_seconds(model: PreTrainedModel, context: int) -> float:
-    """The time of a forward of one window, after one that warms up."""
+    """The seconds that a forward of one window takes, after a warm-up."""
     ids = torch.zeros((1, context), dtype=torch.int64, device=model.device)
     seconds = 0.0
     for _ in range(2):
         began = time.perf_counter()
-        model(ids, use_cache=False).logits[0, -1, 0].item()  # which waits for a GPU
+        model(ids, use_cache=False).logits[0, -1, 0].item()  # `.item()` waits for a GPU
         seconds = time.perf_counter() - began
     return seconds
 
 
 def writing_seconds(model: PreTrainedModel, windows: int, context: int) -> float:
-    """The time in which `model` writes a text, from a few tokens of it."""
+    """The seconds in which `model` generates a text, estimated from a few tokens."""
     few = min(8, context)
     began = time.perf_counter()
     self_generated(model, tokens=_WRITES * few, context=few, batch_size=_WRITES)
@@ -83,7 +83,7 @@ def writing_seconds(model: PreTrainedModel, windows: int, context: int) -> float
 
 
 def answering_seconds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *halves: Task) -> float:
-    """The time in which a model answers every item of `halves`, each as long as the first one."""
+    """The seconds in which a model answers every item of `halves`, if each takes as long as the first."""
     began = time.perf_counter()
     evaluate_tasks({"model": model}, tokenizer, halves[:1], limit=1)
     return (time.perf_counter() - began) * sum(len(half.harness.eval_docs) for half in halves)
@@ -106,10 +106,10 @@ def estimated(
 ) -> Estimate:
     """The cost of shrinking by `remove` layers, healed on `windows` windows of `context` tokens.
 
-    `choosing` are the number of windows that choose, and their width.
-    `held_out` tokens evaluate. With `writes` the model writes the text itself. `search` forwards choose and `steps`
-    heal, as many as usual if None. `answering` are the seconds in which a model answers a whole task, by which layers
-    are chosen. `minutes` bound all of it.
+    `choosing` is the number and the width of the windows on which layers are chosen. `held_out` is the number of tokens
+    that evaluate. With `writes` the model generates the text itself. `search` is the number of forwards for choosing,
+    `steps` the number of healing steps; None means the usual number. `answering` is the time in seconds of one pass
+    over the task that chooses the layers. `minutes` bounds the whole.
     """
     layers = find_structure(model).num_layers
     goes = as_if(remove, layers)
@@ -122,9 +122,9 @@ def estimated(
         texts = [(windows, context), *([choosing] if choosing[1] != context else [])]
         seconds["writing the text"] = sum(writing_seconds(model, *text) for text in texts)
     seconds["choosing layers"] = budget * chosen / 2
-    seconds["mending"] = budget * chosen / 16  # as each of the four sets that the search mends
+    seconds["mending"] = budget * chosen / 16  # the cost of each of the four sets that the search mends
     seconds["healing"] = (steps or STEPS) * _STEP * window
-    if answering:  # one half by the dense model and after every choice, the other half by both at the end
+    if answering:  # the dense model and every choice answer one half; both models answer the other half at the end
         seconds[TASK] = answering * (searches + 3) / 2
     seconds["evaluation"] = 2 * window * held_out / context + 16 * window
     seconds["gate and files"] = 2 * smaller / _SAVED + 20 * window
@@ -146,15 +146,15 @@ def estimated(
 
 
 def as_if(remove: int | None, layers: int) -> int:
-    """The number of layers that a cost is estimated for: a quarter where it is not known yet."""
+    """The number of layers that a cost is estimated for: a quarter if it is not known yet."""
     return max(1, layers // 4) if remove is None else remove
 
 
 def healed_by(model: PreTrainedModel, remove: int, context: int) -> tuple[int | None, int]:
-    """The rank of the updates that heal, None for all weights, and the bytes of memory that this needs.
+    """The rank of the updates that heal (None: all weights are trained), and the bytes of memory that this needs.
 
-    All weights are trained where they are in float32 and there is room for a copy, its gradients, the two moments of
-    the optimizer and the best weights so far. Raises LyapunovPruneError where there is no room for updates either.
+    All weights are trained if they are in float32 and memory holds a copy, its gradients, the two moments of the
+    optimizer and the best weights so far. Raises LyapunovPruneError if even low-rank updates do not fit.
     """
     smaller = smaller_bytes(model, remove)
     logits = 8 * context * find_structure(model).config.vocab_size * 4
@@ -173,7 +173,7 @@ def healed_by(model: PreTrainedModel, remove: int, context: int) -> tuple[int | 
 
 
 def trained_bytes(model: PreTrainedModel, remove: int, rank: int | None) -> int:
-    """The bytes in float32 of what is trained when `remove` layers are gone."""
+    """The bytes of the trained parameters in float32, once `remove` layers are gone."""
     structure = find_structure(model)
     kept = 1 - remove / structure.num_layers
     parameters = list(structure.layers.parameters())

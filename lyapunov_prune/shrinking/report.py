@@ -1,4 +1,4 @@
-"""What shrinking did to a model, step by step, and what the smaller model is worth beside the dense one."""
+"""The report of shrinking: what each step did, and how the smaller model compares with the dense one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Reported, Result
 
-REPORT = "shrink.json"  # beside the weights
+REPORT = "shrink.json"  # the file's name beside the weights
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A step: whether its result was `kept`, what the text that judged it says, and the seconds it took here."""
+    """One step: whether its result was `kept`, the verdict of the text that judged it, and the seconds that it took."""
 
     name: str
     kept: bool
@@ -31,10 +31,10 @@ class Taken:
 class Shrinking(Result):
     """How a model was shrunk to a `target`, and the dense and the smaller model side by side.
 
-    `steps` holds every step in order, also those that were dropped or skipped. `size` is the bytes of all weights,
-    dense and smaller. `evaluation` is of both models on text that no step has learnt from or was judged by. `commands`
-    do by hand what was done. `loader` is the class of transformers that loads the result, and `folder` where it was
-    written, None where it was not.
+    `steps` holds every step in order, including dropped and skipped ones. `size` is the bytes of all weights of the
+    dense and the smaller model. `evaluation` compares both models on text that no step learnt from or was judged by.
+    `commands` do the same by hand. `loader` is the transformers class that loads the result. `folder` is where it was
+    written, None if it was not.
     """
 
     target: str
@@ -69,7 +69,7 @@ class Shrinking(Result):
         return self.measured_on[1].line()
 
     def answer(self) -> list[str]:
-        """At most eight lines: what is left, its speed and worth, what was dropped, and how to load it."""
+        """At most eight lines: what is left, its speed and quality, what was dropped, and how to load it."""
         (before, after), (large, small) = self.parameters, self.size
         gone = ", ".join(map(str, self.plan.remove))
         lines = [
@@ -137,7 +137,7 @@ class Shrunk(Reported):
 
 
 def main_score(scores: list[TaskScore]) -> TaskScore:
-    """The score that a task goes by: of an exact match the last number if it is asked for, else the harness' first."""
+    """The main score of a task: the exact match of the last number if there is one, else the harness's first score."""
     flexible = [s for s in scores if s.metric.endswith("flexible-extract")]
     return (flexible or scores)[0]
 

@@ -1,4 +1,4 @@
-"""What is asked for, and the time that is left for it."""
+"""The request to `shrink`, and the time that is left for it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from lyapunov_prune.shrinking.cost import TASK, Estimate, answering_seconds, as_
 from lyapunov_prune.shrinking.target import Target, count_for
 from lyapunov_prune.shrinking.texts import Texts
 
-_LEAST_SEARCH = 4.0  # forwards in which a search finds anything, and
-MENDED_SEARCH = 8.0  # those in which it compares mended sets too
-_LEAST_STEPS = 8  # of healing; in less time it is skipped
+_LEAST_SEARCH = 4.0  # the fewest forwards in which a search finds anything
+MENDED_SEARCH = 8.0  # the fewest in which it compares mended sets too
+_LEAST_STEPS = 8  # healing is skipped if there is no time for this many steps
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What `shrink` was asked.
+    """The arguments of `shrink`.
 
-    `items` are of the target's task: those that choose and those that are held out. `search` is how many forwards the
-    choice may spend and `steps` how many healing takes; None leaves both to the model and the minutes. `words` are the
-    options of the command line that name the texts, `source` those that say how the model is loaded. `quantize` is the
-    type of the tensors of a .gguf file that changed.
+    `items` are the items of the target's task: those that choose layers, and those that are held out. `search` is the
+    number of forwards that the choice may spend, `steps` the number of healing steps; None derives both from the model
+    and the minutes. `words` are the command-line options that name the texts, `source` those that say how the model is
+    loaded. `quantize` is the type of the changed tensors of a .gguf file.
     """
 
     model: PreTrainedModel
@@ -53,7 +53,7 @@ class Request:
     quantize: str | None = None
 
     def require(self) -> None:
-        """Raise LyapunovPruneError for what can be refused before anything is measured."""
+        """Raise LyapunovPruneError for every request that can be refused before anything is measured."""
         plain(self.model)
         require_whole(self.model)
         if self.minutes is not None and not 0 < self.minutes < math.inf:
@@ -61,11 +61,11 @@ class Request:
         self.texts.require(self.model)
 
     def count(self) -> int | None:
-        """How many layers go; None where the choice itself has to tell."""
+        """The number of layers to remove; None if only the choice itself can tell."""
         return count_for(self.target, self.model) if self.target.is_counted else None
 
     def estimate(self, remove: int | None) -> Estimate:
-        """What it will cost to remove so many layers (`count`)."""
+        """The estimated cost of removing `remove` layers."""
         return estimated(
             self.model,
             self.target.told(),
@@ -83,7 +83,7 @@ class Request:
 
 
 class Clock:
-    """The time that is left of `minutes`, over all runs that went on from each other; endless if None."""
+    """The time that is left of `minutes`, counted over all runs that resumed each other; endless if None."""
 
     def __init__(self, minutes: float | None, store: Store) -> None:
         self.store = store
@@ -94,7 +94,7 @@ class Clock:
         return self._end - (time.monotonic() - self._began)
 
     def once(self, key: str, value: Callable[[], Any]) -> Any:
-        """`value`, decided once: a run that goes on finds what the first one decided."""
+        """`value`, decided once: a resumed run gets the value of the first run."""
         if key not in self.store:
             self.store.add(key, value())
         self.store.add("spent", time.monotonic() - self._began)
@@ -102,9 +102,9 @@ class Clock:
 
 
 def search_forwards(expected: Estimate, clock: Clock) -> float | None:
-    """The forwards that choosing may spend: half of the time that is not spoken for, None for as many as usual.
+    """The forwards that choosing may spend: half of the time that no other step needs; None for the usual number.
 
-    Raises LyapunovPruneError for a time in which nothing can be chosen.
+    Raises LyapunovPruneError if the time is too short to choose anything.
     """
     if clock.left() == math.inf:
         return None
@@ -125,7 +125,7 @@ def search_forwards(expected: Estimate, clock: Clock) -> float | None:
 
 
 def healing_minutes(expected: Estimate, clock: Clock) -> float | None:
-    """The minutes that are left to heal in, 0 where they are too few; None for no bound."""
+    """The minutes that are left for healing; 0 if they are too few, None for no bound."""
     if clock.left() == math.inf:
         return None
     seconds = clock.left() - expected.seconds["evaluation"] - expected.seconds["gate and files"]

@@ -1,4 +1,4 @@
-"""How much of a model goes: a number of layers, a share of the parameters, a speed, or what may be lost."""
+"""The target: a number of layers, a share of the parameters, a speed, or the loss that is allowed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ OPTIONS = {
     "max_kl": "--max-kl 0.5",
     "max_drop": "--max-drop gsm8k:0.02",
 }
-_REPEATS = 3  # of a timed forward of each model
+_REPEATS = 3  # timed forwards of each model
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked for: `by` one of OPTIONS, its `value`, and for `max_drop` the `task` whose score may fall by it."""
+    """The target: `by` is one of OPTIONS, `value` its value; `max_drop` also names the `task` that is scored."""
 
     by: Literal["remove", "params", "speedup", "max_kl", "max_drop"]
     value: float
@@ -89,7 +89,7 @@ class Target:
         return self.by in ("remove", "params", "speedup")
 
     def told(self) -> str:
-        """A phrase, as `25% of the layers`."""
+        """The target as a phrase, for example `25% of the layers`."""
         layers = f"{self.value:.0%} of the layers" if self.value < 1 else f"{self.value:g} layers"
         return {
             "remove": "1 layer" if self.value == 1 else layers,
@@ -100,16 +100,16 @@ class Target:
         }[self.by]
 
     def option(self) -> list[str]:
-        """The words of the command line."""
+        """The target as command-line options."""
         name = f"--{self.by.replace('_', '-')}"
         return [name, f"{self.task}:{self.value:g}" if self.task else f"{self.value:g}"]
 
 
 def count_for(target: Target, model: PreTrainedModel) -> int:
-    """How many layers of `model` have to go for a target that `is_counted`.
+    """How many layers of `model` have to be removed for a target that `is_counted`.
 
-    For a speed the dense model and shallower ones are timed in turns. Raises LyapunovPruneError for a target that
-    cannot be met, with how near it comes, and for a number of layers that cannot go.
+    For a speed, the dense model and shallower ones are timed in turns. Raises LyapunovPruneError if the target cannot
+    be met, with how near the model comes, and if so many layers cannot be removed.
     """
     layers = find_structure(model).num_layers
     if target.by == "remove":
@@ -161,11 +161,11 @@ def for_speed(speedup: float, model: PreTrainedModel) -> int:
 
 
 def least(holds: Callable[[int], bool], most: int, first: int) -> int:
-    """The least count in 1 … `most` that `holds`; `most` does, and every count above one that does.
+    """The least count in 1 … `most` for which `holds` is true. It must be true for `most`, and monotone.
 
-    `first` is tried first; from there steps double, then halve.
+    `first` is tried first; from there the steps double, then halve.
     """
-    low, high, step = 0, most, 1  # `low` does not hold, `high` does
+    low, high, step = 0, most, 1  # invariant: `holds` is false for `low` and true for `high`
     at = first
     while high - low > 1:
         at = min(max(at, low + 1), high - 1)

@@ -1,4 +1,4 @@
-"""The texts of a run: to choose and mend by, to heal by, a second that judges mending, and one that no step sees."""
+"""The texts of a run: one to choose and mend on, one to heal on, one that judges mending, one that no step sees."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from lyapunov_prune.mending.judge import second_text
 from lyapunov_prune.models.decoder import in_memory
 from lyapunov_prune.models.structure import Structure, find_structure
 
-TOKENS, CONTEXT = 25600, 256  # of the text that the model writes, as for `heal`
-EVALUATED, WIDE = 4096, 512  # tokens and context, as of `eval`; layers are chosen in windows as long, as of `prune`
-_SEARCHED = 16  # windows that choose, at the least
+TOKENS, CONTEXT = 25600, 256  # of the text that the model generates, as for `heal`
+EVALUATED, WIDE = 4096, 512  # tokens and context of `eval`; `prune` chooses layers in windows of the same length
+_SEARCHED = 16  # the fewest windows that choose layers
 
 
 @dataclass(frozen=True)
 class Texts:
     """`learn` heals, `judge` judges mending beside the text that chooses, `held_out` evaluates.
 
-    None is made by `filled`, where `learn` is `tokens` tokens in windows of `context`. `choose` is the text that
-    chooses layers and mends; where it is None, `learn` does that too, or the model writes one in wider windows.
+    `filled` supplies those that are None; `learn` then has `tokens` tokens in windows of `context`. `choose` is the
+    text on which layers are chosen and gaps mended; if it is None, `learn` serves, or a text in wider windows that the
+    model generates.
     """
 
     learn: TokenBatch | None
@@ -49,20 +50,20 @@ class Texts:
 
     @property
     def evaluated(self) -> int:
-        """The tokens that evaluate."""
+        """The number of tokens that evaluate."""
         return EVALUATED if self.held_out is None else self.held_out.tokens
 
     def searched(self, model: PreTrainedModel) -> tuple[int, int]:
-        """How many windows choose and mend, enough that a map sees as many tokens as the model is wide; their width."""
+        """The number and the width of the windows that choose and mend; a map must see as many tokens as the width."""
         structure = find_structure(model)
         given = self.choose or self.learn
         width = wide_context(structure, self.tokens, self.context) if given is None else given.context
-        # Half of them are scored, and three fourths of that half are fitted on.
+        # Half of them are scored, and maps are fitted on three quarters of that half.
         needed = max(_SEARCHED, -(-(8 * structure.config.hidden_size // 3 + width) // width) + 4)
         return min(self.tokens // width if given is None else len(given), needed), width
 
     def require(self, model: PreTrainedModel) -> None:
-        """Raise LyapunovPruneError, before anything is written or measured, for texts that cannot judge."""
+        """Raise LyapunovPruneError for texts that cannot judge, before anything is generated or measured."""
         structure = find_structure(model)
         require_context(structure, self.width)
         least = EVERY * POWER
@@ -81,9 +82,9 @@ class Texts:
     def filled(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | None, resume: bool
     ) -> tuple[TokenBatch, TokenBatch, TokenBatch, TokenBatch]:
-        """What chooses, `learn`, `judge` and `held_out`.
+        """The text that chooses, then `learn`, `judge` and `held_out`.
 
-        Where no text is given the model writes what teaches, and the built-in text judges and evaluates.
+        If no text is given, the model generates the text that teaches, and the built-in text judges and evaluates.
         """
         held_out, (windows, width) = self.held_out, self.searched(model)
         if held_out is None:
@@ -93,7 +94,7 @@ class Texts:
         judge, learn, choose = self.judge, self.learn, self.choose or self.learn
         if judge is None and learn is None:
             judge = load_text("builtin", tokenizer, tokens=windows // 2 * width, context=width)
-        replace(self, judge=judge, held_out=held_out).require(model)  # before minutes of writing
+        replace(self, judge=judge, held_out=held_out).require(model)  # before minutes of generation
         if choose is None and width != self.context:
             choose = _written(model, windows * width, width, folder, "chooses", resume)
         if learn is None:
@@ -106,13 +107,13 @@ class Texts:
 
 
 def wide_context(structure: Structure, tokens: int, context: int) -> int:
-    """The width of the windows that choose: WIDE where so many `tokens` fill enough of them, `context` at the least."""
+    """The width of the windows that choose: WIDE if `tokens` fill enough such windows, at least `context`."""
     wide = structure.at_most(WIDE)
     return wide if wide > context and tokens >= _SEARCHED * wide else context
 
 
 def clear_texts(folder: Path) -> None:
-    """Delete what the model has written for a run in `folder`."""
+    """Delete the texts that the model generated for a run in `folder`."""
     for name in ("chooses", "text"):
         clear_text(folder / name)
 

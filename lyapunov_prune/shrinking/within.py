@@ -1,4 +1,4 @@
-"""How many layers can go while what is lost stays within a target: a divergence, or the score of a task."""
+"""How many layers can be removed while the loss stays within a target: a divergence, or a drop of a task's score."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from lyapunov_prune.shrinking.choosing import Chooser, Chosen
 from lyapunov_prune.shrinking.report import main_score
 from lyapunov_prune.shrinking.target import Target, least
 
-# What a choice of layers loses.
+# The loss that a choice of layers causes.
 Loss = Callable[[Chosen], float]
 
 
 def largest(target: Target, chooser: Chooser, lost: Loss) -> tuple[Chosen, float]:
-    """The choice of most layers that loses at most what `target` allows, and what it loses.
+    """The largest choice of layers whose loss stays within `target`, and that loss.
 
-    Layers are chosen and mended anew for every number that is tried. Raises LyapunovPruneError where one layer loses
-    more, with how much.
+    Layers are chosen and mended anew for every number that is tried. Raises LyapunovPruneError, with the loss, if a
+    single layer already loses more.
     """
     most = find_structure(chooser.model).num_layers - 1
     tried: dict[int, tuple[Chosen, float]] = {}
@@ -40,7 +40,7 @@ def largest(target: Target, chooser: Chooser, lost: Loss) -> tuple[Chosen, float
     def is_over(count: int) -> bool:
         choice = chooser.choose(count)
         tried[count] = choice, lost(choice)
-        return not tried[count][1] <= target.value  # NaN is over
+        return not tried[count][1] <= target.value  # NaN counts as over the target
 
     count = least(is_over, most + 1, max(1, most // 8)) - 1
     if count == 0:
@@ -54,7 +54,7 @@ def largest(target: Target, chooser: Chooser, lost: Loss) -> tuple[Chosen, float
 @in_eval_mode
 @torch.no_grad()
 def divergence(model: PreTrainedModel, chooser: Chooser, choice: Chosen) -> float:
-    """KL(dense ‖ pruned and mended), nats a token, on the windows that no score or map has seen."""
+    """KL(dense ‖ pruned and mended) in nats per token, on the windows that no score or map has seen."""
     _, checking = apart(read(in_memory(model), chooser.batch), every=2, most=None)
     removed = choice.plan.remove
     first = min([*removed, *(mend.place.layer for mend in choice.mends)])
@@ -69,7 +69,7 @@ def _without(reading: Reading, removed: Sequence[int], mends: Sequence[Mend]) ->
 
 
 def drop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, batch_size: int) -> Loss:
-    """By how much the score of `task` falls; the dense model answers once."""
+    """The loss as the drop of the score of `task`; the dense model answers once."""
 
     def score(scored: PreTrainedModel) -> float:
         result = evaluate_tasks({"model": scored}, tokenizer, [task], batch_size=batch_size)

@@ -37,7 +37,7 @@ def is_gguf(output: Path) -> bool:
 
 
 def require_output(name: str, output: Path, quantize: str | None) -> None:
-    """Raise LyapunovPruneError unless what the model `name` shrinks to can be written to `output`, a folder or file."""
+    """Raise LyapunovPruneError unless the shrunk model of `name` can be written to `output`, a folder or a file."""
     if not is_gguf(output):
         if quantize is not None:
             raise LyapunovPruneError(f"{quantize} is a type of a .gguf file; end the output in .gguf, or leave it out")
@@ -84,8 +84,8 @@ def write_shrunk(
 ) -> Provenance:
     """Write `smaller` with its card, provenance and `results` (by file name) to `target`, whole or not at all.
 
-    `gate` is of the removal, before any healing: that the files load as they were saved, and hold what should be left,
-    is checked here again. Raises CheckFailed where they do not, and LyapunovPruneError where the disk refuses.
+    `gate` is the gate of the removal, before healing. This function checks again that the files load as they were saved
+    and hold exactly what should be left. Raises CheckFailed if not, and LyapunovPruneError if writing fails.
     """
     dense, made = wrap(model), wrap(smaller)
     inputs = sample_inputs(made, batch)
@@ -134,16 +134,16 @@ def by_hand(
     task: str | None,
     output: str,
 ) -> tuple[str, ...]:
-    """The commands that make the same model, into `output`.
+    """The commands that make the same model by hand, into `output`.
 
-    `text` are the options that name the texts, `source` those that say how models are loaded, `healed`
-    those of `heal`, None where healing was not kept.
+    `text` are the options that name the texts, `source` those that say how models are loaded, and `healed` those of
+    `heal`, None if healing was not kept.
     """
     name, cut = plan.model.name, f"{output}-cut"
     chosen = ["--remove", f"{len(plan.remove)}", "--criterion", "best"]
     if search is not None:
         chosen += ["--search", f"{search:g}"]
-    if mended is None:  # without --mend, `best` would compare the sets unmended
+    if mended is None:  # without --mend, `best` would compare the sets with open gaps
         chosen = ["--layers", ",".join(map(str, plan.remove))]
     else:
         chosen.append("--mend")

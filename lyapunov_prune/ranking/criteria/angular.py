@@ -1,4 +1,4 @@
-"""Criterion `angular`: the run of layers goes whose ends are nearest in angle."""
+"""Criterion `angular`: remove the run of layers whose ends are nearest in angle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Angular(Criterion):
-    """The run of so many layers of least `1 − E_t cos(h_l,t, h_{l+n,t})` (`angular_distance`)."""
+    """The run of n layers with the least `1 − E_t cos(h_l,t, h_{l+n,t})` (`angular_distance`)."""
 
     name = "angular"
     help = "the run of layers that turns the state least"

@@ -1,4 +1,4 @@
-"""Criterion `best`: the sets that cheap criteria propose are checked by the loss, and searched around."""
+"""Criterion `best`: check by the loss the sets that cheap criteria propose, and search around the best."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 class Best(Criterion):
     """A search among sets of layers that may spend `search` forwards (`best_removal`).
 
-    With `mend` it compares the sets with their gaps mended too, by the text `judge` as well.
+    With `mend` it also compares the sets with their gaps mended, on the text `judge` too.
     """
 
     search: float | None = None
     mend: bool = False
-    judge: Any = None  # TokenBatch or None: written by the model
+    judge: Any = None  # a TokenBatch; None: the model generates one
 
     name = "best"
     help = "what those propose, checked by the loss, and swaps"

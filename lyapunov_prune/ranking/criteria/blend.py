@@ -1,4 +1,4 @@
-"""Criterion `blend`: the growth of an error and the turn of the state, on one scale."""
+"""Criterion `blend`: the growth of an error and the turn of the hidden state, on one scale."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lyapunov_prune.arguments import Share
 from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criterion import ByProfile
 
-_ROUNDING = 1e-12  # quartiles nearer than this, over the range, are equal
+_ROUNDING = 1e-12  # an IQR below this share of the range counts as zero
 
 
 @dataclass(frozen=True)
 class Blend(ByProfile):
     """`α s(|ρ − 1|) + (1 − α) s(bi)`, `s(x) = (x − median) / IQR` over the layers that may go.
 
-    On a scale from 0 to 1, which the paper takes (`blend-minmax`), the one largest value decides how much all others
-    weigh (experiments/2_criteria). Raises LyapunovPruneError for an alpha outside [0, 1].
+    On the paper's scale from 0 to 1 (`blend-minmax`), the single largest value decides how much all others weigh
+    (experiments/2_criteria). Raises LyapunovPruneError for an alpha outside [0, 1].
     """
 
     alpha: Share = 0.5
@@ -36,7 +36,7 @@ class Blend(ByProfile):
 
 
 def robust(x: np.ndarray) -> np.ndarray:
-    """`(x − median) / IQR` over the last axis, by the whole range where the quartiles are equal; all alike: 0."""
+    """`(x − median) / IQR` over the last axis; divided by the range if the IQR is zero; 0 if all are equal."""
     least, low, middle, high, most = np.quantile(x, (0, 0.25, 0.5, 0.75, 1), axis=-1, keepdims=True)
     span = np.where(high - low > _ROUNDING * (most - least), high - low, most - least)
     return (x - middle) / (span + (span == 0))

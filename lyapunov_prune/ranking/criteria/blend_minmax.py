@@ -1,4 +1,4 @@
-"""Criterion `blend-minmax`: the blend as the paper has it, each part on a scale from 0 to 1."""
+"""Criterion `blend-minmax`: the blend of the paper, with each part on a scale from 0 to 1."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ class BlendMinMax(Blend):
 
 
 def minmax(x: np.ndarray) -> np.ndarray:
-    """`(x − min) / (max − min)` over the last axis; all alike: 0."""
+    """`(x − min) / (max − min)` over the last axis; 0 if all values are equal."""
     low, span = x.min(-1, keepdims=True), np.ptp(x, axis=-1, keepdims=True)
     return (x - low) / (span + (span == 0))

@@ -1,4 +1,4 @@
-"""Criterion `bi`: the layer goes first that turns the hidden state least."""
+"""Criterion `bi`: first remove the layer that turns the hidden state least."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockInfluence(Scored):
-    """Block Influence, `1 − E_t cos(h_l,t, h_{l+1,t})`; of a sublayer the same with its own output added or not."""
+    """Block Influence, `1 − E_t cos(h_l,t, h_{l+1,t})`; for a sublayer, between the state before and after it."""
 
     name = "bi"
     help = "Block Influence, how far the state is turned"

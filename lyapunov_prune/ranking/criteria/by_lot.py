@@ -1,4 +1,4 @@
-"""Criterion `random`: layers go by lot; a control."""
+"""Criterion `random`: remove layers in random order; a control."""
 
 from __future__ import annotations
 

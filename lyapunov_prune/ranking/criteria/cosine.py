@@ -1,4 +1,4 @@
-"""Criterion `cosine`: the layer goes first whose leaving out turns the probabilities least."""
+"""Criterion `cosine`: first remove the layer whose removal turns the probabilities least."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Criterion `frequency`: the expert goes first that the fewest tokens are routed to."""
+"""Criterion `frequency`: first remove the expert that gets the fewest tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Criterion `from-end`: the last layer goes first; a control."""
+"""Criterion `from-end`: remove the last layers first; a control."""
 
 from __future__ import annotations
 

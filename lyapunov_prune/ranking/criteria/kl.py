@@ -1,4 +1,4 @@
-"""Criterion `kl`: the layer goes first whose leaving out moves the prediction least."""
+"""Criterion `kl`: first remove the layer whose removal moves the prediction least."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KL(Scored):
-    """The variance of the logits' change under the prediction, which KL is half of to second order; of experts KL.
+    """For layers `Var_p(Δz)`, which is twice the KL to second order; for experts the measured KL.
 
     The predictions are those at `temperature` (`predictions.divergence`). Raises LyapunovPruneError for a temperature
     that is not above 0.

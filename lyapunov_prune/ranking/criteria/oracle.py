@@ -1,4 +1,4 @@
-"""Criterion `oracle`: one layer after another, each time the one whose removal costs least."""
+"""Criterion `oracle`: remove one layer after another, each time the one whose removal costs least."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Criterion `reap`: the expert goes first that adds least where it is chosen."""
+"""Criterion `reap`: first remove the expert that adds least to the tokens that choose it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Criterion `rho`: the layer goes first that lets an error pass most nearly unchanged."""
+"""Criterion `rho`: first remove the layer whose growth of an error is nearest to one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lyapunov_prune.ranking.criterion import ByProfile
 
 @dataclass(frozen=True)
 class Rho(ByProfile):
-    """`|ρ_l − 1|`, ρ_l the growth of an error through layer l under the pooling of the profile."""
+    """`|ρ_l − 1|`, where ρ_l is the growth of an error through layer l under the pooling of the profile."""
 
     seeds: tuple[int, ...] = (0, 1, 2, 3)
 
