@@ -62,7 +62,7 @@ class RemovalCurve(Result):
         return self.measured_on.line()
 
     def answer(self) -> list[str]:
-        """By number of layers removed the least perplexity; of one set all its states, as cut, mended and healed."""
+        """The least perplexity for each number of removed layers; for a single set, those cut, mended and healed."""
         removed = self.rows[1:]
         dense = f"{self.dense.perplexity:.4g} dense, on {self.measured_on.tokens} tokens that no score saw"
         counts = sorted({len(row.removed) for row in removed})
@@ -101,8 +101,8 @@ def evaluate_removals(
 ) -> RemovalCurve:
     """Perplexity of the dense model and of the pruned model of every plan, by criterion.
 
-    Plans that remove the same are measured once, and `model` not at all where it is known what it is on `batch`:
-    `dense`. Raises LyapunovPruneError for a `dense` of another model or text.
+    Plans that remove the same layers are measured once. If `dense` gives the perplexity of `model` on `batch`, it is
+    not measured again. Raises LyapunovPruneError if `dense` is of another model or text.
     """
     reading = read(in_memory(model), batch)
     if dense is None:
@@ -128,7 +128,7 @@ def evaluate_removals(
 def removal_row(
     criterion: str, removed: tuple[int, ...], after: Perplexity, dense: Perplexity, model: PreTrainedModel
 ) -> RemovalRow:
-    """The row of `model`, from which layers are `removed`, beside the `dense` one on the same windows."""
+    """The row of `model`, which lacks the `removed` layers, compared with `dense` on the same windows."""
     return RemovalRow(
         criterion,
         removed,

@@ -1,8 +1,9 @@
-"""One gate: a result is held against a reference that hooks make compute the same, and handed out if it passes.
+"""The gate: a result is compared with a reference that hooks make compute the same, and handed out if it passes.
 
-`Gate` holds both, and the comparisons that every gate makes: of logits, of decoding through the cache, of what comes
-back from the files. `removal_gate`, and in `export` `compact_gate`, `disk_gate` and `factored`, say what the reference
-has to compute and what else is asked. Each check compares floating-point numbers on some tokens: evidence, not a proof.
+`Gate` holds both models and the comparisons that every gate makes: of logits, of cached decoding, of the model that is
+read back from its files. `removal_gate`, and in `export` `compact_gate`, `disk_gate` and `factored`, define what the
+reference computes and add further checks. Each check compares floating-point numbers on some tokens: evidence, not a
+proof.
 """
 
 from __future__ import annotations
@@ -43,10 +44,9 @@ OnFiles = Callable[[Path], GateCheck]
 
 @dataclass(frozen=True)
 class GateReport(Result):
-    """The checks of the gate; `passed` when all did.
+    """The checks of the gate; `passed` if all of them did.
 
-    `measured_on` is of the original model and all tokens that both ran on; None where only files were compared, and in
-    reports of older versions.
+    `measured_on` describes the original model and all tokens that both models ran on; None if only files were compared.
     """
 
     checks: tuple[GateCheck, ...]
@@ -81,10 +81,11 @@ class GateReport(Result):
 
 @dataclass(frozen=True, eq=False)
 class Gate:
-    """A `reference`, a `result` made of it, and the comparisons of the two.
+    """A `reference`, a `result` made from it, and the comparisons of the two.
 
-    Inside `standing_in(reference)` the reference computes what the result should. Some of the result's weights are
-    `computed` anew, or all are copies. Both run on `inputs`: random ones, and the start of `batch` (`sample_inputs`).
+    Within `standing_in(reference)` the reference computes what the result should. `computed` says whether some of the
+    result's weights are new, or all are copies. Both run on `inputs`: random ones, and the start of `batch`
+    (`sample_inputs`).
     """
 
     reference: Decoder
@@ -96,23 +97,23 @@ class Gate:
 
     @property
     def limit(self) -> float:
-        """How far the logits of the result may be from those of the reference."""
+        """The largest allowed deviation of the result's logits from those of the reference."""
         return (CACHE_LIMIT if self.computed else SAME_LIMIT)[self.result.model.dtype]
 
     def report(
         self, checks: Mapping[str, Check], on_files: Mapping[str, OnFiles], checkpoint: str | Path | None
     ) -> GateReport:
-        """All `checks`, then those of the files: of `checkpoint`, or of a temporary folder with the result."""
+        """The report of all `checks`, then of the files: `checkpoint`, or a temporary folder with the result."""
         found = [attempt(name, check) for name, check in checks.items()]
         try:
             with saved_in(self.result.model, checkpoint) as folder:
                 found += [attempt(name, partial(check, folder)) for name, check in on_files.items()]
-        except Exception as error:  # it cannot even be saved
+        except Exception as error:  # a result that cannot be saved fails
             found.append(crashed(RELOADED, error))
         return GateReport(tuple(found), seen_by(self.reference, self.batch, self.inputs))
 
     def expected(self) -> KeptLogits:
-        """The logits of the reference, which computes what the result should."""
+        """The logits of the reference while it computes what the result should."""
         with self.standing_in(self.reference):
             return KeptLogits(self.reference, self.inputs)
 
@@ -123,15 +124,16 @@ class Gate:
         return GateCheck(name, worst <= self.limit, worst, self.limit, detail)
 
     def pictured(self, prompt: dict[str, torch.Tensor], expected: torch.Tensor, detail: str) -> GateCheck:
-        """Whether the logits of the result with a picture in the prompt are the `expected` ones."""
+        """Whether the logits of the result with an image in the prompt are the `expected` ones."""
         worst = deviation(picture_logits(self.result.model, prompt), expected)
         return GateCheck(PICTURED, worst <= self.limit, worst, self.limit, detail)
 
     def cached(self) -> GateCheck:
         """Whether decoding through the cache gives the logits of the uncached forward.
 
-        Told the position of each step only where the reference has to be: a cache that is wrong may hide behind it.
-        What half precision fails is decided in float32, where there is room for it: rounding alone may choose other
+        The model is given the position of each step only if the reference needs it, because explicit positions can hide
+        a wrong cache.
+        A failure in half precision is decided again in float32 if memory allows: rounding alone may choose other
         experts.
         """
         model, inputs = self.result.model, self.inputs
@@ -155,18 +157,18 @@ class Gate:
         return GateCheck(CACHED, worst <= limit, worst, limit, detail)
 
     def in_float32(self) -> Gate | None:
-        """The same comparison of copies in float32; None where they are that already, or have no room."""
+        """The same comparison between float32 copies; None if the models are in float32, or the copies do not fit."""
         if (result := _in_float32(self.result)) and (reference := _in_float32(self.reference)):
             return replace(self, reference=reference, result=result)
         return None
 
     def reloads(self, folder: Path, changed: Callable[[PreTrainedModel], str] = lambda reloaded: "") -> GateCheck:
-        """Whether what the result was saved as, in `folder`, comes back as it (`reload_check`)."""
+        """Whether the result saved in `folder` loads as the same model (`reload_check`)."""
         return reload_check(self.result, folder, self.inputs, changed)
 
 
 def seen_by(decoder: Decoder, batch: Examples | Tokens | None, inputs: list[torch.Tensor]) -> MeasuredOn:
-    """All `inputs` in a row; the context is that of the longest. Classes of images are not looked at: all are 0."""
+    """All `inputs` in one batch; the context is that of the longest. The classes of images are not used: all are 0."""
     model = decoder.model
     if looks_at_images(model):
         pixels, source, split = torch.cat(inputs), "random images", "all"
@@ -182,7 +184,7 @@ def seen_by(decoder: Decoder, batch: Examples | Tokens | None, inputs: list[torc
 
 
 def _cache_deviation(model: PreTrainedModel, inputs: list[torch.Tensor], *, positions: bool = False) -> Any:
-    """The largest deviation of cached decoding; None for a decoder without a cache."""
+    """The largest deviation of cached decoding; None if the decoder has no cache."""
     worst = 0.0
     for ids in inputs:
         steps = cached_logits(model, ids, positions=positions)
@@ -193,9 +195,9 @@ def _cache_deviation(model: PreTrainedModel, inputs: list[torch.Tensor], *, posi
 
 
 def _in_float32(decoder: Decoder) -> Decoder | None:
-    """A copy of a model in half precision; None of others, and where it has no room or lies on several devices."""
+    """A float32 copy of a model in half precision; None for another dtype, too little memory, or several devices."""
     model = decoder.model
-    needed = 6 * sum(p.numel() for p in model.parameters())  # the copy, and its float32
+    needed = 6 * sum(p.numel() for p in model.parameters())  # the copy and its float32 version
     if torch.finfo(model.dtype).bits >= 32 or is_dispatched(model) or decoder.packed:
         return None
     return wrap_any(copy.deepcopy(model).float()) if needed <= free_memory(str(model.device)) else None
@@ -219,10 +221,10 @@ def saved_in(model: PreTrainedModel, checkpoint: str | Path | None) -> Iterator[
 def attempt(name: str, check: Callable[[], GateCheck]) -> GateCheck:
     try:
         return check()
-    except Exception as error:  # a wrongly cut model fails in its own ways; that is a verdict too
+    except Exception as error:  # a wrongly cut model may raise anything; that is a verdict too
         return crashed(name, error)
 
 
 def crashed(name: str, error: Exception) -> GateCheck:
-    """The check `name` failed by an error of the model's own."""
+    """The check `name`, failed because the model raised an error."""
     return GateCheck(name, False, float("inf"), 0.0, in_short(error, 200))

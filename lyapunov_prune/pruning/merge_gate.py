@@ -1,9 +1,9 @@
-"""Merged matrices against the blocks that they stand for, one by one, within the rounding of storing them.
+"""Compare each merged matrix with the block that it replaces, within the rounding of storing it.
 
-Logits show that a matrix stands where it should. How far they move when each number of it is rounded once depends on
-the model: SmolLM2-135M with seven merged blocks amplifies float32 beyond the limit of two equal computations. So of a
-model with merged blocks the logits are held to the limit of two ways to compute the same, and the matrices themselves,
-read from the model that was made, to the bound of `merge_rounding`.
+Logits show that a matrix is in the right place. How far they move when each of its numbers is rounded once depends on
+the model: SmolLM2-135M with seven merged blocks amplifies float32 rounding beyond the limit for two equal computations.
+So the logits of a model with merged blocks get the wider limit for two ways to compute the same, and the matrices
+themselves, read from the new model, must stay within the bound of `merge_rounding`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _INPUTS = 8
 
 @torch.no_grad()
 def merged_check(rows: Iterable[tuple[int, Affine, HiddenMap, Affine]], what: str) -> GateCheck:
-    """Whether `W x + b = W_out τ(x) + b_out` on random inputs x, in float64, but for the rounding of W and b.
+    """Whether `W x + b = W_out τ(x) + b_out` on random inputs x, in float64, up to the rounding of W and b.
 
-    A row is the layer, `(W_out, b_out)`, τ, and the `(W, b)` that is stored.
+    Each row holds the layer, `(W_out, b_out)`, τ, and the stored `(W, b)`.
     """
     worst, layer = 0.0, -1
     for index, out, tau, merged in rows:
@@ -46,7 +46,7 @@ def merged_check(rows: Iterable[tuple[int, Affine, HiddenMap, Affine]], what: st
 def merged_blocks(
     layers: nn.ModuleList, blocks: Mapping[int, tuple[FeedForward, HiddenMap]], stored: Callable[[int], Affine]
 ) -> Iterator[tuple[int, Affine, HiddenMap, Affine]]:
-    """Rows of `merged_check`: `layers` are the original's, `blocks` are by their number there; `stored` gives the
-    matrix that stands for a block."""
+    """The rows of `merged_check`. `layers` are the original's, `blocks` go by their number there; `stored` returns the
+    matrix that replaces a block."""
     for index, (block, tau) in blocks.items():
         yield index, block.parts(layers[index]).out, tau, stored(index)

@@ -1,4 +1,4 @@
-"""A mergekit file of slices as a plan: the layers of one model, less those that no slice has, as PruneMe writes it."""
+"""Read a mergekit file of slices, as PruneMe writes it, as a plan: it removes the layers that no slice holds."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lyapunov_prune.results.files import require_file
 from lyapunov_prune.results.result import ModelIdentity
 
 SUFFIXES = (".yaml", ".yml")
-_CHANGES = ("parameters", "residual_weight")  # which scale weights
+_CHANGES = ("parameters", "residual_weight")  # keys that scale weights
 
 
 @dataclass(frozen=True)
 class MergekitSlices:
-    """The layers that a mergekit file keeps: `ranges` of the first and one past the last, in order.
+    """The layers that a mergekit file keeps: `ranges` of the first layer and one past the last, in order.
 
-    `model` is what the file calls their model. It has no fingerprint: whether it is the one at hand can be checked by
-    the number of layers alone.
+    `model` is the file's name of the model. The file has no fingerprint, so only the number of layers can tell whether
+    it belongs to the model at hand.
     """
 
     path: str
@@ -36,8 +36,8 @@ class MergekitSlices:
     def load(cls, path: str | Path) -> MergekitSlices:
         """Read a mergekit file.
 
-        Raises LyapunovPruneError for a file that is none, that merges several models, scales weights, or takes layers
-        twice or in another order.
+        Raises LyapunovPruneError if the file is no mergekit file, merges several models, scales weights, or takes
+        layers twice or out of order.
         """
         content = _content(Path(path))
         found = list(_sources(path, content))
@@ -64,14 +64,14 @@ class MergekitSlices:
             )
 
     def plan(self, identity: ModelIdentity) -> PruningPlan:
-        """The plan for this model. Raises as `require_model`, and LyapunovPruneError where no layer is left out."""
+        """The plan for this model. Raises as `require_model`, and LyapunovPruneError if no layer is removed."""
         self.require_model(identity)
         kept = {layer for first, end in self.ranges for layer in range(first, end)}
         return PruningPlan.given(identity, [layer for layer in range(self.ranges[-1][1]) if layer not in kept])
 
 
 def read_plan(path: Path) -> PruningPlan | MergekitSlices:
-    """A plan.json, or by its suffix a mergekit file."""
+    """Read a plan.json or, by its suffix, a mergekit file."""
     return MergekitSlices.load(path) if path.suffix.lower() in SUFFIXES else PruningPlan.load(path)
 
 
@@ -118,5 +118,5 @@ def _require_unscaled(path: str | Path, part: dict[str, Any]) -> None:
 
 
 def _shown(value: object) -> str:
-    """A name as it is, and anything else in short: aliases can repeat a list without end."""
+    """A name as it is; anything else shortened, because YAML aliases can repeat a list without end."""
     return printable(value if isinstance(value, str) else reprlib.repr(value))

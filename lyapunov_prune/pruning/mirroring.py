@@ -1,9 +1,9 @@
-"""A merged feed-forward block in a plain checkpoint: `σ(x) − σ(−x) = x` for GELU, SiLU and ReLU.
+"""Store a merged feed-forward block in a plain checkpoint, by `σ(x) − σ(−x) = x` for GELU, SiLU and ReLU.
 
-A plain transformers checkpoint cannot say that a block is one matrix. A plain block whose activation has that identity
-can compute one: with `W₁ = [I; −I]` and `W₂ = [M, −M]`, `W₂ σ(W₁ x) = M (σ(x) − σ(−x)) = M x`. The rest of both
-matrices is zero, and all of it is stored and multiplied: this saves no time or memory. In a compact checkpoint
-(`compact.py`) the block is the matrix alone. A gate multiplies two such maps, and no identity makes that linear.
+A plain transformers checkpoint cannot say that a block is one matrix M. But a plain block whose activation has this
+identity can compute it: with `W₁ = [I; −I]` and `W₂ = [M, −M]`, `W₂ σ(W₁ x) = M (σ(x) − σ(−x)) = M x`. The rest of both
+matrices is zero. Everything is stored and multiplied, so this saves no time or memory; in a compact checkpoint the
+block is the matrix alone (`export.compact`). Gated blocks multiply two such maps, which no identity makes linear.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SAME = 1e-12
 
 
 def require_mirrored(structure: Structure, layers: Sequence[int]) -> None:
-    """Raise LyapunovPruneError unless the blocks of these layers can hold a merged matrix without being one.
+    """Raise LyapunovPruneError unless the blocks of these layers can compute a merged matrix and stay plain.
 
-    Refused are gated blocks, those of a hidden size below 2 d, and those whose activation has no `σ(x) − σ(−x) = x`,
+    It refuses gated blocks, blocks with a hidden size below 2 d, and activations without `σ(x) − σ(−x) = x`, which is
     tried in float64 on a grid. Raises as `find_feedforward` too.
     """
     for index in layers:
@@ -46,9 +46,9 @@ def require_mirrored(structure: Structure, layers: Sequence[int]) -> None:
 
 @torch.no_grad()
 def mirror(layer: nn.Module, merged: Merged) -> None:
-    """Let the feed-forward block of `layer` compute `merged`, in place, through its own activation.
+    """Change the feed-forward block of `layer` in place, so that it computes `merged` through its own activation.
 
-    Raises LyapunovPruneError for a bias where the block's last matrix has none.
+    Raises LyapunovPruneError if `merged` has a bias but the block's last matrix has none.
     """
     parts, d = merged.block.parts(layer), merged.weight.shape[0]
     (W1, b1), (W2, b2) = parts.up, parts.out
@@ -66,7 +66,7 @@ def mirror(layer: nn.Module, merged: Merged) -> None:
 
 
 def mirrored(layer: nn.Module, block: FeedForward) -> Affine:
-    """What `mirror` wrote into the block of `layer`: the merged matrix and its bias, views of the model's own."""
+    """The merged matrix and bias that `mirror` wrote into the block of `layer`, as views of the model's parameters."""
     W2, b2 = block.parts(layer).out
     return W2[:, : W2.shape[0]], b2
 
@@ -74,7 +74,7 @@ def mirrored(layer: nn.Module, block: FeedForward) -> Affine:
 @torch.no_grad()
 def _is_odd_half(activation: nn.Module) -> bool:
     """Whether `σ(x) − σ(−x) = x` within rounding, over a range where every known activation has left its bend."""
-    activation = copy.deepcopy(activation).to("cpu", torch.float64)  # one that is learnt is where the model is
+    activation = copy.deepcopy(activation).to("cpu", torch.float64)  # a learnt activation lies on the model's device
     x = torch.linspace(-_RANGE, _RANGE, _POINTS, dtype=torch.float64)
     return bool(((activation(x) - activation(-x) - x).abs() <= _SAME * x.abs().clamp_min(1)).all())
 

@@ -1,4 +1,4 @@
-"""How a format stores what a plan takes out of layers that stay, in the words of the model card. Imports no torch."""
+"""The model card's words on how a format stores parts that a plan removes from layers that stay. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Stored:
-    """What the card of a pruned checkpoint says of its format.
+    """The sentences of a pruned checkpoint's card about its format.
 
-    `parts` says by "attention", "mlp" and "activation" what has become of such a part, `note` where the files name the
-    parts that are gone. `engines`: serving engines that know the original may run the result, so the card has to say
+    `parts` says for "attention", "mlp" and "activation" what became of a removed part; `note` says where the files name
+    them. `engines` is true if serving engines that know the original may run the result, so that the card has to say
     which kinds of layers are left.
     """
 

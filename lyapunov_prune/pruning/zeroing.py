@@ -1,9 +1,9 @@
-"""Attention or MLP of a layer left out of a plain checkpoint: the output projection of its branch becomes zero.
+"""Remove the attention or MLP of a layer in a plain checkpoint, by setting its output projection to zero.
 
-A plain transformers checkpoint cannot say that a layer lacks its attention or its MLP. It can say the same in
-numbers: where the branch's output projection is zero, the branch adds nothing to the residual stream. The zeros
-are stored and multiplied like any weight, so this shows what a sublayer is worth and saves no time or memory. In a
-compact checkpoint (`compact.py`) attentions are gone.
+A plain transformers checkpoint cannot say that a layer lacks its attention or its MLP. With a zero output projection
+the sublayer adds nothing to the residual stream, which computes the same. The zeros are stored and multiplied like any
+weight, so this shows what a sublayer is worth but saves no time or memory. In a compact checkpoint attentions are gone
+(`export.compact`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from lyapunov_prune.models.structure import in_eval_mode
 @in_eval_mode
 @torch.no_grad()
 def zero_sublayers(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> None:
-    """Set the output projections of these branches of `decoder` to zero, in place: weight, bias, every expert.
+    """Set the output projections of these sublayers of `decoder` to zero, in place: weight, bias, every expert.
 
-    Which they are is found by trying (`forward.outputs`). Raises LyapunovPruneError for a layer without such a branch,
-    for one whose end adds something of its own (a norm with a bias), and when another layer uses the same matrix.
+    Trial forwards find which matrices they are (`forward.outputs`). Raises LyapunovPruneError if a layer has no such
+    sublayer, if something after the projection adds to the output (a norm with a bias), and if another layer uses the
+    same matrix.
     """
     if not (attention or mlp):
         return
