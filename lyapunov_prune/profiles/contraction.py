@@ -144,9 +144,9 @@ def measure_contraction(
 
 
 def _floor_and_linearity(trial: WindowSums) -> tuple[np.ndarray, np.ndarray]:
-    """V of one unit of rounding, (L + 1,), and ρ at ε over ρ at ε / 10, (L,), NaN where it is rounding.
+    """V of one unit of rounding, (L + 1,), and the ratio of ρ at ε to ρ at ε / 10, (L,); NaN below the floor.
 
-    The copies of `trial` are perturbed by ε, as many by ε / 10, and the last one by the unit.
+    The last copy in `trial` is perturbed by the unit, the first half of the others by ε and the second half by ε / 10.
     """
     V = trial.error.sum(-1) / trial.state.sum(-1, keepdims=True)
     half = V.shape[1] // 2

@@ -19,7 +19,7 @@ Pooling = Literal["energy", "token"]
 ABOVE_FLOOR = 100.0
 # If ρ at ε and at ε / 10 differ by more than this, ρ depends on ε.
 LINEAR = 0.1
-# Tolerance of a share whose sum has another order than the whole.
+# Tolerance of a share: its sum and the sum of the whole are rounded in different orders.
 _WHOLE = 1 + 1e-6
 
 
@@ -42,15 +42,15 @@ class ContractionProfile(Result):
     intervals: dict[str, np.ndarray]  # pooling -> 95 % bootstrap interval of rho, (L, 2)
     error_growth: np.ndarray  # Σ‖e_{l+1}‖² / Σ‖e_l‖², (L,)
     state_growth: np.ndarray  # Σ‖h_{l+1}‖² / Σ‖h_l‖², (L,)
-    floor: np.ndarray  # V of one unit of rounding (jvp: of the change by it), (L + 1,); zeros in old files
+    floor: np.ndarray  # V of one unit of rounding (jvp: of the change it makes), (L + 1,); zeros in old files
     sink_state_share: np.ndarray  # share of Σ‖h_l‖² in the largest token of each window, (L + 1,)
     sink_error_share: np.ndarray  # share of Σ‖e_l‖² in those same tokens, (L + 1,)
     norm_growth: np.ndarray  # K = Π_l ‖h_{l+1}‖/‖h_l‖, one value per window
     measured_on: MeasuredOn
     worst_growth: float | None = None  # Π_l max over windows of ‖h_{l+1}‖/‖h_l‖ ≥ max K; None in old files
     windows: Energies | None = None  # per window, for the bootstrap; None in old files
-    # ρ at ε over ρ at ε / 10, (L,), on part of one window, on all windows where the layers route tokens. NaN where the
-    # smaller one is rounding; None for jvp and in old files
+    # ρ at ε divided by ρ at ε / 10, (L,), on part of one window, or on all windows if the layers route tokens. NaN if
+    # ρ at ε / 10 is rounding; None for jvp and in old files
     linearity: np.ndarray | None = None
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the router of every layer makes of its experts: how many tokens, how much weight, how much output."""
+"""How the router of every layer uses its experts: tokens, weights and outputs of each."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ExpertUse(Result):
     """Per layer and expert, (L, E) float64, NaN in layers without experts.
 
     - `tokens`: how many tokens the router sent to the expert;
-    - `weight`: the sum of the weights `g_t` that it gave it for them;
-    - `saliency`: the mean over them of `g_t ‖f(x_t)‖₂`, with `f(x_t)` the output of the expert before it is weighted
-      (REAP, arXiv:2510.13999); 0 for an expert that got no token.
+    - `weight`: the sum of the router weights `g_t` of these tokens;
+    - `saliency`: the mean over these tokens of `g_t ‖f(x_t)‖₂`, with `f(x_t)` the output of the expert before it is
+      weighted (REAP, arXiv:2510.13999); 0 for an expert that got no token.
     """
 
     tokens: np.ndarray
@@ -80,7 +80,7 @@ def expert_use(model: InMemory, batch: Readable, *, batch_size: int = 1) -> Expe
     sums for each expert, and one layer's outputs of all chosen experts.
 
     Raises NonFiniteError naming the layer when the model is not finite, and LyapunovPruneError for a model without
-    experts, and for experts in a form that is not known (`models.mixtures`).
+    experts, and for experts in an unknown form (`models.mixtures`).
     """
     reading = read(model, batch)
     structure = reading.structure
@@ -113,7 +113,7 @@ def _added(layer: int, mixtures: Mixtures, sums: torch.Tensor) -> Callable[..., 
             )
         states = routing.tokens.repeat_interleave(router.chosen, 0)
         chosen, weights = routing.experts.reshape(-1, 1), routing.weights.reshape(-1)
-        # Each token to one expert, with weight 1: the family's own code gives the expert's output.
+        # Send each token to one expert with weight 1, so that the family's own code returns the unweighted output.
         outputs: torch.Tensor = module.forward(states, chosen, torch.ones_like(weights).unsqueeze(1))
         norms = torch.linalg.vector_norm(lift(outputs), dim=-1).cpu()
         weight, expert = lift(weights).cpu(), chosen.flatten().cpu()

@@ -111,7 +111,7 @@ def turns(structure: Structure, inputs: Sequence[torch.Tensor]) -> np.ndarray:
     rows: list[np.ndarray] = []
     for part in track(inputs, "block influence"):
         sums: list[torch.Tensor] = []
-        before: list[UnitAndNorm] = []  # a copy
+        before: list[UnitAndNorm] = []  # new tensors, because a layer may change its input in place
 
         def visit(
             layer: int,

@@ -25,7 +25,7 @@ from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import ROWS, MeasuredOn, Result
 from lyapunov_prune.results.wording import bars, ranges
 
-KEEP = 4.0  # times the median Block Influence, above which a layer is no candidate
+KEEP = 4.0  # a layer above this multiple of the median Block Influence is kept
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class LayerProfile(Result):
 
     @property
     def candidates(self) -> tuple[int, ...]:
-        """The eighth of the layers, at least one, that turns the state least among those not `kept`, least first."""
+        """The eighth of the layers (at least one) with the least influence among those not `kept`, least first."""
         turn = self.influence.influence
         order = [int(i) for i in np.argsort(turn, kind="stable") if i not in self.kept]
         return tuple(order[: max(1, len(turn) // 8)])
@@ -93,7 +93,7 @@ class LayerProfile(Result):
         return lines
 
     def _firmness(self) -> str:
-        """How often the candidates are chosen when windows are drawn anew; says so where one window cannot tell."""
+        """How often the candidates are chosen in bootstrap samples of the windows; unknown for a single window."""
         draws = self.influence.drawn()
         if draws is None:
             return "; one window cannot say how firmly"
@@ -104,7 +104,7 @@ class LayerProfile(Result):
         return f", each in at least {least:.0%} of redrawn windows"
 
     def _disagreement(self) -> list[str]:
-        """Why the two poolings tell different stories, and what follows."""
+        """A warning that names the layers where the two poolings disagree, and why; empty if there are none."""
         where = self.contraction.pooling_disagrees
         if not where:
             return []
@@ -120,7 +120,7 @@ class LayerProfile(Result):
         ]
 
     def _doubts(self) -> list[str]:
-        """Where ρ is rounding or holds at this perturbation only, and whether half precision may mislead."""
+        """A warning where ρ is rounding or depends on ε, and where half precision may mislead; empty if neither."""
         doubts = []
         if self.contraction.below_floor:
             doubts.append(f"ρ is rounding at layers {ranges(self.contraction.below_floor)} (measure in float32)")
@@ -131,7 +131,7 @@ class LayerProfile(Result):
         return [f"Doubts: {'; '.join(doubts)}."] if doubts else []
 
     def brief(self) -> pd.DataFrame:
-        """The candidates and the layers to keep, without what only explains them."""
+        """The candidates and the layers to keep, with their influence, ρ and its interval."""
         frame = self.to_frame().set_index("layer")
         rows = [*self.candidates, *self.kept]
         advice = ["try"] * len(self.candidates) + ["keep"] * len(self.kept)

@@ -115,7 +115,7 @@ def required(seeds: Iterable[int], epsilon: float, batch_size: int) -> tuple[int
 
 
 def require_moved(error: float, epsilon: float, dtype: torch.dtype) -> None:
-    """Raise LyapunovPruneError where the `error` before layer 0 is zero because ε is below rounding."""
+    """Raise LyapunovPruneError if the `error` before layer 0 is zero because ε is below rounding."""
     if not error > 0:
         told = str(dtype).removeprefix("torch.")
         raise LyapunovPruneError(f"an epsilon of {epsilon:g} changes no state in {told}; give a larger one, as 1e-2")
@@ -175,7 +175,7 @@ def _collect(rows: list[tuple[int, tuple[torch.Tensor, ...]]], where: str) -> Wi
 
 @contextmanager
 def _boundaries(structure: Structure, visit: Visit, inject: Inject, between: Between) -> Iterator[None]:
-    """`residual_stream`, and `visit(l + 1, h)` also where the stream h enters the module `between[l]` of layer l."""
+    """`residual_stream` that also calls `visit(l + 1, h)` when the stream enters `between[l]`, a module of layer l."""
     shape: list[torch.Size] = []  # of the stream: OPT flattens tokens inside a layer
 
     def between_layers(boundary: int, hidden: torch.Tensor) -> None:

@@ -27,8 +27,8 @@ class SublayerGrowth(Result):
 
     `error_growth = Σ‖e after‖² / Σ‖e before‖²` and `state_growth` likewise, for the residual stream before and after a
     sublayer is added; their ratio is the sublayer's ρ, and the product over the sublayers gives the layer's values.
-    `token_rho` is the ratio of `mean_t ‖e‖²/‖h‖²`. A layer of one sublayer has its own growth there; one whose
-    sublayers cannot be separated has NaN. Measured along one text, not a bound.
+    `token_rho` is the ratio of `mean_t ‖e‖²/‖h‖²`. The only sublayer of a layer has the layer's own growth; a layer
+    whose sublayers cannot be separated has NaN. Measured along one text, not a bound.
     """
 
     epsilon: float
@@ -98,7 +98,7 @@ def sublayer_growth(
     stream is also observed between the sublayers, in the same forward.
 
     Raises LyapunovPruneError naming the class for layers with parallel attention and MLP, which have no state between
-    them, and where no layer has separable sublayers; otherwise like `measure_contraction`.
+    them, and if no layer has separable sublayers; otherwise like `measure_contraction`.
     """
     reading = read(model, batch)
     kind = type(reading.model).__name__
