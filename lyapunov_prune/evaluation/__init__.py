@@ -3,7 +3,7 @@
 - `perplexity`, `score`, `speed`: measured by this package; `tasks`, `harness`: run with lm-evaluation-harness;
 - `judging`: whether a change pays, by a paired test over windows;
 - `retrieval`: documents ranked by their embeddings;
-- `llama_cpp`: what llama.cpp computes with a GGUF file, in `llama_cpp_process`; `engine`: how good and fast that is;
+- `llama_cpp`: runs llama.cpp on GGUF files in the process `llama_cpp_process`; `engine`: its perplexity and speed;
 - `repetition`: whether generated text repeats itself; `evaluation`: the result of `lyapunov-prune eval`.
 """
 

@@ -25,16 +25,17 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 
 @dataclass(frozen=True)
 class EngineScores(Result):
-    """Of every file: its perplexity in llama.cpp, `own` here (ppl, same windows), and its speed there.
+    """Perplexity and speed of GGUF files in llama.cpp; the first file is the reference.
 
-    Speeds are those of `measure_speed`: medians over `repeats` prompts of `prompt` tokens, and over all of `steps`
-    tokens that are read one at a time after each, the files in turn on `threads` threads. The first is the reference.
+    `perplexities` are those of llama.cpp, `own` those of this program on the same windows. Speeds are those of
+    `measure_speed`: medians over `repeats` prompts of `prompt` tokens, and over all of the `steps` tokens that are read
+    one at a time after each prompt. The files take turns, on `threads` threads.
     """
 
     perplexities: tuple[Perplexity, ...]
     own: tuple[float, ...]
     rows: tuple[SpeedRow, ...]
-    types: tuple[str, ...]  # of most numbers of each file
+    types: tuple[str, ...]  # by file, the quantisation type of most of its numbers
     prompt: int
     steps: int
     repeats: int
@@ -76,9 +77,9 @@ class EngineScores(Result):
 
 
 def engine_files(names: Sequence[str]) -> list[Path]:
-    """The GGUF files of the models of these names.
+    """The GGUF files of the models called `names`.
 
-    Raises LyapunovPruneError for a model of another kind of file, and where xllamacpp is not installed.
+    Raises LyapunovPruneError for a model in another format, and if xllamacpp is not installed.
     """
     if not installed():
         raise LyapunovPruneError(INSTALL)
@@ -98,7 +99,7 @@ def engine_scores(
     steps: int = 16,
     repeats: int = 5,
 ) -> EngineScores:
-    """Score GGUF files in llama.cpp on the windows of `batch`, whose perplexity here is `own`, and time them there.
+    """Score and time GGUF files in llama.cpp on the windows of `batch`; `own` is the perplexity measured here.
 
     Raises LyapunovPruneError when llama.cpp does not load a file, crashes, or takes too long.
     """

@@ -89,7 +89,7 @@ class Evaluation(Result):
 def zero_share(model: PreTrainedModel) -> float:
     """Share of zeros among the entries of the tensors with two or more dimensions in the layers of `model`.
 
-    0 where all are packed, because packed integers are not entries.
+    0 if all weights are packed, because packed integers are not entries.
     """
     zeros = entries = 0
     for index, layer in enumerate(find_structure(model).layers):

@@ -94,10 +94,10 @@ _GENERATION: dict[str, Any] = {  # the harness' gsm8k, version 3, apart from its
 class ProjectModel(HFLM):
     """Adapter that lets lm-evaluation-harness score a loaded model.
 
-    A BOS token as `bos` says and no other special token. Nothing is truncated: an item that does not fit the context is
-    refused. Decoding is greedy and uses only the end-of-text tokens of the generation config. `read` holds the ids of
-    every scored or continued text; `bars` is where progress is shown. Log-likelihoods equal those of the harness up to
-    rounding; `continuations` scores the choices of an item together.
+    `bos` says whether texts begin with a BOS token; no other special token is added. Nothing is truncated: an item that
+    does not fit the context is refused. Decoding is greedy and uses only the end-of-text tokens of the generation
+    config. `read` holds the ids of every scored or continued text; `bars` is where progress is shown. Log-likelihoods
+    equal those of the harness up to rounding; `continuations` scores the choices of an item together.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ def hub_tasks(names: Sequence[str], few_shot: int | None) -> dict[str, Configura
 
 
 def every_second(task: ConfigurableTask, first: int) -> ConfigurableTask:
-    """The task on every second of its items, from number `first` on; `task` stays as it is."""
+    """A copy of `task` with every second of its items, from number `first` on."""
     split = task.config.test_split or task.config.validation_split
     rows = task.dataset[split]
     part = copy.copy(task)

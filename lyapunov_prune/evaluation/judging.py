@@ -84,7 +84,7 @@ def compare(before: np.ndarray, after: np.ndarray) -> Comparison:
     error = float(difference.std(ddof=1)) / len(difference) ** 0.5
     if error == 0:
         return Comparison(change, change, change, 0.0 if change < 0 else 1.0, len(before))
-    from scipy import stats  # where files alone are pruned, nothing is scored
+    from scipy import stats  # imported late: pruning files alone scores nothing
 
     reach = error * float(stats.t.ppf(0.975, len(difference) - 1))
     p_value = float(stats.t.cdf(change / error, len(difference) - 1))

@@ -1,6 +1,6 @@
-"""What llama.cpp computes with a GGUF file (`pip install lyapunov-prune[engines]`).
+"""Run llama.cpp on GGUF files (`pip install lyapunov-prune[engines]`).
 
-llama.cpp runs in a process of its own (`llama_cpp_process`), which may crash and is bounded in time.
+llama.cpp runs in a process of its own (`llama_cpp_process`) with a time limit, because it may crash or hang.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from lyapunov_prune.errors import LyapunovPruneError
 
 INSTALL = "xllamacpp is not installed (pip install lyapunov-prune[engines])"
-BATCH = 256  # tokens that are read at once
+BATCH = 256  # tokens read at once
 _PROGRAM = Path(__file__).with_name("llama_cpp_process.py")
-# The time that it may take: at least so many seconds, and one more for each MB that a thousand tokens go through.
+# Time limit: this many seconds, plus one for every MB of the files and thousand tokens.
 _SECONDS = 600.0
 
 
@@ -30,9 +30,9 @@ _SECONDS = 600.0
 class Predictions:
     """What llama.cpp predicts over one window.
 
-    `ids` (n,) are the tokens that it read, those that it wrote itself last; `next` (n − 1,) the log-probabilities of
-    tokens 1, 2, … of them, in nats; `tokens` and `values` (n − 1 × top) the likeliest tokens after each, and their
-    log-probabilities.
+    `ids` (n,) are the tokens of the window, followed by those that llama.cpp wrote; `next` (n − 1,) the log-probability
+    of each token after the first, in nats; `tokens` and `values` (n − 1 × top) the most likely tokens after each
+    position, and their log-probabilities.
     """
 
     ids: np.ndarray
@@ -43,9 +43,10 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one file: the predictions over every window of tokens, and seconds (repeats × [prompt, step, step, …]).
+    """What llama.cpp computed with one file.
 
-    `sliding` is the sliding window that llama.cpp reads in its header, 0 for none.
+    `windows` holds the predictions over each window of tokens, `seconds` (repeats × [prompt, step, step, …]) the times,
+    and `sliding` the size of the sliding window in the file's header, 0 for none.
     """
 
     windows: tuple[Predictions, ...]
@@ -68,11 +69,11 @@ def ask(
     prompt: int = 0,
     repeats: int = 0,
 ) -> list[Answers]:
-    """What llama.cpp predicts with each of `files` over `windows` and the `greedy` tokens that it writes after each.
+    """Predictions of llama.cpp with each of `files` over `windows`, and over `greedy` tokens that it writes after each.
 
-    With `repeats` it also reads the first `prompt` ids of `timed` and then the others one by one, so many times, the
-    files in turn. Raises LyapunovPruneError when xllamacpp is not installed, and when llama.cpp does not load a file,
-    crashes, or takes too long.
+    With `repeats`, it also reads the first `prompt` ids of `timed` and then the others one by one, `repeats` times, and
+    the files take turns. Raises LyapunovPruneError if xllamacpp is not installed, and if llama.cpp does not load a
+    file, crashes, or takes too long.
     """
     if not installed():
         raise LyapunovPruneError(INSTALL)

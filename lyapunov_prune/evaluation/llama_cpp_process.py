@@ -1,8 +1,8 @@
-"""A program that runs llama.cpp on token ids and writes what it predicts. It imports nothing of this package.
+"""A program that runs llama.cpp on token ids and writes its predictions. It imports nothing of this package.
 
-It calls llama.cpp's C functions in the library that xllamacpp ships, because xllamacpp's own server gives no
-log-probabilities of a prompt. Structs of settings are passed as blocks of bytes that are larger than any version's; the
-first three numbers of a context's are written (context, batch, micro-batch), and read back by llama.cpp's own getters.
+It calls the C functions of the library that xllamacpp ships, because xllamacpp's own server gives no log-probabilities
+of a prompt. Settings structs are passed as blocks of bytes larger than those of any version. Only the first three
+numbers of the context settings are written (context, batch, micro-batch); llama.cpp's own getters check them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-_ERROR = 4  # ggml's number for the level of an error
+_ERROR = 4  # ggml's log level of errors
 
 
 class _Settings(ctypes.Structure):
@@ -78,7 +78,7 @@ def _library() -> ctypes.CDLL:
 
 
 class Model:
-    """A GGUF file in llama.cpp, for texts of up to `length` tokens that are read `batch` at a time."""
+    """A GGUF file in llama.cpp, for texts of up to `length` tokens, read `batch` at a time."""
 
     def __init__(self, library: ctypes.CDLL, file: str, length: int, batch: int, threads: int) -> None:
         self.library, self.size = library, batch
@@ -102,7 +102,10 @@ class Model:
         self.library.llama_memory_clear(self.library.llama_get_memory(self.context), True)
 
     def read(self, ids: list[int], start: int, every: bool) -> int:
-        """Read at most one batch of `ids`, which begin at position `start`; the logits of every one, or the last."""
+        """Read at most one batch of `ids` from position `start` on, and return how many tokens were read.
+
+        Logits are computed for every token, or without `every` for the last one alone.
+        """
         batch = self.batch
         batch.number = number = min(len(ids), self.size)
         for i, token in enumerate(ids[:number]):
@@ -113,21 +116,21 @@ class Model:
         return number
 
     def log_probabilities(self, i: int) -> np.ndarray:
-        """Those of the whole vocabulary, float32, after token `i` of the batch that was read last."""
+        """Log-probabilities (vocabulary,) float32, after token `i` of the batch that was read last."""
         logits = np.ctypeslib.as_array(self.library.llama_get_logits_ith(self.context, i), (self.vocabulary,))
         shifted = logits - logits.max()
         return shifted - np.float32(np.log(np.exp(shifted).sum(dtype=np.float64)))
 
 
 def predictions(model: Model, ids: list[int], greedy: int, top: int) -> dict[str, np.ndarray]:
-    """What `model` predicts after every token of `ids` and of the `greedy` ones that it writes after them.
+    """What `model` predicts after every token of `ids` and of the `greedy` tokens that it writes after them.
 
-    As `llama_cpp.Predictions` has it.
+    The arrays are the fields of `llama_cpp.Predictions`.
     """
     model.clear()
     ids, start, length = list(ids), 0, len(ids) + greedy
     after, tokens, values = [], [], []
-    while start < length - 1:  # nothing is asked of what follows the last token
+    while start < length - 1:  # what follows the last token is not needed
         number = model.read(ids[start:], start, every=True)
         for i in range(start, start + number):
             found = model.log_probabilities(i - start)
@@ -145,7 +148,7 @@ def predictions(model: Model, ids: list[int], greedy: int, top: int) -> dict[str
 
 
 def seconds(model: Model, ids: list[int], prompt: int) -> list[float]:
-    """The seconds of reading `prompt` tokens of `ids`, and of each of the others by itself."""
+    """Seconds for the first `prompt` tokens of `ids` together, and for each of the others by itself."""
     model.clear()
     marks, start = [time.perf_counter()], 0
     while start < prompt:
@@ -159,7 +162,7 @@ def seconds(model: Model, ids: list[int], prompt: int) -> list[float]:
 
 
 def run(asked: str, told: str) -> None:
-    """Answer the questions in the JSON file `asked` in the .npz file `told`, which appears whole."""
+    """Answer the questions in the JSON file `asked`; the answers in `told` (.npz) are written whole or not at all."""
     wanted = json.loads(Path(asked).read_text(encoding="utf-8"))
     windows, timed = wanted["windows"], wanted["timed"]
     longest = max(map(len, [*windows, timed])) + wanted["greedy"]

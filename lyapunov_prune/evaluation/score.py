@@ -79,7 +79,7 @@ def score(model: InMemoryAny, examples: TokenBatch | ImageBatch, *, batch_size: 
     A window of tokens is scored as in `perplexity`, its first token unscored; an image by its class.
 
     Raises LyapunovPruneError for examples that do not fit the model and for a loss that is not finite; NonFiniteError
-    where the layer of a decoder can be named.
+    if the layer of a decoder can be named.
     """
     examples = as_examples(model, examples)
     if isinstance(examples, ImageBatch):
@@ -125,6 +125,6 @@ def paired_error(a: ItemScores, b: ItemScores) -> float:
     differences = a.items - b.items
     if len(differences) < 2:
         raise LyapunovPruneError("a standard error needs two items or more; score more items")
-    from scipy import stats  # where files alone are pruned, nothing is scored
+    from scipy import stats  # imported late: pruning files alone scores nothing
 
     return float(stats.sem(differences))

@@ -26,7 +26,7 @@ from lyapunov_prune.results.result import Result, versions
 
 
 def prompt_for(structure: Structure) -> int:
-    """The tokens of a prompt that a model is timed on: 256, or half of a shorter context."""
+    """Number of prompt tokens that a model is timed on: 256, or half of a shorter context."""
     return structure.at_most(512) // 2
 
 
@@ -113,7 +113,7 @@ def measure_speed(models: Mapping[str, Model], *, prompt: Count = 256, steps: Co
 
     One warm-up round, then `repeats` rounds in which the models take turns. The first model is the reference. Token ids
     and pixels are random, because speed does not depend on them. A decoder without a cache reads the whole text again
-    at every step, and one with length-dependent positions (`models.positions`) where they change.
+    at every step, one with length-dependent positions (`models.positions`) at the steps where they change.
 
     Raises LyapunovPruneError when prompt and steps do not fit the context, for text models mixed with image models, for
     a streamed model, and for zero models, prompt, steps or repeats.
@@ -155,7 +155,7 @@ def measure_speed(models: Mapping[str, Model], *, prompt: Count = 256, steps: Co
 def prefill_and_decode(
     prompt: int, prefills: ArrayLike, decodes: ArrayLike
 ) -> tuple[float, tuple[float, ...], float, tuple[float, ...]]:
-    """Tokens per second from seconds: the median and the quartiles of prompts, and of steps (NaN without any)."""
+    """Tokens per second, from seconds: median and quartiles over the prompts, and over the steps (NaN without any)."""
     low, middle, high = (prompt / np.percentile(np.asarray(prefills), [75, 50, 25])).tolist()
     steps = np.asarray(decodes)
     slow, usual, fast = (1 / np.percentile(steps, [75, 50, 25])).tolist() if steps.size else [math.nan] * 3

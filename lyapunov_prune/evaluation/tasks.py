@@ -34,7 +34,10 @@ COLLAPSED, REPEATED, LENGTH = "collapsed", "repeated 3-grams", "tokens"
 
 @dataclass(frozen=True)
 class Task:
-    """A task to evaluate: `harness` is the object of the harness, `sha256` that of the file (None for a named task)."""
+    """A task to evaluate.
+
+    `harness` is the task object of the harness; `sha256` is the digest of the file, None for a task by name.
+    """
 
     name: str
     source: str
@@ -43,7 +46,7 @@ class Task:
 
     @property
     def generates(self) -> bool:
-        """Whether the model writes its answers, and does not choose among given ones."""
+        """Whether the model writes its answers instead of choosing among given ones."""
         return self.harness.OUTPUT_TYPE == "generate_until"
 
 
@@ -66,9 +69,9 @@ class ScoredTask:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """`value` of a metric and its standard error over items (NaN where it has none).
+    """`value` of a metric and its standard error over items (NaN if it has none).
 
-    `items` holds the metric of every item in order, for paired comparisons; empty where the harness has none.
+    `items` holds the metric of every item in order, for paired comparisons; empty if the harness has none.
     """
 
     model: str
@@ -129,7 +132,7 @@ class TaskScores(Result):
         return pd.DataFrame(list(rows.values()))
 
     def answer(self) -> list[str]:
-        """A line a task, by its first metric, generated ones first: they lose more than multiple choice shows."""
+        """One line per task with its first metric. Generation comes first: it loses more than multiple choice shows."""
         lines = []
         for task in sorted(self.tasks, key=lambda task: task.kind != "generation"):
             metric = next(s.metric for s in self.scores if s.task == task.name)
@@ -186,10 +189,11 @@ def load_tasks(names: Sequence[str | Path], *, few_shot: Annotated[int, Range(0)
 
 @checked
 def halves(source: str) -> tuple[Task, Task]:
-    """The items of one task by turns: those that choose how much of a model goes, and those that are held out.
+    """Split a task into alternate items: one half to choose how much of a model to remove, the other held out.
 
-    `source` is a `.jsonl` file or a name, as for `load_tasks`. Raises LyapunovPruneError as that does, for a group of
-    several tasks, for too few items, and for a task whose first metric is better when it is lower.
+    `source` is a `.jsonl` file or a name, as for `load_tasks`. Raises the errors of `load_tasks`, and
+    LyapunovPruneError for a group of several tasks, for too few items, and for a task whose first metric is better when
+    it is lower.
     """
     tasks = load_tasks([source])
     task = tasks[0]
