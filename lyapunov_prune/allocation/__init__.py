@@ -1,8 +1,8 @@
 """How a budget is distributed: the amount of compression of every matrix, with the budget as their mean.
 
-- `schedules/`: one file a schedule; `table` lists them by name; `schedule`: what each is; `allocate` calls one;
+- `schedules/`: one file per schedule; `table` lists them by name; `schedule`: their base class; `allocate` calls one;
 - `allocation`: the decision; `fitting`: the arithmetic that makes its sum right;
-- `bit_widths`: whole bits for every layer at least cost;
+- `bit_widths`: an integer bit width for every layer at least total cost;
 - `amplification`: what an error of each layer becomes at the end of the model.
 
 A new schedule is a file in `schedules` and a row in `table.SCHEDULES`; docs/adding/method.md shows one.

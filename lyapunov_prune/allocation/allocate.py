@@ -35,7 +35,7 @@ def allocate(
 ) -> Allocation:
     """Distribute the compression over the matrices of `model` by a schedule of `SCHEDULES`, with mean `budget`.
 
-    The budget is a sparsity (`0 ≤ S < 1`), or for those of bits a number of bits per weight. `parameters` are the
+    The budget is a sparsity (`0 ≤ S < 1`), or a number of bits per weight for schedules of bits. `parameters` are the
     fields of the schedule; a profile is used under its `pooling`. A measurement that the schedule does not need is
     ignored.
 
@@ -48,5 +48,5 @@ def allocate(
     )
     if made.needs is not None and given is None:
         raise LyapunovPruneError(f"schedule {schedule} needs {REMEDIES[made.needs]}")
-    with held(model.model):  # another thread may have other weights in it
+    with held(model.model):  # a lock: another thread may have swapped weights in
         return made.allocate(model.model, budget, given)

@@ -18,7 +18,7 @@ from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
-# A matrix of zeros has no direction left.
+# The largest sparsity of a matrix, because a matrix of zeros has no direction left.
 SPARSEST = 0.99
 
 

@@ -1,4 +1,4 @@
-"""A width in bits for every layer, of a few that there are: the least cost that fits in a budget of bytes."""
+"""A bit width for every layer, one of a few: the least total cost whose mean width is within the budget."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ DENSE = 16  # the width that stands for a layer left as it is
 
 @dataclass(frozen=True)
 class BitWidths(Schedule):
-    """One of `widths` bits for each layer, so that their mean over all weights is at most the budget, at least cost.
+    """One of `widths` bits for each layer at least total cost, with a mean over all weights of at most the budget.
 
-    `min Σ_l cost(l, b_l)` with `Σ_l size_l b_l ≤ budget · Σ_l size_l`: a knapsack over layers, solved exactly by
+    `min Σ_l cost(l, b_l)` subject to `Σ_l size_l b_l ≤ budget · Σ_l size_l`: a knapsack over layers, solved exactly by
     `scipy.optimize.milp`. The matrices of a layer share its width, so that engines can fuse them; 16 leaves the layer
-    as it is. Scales are not counted: they take the same whatever the width. What fits may leave a part of the budget.
+    unchanged. Scales are not counted, because they take the same space at every width. The optimum may leave part of
+    the budget unused.
 
-    Raises LyapunovPruneError for a budget below the narrowest width, and for widths that are not ascending whole
-    numbers from 2 to 8, or 16.
+    Raises LyapunovPruneError for a budget below the narrowest width, and for widths that are not ascending integers
+    from 2 to 8, or 16.
     """
 
     widths: tuple[int, ...] = (2, 3, 4, 8, DENSE)
@@ -40,7 +41,7 @@ class BitWidths(Schedule):
             raise LyapunovPruneError(f"widths {self.widths}; give two or more of 2 to 8, or 16, in rising order")
 
     def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
-        """What each width of each layer costs, (layers × widths); `given` is what the schedule `needs`."""
+        """The cost of each width in each layer, (layers × widths); `given` is the measurement named by `needs`."""
         raise NotImplementedError
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
@@ -64,9 +65,9 @@ class BitWidths(Schedule):
 
 
 def evenly(matrices: Matrices, budget: float, widths: Sequence[int]) -> Allocation:
-    """Uniform bits: the widest of `widths` that all layers can have, and the next on as many layers as fit, evenly.
+    """Uniform bits: the widest of `widths` that all layers can have, and the next wider one for as many layers as fit.
 
-    Raises LyapunovPruneError for a budget below the narrowest width.
+    The wider layers are spread evenly over the depth. Raises LyapunovPruneError for a budget below the narrowest width.
     """
     require_reached(budget, widths)
     narrow = max(b for b in widths if b <= budget)
@@ -84,8 +85,8 @@ def evenly(matrices: Matrices, budget: float, widths: Sequence[int]) -> Allocati
 def least_cost(cost: np.ndarray, widths: np.ndarray, sizes: np.ndarray, budget: float) -> np.ndarray:
     """The width of every layer, (L,) int, with the least sum of `cost` (L × widths) and a mean of at most `budget`.
 
-    `sizes` (L,) are the weights of each layer; one of none gets the narrowest width. Raises LyapunovPruneError for
-    costs that are not finite and for a budget that nothing fits in.
+    `sizes` (L,) are the numbers of weights of the layers; a layer without weights gets the narrowest width. Raises
+    LyapunovPruneError for costs that are not finite and for a budget that no widths meet.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -124,10 +125,10 @@ def picked(cost: np.ndarray, widths: tuple[int, ...], width: np.ndarray) -> floa
 
 
 def noise(widths: tuple[int, ...]) -> np.ndarray:
-    """The energy of the rounding error of each width up to a constant, `4^−b`; 0 at 16."""
+    """The energy of the rounding error at each width b, up to a constant: `4^−b`, and 0 at 16 bits."""
     return np.array([0.0 if b == DENSE else 4.0**-b for b in widths])
 
 
 def weighted_noise(logs: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
-    """`w_l² 4^−b` for `logs = ln w_l`, up to a constant, (L × widths): the energy of layer l's error, weighted."""
+    """The weighted energy `w_l² 4^−b` of each layer's rounding error, up to a factor, (L × widths); `logs = ln w_l`."""
     return np.exp(2 * (logs - logs.max()))[:, None] * noise(widths)

@@ -1,4 +1,4 @@
-"""What every schedule is: a model and a budget to an amount for every matrix. Imports no torch."""
+"""The base class of schedules, which turn a model and a budget into an amount for every matrix. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Score(Protocol):
 
 @runtime_checkable
 class Cost(Protocol):
-    """What it costs to give one layer so many bits, and the text it is measured on."""
+    """The cost of a bit width in one layer, and the text it is measured on."""
 
     @property
     def measured_on(self) -> MeasuredOn: ...
@@ -37,28 +37,26 @@ class Cost(Protocol):
         """The cost of every layer at each of `widths` bits, (L × widths) float64; smaller is better."""
 
     def together(self, allocations: Sequence[Allocation]) -> list[float]:
-        """The cost of each of `allocations` as a whole, on text that the cost of single layers did not see."""
+        """The cost of each of `allocations` as a whole, on text that was not used for the cost of single layers."""
 
 
 class Schedule(Choice):
-    """How much goes where. A schedule is a subclass in a file of its own and a row in `table.SCHEDULES`.
+    """How compression is distributed. A schedule is a subclass in a file of its own and a row in `table.SCHEDULES`.
 
-    `needs` names the measurement that it goes by: a "batch", a contraction "profile", a "score" of allocations or the
-    "cost" of bits; None for one that needs none. Its parameters are its fields. `unit` is what it shares out:
-    "sparsity" or "bits".
+    `needs` names the measurement that it uses: a "batch", a contraction "profile", a "score" of allocations or the
+    "cost" of bits; None if it uses none. Its parameters are its fields. `unit` is what it distributes: "sparsity" or
+    "bits".
     """
 
     needs: ClassVar[str | None] = None
     unit: ClassVar[str] = "sparsity"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        """The amount of every matrix, in the mean exactly the budget, or of `BitWidths` at most the budget.
+        """The amount of every matrix; the mean is the budget, or for `BitWidths` at most the budget.
 
-        `given` is the measurement that it needs.
-
-        Raises LyapunovPruneError for a budget that it cannot meet.
+        `given` is the measurement named by `needs`. Raises LyapunovPruneError for a budget that cannot be met.
         """
         raise NotImplementedError
 
     def require_choice(self, budget: float) -> None:
-        """Raise LyapunovPruneError for a budget that every matrix has to have, so that nothing is left to allocate."""
+        """Raise LyapunovPruneError for a budget that leaves no choice, because every matrix must have this amount."""

@@ -81,7 +81,7 @@ def tail_exponents(model: PreTrainedModel, matrices: Matrices) -> np.ndarray:
         if min(W.shape) < 2:
             continue
         values = torch.linalg.svdvals(W).cpu().numpy()
-        # Below this a singular value of float64 is rounding: the tail would be one of noise.
+        # Singular values below this are float64 rounding; their tail would describe noise.
         noise = values.max() * max(W.shape) * np.finfo(np.float64).eps
         try:
             exponents[i] = hill(np.where(values > noise, values, 0) ** 2)

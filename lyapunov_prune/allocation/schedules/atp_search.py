@@ -41,7 +41,7 @@ class ATPSearch(Schedule):
 
         require_sparsity(budget)
         largest = steepest(budget, Matrices.of(model).model.num_layers)
-        grid = np.unique(np.linspace(0, largest, self.trials + 1)[1:])  # one β alone where none but 0 is left
+        grid = np.unique(np.linspace(0, largest, self.trials + 1)[1:])  # a single β if the largest is 0
         candidates = [ATP(float(beta)).allocate(model, budget) for beta in grid]
         losses = np.array([given(allocation) for allocation in track(candidates, "search of beta")])
         if not np.isfinite(losses).any():

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class Bits(Schedule):
     """`high` bits per weight for the layers of largest `A_l = Π_{k > l} ρ_k`, `low` bits for the others.
 
-    As many layers as make the mean over all entries equal to the `budget`, in bits; the earlier layer wins a tie. The
-    rounding error of layer l is multiplied by `A_l` on its way to the output (structural sensitivity, §6.2).
+    The number of layers with `high` bits makes the mean over all entries equal to the `budget`, in bits; on a tie the
+    earlier layer gets `high` bits. The rounding error of layer l is multiplied by `A_l` on its way to the output
+    (structural sensitivity, §6.2).
 
     Raises LyapunovPruneError with the nearest attainable budgets when whole layers do not add up to this one, unless
     the widths are ascending integers from 1 to 16, for a profile of another model, and for a ρ that is not finite or

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BitsAmplification(BitWidths):
-    """The cost of b bits in layer l is `A_l² 4^−b` with `A_l = Π_{k > l} ρ_k`: the energy at the output.
+    """The cost of b bits in layer l is `A_l² 4^−b` with `A_l = Π_{k > l} ρ_k`, the energy of the error at the output.
 
     Raises LyapunovPruneError for a profile of another model and for a ρ that is not finite or not positive.
     """

@@ -1,4 +1,4 @@
-"""Bits by position: the first layer and the last get more, the others the same."""
+"""Bits by position: the first and the last layer get more than the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class BitsEnds(BitWidths):
     """The cost of b bits is `w_l 4^−b` with `w = 4^4` for the first and the last layer and 1 for the others.
 
-    So these two get about four bits more than the rest, the rule of thumb of llama.cpp's mixes.
+    These two layers get about four bits more than the others, the rule of thumb of llama.cpp's mixes.
     """
 
     name = "bits-ends"

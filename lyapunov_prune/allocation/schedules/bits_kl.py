@@ -1,4 +1,4 @@
-"""Bits where the prediction feels it: the measured divergence of every layer at every width."""
+"""Bits by the measured divergence of the prediction, for every layer at every width."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class BitsKL(BitWidths):
     """The cost of b bits in layer l is `KL(p‖q)` with that layer alone rounded, measured on the calibration text.
 
-    The sum over layers stands for the divergence of all of them rounded together, which it is to first order. So the
-    choice is judged: where uniform bits of the same budget diverge less on windows that chose nothing, they are taken.
+    To first order, the sum over layers is the divergence with all of them rounded together. Because that may not hold,
+    the result is checked: if uniform bits of the same budget diverge less on windows that were not used to choose, they
+    are taken instead.
     """
 
     name = "bits-kl"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BitsRho(BitWidths):
-    """The cost of b bits in layer l is `ρ_l² 4^−b`, the energy of a rounding error grown by the layer itself.
+    """The cost of b bits in layer l is `ρ_l² 4^−b`, the energy of a rounding error after its growth in this layer.
 
     Raises LyapunovPruneError for a profile of another model and for a ρ that is not finite or not positive.
     """
