@@ -94,9 +94,9 @@ def heal(
 
     The training state is kept in `folder` about every 20 seconds and after each round. With `resume` the run continues
     from it; on the CPU, with the same number of threads and without `minutes`, it ends bit for bit as if it had not
-    been interrupted. The state holds the trained tensors four times; delete it when the model is saved. A folder with
-    such files but without the header of such a run, or in which another run is at work, is refused. `evaluation` is
-    text on which the recovery is measured, `batch_size` windows per forward.
+    been interrupted. The state holds the trained tensors four times; delete it when the model is saved. A folder is
+    refused if it holds state files without the header of a healing run, or if another run is at work in it.
+    `evaluation` is text on which the recovery is measured, `batch_size` windows per forward.
 
     Raises LyapunovPruneError for a student in half precision without `rank`, adapters or packed weights, another
     vocabulary, tokens outside it, a batch of one window without `judge`, fewer than one step, no time, more than 10

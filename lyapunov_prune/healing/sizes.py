@@ -25,7 +25,7 @@ def update_sizes(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter])
         module, _, side = name.rpartition(".")
         if side == "B" and f"{module}.A" in parameters:
             rank, n = parameters[f"{module}.A"].shape[-2:]
-            # Of experts stored as one parameter the name is that of the parameter.
+            # For experts stored as one parameter, `module` already names that parameter.
             weight = known[module] if module in known else known[f"{module}.weight"]
             sizes[name] = rms(weight) * (n / rank) ** 0.5
         else:

@@ -134,5 +134,5 @@ def clear_states(folder: Path) -> None:
 def _delete(states: Iterable[Path]) -> None:
     for path in states:
         (path / _NAME).unlink(missing_ok=True)
-        with suppress(OSError):  # files of others stay
+        with suppress(OSError):  # other files stay
             path.rmdir()
