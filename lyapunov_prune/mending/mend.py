@@ -27,10 +27,10 @@ from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 
-# A matrix, the map before it, and the one matrix that was stored for both.
+# A matrix, the map before it, and the stored matrix that should be their product.
 Product = tuple[Affine, HiddenMap, Affine]
 RIDGES = (0.01, 0.1, 1.0)
-_HELD_OUT = 4  # every fourth window is held out, to choose by
+_HELD_OUT = 4  # every fourth window is held out, to choose form and ridge
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Mend:
 def fit_mends(
     model: Model, removed: Sequence[int], batch: Readable, *, of: int = 1
 ) -> tuple[tuple[Mend, ...], MendReport]:
-    """The maps that close the gaps of `removed` layers, none where no map helps; `model` is not changed.
+    """Fit the maps that close the gaps of `removed` layers; a gap that no map helps gets none. `model` is not changed.
 
     With m the output at the last place of the layer before a gap, h the state after that layer and y the dense state
     after the gap, E and b minimise `Σ_t ‖E m_t + b − (y_t − h_t)‖² / ‖y_t‖` with a ridge (`fit`). Unweighted squares
@@ -60,7 +60,7 @@ def fit_mends(
     errors.
 
     Raises LyapunovPruneError for quantised weights, a batch of one window, fewer tokens than the map has columns, a gap
-    without a layer before it, a layer that can take no map (`find_place`), and where no loss is finite.
+    without a layer before it, a layer that can take no map (`find_place`), and if no loss is finite.
     """
     require_unquantised(model_of(model))
     reading = read(in_memory(model), batch)
@@ -94,9 +94,9 @@ def fit_mends(
 
 
 def fitted_and_held(reading: Reading, of: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The windows to fit on, and every fourth window, to choose by.
+    """The windows to fit on, and every fourth window, which is held out to choose form and ridge.
 
-    `reading` holds every `of`-th window of the given text. Raises LyapunovPruneError where a map has more columns than
+    `reading` holds every `of`-th window of the given text. Raises LyapunovPruneError if a map has more columns than
     there are tokens.
     """
     windows = reading.windows(1)
@@ -131,7 +131,7 @@ def _candidates(place: Place) -> list[tuple[str, float]]:
 
 
 def _least(losses: Sequence[float]) -> int:
-    """Index of the smallest loss. Raises LyapunovPruneError where none is finite."""
+    """Index of the smallest loss. Raises LyapunovPruneError if none is finite."""
     if not np.isfinite(losses).any():
         raise LyapunovPruneError(
             "no held-out loss of the pruned model is finite, mended or not; remove other layers, or load it in a wider "

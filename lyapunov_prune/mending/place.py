@@ -123,7 +123,7 @@ class _Layer:
             return hidden_of(self.layer.forward(*self.args, **self.kwargs))
 
     def additive(self) -> Iterator[tuple[str, float]]:
-        """Modules, from the last to end to the first, with the multiple by which they move the layer's output."""
+        """Modules in reverse order of completion, each with the factor by which it moves the layer's output."""
         stream = layer_input(self.args, self.kwargs)
         ended: list[tuple[str, torch.Tensor]] = []
 
@@ -159,7 +159,7 @@ class _Layer:
         for channels, candidates in ((False, self._matrices(path, branch, width)), (True, self._norm(path))):
             E = (_random(width) if channels else _random(width, width)).to(m.device)
             wanted = m * (1 + E) if channels else m + m @ E.T
-            # The nearest, not the first that is near: of a norm with large weights w and 1 + w hardly differ here.
+            # Take the nearest, not the first within tolerance: for a norm with large weights w and 1 + w hardly differ.
             nearest, least = None, _SAME
             for parts in candidates:
                 with self._put_back(path):
@@ -174,7 +174,7 @@ class _Layer:
         return None
 
     def _matrices(self, path: str, branch: Branch, width: int) -> Iterator[tuple[Part, ...]]:
-        """The parameters behind the output of `path`, for every axis that may be the output axis."""
+        """The parameters that produce the output of `path`, once for every choice of their output axes."""
         names = {id(p): name for name, p in self.layer.named_parameters()}
         with self._put_back(path):
             needed = zero_outputs(branch) or []
@@ -235,7 +235,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def _error(one: torch.Tensor, other: torch.Tensor) -> float:
-    """`‖one − other‖ / ‖other‖`; infinite where `other` is zero or not finite and `one` another."""
+    """`‖one − other‖ / ‖other‖`; infinite if `other` is zero or not finite and `one` differs."""
     if torch.equal(one, other):
         return 0.0
     error = float((one - other).norm() / other.norm())
