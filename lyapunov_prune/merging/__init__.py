@@ -1,11 +1,11 @@
 """Merge a feed-forward block without its activation: two linear maps in a row are one.
 
-- `reductions/`: one file a reduction; `table` lists them by name; `reduction`: what each is, and the linear map that it
-  puts in the place of the hidden vector;
+- `reductions/`: one file per reduction; `table` lists them by name; `reduction`: their base class, and the linear map
+  that replaces the hidden vector;
 - `merge`: the product in float64, rounded once; `replaced`: the same without a product, by hooks, as a reference;
   `unmerged`: a model that is trained as if it were cut, and merged afterwards. `pruning` puts the matrix in place of
   the block.
 
-A new reduction is a file in `reductions` and a row in `table.REDUCTIONS`; a sum that nobody takes yet goes into `SUMS`
-of `calibration.blocks`.
+A new reduction is a file in `reductions` and a row in `table.REDUCTIONS`; a sum that is not collected yet goes into
+`SUMS` of `calibration.blocks`.
 """

@@ -1,4 +1,4 @@
-"""What every reduction is: it puts a linear map in the place of the hidden vector of a feed-forward block."""
+"""The base class of reductions, which replace the hidden vector of a feed-forward block by a linear map."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class HiddenMap:
 class Reduction(Choice):
     """A linear map for a hidden vector. A reduction is a subclass in a file of its own and a row in `table.REDUCTIONS`.
 
-    `blocks` are the kinds that it is for, "plain", "gated" or both; `needs` names sums of `calibration.blocks.SUMS`.
+    `blocks` are the kinds of block it applies to, "plain", "gated" or both; `needs` names sums of
+    `calibration.blocks.SUMS`.
     """
 
     blocks: ClassVar[tuple[str, ...]]
     needs: ClassVar[tuple[str, ...]] = ()
 
     def map(self, parts: BlockParts, sums: BlockSums | None) -> HiddenMap:
-        """The map for a block of such a kind, by the sums that it needs.
+        """The map for a block, from the sums named by `needs`.
 
         Raises LyapunovPruneError for fewer tokens than a fit has unknowns.
         """

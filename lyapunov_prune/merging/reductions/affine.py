@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from lyapunov_prune.calibration.blocks import BlockSums
     from lyapunov_prune.models.feedforward import BlockParts
 
-# The ridge of the least-squares fit, over the mean variance of an input. On text that the fit has not seen it is near
-# the best of every layer of both models of experiments/5_joint, where a small one can be worse than no block.
+# The ridge, relative to the mean variance of an input. On text not used for the fit it is near the best ridge for
+# every layer of both models in experiments/5_joint; a small ridge can be worse there than removing the block.
 RIDGE = 0.1
 
 
