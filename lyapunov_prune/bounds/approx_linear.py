@@ -47,7 +47,7 @@ class Record:
     check: BoundCheck | None = None  # the worst input of all forwards; None before the first
     hits: int = 0  # inputs that the cache answered
     energy: float = 0.0  # Σ ‖error‖² over all inputs
-    output: float = 0.0  # Σ ‖W x‖², where the exact model runs (`observe`)
+    output: float = 0.0  # Σ ‖W x‖², recorded only while the exact model runs (`observe`)
     ratios: list[np.ndarray] = field(repr=False, default_factory=list)  # error / bound where the bound is above zero
     probe: BoundCheck | None = None  # Theorem 2 on the top right singular vector of the residual
     weight_probe: BoundCheck | None = None  # Theorem 1 on that of W, if there is a cache
@@ -85,7 +85,7 @@ class Record:
 
 
 class Residuals:
-    """`W − Ŵ` of one matrix with approximated parts (`records`), and `W` for a cache, held against their inputs."""
+    """The residual `W − Ŵ` of a matrix with approximated parts (`records`), and `W` if there is a cache."""
 
     def __init__(self, W: torch.Tensor, approximated: torch.Tensor, records: Sequence[Record], cached: bool) -> None:
         self.records = records
@@ -109,7 +109,7 @@ class Residuals:
         distance: torch.Tensor | None = None,
         radius: torch.Tensor | None = None,
     ) -> None:
-        """Record error and bound of every input (windows × tokens × n); the last three as `_look_up` gives them."""
+        """Record error and bound of every input `x` (windows × tokens × n); `_look_up` returns the other arguments."""
         if not _full_products():
             raise LyapunovPruneError(
                 "bounds are checked with full float32 products; set matmul precision to highest "

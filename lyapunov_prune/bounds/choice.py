@@ -1,4 +1,4 @@
-"""Which of several choices a noisy predictor can be trusted with: checkers of boundary depth pruning, Theorem 3.
+"""Checkers for a choice by a noisy predictor (boundary depth pruning, Theorem 3).
 
 `predicted` has one entry per choice; the largest is picked, the first one on a tie. Every prediction is within `noise`
 of the truth, up to a constant common to all choices, which changes no comparison (`argmax_add_const`). The roles of p

@@ -14,7 +14,7 @@ from lyapunov_prune.results.result import Result
 
 # Entries of tokens × vocabulary in float64 per block, and rows of the head upcast to float64 at once.
 _ENTRIES, _COLUMNS = 2**22, 4096
-# From the predicted rows (tokens × d), their norms (tokens × 1), rows of the head and their norms: tokens × rows.
+# Maps predicted rows (tokens × d), their norms (tokens × 1), rows of the head and their norms to tokens × rows.
 _Reach = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -1,4 +1,4 @@
-"""What each of some compressed matrices does to the inputs of the dense model, held against its certified bound."""
+"""The error of each of several compressed matrices on the inputs of the dense model, and its certified bound."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lyapunov_prune.results.result import ROWS, Result
 
 @dataclass(frozen=True)
 class MatrixErrors(Result):
-    """The errors of compressed matrices on their own: each on what enters it in the dense model, M matrices.
+    """The errors of M compressed matrices, each measured alone on its inputs in the dense model.
 
-    `error` (M,) is `√(Σ‖W x − W' x‖² / Σ‖W x‖²)` over all tokens, `norm` (M,) the certified `‖W − W'‖`. `checks` hold
-    `‖W x − W' x‖ ≤ ‖W − W'‖ ‖x‖` (Theorem 2, `sparse_activation_bound`): for each matrix the worst token and a
-    singular direction of `W − W'`, which attains the bound. `error` is NaN for a matrix whose inputs are not seen
-    (an expert that no token reached): it has the second check alone.
+    `error` (M,) is `√(Σ‖W x − W' x‖² / Σ‖W x‖²)` over all tokens, `norm` (M,) the certified `‖W − W'‖`. `checks` test
+    `‖W x − W' x‖ ≤ ‖W − W'‖ ‖x‖` (Theorem 2, `sparse_activation_bound`) for the worst token of each matrix, and for a
+    singular direction of `W − W'`, which attains the bound. A matrix without recorded inputs (an expert that no token
+    reached) has an `error` of NaN and the second check alone.
     """
 
     names: tuple[str, ...]
@@ -63,7 +63,7 @@ class MatrixErrors(Result):
         )
 
     def brief(self) -> pd.DataFrame:
-        """The largest errors first."""
+        """The matrices with the largest errors, largest first."""
         return self.to_frame().sort_values("error", ascending=False).head(ROWS)
 
     def answer(self) -> list[str]:
@@ -80,7 +80,7 @@ class MatrixErrors(Result):
 
 
 def joined(found: Sequence[MatrixErrors]) -> MatrixErrors:
-    """All matrices of `found`, one after the other."""
+    """One result with the matrices of all of `found`."""
     return MatrixErrors(
         names=tuple(name for each in found for name in each.names),
         layers=tuple(layer for each in found for layer in each.layers),
@@ -94,10 +94,10 @@ def joined(found: Sequence[MatrixErrors]) -> MatrixErrors:
 def measure_matrix_errors(
     reading: Reading, written: Mapping[Projection, torch.Tensor], batch_size: int = 1
 ) -> MatrixErrors:
-    """`MatrixErrors` of `written`, `W'` (output × input) by the projection of the dense model, in one forward.
+    """Measure `MatrixErrors` in one forward; `written` maps projections of the dense model to `W'` (output × input).
 
-    `W'` is taken in the dtype of `W`. The layers of `written` are held if the model is streamed (`layer_held`). Raises
-    LyapunovPruneError for another shape, NaN and infinities.
+    `W'` is converted to the dtype of `W`. If the model is streamed, the caller keeps the layers of `written` in memory
+    (`layer_held`). Raises LyapunovPruneError for another shape, NaN and infinities.
     """
     chosen = {p.name: approximation(p.weight(reading.model), W) for p, W in written.items()}
     with observe(reading.decoder, chosen) as records:

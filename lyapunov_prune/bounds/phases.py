@@ -35,7 +35,7 @@ class TwoPhases:
     error: float
 
     def line(self) -> str:
-        """What it says, in one sentence."""
+        """The bound in one sentence."""
         grows = f"Relative error {self.error:.3g} after the last layer, bound in two phases {self.bound:.3g}"
         if not self.bound < self.one_phase:
             return f"{grows}, no less than in one (factor {self.behind:.3g} everywhere)"
@@ -46,7 +46,7 @@ class TwoPhases:
 
 
 def relative_phases(size: np.ndarray, error: np.ndarray, growth: np.ndarray, local: np.ndarray) -> TwoPhases | None:
-    """`two_phases` of the relative error from the end of layer 0 on, where no error need arrive; None for one layer.
+    """`two_phases` of the relative error from the end of layer 0 on, before which it may be zero; None for one layer.
 
     `size` and `error` (L + 1,) are the energies `Σ‖h_k‖²` and `Σ‖e_k‖²`, `local` (L,) that of the local errors;
     `growth` (L,) is that of the norm.
@@ -60,9 +60,9 @@ def relative_phases(size: np.ndarray, error: np.ndarray, growth: np.ndarray, loc
 def two_phases(errors: Numbers, growth: Numbers, local: Numbers, *, first: int = 0) -> TwoPhases:
     """The split with the smallest bound: `errors` r (N + 1,), `growth` G (N,) and `local` δ (N,), all relative.
 
-    Raises LyapunovPruneError where their lengths do not fit.
+    Raises LyapunovPruneError if their lengths do not match.
     """
-    trajectory_error_le(errors, growth, local)  # holds the lengths against each other
+    trajectory_error_le(errors, growth, local)  # checks the lengths
     r, G, delta = as_array(errors), as_array(growth), as_array(local)
     added, count = float(delta.max(initial=0.0)), len(G)
     found = []

@@ -48,15 +48,14 @@ class Written:
 
 @torch.no_grad()
 def read_written(reading: Reading, compressed: PreTrainedModel) -> Written:
-    """What `compressed` has in the place of the matrices and embeddings of the dense model.
+    """Read the matrices and embeddings of `compressed` that replace those of the dense model.
 
     Quantised weights that were unpacked on loading count as plain ones. The dense model must compute what `compressed`
     does when it uses them, which is tested on a few tokens.
 
     Raises LyapunovPruneError, naming the first difference, for another family, number of layers, parameter, shape or
     dtype; for a bias, norm or buffer that differs (an input scaled by another norm makes `W x − W' x` more than the
-    error of one matrix); for different settings; for adapters and weights that stay packed; and where no matrix
-    differs.
+    error of one matrix); for different settings; for adapters and weights that stay packed; and if no matrix differs.
     """
     model, other = reading.model, _readable(compressed)
     _readable(model)
