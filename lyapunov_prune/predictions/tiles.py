@@ -38,7 +38,7 @@ def measures(
 ) -> torch.Tensor:
     """`variance`, `kl`, `reverse_kl`, `flipped` and `variance_r` of `SkipDivergence`: (changes, 5, positions) float64.
 
-    `dense` and each of `changed` are final states, (positions × width), and `read_by` the scorers of `changed` where
+    `dense` and each of `changed` are final states, (positions × width), and `read_by` holds the scorers of `changed` if
     they are not all `scorer`. With `wanted`, the token that comes next at every position, a sixth row holds the loss
     `−log q(wanted)`. With `d = Δz/T`, `u = d − E_p d` and `A = Σ p (e^u − 1) = Σ p (e^u − 1 − u)`, a sum of
     non-negative terms:
@@ -91,9 +91,9 @@ def measures(
 
 
 def _tiles(readers: Sequence[Scorer], rows: Sequence[torch.Tensor], columns: int) -> Iterator[torch.Tensor]:
-    """Logits of states `rows` (each positions × width), each by its reader: states × positions × columns, a tile each.
+    """Logits of `rows` (each positions × width) by their `readers`, one tile a time: states × positions × columns.
 
-    States that follow one another and have the same reader share one product.
+    Consecutive states with the same reader share one product.
     """
     by_reader = groupby(zip(readers, rows, strict=True), itemgetter(0))
     groups = [(reader, [state for _, state in some]) for reader, some in by_reader]
@@ -162,9 +162,9 @@ class _Tile:
 def _whole_vocabulary(
     dense: torch.Tensor, changed: torch.Tensor, temperature: float, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The measures (changes, 5, rows) from the tile sums (tiles, 4, rows) and (tiles, 9, changes, rows).
+    """Combine the sums of all tiles, (tiles, 4, rows) and (tiles, 9, changes, rows).
 
-    And `log Σ e^{z'/T}` (changes, rows).
+    Returns the measures, (changes, 5, rows), and `log Σ e^{z'/T}`, (changes, rows).
     """
     height, _, mass, mass_r = dense.unsqueeze(2).unbind(1)
     _, _, centre, *of_p, first_r, second_r = changed.unbind(1)
