@@ -1,7 +1,7 @@
-"""How single families differ from the general rule of layer removal; `families.py` says which does what.
+"""Exceptions of single families to the general rule of layer removal; `families.py` says which family needs which.
 
-Each function finishes the removal of one `Cut`, or raises LyapunovPruneError when the family's checkpoint
-format cannot express what is left.
+Each function completes the removal described by a `Cut`, or raises LyapunovPruneError if the family's checkpoint format
+cannot express the remaining layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lyapunov_prune.models.sharing import own
 
 
 class Cut(NamedTuple):
-    """A model after the general rule: `layers[new]` was layer `kept[new]` of a model with config `before`."""
+    """A model after the general rule: `layers[new]` was layer `kept[new]` of the model with config `before`."""
 
     model: PreTrainedModel
     layers: nn.ModuleList
@@ -31,15 +31,15 @@ class Cut(NamedTuple):
 
 @torch.no_grad()
 def gpt2(cut: Cut) -> None:
-    """With `scale_attn_by_inverse_layer_idx` the scores are divided by the layer's number.
+    """GPT-2 with `scale_attn_by_inverse_layer_idx` divides attention scores by the layer's number plus one.
 
-    A reloaded layer divides by its new number, so the quotient moves into the queries.
+    A reloaded layer divides by its new number, so the queries are multiplied by new / old to compensate.
     """
     if not cut.config.scale_attn_by_inverse_layer_idx:
         return
     for new, old in enumerate(cut.kept):
         attention: Any = cut.layers[new].attn
-        if not hasattr(attention, "c_attn"):  # of a compact model, and gone
+        if not hasattr(attention, "c_attn"):  # a compact model may lack this attention
             continue
         own(attention)
         width = attention.split_size
@@ -50,10 +50,9 @@ def gpt2(cut: Cut) -> None:
 
 @torch.no_grad()
 def diffllama(cut: Cut) -> None:
-    """`λ = exp(q₁·k₁) − exp(q₂·k₂) + λ_init` and a factor `1 − λ_init`, with `λ_init` fixed by the position.
+    """`λ = exp(q₁·k₁) − exp(q₂·k₂) + λ_init` and a factor `1 − λ_init`, where `λ_init` depends on the layer's position.
 
-    λ_init falls with the position, so exp(q₁·k₁) takes up the difference; the factor moves into the
-    output projection.
+    When the position changes, exp(q₁·k₁) absorbs the change of λ_init, and the output projection that of the factor.
     """
     for new, old in enumerate(cut.kept):
         attention: Any = cut.layers[new].self_attn
@@ -71,12 +70,12 @@ def diffllama(cut: Cut) -> None:
 
 
 def attention_types(cut: Cut) -> None:
-    """GPT-Neo repeats a pattern; one pattern a layer says the same."""
+    """GPT-Neo's config repeats a pattern of attention types; write it out layer by layer."""
     cut.config.attention_types = [[[kind], 1] for kind in cut.config.attention_layers]
 
 
 def block_types(cut: Cut) -> None:
-    """RecurrentGemma repeats `block_types`; written out once a layer nothing is repeated."""
+    """RecurrentGemma's config repeats `block_types`; write it out layer by layer."""
     cycle = cut.before.block_types
     cut.config.block_types = [cycle[i % len(cycle)] for i in cut.kept]
 
@@ -87,7 +86,7 @@ def jamba(cut: Cut) -> None:
 
 
 def _set_period(cut: Cut, period: str, offset: str) -> None:
-    """Find `period` and `offset` such that `i % period == offset` marks the layers that it marked before."""
+    """Find `period` and `offset` such that `i % period == offset` marks the same layers as before."""
     before, depth = cut.before, len(cut.kept)
     wanted = [i % getattr(before, period) == getattr(before, offset) for i in cut.kept]
     for p in range(1, depth + 2):
@@ -104,7 +103,7 @@ def _set_period(cut: Cut, period: str, offset: str) -> None:
 
 
 def ernie_experts(cut: Cut) -> None:
-    """Experts sit in every `moe_layer_interval`-th layer from a first to a last one."""
+    """Ernie has experts in every `moe_layer_interval`-th layer between a first and a last one; find all three anew."""
     before = cut.before
     last = before.moe_layer_end_index
     sparse = [(i + 1) % before.moe_layer_interval == 0 and before.moe_layer_start_index <= i <= last for i in cut.kept]
@@ -134,7 +133,7 @@ def first_layer_stays(lack: str) -> Callable[[Cut], None]:
 
 
 def random_blocks(cut: Cut) -> None:
-    """BigBird draws its random blocks with the layer's number as seed; full attention draws none."""
+    """BigBird seeds its random blocks with the layer's number; full attention ignores the seed, so it may change."""
     if cut.config.attention_type == "original_full":
         for new, layer in enumerate(cut.layers):
             attention: Any = layer.attention
@@ -155,7 +154,7 @@ def last_layer_stays(cut: Cut) -> None:
 
 
 def first_has_attention(cut: Cut) -> None:
-    """MiniMax reads the length of the cache at the first layer, where linear attention keeps none."""
+    """MiniMax reads the cache's length from the first layer; a linear attention there would not record it."""
     if cut.config.layer_types[0] != "full_attention":
         raise LyapunovPruneError(
             "this family counts positions in the cache of its first layer, and that would have no attention; "
@@ -164,12 +163,12 @@ def first_has_attention(cut: Cut) -> None:
 
 
 def residual_scale(cut: Cut) -> None:
-    """MiniCPM multiplies each branch by `scale_depth / √layers`; the quotient stays."""
+    """MiniCPM multiplies each branch by `scale_depth / √layers`; change `scale_depth` so that the factor stays."""
     cut.config.scale_depth *= math.sqrt(len(cut.kept) / cut.before.num_hidden_layers)
 
 
 def longcat(cut: Cut) -> None:
-    """Each layer has two attentions with a cache each; `num_hidden_layers` counts the caches."""
+    """Each LongCat layer has two attentions, each with a cache; `num_hidden_layers` counts the caches."""
     cut.config.num_hidden_layers = 2 * len(cut.kept)
     for new, layer in enumerate(cut.layers):
         attentions: Any = layer.self_attn
@@ -178,10 +177,10 @@ def longcat(cut: Cut) -> None:
 
 
 def ngram_layers(cut: Cut) -> None:
-    """Qwen 4 counts the layers with n-gram embeddings from one; their tables have the next primes as sizes, in order.
+    """Qwen 4 numbers its layers with n-gram embeddings from 1 and sizes their tables by consecutive primes, in order.
 
-    When the first of these layers leave, the config counts from the first prime of those left. The multipliers
-    of the hashes, which go by the same order, are buffers of the checkpoint and stay.
+    If the first of these layers are removed, the config starts at the prime of the first one kept. The multipliers of
+    the hashes follow the same order, but are buffers in the checkpoint and need no change.
     """
     before = [i - 1 for i in cut.before.ple_layer_ids]
     left = [i for i in before if i in cut.kept]
@@ -204,12 +203,12 @@ def ngram_layers(cut: Cut) -> None:
 
 
 def image_layers(cut: Cut) -> None:
-    """Granite 4 Vision adds features of the image to the state before the layers that its outer config numbers.
+    """Granite 4 Vision adds image features to the state before certain layers, which its outer config numbers.
 
-    Those of a removed layer go to the next one that is left, to which the state is handed on.
+    The features of a removed layer enter before the next kept layer.
     """
     outer: Any = cut.model.config
-    if not hasattr(outer, "deepstack_layer_map"):  # the text model alone
+    if not hasattr(outer, "deepstack_layer_map"):  # a text model on its own
         return
     levels = outer.deepstack_layer_map or []
     targets = [*(layer for _, layer in levels), *outer.spatial_target_layers]

@@ -1,4 +1,4 @@
-"""LoRA adapters in a folder of their own, as peft saves them: which model they are for, and all of their tensors."""
+"""LoRA adapters in a folder as peft saves them: the base model they belong to, and all of their tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OTHER_SHAPE = re.compile(r"size mismatch for (\S+): .*?Size\((.*?)\) from check
 
 
 def base_of(folder: Path) -> str:
-    """The model that the adapters in `folder` were made for.
+    """The name of the base model that the adapters in `folder` were trained for.
 
-    Raises LyapunovPruneError where there are none, and for other adapters than LoRA: some read files elsewhere.
+    Raises LyapunovPruneError if there are no adapters, or if they are not LoRA: some other kinds read further files.
     """
     if not (folder / ADAPTER_CONFIG).is_file():
         raise LyapunovPruneError(f"{folder} holds no adapters ({ADAPTER_CONFIG}); leave out --merge-adapter")
@@ -37,10 +37,10 @@ def base_of(folder: Path) -> str:
 
 
 def attach_adapters(model: PreTrainedModel, folder: Path) -> Any:
-    """`model` with the adapters of `folder`, a `peft.PeftModel`. `model` itself is changed.
+    """Attach the adapters in `folder` to `model`, in place; returns a `peft.PeftModel`.
 
-    peft leaves what the file lacks at its random start and ignores what it does not know. Here every tensor
-    of the file must have its place and every place its tensor, of the same shape, or LyapunovPruneError is raised.
+    peft leaves tensors that the file lacks at their random initial values and ignores unknown ones. This function
+    raises LyapunovPruneError instead, unless the tensors of the file and of the model match one to one, in shape too.
     """
     try:
         from peft import LoraConfig, PeftModel, set_peft_model_state_dict

@@ -1,4 +1,4 @@
-"""LoRA adapters added to the weights that they stand beside."""
+"""Merge LoRA adapters into the weights that they modify."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import warn
 
 _TOKENS = 64
-# How far merging may move the logits, relative to their spread. A merged weight is rounded once more, and on random
-# tokens layers amplify that: SmolLM2-135M gives 0.00001 in float32, 0.01 in float16 and 0.1 in bfloat16.
+# Largest deviation of the logits after merging, relative to their spread. A merged weight is rounded once more, and
+# layers amplify that on random tokens: SmolLM2-135M gives 0.00001 in float32, 0.01 in float16 and 0.1 in bfloat16.
 _LIMITS = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.5}
 _ELSEWHERE = "merge them with the tool that made them"
 
@@ -26,12 +26,12 @@ _ELSEWHERE = "merge them with the tool that made them"
 @in_eval_mode
 @torch.no_grad()
 def merge_adapters(model: Any) -> PreTrainedModel:
-    """The base model with its LoRA adapters added to the weights: `W + s·BA`. `model` itself is changed.
+    """Add the LoRA adapters of `model` to its weights, `W + s·BA`, in place; returns the base model.
 
-    Takes a `peft.PeftModel`, or a transformers model with `load_adapter`. Needs the extra `lora`. Where an adapter
-    changes only one of two tied embeddings, each gets weights of its own. The logits of the merged model are compared
-    with those of the adapted one. Raises LyapunovPruneError when peft is missing, for adapters of weights that other
-    modules share, and when the logits differ or the adapters cannot be merged for another reason.
+    `model` is a `peft.PeftModel`, or a transformers model after `load_adapter`. If an adapter changes only one of two
+    tied embeddings, they are untied. The logits of the merged model are compared with those of the adapted one. Raises
+    LyapunovPruneError if peft (the extra `lora`) is missing, if an adapted weight is shared with another module, if the
+    logits differ, or if the adapters cannot be merged for another reason.
     """
     try:
         from peft import PeftModel
@@ -46,7 +46,7 @@ def merge_adapters(model: Any) -> PreTrainedModel:
         _untie_embeddings(base, LoraLayer)
         _require_unshared(base, LoraLayer)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft's, about what is settled here
+            warnings.simplefilter("ignore")  # from peft, about tying, which is handled here
             if isinstance(model, PeftModel):
                 model = model.merge_and_unload(safe_merge=True)
         for name, module in list(model.named_modules()):
@@ -71,7 +71,7 @@ def merge_adapters(model: Any) -> PreTrainedModel:
 
 
 def _inputs(base: PreTrainedModel) -> dict[str, Any]:
-    """Tokens from all over the vocabulary; for an image classifier a random image."""
+    """Random tokens from the whole vocabulary, or a random image for an image classifier."""
     generator = torch.Generator().manual_seed(0)
     if looks_at_images(base):
         return {"pixel_values": torch.randn(1, *image_shape(base), generator=generator).to(base.device, base.dtype)}
@@ -82,7 +82,7 @@ def _inputs(base: PreTrainedModel) -> dict[str, Any]:
 
 
 def _deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    """`‖z − z'‖ / ‖z' − mean z'‖` over all tokens, the mean over the vocabulary; NaN where a logit is."""
+    """`‖z − z'‖ / ‖z' − mean z'‖` over all tokens, the mean over the vocabulary; NaN if any logit is NaN."""
     z, wanted = lift(logits), lift(reference)
     spread = torch.linalg.vector_norm(wanted - wanted.mean(-1, keepdim=True))
     return float(torch.linalg.vector_norm(z - wanted) / spread.clamp_min(1e-300))
@@ -98,7 +98,7 @@ def _require_plain_layers(base: PreTrainedModel) -> None:
 
 
 def _untie_embeddings(base: Any, adapter: Any) -> None:
-    """Give the head weights of its own where it has those of the embedding and an adapter changes one of the two."""
+    """Give the head its own weights if it shares those of the embedding and an adapter changes one of the two."""
     pair = base.get_output_embeddings(), base.get_input_embeddings()
     head, table = (module.get_base_layer() if isinstance(module, adapter) else module for module in pair)
     if any(isinstance(module, adapter) for module in pair) and _one_weight(head, table):
@@ -111,7 +111,7 @@ def _one_weight(head: nn.Module | None, table: nn.Module | None) -> bool:
 
 
 def _require_unshared(base: Any, adapter: Any) -> None:
-    """Raise LyapunovPruneError for an adapted weight that is also another module's, which merging would change."""
+    """Raise LyapunovPruneError for an adapted weight that another module shares, since merging would change both."""
     owners = Counter(id(p) for module in base.modules() for p in module.parameters(recurse=False) if p.ndim > 1)
     for name, module in base.named_modules():
         if isinstance(module, adapter) and any(owners[id(p)] > 1 for p in module.get_base_layer().parameters()):
@@ -125,7 +125,7 @@ def _are_tied(config: Any) -> bool:
 
 
 def _settle_tying(merged: PreTrainedModel) -> None:
-    """Let the config say that the embeddings are no longer tied, else loading would tie them again."""
+    """Record in the config that the embeddings are no longer tied; otherwise loading would tie them again."""
     head, table = merged.get_output_embeddings(), merged.get_input_embeddings()
     if head is None or _one_weight(head, table):
         return

@@ -1,8 +1,8 @@
-"""GGUF files are dequantised once: float32 checkpoints in the user's cache, each under the content of its file.
+"""The cache of dequantised GGUF files: float32 checkpoints in a user folder, keyed by the content of each file.
 
-The folder is `LYAPUNOV_PRUNE_CACHE`, or else `lyapunov-prune` in `XDG_CACHE_HOME` or `~/.cache`. Together the
-checkpoints take at most `LYAPUNOV_PRUNE_CACHE_GB` (20 if not given); those that were not used for longest go first, and
-the last one used stays whatever its size. The built-in model lies beside them and does not count.
+The folder is `LYAPUNOV_PRUNE_CACHE`, or else `lyapunov-prune` in `XDG_CACHE_HOME` or `~/.cache`. The checkpoints take
+at most `LYAPUNOV_PRUNE_CACHE_GB` gigabytes (default 20) in all; the least recently used are deleted first, and the most
+recent is kept whatever its size. The built-in model lies in the same folder and does not count.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ T = TypeVar("T")
 
 
 def cache_folder() -> Path:
-    """Raises LyapunovPruneError where no variable names one and the user has no home."""
+    """The cache's folder. Raises LyapunovPruneError if no variable names one and the user has no home."""
     if os.environ.get(PLACE):
         return Path(os.environ[PLACE])
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lyapunov-prune"
-    except RuntimeError:  # no HOME, and no entry of the user in the system's list
+    except RuntimeError:  # neither HOME nor an entry in the password database
         raise LyapunovPruneError(f"this user has no home folder for the cache; set {PLACE} to a folder") from None
 
 
@@ -53,7 +53,7 @@ def builtin_place() -> Path:
 
 
 def cache_limit() -> float:
-    """Bytes. Raises LyapunovPruneError for a limit that is no number of gigabytes."""
+    """The limit in bytes. Raises LyapunovPruneError if the variable is not a number of gigabytes."""
     told = os.environ.get(LIMIT) or str(_GIGABYTES)
     try:
         limit = float(told) * 1e9
@@ -65,10 +65,10 @@ def cache_limit() -> float:
 
 
 class Entry:
-    """The place in the cache for what `source` is dequantised to, whatever the file is called and wherever it lies.
+    """The cache entry for the dequantised file `source`, independent of the file's name and place.
 
-    It bears the SHA-256 of the file's bytes, and the versions of the packages that read them. Raises LyapunovPruneError
-    for a `cache_limit` that is none, and when the file cannot be read.
+    Its folder is named by the SHA-256 of the file and the versions of the packages that read it. Raises
+    LyapunovPruneError if the file cannot be read or `cache_limit` is invalid.
     """
 
     def __init__(self, source: Path) -> None:
@@ -80,9 +80,9 @@ class Entry:
         self.folder = cache_folder() / "gguf" / f"{content}-{version('transformers')}-{version('gguf')}"
 
     def read(self, read: Callable[[Path], T]) -> T | None:
-        """What `read` makes of the checkpoint in the cache; None where there is none, or one with a byte changed.
+        """Return `read(folder)` of the cached checkpoint; None if there is none or any byte of it has changed.
 
-        Its files are held against their SHA-256 while `read` is at work.
+        The files are compared with their SHA-256 in parallel with `read`.
         """
         if not (self.folder / _SEAL).is_file():
             return None
@@ -91,20 +91,20 @@ class Entry:
             try:
                 found = read(self.folder)
             except Exception:
-                if _is_sound(self.folder):  # still: another process may have deleted it
+                if _is_sound(self.folder):  # otherwise another process may have deleted it
                     raise
                 return None
             if not sound.result():
                 return None
-        with suppress(OSError):  # a cache that may only be read is read
+        with suppress(OSError):  # the cache may be read-only
             os.utime(self.folder / _SEAL)
         return found
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """No other process is inside such a block for this entry; those that want to be wait."""
+        """A lock on this entry between processes, held for as long as the block runs."""
         lock = FileLock(self.folder.with_name(f"{self.folder.name}.lock"))
-        with suppress(OSError):  # no place for a lock: none for a checkpoint either, as `keep` will say
+        with suppress(OSError):  # without a folder for the lock, `keep` fails too and warns
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         try:
@@ -113,7 +113,7 @@ class Entry:
             release_lock(lock)
 
     def keep(self, save: Callable[[Path], None]) -> bool:
-        """Whether the checkpoint that `save` writes is in the cache now, whole; if not, a warning has said why."""
+        """Let `save` write the checkpoint into the cache, whole; if that fails, warn and return False."""
         with suppress(OSError):
             _delete(self.folder)
         try:
@@ -132,21 +132,21 @@ class Entry:
 class Cached:
     """One checkpoint in the cache."""
 
-    source: str  # the file's name, when it was dequantised
+    source: str  # name of the GGUF file when it was dequantised
     folder: Path
-    size: int  # bytes, 0 for a link to a folder elsewhere
+    size: int  # bytes; 0 for a link to another folder
     used: datetime
 
 
 def cached() -> list[Cached]:
-    """What is in the cache, the last used first. Raises LyapunovPruneError where its place is no folder."""
+    """The cache's entries, most recently used first. Raises LyapunovPruneError if its path is not a folder."""
     place = cache_folder()
     there = next(path for path in (place, *place.absolute().parents) if path.exists())
     if not there.is_dir():
         raise LyapunovPruneError(f"{there} is no folder, and the cache is one; set {PLACE} to a folder")
     found = []
     for folder in [*_folders(), builtin_place()]:
-        with suppress(OSError, ValueError, KeyError, TypeError):  # another process may be at it; half of one is none
+        with suppress(OSError, ValueError, KeyError, TypeError):  # skip what another process is writing or deleting
             mark, source = folder / "config.json", BUILTIN
             if folder != builtin_place():
                 mark = folder / _SEAL
@@ -158,10 +158,9 @@ def cached() -> list[Cached]:
 
 
 def clear_cache() -> None:
-    """Delete what this module, or the built-in model's loading, has put into the folder, and nothing else there.
+    """Delete what this module and the loading of the built-in model put into the cache folder, and nothing else.
 
-    Where one of these is a link, the link goes and what it points to stays. Raises LyapunovPruneError when the disk
-    refuses.
+    Links are deleted, not what they point to. Raises LyapunovPruneError if a file cannot be deleted.
     """
     place = cache_folder() / "gguf"
     locks = [path for path in place.glob("*.lock") if re.fullmatch(_ENTRY, path.stem)]
@@ -172,7 +171,7 @@ def clear_cache() -> None:
     except OSError as error:
         reason = error.strerror or error
         raise LyapunovPruneError(f"cannot empty {cache_folder()}: {reason}; delete it by hand") from None
-    with suppress(OSError):  # not there, or something of others in it
+    with suppress(OSError):  # missing, or holds other files
         place.rmdir()
 
 

@@ -1,4 +1,4 @@
-"""An image classifier from its folder, with the mean and deviation that its pixels are scaled by."""
+"""Load an image classifier from its folder, with the mean and deviation that normalise its pixels."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PROCESSOR = "preprocessor_config.json"
 
 @dataclass(frozen=True)
 class Normalisation:
-    """`(p − mean) / deviation` of pixels p in 0 … 1; one number for all channels, or one for each."""
+    """`(p − mean) / deviation` for pixels p in 0 … 1; one number for all channels or one for each."""
 
     mean: tuple[float, ...] = (0.0,)
     deviation: tuple[float, ...] = (1.0,)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Of images × channels × height × width, float32."""
+        """Normalise images × channels × height × width; returns float32."""
         mean, deviation = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.deviation))
         return (pixels.float() - mean) / deviation
 
@@ -53,11 +53,11 @@ def load_classifier(
 ) -> LoadedClassifier:
     """Load a ViT or DeiT image classifier, plain or compact, in eval mode.
 
-    `name`: a hub id or a local folder; `dtype` and `device` as `load` takes them. Of the folder's image processor the
-    mean and the deviation are taken, if it has one and uses them; without, pixels stay from 0 to 1. Only safetensors
-    weights are read and no code from a checkpoint is run.
+    `name` is a hub id or a local folder; `dtype` and `device` are as for `load`. Mean and deviation come from the
+    folder's image processor; without one, or if it does not normalise, pixels stay in 0 … 1. Only safetensors weights
+    are read, and no code from the checkpoint is run.
 
-    Raises LyapunovPruneError with the remedy for anything that cannot be loaded whole, decoders among it.
+    Raises LyapunovPruneError, with the remedy, for anything that cannot be loaded whole, and for decoders.
     """
     folder = checkpoint_folder(str(name), offline=offline)
     with quiet():
@@ -78,7 +78,7 @@ def _normalisation(folder: Path, channels: int) -> Normalisation:
         return Normalisation()
     with loading_errors(path):
         settings = json.loads(path.read_text(encoding="utf-8"))
-        # What a pixel of 255 becomes before the mean is taken off.
+        # The value of a pixel of 255 before the mean is subtracted.
         white = 255 * float(settings.get("rescale_factor", 1 / 255)) if settings.get("do_rescale", True) else 255.0
         mean, deviation = [0.0], [1.0]
         if settings.get("do_normalize", True):

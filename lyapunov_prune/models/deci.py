@@ -1,7 +1,7 @@
-"""A Llama that lacks attentions as engines know it: `DeciLMForCausalLM`, whose `block_configs` say it layer by layer.
+"""Llama models without some attentions in the format that engines know: `DeciLMForCausalLM` with `block_configs`.
 
-vLLM (nemotron_nas.py) and llama.cpp (architecture deci) run it. Such a checkpoint is a compact one, whose config.json
-says both: `block_configs` for engines, `cuts` for this package and for the module beside the weights.
+vLLM (nemotron_nas.py) and llama.cpp (architecture deci) run it. Such a checkpoint is a compact one whose config.json
+describes the layers twice: `block_configs` for engines, `cuts` for this package and the module beside the weights.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 from lyapunov_prune.models.compact import PREFIX
 
-BLOCKS = "block_configs"  # where a config has it, what is saved says it anew
+BLOCKS = "block_configs"  # a config that has it gets it rewritten on saving
 _ARCHITECTURE = "DeciLMForCausalLM"
 _FAMILIES = ("llama", "mistral")
-_MULTIPLE = 256  # widths of feed-forward blocks are rounded up to it where `ffn_mult` tells them
+_MULTIPLE = 256  # engines round widths derived from `ffn_mult` up to a multiple of this
 
 
 def not_deci(config: Mapping[str, Any]) -> str:
-    """Why engines cannot run a compact model with this config.json as DeciLM; empty where they can."""
+    """Why engines cannot run a compact model with this config.json as DeciLM; empty if they can."""
     family, cuts = str(config["model_type"]).removeprefix(PREFIX), config["cuts"]
     window = config.get("sliding_window")
     forms = {form for places in cuts for form in places.values()}
@@ -34,9 +34,9 @@ def not_deci(config: Mapping[str, Any]) -> str:
 
 
 def as_served(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a config.json whose `block_configs`, where it has any, are those of its `cuts`.
+    """The content of a config.json, with `block_configs` (if it has them) recomputed from its `cuts`.
 
-    Without them, and with its own class, where it has lost since what DeciLM does not say.
+    They are dropped, and the config keeps its own class, if DeciLM can no longer express the model.
     """
     if BLOCKS not in config:
         return dict(config)
@@ -51,7 +51,7 @@ def _block(config: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, An
     group = config["num_attention_heads"] // config["num_key_value_heads"]
     width, hidden = config["intermediate_size"], config["hidden_size"]
     share = 1.5 * width / hidden
-    told = -(-int(2 * share * hidden / 3) // _MULTIPLE) * _MULTIPLE  # as both engines read it
-    ffn = {"ffn_mult": share} if told == width else {"intermediate_size": width}  # the second for vLLM alone
+    told = -(-int(2 * share * hidden / 3) // _MULTIPLE) * _MULTIPLE  # the width that both engines compute
+    ffn = {"ffn_mult": share} if told == width else {"intermediate_size": width}  # only vLLM reads intermediate_size
     attention = {"no_op": gone, "n_heads_in_group": None if gone else group, "replace_with_linear": False}
     return {"attention": attention, "ffn": {"no_op": False, "replace_with_linear": False, **ffn}}

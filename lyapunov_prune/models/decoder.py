@@ -1,4 +1,4 @@
-"""The handle of a model: where it lives and what its parts are, found once at the door and handed on from there."""
+"""The handle of a model: the model and its structure, looked up once when it enters the package."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Decoder:
-    """A decoder-only language model and what was found out about it.
+    """A decoder-only language model and its structure, made by `load` or `wrap`.
 
-    `load` and `wrap` make it. It holds as long as `model` keeps its modules; weights may change in place. `tokenizer`
-    is the one that `model` was loaded with, None where `wrap` was given none.
+    It is valid as long as `model` keeps its modules; weights may change in place. `tokenizer` is the one that the model
+    was loaded with, or None if `wrap` was given none.
     """
 
     model: PreTrainedModel
@@ -48,43 +48,43 @@ class Decoder:
 
     @property
     def family(self) -> Family:
-        """What removing layers asks of the model's family."""
+        """The family's exceptions to the rule of layer removal."""
         return family_entry(self.structure.model_type)
 
     @property
     def stream(self) -> Stream | None:
-        """What reads the layers from files, one at a time; None where all weights are in memory."""
+        """The reader that reads layers from files one at a time; None if all weights are in memory."""
         return stream_of(self.model)
 
     @property
     def packed(self) -> bool:
-        """Whether its weights are quantised integers that only their library's kernels read."""
+        """Whether its weights are quantised integers that only the kernels of their library can read."""
         return is_packed(self.model)
 
     @property
     def wrapped(self) -> bool:
-        """Whether it is a part of a model with more than text."""
+        """Whether it is the text part of a larger model."""
         return is_wrapped(self.model)
 
     @property
     def identity(self) -> ModelIdentity:
-        """Which model it is now, by its settings and all its weights, which are read each time."""
+        """Hashes of its settings and weights as they are now; every weight is read at each call."""
         return identify(self.model)
 
 
-# What a public function takes for a model.
+# What a public function accepts as a model.
 Model = PreTrainedModel | Decoder
 
 
 @checked
 def wrap(model: Model, tokenizer: PreTrainedTokenizerBase | None = None) -> Decoder:
-    """The handle of `model`, which every function of this package takes in its place; a handle is returned as it is.
+    """The handle of `model`, which all functions of this package accept in its place; a handle is returned as it is.
 
-    Weights that accelerate has offloaded are brought where they can be read at any time, and packed ones are brought
-    into the form that they are measured in.
+    Weights that accelerate has offloaded are put where they can be read at any time, and packed weights into the form
+    in which they are measured.
 
-    Raises LyapunovPruneError for an encoder, an encoder-decoder, a model without a list of layers, and for weights that
-    hold no numbers.
+    Raises LyapunovPruneError for an encoder, an encoder-decoder, a model without a list of layers, and for weights on
+    `meta`.
     """
     if isinstance(model, Decoder):
         return model
@@ -96,7 +96,7 @@ def wrap(model: Model, tokenizer: PreTrainedTokenizerBase | None = None) -> Deco
 
 
 def wrap_any(model: Model) -> Decoder:
-    """`wrap`, and the same for a classifier of images, which has layers and no head for language."""
+    """`wrap`, which also takes image classifiers: they have layers but no language head."""
     if isinstance(model, Decoder) or not looks_at_images(model):
         return wrap(model)
     bring_all(model)
@@ -104,19 +104,19 @@ def wrap_any(model: Model) -> Decoder:
 
 
 def in_memory(model: Model, handle: Callable[[Model], Decoder] = wrap) -> Decoder:
-    """The handle of a model whose weights are all in memory; raises LyapunovPruneError for others, and as `handle`."""
+    """The handle of a model with all weights in memory. Raises LyapunovPruneError for others, and as `handle` does."""
     require_not_streamed(model_of(model))
     return handle(model)
 
 
-# Public functions declare what kind of model they take. Callers give a `Model`, the function gets the handle.
+# Annotations of public functions: the caller gives a `Model`, the function receives the handle.
 Streamable = Annotated[Decoder, Parsed(Model, wrap)]
 InMemory = Annotated[Decoder, Parsed(Model, in_memory)]
-InMemoryAny = Annotated[Decoder, Parsed(Model, partial(in_memory, handle=wrap_any))]  # classifiers of images too
+InMemoryAny = Annotated[Decoder, Parsed(Model, partial(in_memory, handle=wrap_any))]  # image classifiers too
 
 
 def takes_model(function: Callable[Concatenate[Decoder, P], T]) -> Callable[Concatenate[Model, P], T]:
-    """`checked`, for a function whose first argument is a model; it tells type checkers that a plain one is taken."""
+    """`checked` for a function whose first argument is a model; tells type checkers that a plain model is accepted."""
     handed: Any = checked(function)
     return handed
 
@@ -124,16 +124,16 @@ def takes_model(function: Callable[Concatenate[Decoder, P], T]) -> Callable[Conc
 def takes_models(
     function: Callable[Concatenate[Decoder, Decoder, P], T],
 ) -> Callable[Concatenate[Model, Model, P], T]:
-    """`takes_model`, for a function of two models."""
+    """`takes_model` for a function of two models."""
     handed: Any = checked(function)
     return handed
 
 
 def is_wrapped(model: PreTrainedModel) -> bool:
-    """Whether the decoder is a part of a model with more than text."""
+    """Whether the decoder is the text part of a larger model."""
     return model.config.get_text_config(decoder=True) is not model.config
 
 
 def model_of(model: Model) -> PreTrainedModel:
-    """The model that a handle is of, or the model itself."""
+    """The model itself, taken out of its handle if it is one."""
     return model.model if isinstance(model, Decoder) else model

@@ -1,4 +1,4 @@
-"""Where a model runs, and what memory is there: of a device, or a file that stands for it."""
+"""Devices: which one a name means, how much memory is free, and tensors in files when there is not enough."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lyapunov_prune.errors import LyapunovPruneError
 
 
 def resolve_device(name: str) -> str:
-    """The device that `name` stands for: `auto` is the GPU if there is one, else the CPU; others are torch's own.
+    """The torch device for `name`: `auto` is the GPU if there is one, else the CPU; other names are torch's own.
 
-    Of the processes that `accelerate launch` starts each has a GPU of its own, which is then meant by `cuda`.
+    In processes started by `accelerate launch`, `cuda` means the GPU of this process.
 
-    Raises LyapunovPruneError for a device that is not there.
+    Raises LyapunovPruneError if there is no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -29,7 +29,7 @@ def resolve_device(name: str) -> str:
 
 
 def free_memory(device: str) -> int:
-    """The bytes that `device` has free: of a GPU its own and what torch keeps of it unused, else the machine's."""
+    """Free bytes on `device`: for a GPU its own memory, with torch's unused reserve; otherwise the machine's."""
     if not device.startswith("cuda"):
         return psutil.virtual_memory().available
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -46,14 +46,14 @@ def require_memory(needed: int, device: str, what: str) -> None:
 
 
 def numbers_on_disk(count: int, dtype: torch.dtype, folder: str | Path | None = None) -> torch.Tensor:
-    """`count` numbers of `dtype` in a file in `folder` (None: the temporary one), of no name, and gone with the tensor.
+    """An uninitialised tensor of `count` numbers in an unnamed file in `folder` (None: the temporary one).
 
-    Raises OSError where the disk has no room.
+    The file is freed with the tensor. Raises OSError if the disk is full.
     """
     with tempfile.TemporaryDirectory(prefix="lyapunov-prune-mapped-", dir=folder) as place:
         file = Path(place) / "numbers"
         with file.open("wb") as opened:
-            if hasattr(os, "posix_fallocate"):  # a full disk is told here, and not by a signal at a write
+            if hasattr(os, "posix_fallocate"):  # a full disk raises here, instead of a signal on a later write
                 os.posix_fallocate(opened.fileno(), 0, max(count * dtype.itemsize, 1))
         return torch.from_file(str(file), shared=True, size=count, dtype=dtype)
 
@@ -61,5 +61,5 @@ def numbers_on_disk(count: int, dtype: torch.dtype, folder: str | Path | None = 
 def _usable(name: str) -> bool:
     try:
         return torch.empty(1, device=name).device.type != "meta"  # meta holds no numbers
-    except (RuntimeError, AssertionError):  # which of the two depends on the backend that is not there
+    except (RuntimeError, AssertionError):  # which of the two depends on the missing backend
         return False

@@ -1,10 +1,9 @@
-"""Digests of a model's weights: one changed bit of one weight changes them, a change of dtype does not.
+"""Digests of a model's weights: one changed bit changes them, a change of dtype does not.
 
-A tensor's bytes are read as rows of 64-bit words `x`, and each row becomes `Σ_j a_j (x_j ⊕ (x_j >> 32)) mod 2^64`
-with odd weights `a_j`. Both steps can be undone word by word, so one changed word always changes the sum; without
-the first, a changed sign would only ever move the top bit, and two of them would cancel. SHA-256 over the sums is the
-digest: this runs at the speed of memory, on the model's device, and is no defence against somebody who wants two
-models to look alike.
+A tensor's bytes are read as rows of 64-bit words `x`, and each row becomes `Σ_j a_j (x_j ⊕ (x_j >> 32)) mod 2^64` with
+odd weights `a_j`. Both steps are invertible for each word, so one changed word always changes the sum. Without the
+first step a changed sign would flip only the top bit, and two of them would cancel. The digest is the SHA-256 of the
+sums. It runs at memory speed on the model's device, and does not protect against deliberate collisions.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from lyapunov_prune.models.quantised import is_packed, packed_tensors
 
 T = TypeVar("T")
 
-# What a model of the dtype may be cast to and still be the same model; itself comes first.
+# Dtypes that a model of this dtype may be cast to and still count as the same model; its own comes first.
 _CASTS = {
     torch.float64: (torch.float64, torch.float32, torch.float16, torch.bfloat16),
     torch.float32: (torch.float32, torch.float16, torch.bfloat16),
 }
-_WIDTH = 4096  # words in a row; the digest depends on it
-# Rows at once; the digest does not depend on it. On the CPU they and a copy fit in its cache.
+_WIDTH = 4096  # words per row; the digest depends on it
+# Rows per block; the digest does not depend on it. On the CPU a block and its copy fit into the cache.
 _ROWS, _ROWS_ELSEWHERE = 16, 1024
 _ODD = torch.frombuffer(bytearray(hashlib.shake_256(b"lyapunov-prune").digest(8 * _WIDTH)), dtype=torch.int64) | 1
-# What a model held when it was asked last, and what `weight_digests` answered.
+# The digest of every tensor at the last call, and the answer of `weight_digests` for it.
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, str], dict[str, str]]] = weakref.WeakKeyDictionary()
 
 
 def weight_digests(model: nn.Module) -> dict[str, str]:
-    """`combined` over the tensors of `model`, of which every byte is read at every call.
+    """`combined` over the tensors of `model`; every byte is read at each call.
 
-    Nothing cheaper sees every change: torch does not count writes through `.data`. What the weights round to in
-    narrower dtypes is remembered until they change.
+    No cheaper test sees every change: torch does not count writes through `.data`. The digests of rounded weights are
+    cached until a weight changes.
     """
     packed = is_packed(model)
     tensors = dict([*model.named_parameters(), *model.named_buffers()] if packed else saved_tensors(model))
@@ -55,15 +54,15 @@ def weight_digests(model: nn.Module) -> dict[str, str]:
 
 
 def digests_of(names: Collection[str], read: Callable[[str], torch.Tensor]) -> dict[str, dict[str, str]]:
-    """`tensor_digests` of what `read` gives for each name; at most four tensors at a time."""
+    """`tensor_digests` of `read(name)` for each name; at most four tensors are in memory at a time."""
     return _in_threads(names, lambda name: tensor_digests(read(name)))
 
 
 def _in_threads(names: Collection[str], work: Callable[[str], T]) -> dict[str, T]:
     threads = torch.get_num_threads()
-    if threads == 1:  # a pool of one would take as long to hand small tensors over as they take
+    if threads == 1:  # handing small tensors to a pool takes as long as the work itself
         return {name: work(name) for name in names}
-    torch.set_num_threads(1)  # a thread a tensor, and no waiting for each other at each of thousands of short steps
+    torch.set_num_threads(1)  # one thread per tensor is faster than many threads on each of thousands of short steps
     try:
         with ThreadPoolExecutor(min(threads, 4)) as pool:
             return dict(zip(names, pool.map(work, names), strict=True))
@@ -72,7 +71,7 @@ def _in_threads(names: Collection[str], work: Callable[[str], T]) -> dict[str, T
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a checkpoint holds of `model`: parameters and persistent buffers, a shared one under its first name."""
+    """The tensors in a checkpoint of `model`: parameters and persistent buffers; a shared one under its first name."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
@@ -82,21 +81,21 @@ def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def tensor_digests(tensor: torch.Tensor) -> dict[str, str]:
-    """A digest of `tensor` in its own dtype and after rounding to each narrower one, by the dtype's name."""
+    """Digests of `tensor` in its own dtype and rounded to each narrower one, by dtype name."""
     flat = tensor.detach().reshape(-1)
     dtypes = _CASTS.get(flat.dtype, (flat.dtype,))
     return {str(dtype).removeprefix("torch."): _digest(flat, dtype) for dtype in dtypes}
 
 
 def combined(tensors: Mapping[str, dict[str, str]]) -> dict[str, str]:
-    """One digest over the `tensor_digests` of all names, in whatever order, by dtype.
+    """One digest per dtype over the `tensor_digests` of all names, whatever their order.
 
-    The weights as they are stand under their dtype, several of them joined by `+`, and rounded under each dtype that
-    is narrower than all of them. So models agree under every key that both have when they are the same, or one was
-    cast from the other. What holds no floating-point numbers stays as it is.
+    The unrounded weights are keyed by their dtype, or by several joined with `+`; rounded ones by each dtype that is
+    narrower than all of these. If two models are equal, or one was cast from the other, they agree under every key that
+    both have. Tensors of integers are not rounded.
     """
     named = sorted(tensors.items())
-    own = [next(iter(digests)) for _, digests in named]  # what a tensor is comes before what it can be rounded to
+    own = [next(iter(digests)) for _, digests in named]  # the first key is the tensor's own dtype
     floating = [set(of) for (_, of), dtype in zip(named, own, strict=True) if getattr(torch, dtype).is_floating_point]
     exact = "+".join(sorted({dtype for dtype in own if getattr(torch, dtype).is_floating_point}))
     whole = {}

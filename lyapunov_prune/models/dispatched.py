@@ -1,9 +1,9 @@
-"""Models that accelerate has spread over devices, memory and disk (a device map): their weights, always at hand.
+"""Models that accelerate spreads over devices, memory and disk (a device map), with their weights readable at any time.
 
-Of a weight that no device has room for, accelerate leaves a tensor without numbers (`meta`) between forwards. Nothing
-that reads or copies weights can work on that. `bring_weights`, the one place that knows of it, puts the numbers
-themselves there: those in memory as they are, those on disk as maps of their files, which the system reads when they
-are looked at and drops when memory is short. A write into a map stays in memory and never reaches the file.
+accelerate leaves an offloaded weight on `meta`, without numbers, between forwards; code that reads or copies weights
+cannot work on that. `bring_weights` puts the numbers in place: weights in memory as they are, weights on disk as memory
+maps, which the system reads on access and drops when memory is short. Writes into a map stay in memory and never reach
+the file.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.device import numbers_on_disk, resolve_device
 from lyapunov_prune.results.files import require_disk
 
-AUTO = "auto"  # the GPUs, then memory, then the disk
+AUTO = "auto"  # GPUs first, then memory, then disk
 Slots = dict[str, Any]  # a module's parameters or buffers, by name
-# What torch stores in 16 bits and numpy does not know.
+# A dtype of torch that numpy lacks, and an integer of the same size.
 _BY_BITS = {"bfloat16": "int16"}
-# What safetensors calls them.
+# The names of dtypes in safetensors.
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class Held(AlignDevicesHook):
-    """Of a module whose weights stay in the machine's memory: on the device that computes for as long as it does."""
+    """Hook for a module whose weights stay in main memory and are copied to the computing device for each forward."""
 
     def __init__(self, before: AlignDevicesHook) -> None:
         super().__init__(
@@ -49,7 +49,7 @@ class Held(AlignDevicesHook):
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self._put_back()  # what a forward that was broken off has left
+        self._put_back()  # weights left there by a forward that raised
         for slots, name in _slots(module, self.place_submodules):
             tensor = slots[name]
             there = tensor.detach().to(self.execution_device)
@@ -67,15 +67,15 @@ class Held(AlignDevicesHook):
     def _put_back(self) -> None:
         while self._moved:
             slots, name, tensor, there = self._moved.pop()
-            if slots[name] is there:  # not what somebody put in its place meanwhile
+            if slots[name] is there:  # leave alone what somebody else has put there since
                 slots[name] = tensor
 
 
 def bring_weights(model: nn.Module) -> None:
-    """Every weight of `model` that accelerate keeps elsewhere, in its place; forwards are the same before and after.
+    """Put every offloaded weight of `model` in its place; forwards give the same result before and after.
 
-    What is on disk in another dtype than the model's is converted into a temporary file, deleted as soon as it is
-    mapped. Raises LyapunovPruneError for a file that is gone, or not what it was, and when the disk has no room.
+    Weights that are stored in another dtype than the model's are converted into a temporary file, which is deleted as
+    soon as it is mapped. Raises LyapunovPruneError if a file is missing or has changed, or if the disk is full.
     """
     hooks = [(module, hook) for module in model.modules() for hook in _offloading(module)]
     if not hooks:
@@ -85,8 +85,8 @@ def bring_weights(model: nn.Module) -> None:
         for slots, name, path in _elsewhere(module, hook.place_submodules):
             files.want(slots[name], hook.weights_map, path)
     files.require_disk()
-    found: dict[int, torch.Tensor] = {}  # tied tensors stay one
-    kept: list[Any] = []  # an id is another's once its tensor is gone
+    found: dict[int, torch.Tensor] = {}  # by id, so that tied tensors stay tied
+    kept: list[Any] = []  # keeps replaced tensors alive, so that no id is reused
     for module, hook in hooks:
         for slots, name, path in _elsewhere(module, hook.place_submodules):
             before = slots[name]
@@ -105,7 +105,7 @@ def bring_weights(model: nn.Module) -> None:
 
 
 def bring_all(model: nn.Module) -> None:
-    """`bring_weights`; raises LyapunovPruneError for weights that hold no numbers after it."""
+    """`bring_weights`; raises LyapunovPruneError if weights on `meta` remain."""
     bring_weights(model)
     elsewhere = [name for name, p in model.named_parameters() if p.is_meta]
     if elsewhere:
@@ -116,7 +116,7 @@ def bring_all(model: nn.Module) -> None:
 
 
 def known_map(device_map: str | Mapping[str, int | str]) -> str | dict[str, int | str]:
-    """`device_map` as transformers takes it. Raises LyapunovPruneError for a word or a device that there is not."""
+    """`device_map` as transformers takes it. Raises LyapunovPruneError for an unknown word or device."""
     if isinstance(device_map, str):
         if device_map != AUTO:
             raise LyapunovPruneError(f"unknown device map {device_map}; give {AUTO}, or a place by name of module")
@@ -128,7 +128,7 @@ def known_map(device_map: str | Mapping[str, int | str]) -> str | dict[str, int 
 
 
 def require_placed(model: nn.Module, device_map: Mapping[str, int | str]) -> None:
-    """Raise LyapunovPruneError for a weight of `model` that `device_map` leaves nowhere."""
+    """Raise LyapunovPruneError if `device_map` gives no place for a weight of `model`."""
     names = [name for name, _ in model.named_parameters()]
     nowhere = [name for name in names if not any(not at or f"{name}.".startswith(f"{at}.") for at in device_map)]
     if nowhere:
@@ -139,9 +139,9 @@ def require_placed(model: nn.Module, device_map: Mapping[str, int | str]) -> Non
 
 @contextmanager
 def offload_folder(device_map: object) -> Iterator[str | None]:
-    """Where transformers may write weights on disk that are stored in another form, until they are brought."""
+    """A temporary folder for weights that transformers has to convert before offloading; None for a single device."""
     if not isinstance(device_map, dict) and device_map != AUTO:
-        yield None  # one device
+        yield None
         return
     try:
         folder = tempfile.TemporaryDirectory(prefix="lyapunov-prune-offload-", ignore_cleanup_errors=True)
@@ -158,12 +158,12 @@ def _unwritable(error: OSError) -> LyapunovPruneError:
 
 
 def is_dispatched(model: nn.Module) -> bool:
-    """Whether accelerate leads the forwards of `model` over several places."""
+    """Whether accelerate's hooks run the forwards of `model`, over one or several devices."""
     return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def placement(model: Any) -> Any:
-    """What `from_pretrained` takes as `device_map` to put another model where `model` is."""
+    """The `device_map` for `from_pretrained` that puts another model where `model` is."""
     return vars(model).get("hf_device_map", model.device) if is_dispatched(model) else model.device
 
 
@@ -188,7 +188,7 @@ def _slots(module: nn.Module, inside: bool) -> Iterator[tuple[Slots, str]]:
 
 
 def _elsewhere(module: nn.Module, inside: bool) -> Iterator[tuple[Slots, str, str]]:
-    """Slots without numbers, each with its name in the hook's map."""
+    """Parameters and buffers on `meta`, each with its key in the hook's weights map."""
     for path, each in module.named_modules() if inside else (("", module),):
         for slots in (each._parameters, each._buffers):
             for name, tensor in slots.items():
@@ -197,7 +197,7 @@ def _elsewhere(module: nn.Module, inside: bool) -> Iterator[tuple[Slots, str, st
 
 
 def _tie(model: Any) -> None:
-    """accelerate gives a tied tensor that is on disk once a name; here it is one again, where both names are held."""
+    """accelerate loads a tied tensor once per name from disk; share it again if both are on the same device."""
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         (to, name), (of, key) = (_owner(model, path) for path in (target, source))
         mine, theirs = to._parameters.get(name), of._parameters.get(key)
@@ -211,14 +211,14 @@ def _owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 class _Files:
-    """Tensors out of accelerate's maps, every file opened once."""
+    """Tensors from accelerate's weight maps; opens each file once."""
 
     def __init__(self) -> None:
         self._open: dict[str, Any] = {}
-        self._needed: dict[tuple[str, str], int] = {}  # bytes of what has to be converted
+        self._needed: dict[tuple[str, str], int] = {}  # bytes of each tensor that needs conversion
 
     def want(self, meant: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> None:
-        """Count what `read` will have to write."""
+        """Count the bytes that `read` will have to write for this tensor."""
         loader, key = _unwrapped(weights, name)
         info = _entry(loader, key)
         if info is not None and info.get("safetensors_file"):
@@ -257,7 +257,7 @@ class _Files:
 
 @contextmanager
 def _told(key: str) -> Iterator[None]:
-    """A file that is gone, or shorter than it was, in one line."""
+    """Report a missing or truncated file as LyapunovPruneError."""
     try:
         yield
     except (OSError, SafetensorError, KeyError, ValueError) as error:
@@ -274,7 +274,7 @@ def _unwrapped(weights: Mapping[str, torch.Tensor], name: str) -> tuple[Mapping[
 
 
 def _entry(loader: Mapping[str, torch.Tensor], key: str) -> Mapping[str, Any] | None:
-    """What accelerate's index says of a tensor on disk; None for one in memory."""
+    """The entry of a tensor on disk in accelerate's index; None for one in memory."""
     if not isinstance(loader, OffloadedWeightsLoader) or key in loader.state_dict:
         return None
     with _told(key):
@@ -289,7 +289,7 @@ def _mapped(file: Path, info: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` in `dtype`, in a file of its own, which is nobody's: it goes with the last who looks at it."""
+    """`tensor` converted to `dtype`, in an unnamed temporary file that is freed with the tensor."""
     try:
         numbers = numbers_on_disk(tensor.numel(), dtype)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What serving engines and converters would do with a checkpoint whose layers do not follow a pattern any more.
+"""What serving engines and converters would do wrong with a checkpoint whose layers no longer follow a pattern.
 
-Some work out the kind of a layer from its number, where the config says it layer by layer. `SHORT_CUTS` is a table of
-those that are known, each with the thread or the source file where it can be read. Nothing is run: a checkpoint that
-trips over none of them may still not run, and a newer version of an engine may have mended its row.
+Some derive a layer's kind from its number although the config lists it. `SHORT_CUTS` is a table of the known cases,
+each with the thread or source file that shows it. No engine is run: a checkpoint without findings may still fail, and a
+newer version of an engine may have fixed its row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lyapunov_prune.models.structure import LAYER_COUNTS
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, Result
 
-ALL = ""  # of every family
+ALL = ""  # every family
 _QWEN_WINDOWS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _QWEN_HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 _LLAMA4 = ("llama4", "llama4_text")
@@ -31,7 +31,7 @@ _LLAMA4 = ("llama4", "llama4_text")
 
 @dataclass(frozen=True)
 class Told:
-    """What a checkpoint says of its layers: the text config of a folder, or the header of a GGUF file."""
+    """What a checkpoint says about its layers: the text config of a folder, or the header of a GGUF file."""
 
     family: str
     layers: int
@@ -39,17 +39,17 @@ class Told:
     header: Header | None = None
 
     def full(self) -> list[bool]:
-        """Which layers see all tokens; all of them where the config does not tell kinds of layers apart."""
+        """For each layer, whether it attends to all tokens; True if the config does not tell kinds of layers apart."""
         kinds = getattr(self.config, "layer_types", None) or ["full_attention"] * self.layers
         return [kind == "full_attention" for kind in kinds]
 
 
 @dataclass(frozen=True)
 class ShortCut:
-    """What an `engine` does with checkpoints of `families`, and the `thread` behind it.
+    """What `engine` does with checkpoints of `families`, with the `thread` that shows it.
 
-    `trips` gives the layers that it would run, or load, as what they are not, in words; "" for none. Whole periods
-    that were removed keep out of the way of a short cut that is `periodic`.
+    `trips` names the layers that the engine would run or load as another kind; "" if there are none. A `periodic` short
+    cut does no harm if whole periods were removed.
     """
 
     engine: str
@@ -62,7 +62,7 @@ class ShortCut:
 
 @dataclass(frozen=True)
 class Finding:
-    """A short cut that a checkpoint trips over: the engine, what it would do and `where`, the thread, what helps."""
+    """A short cut that affects a checkpoint: the engine, what it would do and `where`, the thread, and the remedy."""
 
     engine: str
     does: str
@@ -73,7 +73,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class EngineCheck(Result):
-    """The short cuts of engines that the checkpoint `model` trips over, of so many `known` ones."""
+    """The short cuts of engines that affect the checkpoint `model`, out of `known` ones."""
 
     model: str
     findings: tuple[Finding, ...]
@@ -100,9 +100,9 @@ class EngineCheck(Result):
 
 
 def check_engines(name: str) -> EngineCheck:
-    """Hold what the checkpoint `name` says of its layers against `SHORT_CUTS`; no weight is read.
+    """Compare the layers that the checkpoint `name` describes with `SHORT_CUTS`; no weights are read.
 
-    `name` is a folder, a hub id or a GGUF file. Raises LyapunovPruneError for what is none.
+    `name` is a folder, a hub id or a GGUF file; raises LyapunovPruneError for anything else.
     """
     told = _told(name)
     findings = []
@@ -134,12 +134,12 @@ def _other(real: list[bool], taken: list[bool]) -> str:
 
 
 def _every(told: Told, period: int) -> list[bool]:
-    """Every `period`-th layer, beginning with that of number `period` - 1."""
+    """For each layer, whether it is the last of its period."""
     return [layer % period == period - 1 for layer in range(told.layers)]
 
 
 def _full_each(told: Told, period: int | None = None) -> str:
-    """The layers that see all tokens though their number is not that of a period, or the other way round."""
+    """The layers whose kind of attention (full or not) differs from what their position in the period says."""
     if told.config is None:
         return ""
     period = period or getattr(told.config, "full_attention_interval", None) or 4
@@ -169,7 +169,7 @@ def _without_experts(told: Told) -> str:
 
 
 def _scaled(told: Told, depth: int) -> str:
-    """Attention is scaled by one width in models of `depth` layers and by another in all others."""
+    """The wrong scale of an engine that chooses it by whether the model has `depth` layers; "" if it is right."""
     config = told.config
     if config is None:
         return ""

@@ -1,6 +1,7 @@
-"""How far a tokenizer can grow a text: eight replacements of a letter by a hundred others make 10¹⁶ of one.
+"""How far a tokenizer can grow a text: eight replacements of a letter by a hundred others make 10¹⁶ letters of one.
 
-The library that reads the text ends the process when memory does, and no exception can be caught: it is asked before.
+The tokenizers library aborts the process when memory runs out, which no `except` can catch, so the growth is bounded
+before it runs.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.files import parsed
 
-LIMIT = 10_000  # those of the families stay under 4,000: ALBERT decomposes, lowers and maps, each for 18 at most
+LIMIT = 10_000  # known families stay below 4,000: ALBERT decomposes, lowercases and maps characters, up to 18-fold each
 _READING, _WRITING = ("normalizer", "pre_tokenizer", "post_processor"), ("decoder",)
 _MEMBERS = ("normalizers", "pretokenizers", "processors", "decoders")
-# What one character can become: ﷺ is 18 when decomposed by compatibility, İ two in lower case, any four bytes; a
-# Chinese one gets a space on both sides, and so does each piece of a word.
+# The most characters that one can become: compatibility decomposition makes 18 of ﷺ, lowercasing 2 of İ, a byte-level
+# step 4 bytes of any. BERT adds spaces around Chinese characters, and some decoders one before each piece of a word.
 _GROWN = {
     "NFC": 3,
     "NFD": 4,
@@ -37,20 +38,20 @@ _GROWN = {
 
 
 def require_bounded_file(path: Path) -> None:
-    """Raise LyapunovPruneError if `path`, a tokenizer.json or none, can grow a text beyond memory.
+    """Raise LyapunovPruneError if the tokenizer.json at `path`, if there is one, can grow a text beyond memory.
 
-    To be asked before it is loaded: what it adds to its vocabulary is normalised then.
+    Call it before loading, which already normalises the added vocabulary.
     """
     try:
         content = parsed(path.read_text(encoding="utf-8"))
         grown = _most(content)
     except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
-        return  # there is none, or the library will say what is wrong with it
+        return  # missing, or the library reports the fault
     _require(grown, path)
 
 
 def require_bounded(tokenizer: PreTrainedTokenizerBase, where: Path) -> None:
-    """Raise LyapunovPruneError if `tokenizer`, read from whatever file in `where`, can grow a text beyond memory."""
+    """Raise LyapunovPruneError if `tokenizer`, read from a file in `where`, can grow a text beyond memory."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         steps = {name: getattr(backend, name) for name in (*_READING, *_WRITING)}
@@ -59,10 +60,10 @@ def require_bounded(tokenizer: PreTrainedTokenizerBase, where: Path) -> None:
 
 
 def expansion(steps: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
-    """(a, b) so that `steps` of a tokenizer.json, one after the other, make at most a·n + b characters of n.
+    """(a, b) such that `steps` of a tokenizer.json, run in sequence, turn n characters into at most a·n + b.
 
-    A replacement of s characters by c: max(1, c / s)·n; of a regular expression, which may match nothing n + 1 times:
-    (1 + c)·n + c. A template that names the text k times beside m tokens: k·n + m.
+    Replacing s characters by c: max(1, c / s)·n. Replacing a regular expression, which may match nothing n + 1 times:
+    (1 + c)·n + c. A template with the text k times and m tokens: k·n + m.
     """
     a, b = 1.0, 0.0
     for step in steps:
@@ -85,17 +86,17 @@ def _expansion(step: Mapping[str, Any]) -> tuple[float, float]:
         put = [part["SpecialToken"]["id"] for part in step["single"] if "SpecialToken" in part]
         tokens = sum(len(step["special_tokens"][name]["ids"]) for name in put)
         return float(len(step["single"]) - len(put)), float(tokens)
-    return float(_GROWN.get(kind, 1)), 2.0  # a token at both ends, a space at one
+    return float(_GROWN.get(kind, 1)), 2.0  # a token at both ends, or a space at one
 
 
 def _longest(charsmap: bytes) -> int:
-    """Characters of the longest text in a map of SentencePiece: a trie, its size in front, and texts that end in 0."""
+    """Characters of the longest text in a SentencePiece map: size of a trie, the trie, zero-terminated texts."""
     texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
     return max(1, *(len(text.decode(errors="replace")) for text in texts.split(b"\0")))
 
 
 def _simple(step: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """The steps of a sequence of sequences, in their order."""
+    """The steps of nested sequences, flattened in order."""
     if step is None:
         return
     if step["type"] != "Sequence":
@@ -107,7 +108,7 @@ def _simple(step: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 
 def _most(content: Mapping[str, Any]) -> float:
-    """Characters that one can become, in reading or in writing."""
+    """The most characters that one character can become, in encoding or decoding."""
     return max(
         sum(expansion(step for name in names for step in _simple(content.get(name)))) for names in (_READING, _WRITING)
     )

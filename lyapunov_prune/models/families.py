@@ -1,8 +1,7 @@
-"""What a family needs for layer removal beyond the general rule, as one literal table; and which are judged.
+"""One table of what families need for layer removal beyond the general rule, and the list of families that are judged.
 
-The general rule renumbers every `layer_idx` (pruning/surgery.py) and slices everything in the config that speaks
-of single layers (layer_settings.py). An entry here holds only what the rule cannot know; most families
-need none.
+The general rule renumbers every `layer_idx` (pruning/surgery.py) and slices everything in the config that describes
+single layers (layer_settings.py). An entry here holds only what that rule cannot know; most families need none.
 """
 
 from __future__ import annotations
@@ -17,21 +16,22 @@ from lyapunov_prune.models import adaptations as adapt
 from lyapunov_prune.models import held_together as together
 from lyapunov_prune.models.adaptations import Cut
 
-# Attributes of a module that hold the position of its layer, and the number of layers.
+# Module attributes that hold the layer's position, and the number of layers.
 POSITION_ATTRIBUTES = ("layer_idx", "layer_id", "layer_number")
 DEPTH_ATTRIBUTES = ("num_hidden_layers",)
-# Families of which the tests put every kind through the gate: they are handed out without it. Every other
-# decoder has to pass it before.
+# Families whose every kind of removal the tests put through the gate: their pruned models are returned without it. All
+# other decoders have to pass the gate first.
 TRUSTED = frozenset({"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3"})
 
 
 @dataclass(frozen=True)
 class Family:
-    """`adapt(cut)` finishes the removal or raises LyapunovPruneError with the reason.
+    """A family's exceptions to the general rule.
 
-    `changes(config)` says whether `adapt` computes numbers anew, which rounds them.
-    `tables` names modules outside the layers whose weight holds one block a layer, and the axis of the
-    blocks. `leaves(layers, config, removed)` gives parameters of kept layers that leave with removed ones.
+    `adapt(cut)` completes the removal or raises LyapunovPruneError with the reason. `changes(config)` says whether
+    `adapt` recomputes weights, which rounds them. `tables` names modules outside the layers whose weight holds one
+    block per layer, and the axis of the blocks. `leaves(layers, config, removed)` lists parameters of kept layers that
+    are removed together with other layers.
     """
 
     adapt: Callable[[Cut], None] | None = None
@@ -89,5 +89,5 @@ JUDGED = frozenset(_NAMES.split())
 
 
 def family_entry(model_type: str) -> Family:
-    """What the table says of a family; of most it says nothing."""
+    """The table's entry for a family; an empty one for most."""
     return FAMILIES.get(model_type, Family())

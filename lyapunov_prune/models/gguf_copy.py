@@ -1,4 +1,4 @@
-"""A GGUF file written from the bytes of another: kept tensors are copied as they are, whatever their quantisation."""
+"""Write a GGUF file from the bytes of another: kept tensors are copied unchanged, whatever their quantisation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import BinaryIO
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.gguf_header import MAGIC, STRING, VERSION, Header, Tensor, Value, text
 
-_BUFFER = 2**18  # it stays in the processor's cache: through 4 MB a copy takes three times as long
+_BUFFER = 2**18  # fits into the CPU cache: with 4 MB a copy takes three times as long
 
 
 @dataclass(frozen=True)
 class Anew:
-    """The numbers of a tensor that are not copied: its quantisation, as GGUF numbers it, and its bytes."""
+    """New numbers for a tensor: its quantisation type, as GGUF numbers it, and its bytes."""
 
     kind: int
     data: bytes
@@ -24,7 +24,7 @@ class Anew:
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor to write: its new name, the one whose shape it has, and its bytes where they are not that one's."""
+    """A tensor to write: its name, the tensor that it takes shape and bytes from, and new bytes if it has any."""
 
     name: str
     source: Tensor
@@ -40,7 +40,7 @@ class Piece:
 
 
 def pieces_of(header: Header, kept: Sequence[int], anew: Mapping[str, Anew]) -> list[Piece]:
-    """The tensors of a file of the layers `kept`, which are numbered anew; `anew` goes by the new names."""
+    """The tensors for a file with the layers `kept`, renumbered; `anew` is keyed by the new names."""
     number = {old: new for new, old in enumerate(kept)}
     named = [(t.name if t.layer is None else t.named_in(number[t.layer]), t) for t in header.tensors if _stays(t, kept)]
     return [Piece(name, tensor, anew.get(name)) for name, tensor in named]
@@ -51,9 +51,9 @@ def _stays(tensor: Tensor, kept: Sequence[int]) -> bool:
 
 
 def write_pieces(path: Path, values: Mapping[str, Value], pieces: Sequence[Piece], alignment: int) -> dict[str, int]:
-    """Write a GGUF file. Returns where the bytes of each value begin. Memory: the header and one buffer.
+    """Write a GGUF file and return the offset of each header value. Needs memory for the header and one buffer.
 
-    Raises LyapunovPruneError when the files that are copied from end too early.
+    Raises LyapunovPruneError if a source file ends too early.
     """
     head, places = bytearray(MAGIC + struct.pack("<IQQ", VERSION, len(pieces), len(values))), {}
     for key, value in values.items():
@@ -86,7 +86,7 @@ def write_pieces(path: Path, values: Mapping[str, Value], pieces: Sequence[Piece
 
 
 def rewrite_text(path: Path, place: int, old: Value, new: str) -> None:
-    """Put `new` in the place of the text `old`, which is at least as long; spaces fill the rest."""
+    """Overwrite the text `old` in place with `new`, which must not be longer, padded with spaces."""
     assert old.kind == STRING
     room, encoded = len(old.raw) - 8, new.encode("utf-8", "replace")
     if len(encoded) > room:
@@ -97,7 +97,7 @@ def rewrite_text(path: Path, place: int, old: Value, new: str) -> None:
 
 
 def same_bytes(piece: Piece, written: Tensor) -> bool:
-    """Whether `written` holds the bytes that `piece` is copied from, or those written anew."""
+    """Whether `written` holds the bytes of `piece`, copied or new."""
     if (written.kind, written.dims, written.size) != (piece.kind, piece.source.dims, piece.size):
         return False
     with written.file.open("rb", buffering=0) as now, piece.source.file.open("rb", buffering=0) as was:
@@ -115,7 +115,7 @@ def same_bytes(piece: Piece, written: Tensor) -> bool:
 
 
 def _filled(file: BinaryIO, part: memoryview) -> bool:
-    """Read until `part` is full; False where the file ends before."""
+    """Read until `part` is full; False if the file ends first."""
     while part:
         got = file.readinto(part)  # type: ignore[attr-defined]
         if not got:
@@ -136,7 +136,7 @@ def _copy(source: BinaryIO, out: BinaryIO, tensor: Tensor, buffer: memoryview) -
 
 
 def _write(out: BinaryIO, data: memoryview) -> None:
-    while data:  # an unbuffered file may take less than it is given
+    while data:  # an unbuffered file may write fewer bytes than given
         data = data[out.write(data) :]
 
 

@@ -1,6 +1,6 @@
-"""The header of a GGUF file: its keys as bytes, and where every tensor lies. No tensor is read.
+"""The header of a GGUF file: its keys as bytes, and the place of every tensor. Tensors are not read.
 
-The gguf package's reader makes an array of every token: half a minute and 0.7 GB for a vocabulary of 262,144 tokens.
+The reader of the gguf package makes an array per token: 30 s and 0.7 GB for a vocabulary of 262,144 tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 MAGIC, VERSION = b"GGUF", 3
 _VERSIONS = (2, 3)
 STRING, ARRAY, UINT32, INT32, FLOAT32, BOOL = 8, 9, 4, 5, 6, 7
-# The codes of `struct` by GGUF's numbers of types.
+# Format codes of `struct`, keyed by GGUF's type numbers.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -31,18 +31,18 @@ SPLIT = ("split.no", "split.count", "split.tensors.count")
 
 @dataclass(frozen=True)
 class Value:
-    """One value of the header: the number of its type, and its bytes as they are in the file."""
+    """A header value: the number of its type, and its bytes as in the file."""
 
     kind: int
     raw: bytes
 
     @property
     def length(self) -> int | None:
-        """How many items an array has; None for what is no array."""
+        """Number of items of an array; None for other values."""
         return int(struct.unpack_from("<Q", self.raw, 4)[0]) if self.kind == ARRAY else None
 
     def read(self) -> Any:
-        """The number or the text; of an array the list of them."""
+        """The number, the text, or the list of items of an array."""
         if self.kind == STRING:
             return self.raw[8:].decode("utf-8", "replace")
         if self.kind != ARRAY:
@@ -58,7 +58,7 @@ class Value:
         return texts
 
     def picked(self, kept: Iterable[int]) -> Value:
-        """The same array with the items of these numbers alone."""
+        """The array reduced to the items with these indices."""
         (item,), items = struct.unpack_from("<I", self.raw), self.read()
         return array(item, [items[i] for i in kept])
 
@@ -81,9 +81,9 @@ def array(item: int, items: list[Any]) -> Value:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: `dims` as GGUF counts them, the fastest first, and its `size` in bytes from `start` on.
+    """A tensor in a file: `dims` in GGUF's order (fastest first), and `size` bytes from offset `start`.
 
-    Of a quantisation that is not known here `size` reaches to the next tensor.
+    For an unknown quantisation, `size` reaches to the next tensor.
     """
 
     name: str
@@ -95,12 +95,12 @@ class Tensor:
 
     @property
     def layer(self) -> int | None:
-        """The number of the layer that it belongs to; None outside the layers."""
+        """The layer that it belongs to; None outside the layers."""
         found = _BLOCK.fullmatch(self.name)
         return int(found[1]) if found else None
 
     def named_in(self, layer: int) -> str:
-        """What it is called in the layer of that number."""
+        """Its name in the layer with this number."""
         found = _BLOCK.fullmatch(self.name)
         assert found is not None
         return f"blk.{layer}.{found[2]}"
@@ -115,7 +115,7 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """What stands before the tensors of a GGUF file, or of all the `parts` of a split one."""
+    """Everything before the tensors of a GGUF file, or of all `parts` of a split one."""
 
     path: Path
     parts: tuple[Path, ...]
@@ -124,7 +124,7 @@ class Header:
     alignment: int
 
     def read(self, key: str) -> Any:
-        """What the header says under `key`; None where it says nothing."""
+        """The value of `key`; None if it is missing."""
         return self.values[key].read() if key in self.values else None
 
     @property
@@ -133,7 +133,7 @@ class Header:
 
     @cached_property
     def layers(self) -> int:
-        """How many layers it has. Raises LyapunovPruneError unless its tensors are of so many."""
+        """Number of layers. Raises LyapunovPruneError unless the tensors cover exactly that many."""
         told = self.read(f"{self.architecture}.block_count")
         found = {tensor.layer for tensor in self.tensors} - {None}
         if not isinstance(told, int) or found != set(range(told)):
@@ -144,9 +144,9 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of the GGUF file `path`, of a split file that of all parts.
+    """Read the header of the GGUF file `path`, or of all parts if it is split.
 
-    Raises LyapunovPruneError for a file that cannot be read, is no GGUF file, is truncated, or lacks a part.
+    Raises LyapunovPruneError for a file that cannot be read, is not GGUF, is truncated, or lacks a part.
     """
     first = _read_one(path)
     count = first.read("split.count") or 1
@@ -174,7 +174,7 @@ def _read_one(path: Path) -> Header:
             return _parsed(path, data)
     except OSError as error:
         raise LyapunovPruneError(f"cannot read {path}: {error.strerror}; check its permissions") from None
-    except (ValueError, KeyError, struct.error, OverflowError):  # an empty file is a ValueError of mmap
+    except (ValueError, KeyError, struct.error, OverflowError):  # mmap raises ValueError for an empty file
         raise LyapunovPruneError(f"{path} is truncated or no GGUF file; fetch it again") from None
 
 
@@ -236,7 +236,7 @@ def _string(data: mmap.mmap, at: int) -> tuple[str, int]:
 
 
 def _end(data: mmap.mmap, at: int, kind: int) -> int:
-    """Where the value of that type ends which begins at `at`."""
+    """The offset just after the value of type `kind` that starts at `at`."""
     if kind == STRING:
         return at + 8 + int(struct.unpack_from("<Q", data, at)[0])
     if kind != ARRAY:
@@ -244,7 +244,7 @@ def _end(data: mmap.mmap, at: int, kind: int) -> int:
     item, count = struct.unpack_from("<IQ", data, at)
     at += 12
     if item != STRING:
-        return at + count * struct.calcsize(f"<{_SCALARS[item]}")  # arrays of arrays are a KeyError
+        return at + count * struct.calcsize(f"<{_SCALARS[item]}")  # an array of arrays raises KeyError
     length = struct.Struct("<Q").unpack_from
     for _ in range(count):
         at += 8 + length(data, at)[0]

@@ -1,7 +1,7 @@
-"""What the header of a GGUF file says of single layers, and what is left of it without some of them.
+"""What a GGUF header says about single layers, and the header without some of them.
 
-An array with one item for every layer speaks of layers, whatever its key. What an engine works out from a layer's
-number stands in no array: `_ENGINE` says for which architectures llama.cpp does that, and how.
+Under the architecture's name, an array with one item per layer describes layers. What llama.cpp derives from a layer's
+number is in no array: `_ENGINE` lists how it does that for each architecture.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.gguf_header import Header, Value, number
 
-# Arrays under the architecture's name that do not speak of layers.
+# Arrays under the architecture's name that do not describe layers.
 _OTHER_ARRAYS = ("rope.dimension_sections", "classifier.output_labels")
-# Numbers that say which layers are of which kind, by their place.
+# Numbers from which llama.cpp derives the kinds of layers by position.
 _BY_PLACE = (
     *("leading_dense_block_count", "moe_every_n_layers", "nextn_predict_layers", "n_deepstack_layers"),
     *("interleave_moe_layer_step", "full_attention_interval", "attention.shared_kv_layers", "rescale_every_n_layers"),
@@ -27,8 +27,8 @@ _PATTERN = "attention.sliding_window_pattern"
 class _Engine:
     """How llama.cpp tells the layers of an architecture apart.
 
-    Every `period`-th layer sees all tokens and the others a window, unless `attention.sliding_window_pattern` says
-    another period; None: by nothing. A model of `scaled` layers computes with another scale than one of fewer.
+    Every `period`-th layer attends to all tokens and the others to a window, unless `attention.sliding_window_pattern`
+    gives another period; None: no layer differs. A model with `scaled` layers uses another attention scale.
     """
 
     period: int | None = None
@@ -46,9 +46,9 @@ _ENGINE: Mapping[str, _Engine] = {
 
 
 def full_attention(header: Header) -> tuple[bool, ...] | None:
-    """Which layers see all tokens, where the others see a window; None where they are not told apart.
+    """For each layer, whether it attends to all tokens rather than a window; None if layers do not differ.
 
-    Raises LyapunovPruneError for an array of another length than the number of layers.
+    Raises LyapunovPruneError if the array's length is not the number of layers.
     """
     name, engine = header.architecture, _ENGINE.get(header.architecture)
     told = header.read(f"{name}.{_PATTERN}")
@@ -62,9 +62,9 @@ def full_attention(header: Header) -> tuple[bool, ...] | None:
 
 
 def wrong_arrays(header: Header) -> dict[str, int]:
-    """The arrays under the architecture's name that have another length than there are layers, with that length.
+    """Arrays under the architecture's name whose length is not the number of layers, with their lengths.
 
-    Arrays that are known to speak of something else, and those under other names, are none of them.
+    Arrays that are known to describe something else are left out.
     """
     inside = f"{header.architecture}."
     return {
@@ -78,9 +78,9 @@ def wrong_arrays(header: Header) -> dict[str, int]:
 
 
 def values_without(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
-    """The values of `header` for a file of the layers `kept` alone.
+    """The values of `header` for a file with only the layers `kept`.
 
-    Raises LyapunovPruneError where a header of llama.cpp cannot say which layers are left.
+    Raises LyapunovPruneError if llama.cpp's header cannot express which layers are left.
     """
     name, layers = header.architecture, header.layers
     engine = _ENGINE.get(name)
@@ -114,9 +114,10 @@ def scaled_depth(architecture: str) -> int | None:
 
 
 def period_values(architecture: str, full: tuple[bool, ...], told: Any = None) -> dict[str, Value]:
-    """The key that says which layers see all tokens (`full`), where the header says another period, or none (`told`).
+    """The key with the period of layers with full attention (`full`); empty if `told` or the default fits.
 
-    It goes by its name below the architecture's. Raises LyapunovPruneError where no period fits.
+    `told` is the period in the header, or None. The key is relative to the architecture's name. Raises
+    LyapunovPruneError if no period fits.
     """
     now = _ENGINE[architecture].period if told is None else told
     assert now is not None
@@ -130,7 +131,7 @@ def period_values(architecture: str, full: tuple[bool, ...], told: Any = None) -
 
 
 def _period_of(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
-    """The period that says of the layers `kept` what they were, where it is another than that of `header`."""
+    """The new period of the layers `kept`, if it differs from that in `header`."""
     name = header.architecture
     told, full = header.read(f"{name}.{_PATTERN}"), full_attention(header)
     if full is None or isinstance(told, list):
@@ -140,7 +141,7 @@ def _period_of(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
 
 
 def _repeated(period: int, layers: int) -> tuple[bool, ...]:
-    """Of period 0 no layer sees all tokens, as llama.cpp has it."""
+    """Whether each layer is the last of its period; period 0 means no layer, as in llama.cpp."""
     return tuple(period > 0 and layer % period == period - 1 for layer in range(layers))
 
 

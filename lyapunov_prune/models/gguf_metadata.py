@@ -1,7 +1,7 @@
-"""What the header of a GGUF file says of a model's architecture, for the families whose settings llama.cpp can hold.
+"""Architecture keys of a GGUF header, for the families whose settings llama.cpp can hold.
 
-llama.cpp takes for granted what its keys cannot say: the activation, the scale of an attention, which layers see a
-window. A config that says otherwise is refused, since its file would load and compute something else.
+llama.cpp hard-codes what its keys cannot express: the activation, the scale of attention, which layers have a window. A
+config that differs is refused, because its file would load and compute something else.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from lyapunov_prune.models.gguf_layers import period_values, scaled_depth
 from lyapunov_prune.models.gguf_vocabulary import CONVERT
 from lyapunov_prune.progress import warn
 
-# Of what transformers knows of YaRN, what llama.cpp computes alike.
+# The YaRN settings of transformers that llama.cpp computes alike.
 _YARN = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "type"}
-# Settings that transformers' reader leaves at their defaults.
+# Settings that transformers' GGUF reader leaves at their defaults.
 _ASSUMED = (
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     *("attention_bias", "mlp_bias", "use_sliding_window"),
 )
-_DECI = "deci"  # llama.cpp's architecture of Llamas that lack attentions
+_DECI = "deci"  # llama.cpp's architecture for Llamas without some attentions
 
 
 @dataclass(frozen=True)
 class GGUFFamily:
     """How llama.cpp holds the models of a `model_type`.
 
-    `architecture` is its name there. Rows of queries and keys are `permuted`: rotary pairs stand side by side. One is
-    added to the weights of norms that are `shifted`. `windowed`: it knows the windows of layers. `scaling` names the
-    rotary scalings that it knows.
+    `architecture` is its name there. `permuted`: rows of queries and keys are reordered so that rotary pairs are
+    adjacent. `shifted`: norm weights are stored plus one. `windowed`: it knows windows by layer. `scaling`: the rotary
+    scalings that it knows.
     """
 
     architecture: str
@@ -65,7 +65,7 @@ FAMILIES: Mapping[str, GGUFFamily] = {
 
 
 def gguf_family(config: PretrainedConfig) -> GGUFFamily:
-    """The family of a model that can be written as GGUF; raises LyapunovPruneError for any other."""
+    """The entry of a family that can be written as GGUF; raises LyapunovPruneError for others."""
     found = FAMILIES.get(family_of(config))
     if found is None:
         known = ", ".join(FAMILIES)
@@ -80,7 +80,7 @@ def gguf_family(config: PretrainedConfig) -> GGUFFamily:
 
 
 def architecture_values(config: PretrainedConfig, family: GGUFFamily, name: str) -> dict[str, Value]:
-    """The keys of the header that are not the tokenizer's, the name of the model being `name`."""
+    """All header keys except the tokenizer's; `name` is the name of the model."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head = head_size(config)
     context = _context(config, family)
@@ -111,7 +111,7 @@ def architecture_values(config: PretrainedConfig, family: GGUFFamily, name: str)
         own["attention.sliding_window"] = number(config.sliding_window)
         own |= period_values(family.architecture, tuple(kind == "full_attention" for kind in config.layer_types))
     elif family.architecture == "phi3":
-        own["attention.sliding_window"] = number(0)  # else files of Phi-3 without a window are taken for older ones
+        own["attention.sliding_window"] = number(0)  # without it, llama.cpp takes the file for an old one with a window
     rope = _rope(config)
     if rope["rope_type"] in ("linear", "yarn"):
         own["rope.scaling.type"] = text(rope["rope_type"])
@@ -120,7 +120,7 @@ def architecture_values(config: PretrainedConfig, family: GGUFFamily, name: str)
     return {
         "general.architecture": text(family.architecture),
         "general.type": text("model"),
-        "general.name": text("Mistral" if name == "mistral" else name),  # "mistral": transformers takes it for a class
+        "general.name": text("Mistral" if name == "mistral" else name),  # transformers takes "mistral" for a class
         **{f"{family.architecture}.{key}": value for key, value in own.items()},
     }
 
@@ -138,7 +138,7 @@ def rope_tensors(config: PretrainedConfig) -> dict[str, torch.Tensor]:
 
 
 def unread(config: PretrainedConfig, family: GGUFFamily) -> str:
-    """What of `config` transformers' reader of GGUF files does not take from the file; empty where it takes all."""
+    """The first setting of `config` that transformers' GGUF reader would not restore from the file; empty if none."""
     default, rope = type(config)(), _rope(config)
     narrow = {"qwen2": config.hidden_size // config.num_attention_heads, "qwen3": 128}
     assumed = {key: getattr(default, key) for key in _ASSUMED if hasattr(default, key)}
@@ -158,7 +158,7 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def _rope(config: PretrainedConfig) -> dict[str, Any]:
-    """The rotary settings of layers that see all tokens."""
+    """The rotary settings of layers with full attention."""
     told = config.rope_parameters
     return told.get("full_attention", told)
 
@@ -178,7 +178,7 @@ def _rope_reals(config: PretrainedConfig) -> dict[str, float]:
 
 
 def _context(config: PretrainedConfig, family: GGUFFamily) -> int:
-    """The longest context that llama.cpp computes as the model does: it knows the windows of some families alone."""
+    """The longest context that llama.cpp computes correctly: for some families it does not know the window."""
     most: int = config.max_position_embeddings
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     window = (getattr(config, "sliding_window", None) or most) if "sliding_attention" in kinds else most
@@ -189,7 +189,7 @@ def _context(config: PretrainedConfig, family: GGUFFamily) -> int:
 
 
 def _require_known(config: PretrainedConfig, family: GGUFFamily) -> None:
-    """Raise LyapunovPruneError for settings that a file of this family cannot say."""
+    """Raise LyapunovPruneError for settings that a file of this family cannot express."""
     act = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     scale = getattr(config, "query_pre_attn_scalar", None)
     wanted = head_size(config)

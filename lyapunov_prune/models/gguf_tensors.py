@@ -1,7 +1,7 @@
-"""What a model's tensors are in a GGUF file: their names there, and their numbers as llama.cpp wants them.
+"""The tensors of a model in a GGUF file: their names there, and their numbers in llama.cpp's layout.
 
-llama.cpp permutes the rows of queries and keys of some families, adds one to norms of others, and transposes matrices;
-transformers' reader undoes it. Here its reader is tried on the numbers 0, 1, 2, …, which tells what it does.
+For some families llama.cpp permutes the rows of queries and keys, adds one to norms, or transposes matrices, and
+transformers' reader undoes it. To learn what the reader does, it is run on the numbers 0, 1, 2, …
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lyapunov_prune.models.gguf_copy import Anew, Piece
 from lyapunov_prune.models.gguf_header import Tensor
 from lyapunov_prune.models.gguf_metadata import GGUFFamily, rope_tensors
 
-# For a quantisation that the gguf package reads and does not write, and for rows that are no whole blocks.
+# Used where the gguf package can read but not write a quantisation, and for rows that are not whole blocks.
 _INSTEAD = (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F16)
 
 
-_MOVES = (0.01, 0.5)  # no rounding moves a tensor by more of its norm: to 16 bits or more, and to fewer
+_MOVES = (0.01, 0.5)  # largest relative change by rounding to 16 bits or more, and to fewer
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A tensor of a model as a GGUF file holds it, under the `name` that it has there, and what it reads back as."""
+    """A tensor as a GGUF file holds it: its name there, quantisation, bytes, and the values that it reads back to."""
 
     name: str
     quantisation: str
@@ -45,11 +45,11 @@ def rounded(
     before: Mapping[str, Tensor],
     quantisation: str | None = None,
 ) -> list[Rounded]:
-    """The tensors `changed` of `model`, by its own names, each in the quantisation of what it was `before`.
+    """The tensors `changed` (keyed by the model's names), each in the quantisation that it has in `before`.
 
-    `before` goes by the names in a GGUF file of this model. Matrices take `quantisation` where that is given. What the
-    gguf package does not quantise to (K-quants) becomes Q8_0, or float16 where rows are no whole blocks. Raises
-    LyapunovPruneError for a tensor that such a file does not hold as one.
+    `before` is keyed by the names in a GGUF file of this model. `quantisation`, if given, is used for matrices. Types
+    that the gguf package cannot write (K-quants) become Q8_0, or float16 if rows are not whole blocks. Raises
+    LyapunovPruneError for a tensor that such a file does not hold as one tensor.
     """
     architecture = model.config.model_type.removesuffix("_text")
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
@@ -74,7 +74,7 @@ def rounded(
 
 
 def _reading(processor: Any, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, int]:
-    """Where each number of what is read stands in the file, and what reading adds to it."""
+    """For each number that is read: its position in the file, and the constant that reading adds."""
     numbers = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
     read = processor.process(numbers, name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
     shift = int(read.weights.min()) if read.name is not None and read.weights.dtype == np.int64 else 0
@@ -94,19 +94,19 @@ def _quantised(values: np.ndarray, kind: int) -> tuple[gguf.GGMLQuantizationType
 
 
 def stored_tensors(model: PreTrainedModel, family: GGUFFamily, quantisation: str) -> Iterator[tuple[Piece, float]]:
-    """The tensors of a GGUF file of the whole `model`, each with how far it is off in `model` from now on.
+    """The tensors of a GGUF file of the whole `model`, each with the relative error of rounding; changes `model` alike.
 
-    Matrices are rounded to `quantisation`, in `model` too; of fewer than 8 bits the embeddings to Q8_0, as llama.cpp
-    has it. Vectors stay float32, and matrices whose rows are no whole blocks become float16. How far is ‖after −
-    before‖ / ‖stored‖, in Frobenius norms, over what such rounding moves at the most (`_MOVES`): at most 1.
-    Raises LyapunovPruneError for a tensor that llama.cpp's map of names lacks.
+    Matrices are rounded to `quantisation`, in `model` too; below 8 bits the embeddings become Q8_0, as in llama.cpp.
+    Vectors stay float32, and matrices whose rows are not whole blocks become float16. The error is ‖after − before‖ /
+    ‖stored‖ (Frobenius), divided by the most that such rounding can cause (`_MOVES`): above 1 something is wrong.
+    Raises LyapunovPruneError for a tensor that llama.cpp has no name for.
     """
     config = model.config
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     held: set[int] = set()
     for own, tensor in model.state_dict().items():
-        if tensor.data_ptr() in held:  # tied: llama.cpp takes the embeddings where there is no output matrix
+        if tensor.data_ptr() in held:  # tied: without an output matrix llama.cpp uses the embeddings
             continue
         held.add(tensor.data_ptr())
         name = names.get_name(own, try_suffixes=(".weight", ".bias"))
@@ -142,7 +142,7 @@ def _bits(kind: gguf.GGMLQuantizationType) -> float:
 
 
 def _to_file(name: str, values: torch.Tensor, config: PretrainedConfig, family: GGUFFamily) -> torch.Tensor:
-    """Numbers of the model as llama.cpp holds them: rotary halves become pairs, and norms gain one."""
+    """The model's numbers in llama.cpp's layout: rotary halves become pairs, and norms gain one."""
     if family.shifted and name.endswith("norm.weight"):
         return values + 1
     return _turned(name, values, config, (2, -1)) if family.permuted else values

@@ -1,7 +1,7 @@
-"""The vocabulary of a tokenizer as the header of a GGUF file holds it.
+"""The vocabulary of a tokenizer in the header of a GGUF file.
 
-llama.cpp does not read how a tokenizer splits text into words: `tokenizer.ggml.pre` names one of the ways that it
-knows. Here that name is found by the splitting itself, so a retrained vocabulary keeps it.
+llama.cpp does not read how a tokenizer splits text into words: `tokenizer.ggml.pre` names one of the ways it knows. The
+name is found here from the splitting rule, not the vocabulary, so a retrained vocabulary keeps it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from lyapunov_prune.models.gguf_header import BOOL, FLOAT32, INT32, STRING, Valu
 from lyapunov_prune.models.tokenizers import token_ids
 
 CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py"
-# llama.cpp's names of ways to split, by the regular expression; the first where merges are not asked about words that
-# the vocabulary holds whole (`ignore_merges`), the second where they are.
+# llama.cpp's names for a splitting regular expression: the first if words that the vocabulary holds whole skip merging
+# (`ignore_merges`), the second otherwise.
 _SPLITS = {
     GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]: ("llama-bpe", "dbrx"),
     GGUF_PRE_TOKENIZER_SPLITS["tekken"]: ("tekken", None),
     GGUF_PRE_TOKENIZER_SPLITS["qwen2"]: (None, "qwen2"),
     GGUF_PRE_TOKENIZER_SPLITS["gpt-4o"]: (None, "gpt-4o"),
 }
-_SPACE = "▁"  # SentencePiece's
+_SPACE = "▁"  # SentencePiece's space
 _ADDED, _ABSENT = -1000.0, -10000.0  # scores of tokens that no merge makes
-_LOOKS_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")  # added without being marked special
+_LOOKS_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")  # added tokens that count as special though not marked so
 
 
 def vocabulary_values(tokenizer: PreTrainedTokenizerBase | None, size: int) -> dict[str, Value]:
     """The keys `tokenizer.*` for a model with `size` embeddings.
 
-    Raises LyapunovPruneError for a tokenizer that llama.cpp does not have, or not under a name that is known here.
+    Raises LyapunovPruneError for a tokenizer that llama.cpp lacks, or whose name there is unknown here.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if tokenizer is None or backend is None:
@@ -44,10 +44,10 @@ def vocabulary_values(tokenizer: PreTrainedTokenizerBase | None, size: int) -> d
     model = told["model"]
     if model["type"] != "BPE":
         raise LyapunovPruneError(f"the tokenizer is {model['type']}, and only BPE is written as GGUF; {CONVERT}")
-    if len(model["vocab"]) > size:  # what a tokenizer adds beyond has no embedding, and is left out
+    if len(model["vocab"]) > size:  # added tokens beyond `size` have no embedding and are left out
         raise LyapunovPruneError(f"the tokenizer has {len(model['vocab'])} tokens and the model {size}; give its own")
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    spaced = bool(model.get("byte_fallback"))  # SentencePiece's BPE; else that of GPT-2, over bytes
+    spaced = bool(model.get("byte_fallback"))  # SentencePiece's BPE; otherwise GPT-2's byte-level BPE
     tokens, types = _tokens(tokenizer, told, size, spaced)
     prefix = "tokenizer.ggml."
     values = {
@@ -96,7 +96,7 @@ def _looks_special(token: str) -> bool:
 
 
 def _scores(tokens: list[str], types: list[gguf.TokenType], merges: list[list[str]]) -> list[float]:
-    """Minus the rank of the first merge that makes a token: SentencePiece merges what has the highest score first."""
+    """Minus the rank of the first merge that makes each token; SentencePiece merges the highest score first."""
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):
         ranks.setdefault(left + right, rank)
@@ -105,7 +105,7 @@ def _scores(tokens: list[str], types: list[gguf.TokenType], merges: list[list[st
 
 
 def _prepends(told: dict[str, Any]) -> bool:
-    """Whether a space is put before the text."""
+    """Whether a space is put in front of the text."""
     normalizers, splitters = _steps(told["normalizer"], "normalizers"), _steps(told["pre_tokenizer"], "pretokenizers")
     return any(step["type"] == "Prepend" for step in normalizers) or any(
         step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never" for step in splitters
@@ -113,12 +113,12 @@ def _prepends(told: dict[str, Any]) -> bool:
 
 
 def _splitting(told: dict[str, Any]) -> str:
-    """llama.cpp's name of the way to split; raises LyapunovPruneError for one without a name that is known here."""
+    """llama.cpp's name of the splitting rule; raises LyapunovPruneError if it is unknown here."""
     name = None
     steps, normalizers = _steps(told["pre_tokenizer"], "pretokenizers"), _steps(told["normalizer"], "normalizers")
     kinds = [step["type"] for step in steps]
     plain = kinds[-1:] == ["ByteLevel"] and not steps[-1].get("add_prefix_space")
-    if plain and all(step["type"] == "NFC" for step in normalizers):  # which llama.cpp leaves out
+    if plain and all(step["type"] == "NFC" for step in normalizers):  # llama.cpp skips NFC
         if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
             name = "gpt-2"
         elif kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and steps[1].get("use_regex", True):

@@ -1,4 +1,4 @@
-"""A model serves one thread at a time: measurements hook into it, swap its weights and its mode."""
+"""A model serves one thread at a time, because measurements hook into it and swap its weights and its mode."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 
-# Not on the model itself: a lock cannot be copied or saved, and models are.
+# Not an attribute of the model: models are copied and saved, and a lock cannot be.
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _NEW = threading.Lock()
 
 
 @contextmanager
 def held(*models: nn.Module) -> Iterator[None]:
-    """This thread alone uses `models` inside the block; it may hold them again further in.
+    """Only this thread uses `models` inside the block; it may hold them again in nested blocks.
 
-    Raises LyapunovPruneError at once when another thread holds one of them: what it measures would be of a model that
-    this one has changed.
+    Raises LyapunovPruneError at once if another thread holds one of them, since each would see the other's changes.
     """
     with ExitStack() as stack:
         for model in models:

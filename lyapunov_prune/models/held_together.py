@@ -1,4 +1,4 @@
-"""Families in which layers hold together: they read what another has made, or share blocks and parameters."""
+"""Families whose layers depend on each other: they read what another layer computed, or share blocks and parameters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lyapunov_prune.models.adaptations import Cut
 
 
 def shared_keys(cut: Cut) -> None:
-    """The last `num_kv_shared_layers` read keys and values of the last layer of their kind before them.
+    """The last `num_kv_shared_layers` layers reuse keys and values of the last layer of their kind before them.
 
-    Skipping a layer leaves out what it adds to the residual stream, not what others read from it: a
-    reader whose source goes cannot be expressed.
+    The gate's reference skips a layer's contribution to the residual stream, but not the keys that others read from it.
+    So a layer cannot stay when its source leaves.
     """
     modes = cut.before.kv_sharing_modes
     kinds = cut.before.layer_types
@@ -31,7 +31,7 @@ def shared_keys(cut: Cut) -> None:
 
 
 def shared_index(cut: Cut) -> None:
-    """A layer with a shared indexer attends to the tokens that the last full indexer before it chose."""
+    """A layer with a shared indexer attends to the tokens chosen by the last full indexer before it."""
     kinds = cut.before.indexer_types
     for i in cut.kept:
         source = max((j for j in range(i + 1) if kinds[j] == "full"), default=i)
@@ -55,7 +55,7 @@ def gemma4(cut: Cut) -> None:
 
 
 def zaya(cut: Cut) -> None:
-    """A router adds that of the layer before, scaled; the first layer has none before it, and so no scale."""
+    """A router adds the scaled state of the router before it; the first layer has no such scale."""
     router: Any = cut.layers[0].get_submodule("mlp.gate")
     if router.use_eda:
         router.use_eda = False
@@ -63,19 +63,19 @@ def zaya(cut: Cut) -> None:
 
 
 def zaya_leaves(layers: nn.ModuleList, config: Any, removed: tuple[int, ...]) -> list[nn.Parameter]:
-    """The scale of the layer that becomes the first."""
+    """The router scale of the layer that becomes the first."""
     router: Any = layers[min(set(range(len(layers))) - set(removed))].get_submodule("mlp.gate")
     return [router.router_states_scale] if router.use_eda else []
 
 
 def zamba(cut: Cut) -> None:
-    """Loading ties the shared block of the first hybrid layer to the others, and raises without others."""
+    """Loading ties the shared block of the first hybrid layer to the others, and fails if there are no others."""
     if sum(kind == "hybrid" for kind in cut.config.layers_block_type) == 1:
         raise LyapunovPruneError("one hybrid layer is left, which this family cannot load; keep two of them, or none")
 
 
 def _adapters(layer: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
-    """Zamba 2: the lists of adapters in a shared block, one adapter a hybrid layer of the model."""
+    """Zamba 2: the lists of adapters in a shared block, one adapter per hybrid layer of the model."""
     shared = getattr(layer, "shared_transformer", nn.Identity())
     return [
         (module, name, child)
@@ -86,7 +86,7 @@ def _adapters(layer: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
 
 
 def zamba2(cut: Cut) -> None:
-    """Hybrid layers take `num_mem_blocks` shared blocks in turn; adapters go by the hybrid's number."""
+    """Hybrid layers use the `num_mem_blocks` shared blocks in turn; adapters are indexed by hybrid layer."""
     left = [j for j, old in enumerate(cut.before.hybrid_layer_ids) if old in cut.kept]
     blocks = [j % cut.before.num_mem_blocks for j in left]
     turn = list(dict.fromkeys(blocks))
@@ -109,6 +109,6 @@ def zamba2(cut: Cut) -> None:
 
 
 def zamba2_leaves(layers: nn.ModuleList, config: Any, removed: tuple[int, ...]) -> list[nn.Parameter]:
-    """The adapters of removed hybrid layers, which lie in blocks that other layers still use."""
+    """The adapters of removed hybrid layers, which lie in shared blocks that other layers still use."""
     gone = [j for j, old in enumerate(config.hybrid_layer_ids) if old in removed]
     return [p for layer in layers for _, _, lists in _adapters(layer) for j in gone for p in lists[j].parameters()]

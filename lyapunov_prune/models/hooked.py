@@ -1,4 +1,4 @@
-"""Hooks on the modules of a model, gone when the block ends."""
+"""Hooks on modules of a model, for the length of a block."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Hooks = Iterable[tuple[nn.Module, Callable[..., Any]]]
 
 @contextmanager
 def hooked(*, before: Hooks = (), after: Hooks = ()) -> Iterator[None]:
-    """Call hooks before and after the forwards of their modules inside the block.
+    """Run hooks before and after the forwards of their modules inside the block.
 
-    One before is given `(module, args, kwargs)` and may return other `(args, kwargs)`; one after is given
-    `(module, args, kwargs, output)` and may return another output. Hooks on one module run in the order of the list.
-    All are removed on the way out, also after an exception.
+    A hook in `before` gets `(module, args, kwargs)` and may return new `(args, kwargs)`; one in `after` gets `(module,
+    args, kwargs, output)` and may return a new output. Hooks on one module run in list order. All are removed on exit,
+    also after an exception.
     """
     with ExitStack() as stack:
         for module, hook in before:
@@ -28,9 +28,9 @@ def hooked(*, before: Hooks = (), after: Hooks = ()) -> Iterator[None]:
 
 
 def keep_hooked(after: Hooks) -> None:
-    """Call hooks after the forwards of their modules, as in `hooked`, for as long as the modules live.
+    """Run hooks after the forwards of their modules, as in `hooked`, for as long as the modules live.
 
-    For a copy of a model that is dropped with its hooks.
+    Meant for a copy of a model that is dropped together with its hooks.
     """
     for module, hook in after:
         module.register_forward_hook(hook, with_kwargs=True)

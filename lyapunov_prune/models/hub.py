@@ -1,4 +1,4 @@
-"""Checkpoints of the hub, from its cache or the network."""
+"""Checkpoints from the hub, from its cache or the network."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.results.files import like_named
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# What a checkpoint needs besides its weights; nothing here can hold code.
+# Files of a checkpoint besides weights; none of these can hold code.
 _FILES = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "README.md"]
 _FILES += ["LICENSE*", "LICENCE*", "NOTICE*"]
-_PARTS = ["[0-9]_*/*.json", "[0-9]_*/*.safetensors"]  # of an embedding model, beside its modules.json
+_PARTS = ["[0-9]_*/*.json", "[0-9]_*/*.safetensors"]  # parts of an embedding model, listed in its modules.json
 
 
 def download(name: str, offline: bool) -> Path:
-    """The folder of a hub model, from the cache or the network; weights other than safetensors stay there."""
+    """The folder of a hub model, from the cache or the network; only safetensors weights are downloaded."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -42,5 +42,5 @@ def download(name: str, offline: bool) -> Path:
         raise LyapunovPruneError(
             f"no model at {name}, and it is no hub id ({first_line(error)}); give a folder, a hub id or {BUILTIN}"
         ) from None
-    except Exception as error:  # the disk, the hub, a proxy, and the HTTP library of the day
+    except Exception as error:  # disk errors, the hub's own, a proxy's, those of the HTTP library
         raise LyapunovPruneError(f"the hub did not give {name}: {first_line(error)}; try again later") from None

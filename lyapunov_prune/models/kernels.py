@@ -1,4 +1,4 @@
-"""By which kernels attention and experts are computed: chosen by the process that loads, and kept in no checkpoint."""
+"""The kernels for attention and experts; they are chosen on loading and stored in no checkpoint."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from transformers import PreTrainedConfig
 
 
 def kernels(config: PreTrainedConfig) -> dict[str, Any]:
-    """What `from_pretrained` or `from_config` has to be told to compute as a model of `config` does.
+    """Arguments for `from_pretrained` or `from_config` that select the same kernels as a model of `config`.
 
-    Each part of a model with more than text by its own kernel: a value for the whole would go to all of them.
+    Nested parts of a multimodal model keep their own kernels; a single value would apply to all of them.
     """
     return {f"{of}_implementation": _of(config, f"_{of}_implementation") for of in ("attn", "experts")}
 
 
 @contextmanager
 def eager_experts(model: Any) -> Iterator[None]:
-    """The experts of `model` run one after the other inside the block: the kernel for all has no derivative."""
+    """Inside the block, the experts of `model` run one by one: the fused kernel has no derivative."""
     before = kernels(model.config)["experts_implementation"]
     model.set_experts_implementation("eager")
     try:
