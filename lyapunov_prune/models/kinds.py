@@ -1,4 +1,4 @@
-"""Which layers of a decoder are of one kind, and after how many the kinds repeat."""
+"""The kind of each layer of a decoder, and the period after which kinds repeat."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lyapunov_prune.models.structure import Structure
 class LayerKinds:
     """The kind of every layer, numbered in order of appearance.
 
-    `period` is the smallest p such that two whole periods fit and layer i + p is of the kind of layer i: 1
-    when all layers are alike, None when the kinds do not repeat.
+    `period` is the smallest p such that the layers hold at least two whole periods and layer i + p is of the kind of
+    layer i: 1 if all layers are alike, None if the kinds do not repeat.
     """
 
     kinds: tuple[int, ...]
@@ -30,7 +30,7 @@ class LayerKinds:
         return None
 
     def require_period(self) -> int:
-        """The period; raises LyapunovPruneError when there is none to keep."""
+        """The period; raises LyapunovPruneError if there is none to keep."""
         if self.period is None:
             raise LyapunovPruneError("the kinds of this model's layers do not repeat; leave out --keep-period")
         if self.period == 1:
@@ -38,17 +38,16 @@ class LayerKinds:
         return self.period
 
     def survives(self, kept: tuple[int, ...]) -> bool:
-        """Whether every layer that stays is of the kind that its new number has in the original."""
+        """Whether every kept layer is of the kind that its new number has in the original model."""
         return tuple(self.kinds[i] for i in kept) == self.kinds[: len(kept)]
 
 
 def find_kinds(structure: Structure) -> LayerKinds:
-    """The kinds of a model's layers, by rule.
+    """The kinds of a model's layers.
 
-    Two layers are of one kind when they consist of the same modules with parameters of the same shapes and
-    the same switches, windows and names of kinds; a float, such as a scale that follows the depth, makes no
-    kind. Where that does not repeat (some models begin with a dense layer or two), the `layer_types` of the
-    config may.
+    Two layers are of one kind if they consist of the same modules with parameters of the same shapes and equal
+    integers, booleans and strings; floats are ignored, since a scale may follow the depth. If these kinds do not repeat
+    (some models begin with one or two dense layers), the config's `layer_types` are used if they do.
     """
     built = LayerKinds(_numbered(_description(layer) for layer in structure.layers))
     named = getattr(structure.config, "layer_types", None)

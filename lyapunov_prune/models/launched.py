@@ -1,4 +1,4 @@
-"""The processes that `accelerate launch` started, which share work, and what all of them must have been given."""
+"""The processes started by `accelerate launch`, and checks that all of them were given the same."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lyapunov_prune.models.structure import identify
 
 
 def processes_of(*models: PreTrainedModel) -> PartialState:
-    """The processes that `accelerate launch` started, which share work on `models`; they wait for the slowest.
+    """The processes started by `accelerate launch`, which share work on `models` and wait for the slowest.
 
-    Raises LyapunovPruneError, in every one of them, where they do not have the same models.
+    Raises LyapunovPruneError in every process if they do not have the same models.
     """
     among = processes(on_cpu=models[0].device.type == "cpu")
     require_same_models(among, *models)
@@ -26,14 +26,14 @@ def processes_of(*models: PreTrainedModel) -> PartialState:
 
 
 def require_same_models(among: PartialState, *models: PreTrainedModel) -> None:
-    """Raise LyapunovPruneError, in every process, where the processes `among` do not have the same models."""
+    """Raise LyapunovPruneError in every process if the processes `among` have different models."""
     if among.num_processes > 1:
         known = [identify(model) for model in models]
         require_alike(among, "models", [[each.architecture, each.weights, each.settings] for each in known])
 
 
 def require_alike(among: PartialState, what: str, told: Any) -> None:
-    """Raise LyapunovPruneError, in every process, where the processes `among` tell different things of `what`."""
+    """Raise LyapunovPruneError in every process if the processes `among` have different values `told`."""
     if among.num_processes > 1:
         first, *others = gather_object([told])
         if any(other != first for other in others):
@@ -41,15 +41,15 @@ def require_alike(among: PartialState, what: str, told: Any) -> None:
 
 
 def processes(*, on_cpu: bool) -> PartialState:
-    """The processes that `accelerate launch` started, for work on the CPU or on a GPU of each."""
+    """The processes started by `accelerate launch`, for work on the CPU or on one GPU per process."""
     before = _joined()
-    # Without `cpu` those of a machine that has no GPU would not know of each other.
+    # Without `cpu`, processes on a machine without a GPU would not find each other.
     among = PartialState(cpu=on_cpu, timeout=timedelta(days=30))
     if on_cpu and _joined() and not before:
-        # gloo's threads must not outlive the interpreter: it aborts, the work long done.
+        # gloo's threads must end before the interpreter does, or it aborts after the work is done.
         atexit.register(among.destroy_process_group)
     return among
 
 
 def _joined() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()  # torch for small boards has neither
+    return torch.distributed.is_available() and torch.distributed.is_initialized()  # some builds of torch lack these

@@ -1,12 +1,12 @@
-"""How a text config speaks of single layers, and how that follows when layers leave.
+"""How a text config describes single layers, and how that changes when layers are removed.
 
-Four forms cover nearly all families; what only one family does stands in `families.py`:
+Four forms cover nearly all families; what only one family does is in `families.py`:
 
-- a list with an entry a layer (`layer_types`, `no_rope_layers`, …), as long as there are layers in the defaults of its
-  class too, where these have it: one of two limits or multipliers is as long as a model of two layers by chance;
+- a list with one entry per layer (`layer_types`, `no_rope_layers`, …). If the class has a default for it, that default
+  must have the default number of layers too: a list of two limits is as long as a two-layer model only by chance;
 - a list of layer indices (`mlp_only_layers`, `attn_layer_indices`, …);
-- how many of the first or last layers are of a kind (`first_k_dense_replace`, `num_kv_shared_layers`, …);
-- transformers' own `per_layer_config`, overrides by layer index.
+- the number of first or last layers of a kind (`first_k_dense_replace`, `num_kv_shared_layers`, …);
+- transformers' `per_layer_config`, overrides by layer index.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.settings import unknown_layer_numbers
 
-# Lists of layer indices. No rule tells `[0, 1]` of eight layers from flags of two, so they are named.
+# Lists of layer indices, by name: no rule can tell the indices `[0, 1]` from two flags.
 INDEX_LISTS = (
     "attn_layer_indices",
     "cross_attention_layers",
@@ -27,15 +27,15 @@ INDEX_LISTS = (
     "mlp_only_layers",
     "moe_layers",
 )
-# The number of layers at the start, or at the end, that are of another kind.
+# Numbers of layers at the start, or at the end, that are of another kind.
 FIRST_LAYERS = ("first_k_dense_replace", "max_window_layers", "moe_layer_start_index", "num_dense_layers")
 LAST_LAYERS = ("num_kv_shared_layers",)
-# Kinds of layers without keys and values, as transformers' caches call them.
+# Kinds of layers without keys and values, as named by transformers' caches.
 NO_KEYS = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})
 
 
 def require_attention(before: Any, after: Any) -> None:
-    """Raise LyapunovPruneError when a hybrid has no attention left: its cache counts positions by the keys."""
+    """Raise LyapunovPruneError if a hybrid model has no attention left: its cache counts positions by the keys."""
     had, has = (set(getattr(c, "layer_types", None) or ()) - NO_KEYS for c in (before, after))
     if had and not has:
         kept = [i for i, kind in enumerate(before.layer_types) if kind not in NO_KEYS]
@@ -48,7 +48,7 @@ def require_attention(before: Any, after: Any) -> None:
 def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -> list[str]:
     """Make `config` describe the layers `kept` of `total`, in place; `count` names its number of layers.
 
-    Returns the settings with numbers of layers that nobody understands (`unknown_layer_numbers`): they are deleted.
+    Returns the deleted settings: those with layer numbers of unknown meaning (`unknown_layer_numbers`).
     """
     gone = [name for name in unknown_layer_numbers(config, total) if name not in INDEX_LISTS]
     for name in gone:
@@ -56,7 +56,7 @@ def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -
     fields = vars(config)
     overrides, others = _overrides(config), _other_lists(type(config), count)
     if (fields.get("decoder_sparse_step") or 1) != 1:
-        # A step cannot describe what is left; the list of exceptions beside it can.
+        # A step cannot describe the kept layers; the list of exceptions beside it can.
         step, dense = fields["decoder_sparse_step"], fields.get("mlp_only_layers") or []
         config.mlp_only_layers = [i for i in range(total) if i in dense or (i + 1) % step]
         config.decoder_sparse_step = 1
@@ -69,9 +69,10 @@ def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -
             setattr(config, name, sum(i < value for i in kept))
         elif name in LAST_LAYERS and isinstance(value, int):
             setattr(config, name, sum(i >= total - value for i in kept))
-    # An encoder-decoder's caches are sized by `num_hidden_layers`, which counts an encoder that is not there.
+    # The decoder of an encoder-decoder sizes its caches by `num_hidden_layers`, which counts the missing encoder's
+    # layers.
     for name in {count, "num_hidden_layers"}:
-        # ProphetNet computes it from those of the encoder.
+        # ProphetNet computes this from the encoder's number.
         elsewhere = name != count and isinstance(getattr(type(config), name, None), property)
         if getattr(config, name, None) == total and not elsewhere:
             setattr(config, name, len(kept))
@@ -81,17 +82,17 @@ def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -
 
 
 def _other_lists(kind: Callable[[], Any], count: str) -> frozenset[str]:
-    """The lists of a class of configs that have another length in its defaults than these have layers."""
+    """Lists whose default length differs from the default number of layers of the config's class."""
     try:
         default = kind()
-    except Exception:  # a class that cannot be built from nothing says nothing
+    except Exception:  # the class has no complete defaults
         return frozenset()
     lists = {name: value for name, value in vars(default).items() if isinstance(value, list | tuple) and value}
     return frozenset(name for name, value in lists.items() if len(value) != getattr(default, count, None))
 
 
 def _overrides(config: Any) -> dict[int, dict[str, Any]] | None:
-    """Transformers' overrides of single layers, by index; None for a config without."""
+    """transformers' overrides of single layers, by index; None if the config has none."""
     if not getattr(config, "is_heterogeneous", False):
         return None
     written = config.to_dict()["per_layer_config"]

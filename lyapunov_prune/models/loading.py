@@ -1,4 +1,4 @@
-"""One `load()`: a hub id, a local folder, a GGUF file, or the built-in model."""
+"""`load`: a model from a hub id, a local folder, a GGUF file, or the built-in one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lyapunov_prune.models.structure import require_causal, settle
 from lyapunov_prune.progress import status
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-# Its mask is causal whatever its config calls it; its attention does not say so.
+# Its mask is causal although neither its config nor its attention says so.
 _CAUSAL_BY_MASK = frozenset({"gpt_neox_japanese"})
 
 
@@ -41,21 +41,21 @@ def load(
     device_map: str | Mapping[str, int | str] | None = None,
     text_only: bool = False,
 ) -> Decoder:
-    """Load a decoder and its tokenizer, in eval mode, as the handle that every function takes for a model.
+    """Load a decoder and its tokenizer, in eval mode; returns the handle that every function accepts as a model.
 
-    `name`: a hub id, a local folder, a `.gguf` file, or `smollm2-135m`. `dtype` as in torch (`float32`,
-    `bfloat16`, …); None keeps the checkpoint's. `device` as in torch, or `auto` for the GPU if there is one. Only
-    safetensors and GGUF weights are read and no code from a checkpoint is run. With `merge_adapter`, `name` holds LoRA
-    adapters, which are added to the weights of the model they were made for.
+    `name` is a hub id, a local folder, a `.gguf` file, or `smollm2-135m`. `dtype` is as in torch (`float32`,
+    `bfloat16`, …); None keeps the checkpoint's. `device` is as in torch, or `auto` for the GPU if there is one. Only
+    safetensors and GGUF weights are read, and no code from a checkpoint is run. With `merge_adapter`, `name` holds LoRA
+    adapters, which are added to the weights of their base model.
 
-    `device_map` spreads the layers over all that the machine has, in place of `device`: `auto` over the GPUs, then
-    memory, then the disk, as accelerate does; or a place (`cpu`, `disk`, a GPU's number) by name of module. What lies
-    on the disk is read from the checkpoint's own files while it is looked at.
+    `device_map`, instead of `device`, spreads the layers: `auto` over GPUs, then memory, then disk, as accelerate does;
+    or a place (`cpu`, `disk`, a GPU's number) for each module name. Weights on disk are read from the checkpoint's
+    files when they are accessed.
 
-    A decoder inside a multimodal model is loaded with all of it, so that what is made of it still reads pictures. With
-    `text_only` the text model alone is loaded, and what is left out is named in a line on stderr.
+    A decoder inside a multimodal model is loaded with the whole model, so that a checkpoint made of it still reads
+    pictures. With `text_only` only the text model is loaded, and a line on stderr names what is left out.
 
-    Raises LyapunovPruneError with the remedy for anything that cannot be loaded whole.
+    Raises LyapunovPruneError, with the remedy, for anything that cannot be loaded whole.
     """
     wanted = known_dtype(dtype)
     name = str(name)
@@ -82,9 +82,9 @@ def load(
 
 
 def checkpoint_folder(name: str, *, offline: bool = False) -> Path:
-    """The folder that holds the checkpoint `name`, fetched from the hub if need be.
+    """The folder of the checkpoint `name`, downloaded from the hub if necessary.
 
-    Raises LyapunovPruneError with the remedy when there is none.
+    Raises LyapunovPruneError, with the remedy, if there is none.
     """
     if name == BUILTIN:
         return builtin_folder()
@@ -96,7 +96,7 @@ def checkpoint_folder(name: str, *, offline: bool = False) -> Path:
         raise LyapunovPruneError(f"{name} is a file that holds no model; give its folder, or a .gguf file")
     if name.startswith((".", "/", "~")) or not HUB_ID.fullmatch(name):
         raise LyapunovPruneError(f"no model at {name}; give a folder, a .gguf file, a hub id or {BUILTIN}")
-    if "/" not in name and did_you_mean(name, [BUILTIN]):  # before the hub is asked, which may take half a minute
+    if "/" not in name and did_you_mean(name, [BUILTIN]):  # before asking the hub, which may take half a minute
         raise LyapunovPruneError(
             f"no model at {name}{did_you_mean(name, [BUILTIN])}; give a folder, or a hub id with its owner"
         )
@@ -106,25 +106,25 @@ def checkpoint_folder(name: str, *, offline: bool = False) -> Path:
 def load_outline(
     folder: Path, name: str | Path, dtype: torch.dtype | None = None, *, text_only: bool = False
 ) -> Decoder:
-    """A model on the `meta` device: the config, every name and shape, and no weight, which stays on disk.
+    """A model on the `meta` device: config, names and shapes, while all weights stay on disk.
 
-    Raises LyapunovPruneError for what `load` would refuse, and for a decoder that has to be run to be judged:
-    one of a family that is not in `JUDGED`, and one that may be an encoder. That it looks at no later token
-    cannot be tried without weights: the config has to call it a decoder, or its attention itself causal.
+    Raises LyapunovPruneError for what `load` would refuse, and for a decoder that would have to be run to be judged:
+    one of a family that is not in `JUDGED`, or one that may be an encoder. Without weights causality cannot be tested,
+    so the config must say that it is a decoder, or its attention that it is causal.
     """
     return _judged(load_folder(folder, {"dtype": dtype or "auto", "device_map": "meta"}, text_only=text_only), name)
 
 
 def load_bare_outline(folder: Path, name: str | Path) -> Decoder:
-    """`load_outline` of a quantised checkpoint by its config alone, with plain matrices in the place of quantised ones.
+    """`load_outline` of a quantised checkpoint from its config alone, with plain matrices in place of quantised ones.
 
-    Raises LyapunovPruneError as `load_outline`; which tensors the files hold is not looked at.
+    Raises LyapunovPruneError as `load_outline` does, but does not check which tensors the files hold.
     """
     return _judged(load_bare(folder), name)
 
 
 def _judged(outline: Decoder, name: str | Path) -> Decoder:
-    """`outline`, named; raises LyapunovPruneError for a decoder that has to be run to be judged."""
+    """Set the outline's name; raises LyapunovPruneError for a decoder that would have to be run to be judged."""
     config = outline.structure.config
     causal = any(getattr(module, "is_causal", False) for module in outline.structure.layers.modules())
     why = ""

@@ -1,4 +1,4 @@
-"""Checkpoints of packed integers (compressed-tensors): which of them are unpacked on loading, and with what."""
+"""Checkpoints of packed integers (compressed-tensors): which of them are unpacked on loading, and how."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lyapunov_prune.errors import LyapunovPruneError
 
 _METHOD = "compressed-tensors"
 _PACKED, _SCALE = ".weight_packed", ".weight_scale"
-DENSE = "weight"  # what transformers' rule of unpacking calls a weight that is not packed, and leaves alone
-PACK = "pack-quantized"  # its name for integers of fewer bits that lie side by side in 32
+DENSE = "weight"  # transformers' name for weights that its unpacking rule leaves alone
+PACK = "pack-quantized"  # the library's name for integers of few bits packed into 32-bit words
 
 
 def require_compressed_tensors() -> None:
@@ -31,10 +31,10 @@ def require_compressed_tensors() -> None:
 
 
 def is_unpacked(config: Any) -> bool:
-    """Whether `load` makes a dense model of a checkpoint with this config: integer weights and nothing else packed.
+    """Whether `load` makes a dense model of a checkpoint with this config: only integer weights are packed.
 
-    The matrices may be packed in several groups, each with its own bits. Rounded activations or caches are refused,
-    because a dense model would leave them out.
+    The matrices may be in several groups with different bits. Quantised activations or caches are refused, because a
+    dense model would leave out their rounding.
     """
     packed = getattr(config, "quantization_config", None)
     if not isinstance(packed, dict) or packed.get("quant_method") != _METHOD:
@@ -47,7 +47,7 @@ def is_unpacked(config: Any) -> bool:
 
 
 def _holds_integers(group: Any, format: Any) -> bool:
-    """Whether a group of the config packs integer weights and rounds no activations."""
+    """Whether a group in the config packs integer weights and does not quantise activations."""
     if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
         return False
     weights = group["weights"]
@@ -57,17 +57,17 @@ def _holds_integers(group: Any, format: Any) -> bool:
 
 
 def is_loadable(config: PreTrainedConfig) -> bool:
-    """Whether `load` takes the quantised weights of a checkpoint: unpacked, or left to another library's kernels."""
+    """Whether `load` accepts these quantised weights: it unpacks them, or leaves them to a library's kernels."""
     packed = getattr(config, "quantization_config", None)
     other = isinstance(packed, dict) and packed.get("quant_method") != _METHOD
     return other or is_unpacked(config)
 
 
 def require_scales(files: Iterable[Path], config: PreTrainedConfig) -> None:
-    """Raise ValueError for scales of another shape than their matrices need: torch would spread them over these.
+    """Raise ValueError for scales of the wrong shape, which torch would broadcast over their matrices.
 
-    A matrix of m rows is packed in (m, ⌈n · bits / 32⌉), and has scales (m, 1), or (m, n / group size). With several
-    groups a matrix must fit one of those that name it, or any group if none does (files may use other names).
+    A matrix of m rows is packed as (m, ⌈n · bits / 32⌉) with scales (m, 1) or (m, n / group size). With several groups
+    a matrix must fit one that names it, or any group if none does (files may use other names).
     """
     groups = list(config.quantization_config["config_groups"].values())
     shapes: dict[str, list[int]] = {}
@@ -93,7 +93,7 @@ def _fits(packed: list[int], scale: list[int], weights: dict[str, Any]) -> bool:
 
 
 class _ByGroup(CompressedTensorsDequantize):
-    """Unpacks each matrix by the group that names it; transformers' own rule takes one group for all of them."""
+    """Unpacks each matrix by the group that names it; transformers' own rule uses one group for all."""
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         from compressed_tensors.utils.match import match_targets
@@ -116,25 +116,25 @@ class _Quantizer(CompressedTensorsHfQuantizer):
 
 
 def unpacking() -> dict[str, Any]:
-    """What `from_pretrained` must be told to unpack the weights on loading, not on the first forward."""
+    """Arguments for `from_pretrained` that unpack the weights on loading instead of on the first forward."""
     require_compressed_tensors()
     return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
 
 
 def unpacker(config: PreTrainedConfig) -> HfQuantizer | None:
-    """By what transformers unpacks a checkpoint with this config, a matrix at a time; None for plain weights."""
+    """The transformers quantizer that unpacks a checkpoint with this config by matrix; None for plain weights."""
     if not is_unpacked(config):
         return None
     require_compressed_tensors()
     with unpacked_by_group(config):
         quantizer = AutoHfQuantizer.from_config({**config.quantization_config, "dequantize": True}, pre_quantized=True)
-    quantizer.validate_environment()  # where it learns what of it is in use
+    quantizer.validate_environment()  # this call initialises the quantizer
     return quantizer
 
 
 @contextmanager
 def unpacked_by_group(config: PreTrainedConfig) -> Iterator[None]:
-    """Inside the block transformers unpacks every matrix of a checkpoint with this config by its own group."""
+    """Inside the block, transformers unpacks every matrix of a checkpoint with this config by its own group."""
     if not is_unpacked(config):
         yield
         return
@@ -149,7 +149,7 @@ def unpacked_by_group(config: PreTrainedConfig) -> Iterator[None]:
 
 @contextmanager
 def unlogged(config: PreTrainedConfig) -> Iterator[None]:
-    """Keeps still the library, which warns of every packed matrix on the `meta` device that its shape is a guess."""
+    """Silence the library, which warns for every packed matrix on the `meta` device that its shape is a guess."""
     if not is_unpacked(config):
         yield
         return

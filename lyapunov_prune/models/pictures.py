@@ -1,6 +1,6 @@
-"""A prompt with a picture in it, for a model that reads both: what shows that its vision tower still works.
+"""A prompt with a picture for a vision-language model, used to show that its vision tower still works.
 
-No processor is asked: what is put in is noise of the shape that the tower takes.
+No image processor is needed: the picture is noise of the shape that the tower takes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-_TEXT = 8  # tokens before the picture, and behind it
-_SIDE = 4  # merged patches a side, where a tower takes pictures of any size
+_TEXT = 8  # tokens before and after the picture
+_SIDE = 4  # merged patches per side, for a tower that takes pictures of any size
 
 
 def reads_pictures(model: PreTrainedModel) -> bool:
@@ -23,10 +23,10 @@ def reads_pictures(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def picture_prompt(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
-    """Arguments of a forward of `model`: token ids, and one picture where they say so.
+    """Arguments for a forward of `model`: token ids with placeholders, and one picture.
 
-    None for a model that reads no pictures, and for one to which none of the known forms can be put: tried is that the
-    forward runs, and that another picture gives other logits.
+    None for a model that reads no pictures, or if no known form fits: the forward must run, and another picture must
+    give other logits.
     """
     if not reads_pictures(model):
         return None
@@ -49,7 +49,7 @@ def picture_logits(model: PreTrainedModel, prompt: dict[str, torch.Tensor]) -> t
 
 
 def _pictures(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
-    """One picture in each of the forms that towers take."""
+    """One picture in each form that towers take."""
     tower = getattr(model.config, "vision_config", None) or getattr(model.config, "vq_config", None) or model.config
     channels, patch = _number(tower, "num_channels", "in_channels") or 3, _number(tower, "patch_size")
     generator = torch.Generator().manual_seed(0)
@@ -77,15 +77,17 @@ def _pictures(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _features(model: PreTrainedModel, pixels: dict[str, torch.Tensor]) -> set[int]:
-    """How many places in the prompt the features of a picture may take: 0 where the model itself puts them before the
-    text, and none at all where the tower does not take the picture."""
+    """The numbers of placeholder tokens that a picture's features may take.
+
+    0 if the model itself puts them before the text; empty if the tower rejects the picture.
+    """
     found: Any = next((f for m in (model, model.base_model) if (f := getattr(m, "get_image_features", None))), None)
     if found is None:
         return {0}
     taken = inspect.signature(found).parameters
     try:
         features = found(**{name: value for name, value in pixels.items() if name in taken})
-    except Exception:  # a tower refuses a picture of another form in its own way
+    except Exception:  # each tower rejects a picture of another form differently
         return set()
     kinds = features.values() if isinstance(features, Mapping) else [features]
     parts = [kind if isinstance(kind, list | tuple) else [kind] for kind in kinds]
@@ -106,7 +108,7 @@ def _matters(model: PreTrainedModel, prompt: dict[str, torch.Tensor]) -> bool:
 
 
 def _number(config: Any, *names: str) -> int | None:
-    """The first of these settings that is there, of a square the one side."""
+    """The first of these settings that exists; for a pair, its first number."""
     for name in names:
         value = getattr(config, name, None)
         value = value[0] if isinstance(value, list | tuple) and value else value

@@ -1,6 +1,6 @@
-"""Whether a model is its plain weights: no adapter beside them, none packed, none elsewhere, no other input needed.
+"""Whether a model consists of plain weights only: no adapters, no packed or offloaded weights, no other inputs.
 
-Removal copies weights and saves them. What it cannot do right is refused here, in one line with the remedy.
+Removal copies weights and saves them. Models for which that would be wrong are refused with one line.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lyapunov_prune.models.structure import Structure
 
 
 def plain(model: Model, handle: Callable[[Model], Decoder] = wrap) -> Decoder:
-    """The handle of a model that is its plain weights, which can be copied and saved.
+    """The handle of a model with plain weights only, which can be copied and saved.
 
-    Raises LyapunovPruneError for adapters, for weights that are quantised, parametrised, streamed or nowhere, and as
-    `handle`.
+    Raises LyapunovPruneError for adapters, for weights that are quantised, parametrised, streamed or on `meta`, and as
+    `handle` does.
     """
     require_no_adapters(model_of(model))
     require_unquantised(model_of(model))
@@ -33,15 +33,15 @@ def plain(model: Model, handle: Callable[[Model], Decoder] = wrap) -> Decoder:
     return decoder
 
 
-# The models that can be copied and saved: decoders alone, and classifiers of images too.
+# Annotations for models that can be copied and saved: decoders, or image classifiers too.
 Plain = Annotated[Decoder, Parsed(Model, plain)]
 PlainAny = Annotated[Decoder, Parsed(Model, partial(plain, handle=wrap_any))]
 
 
 def require_unquantised(model: nn.Module) -> None:
-    """Raise LyapunovPruneError for the model of a quantised checkpoint, unpacked on loading or not.
+    """Raise LyapunovPruneError for a model from a quantised checkpoint, even if it was unpacked on loading.
 
-    What is made of it would be dense, and as rough as the integers were.
+    A checkpoint made of it would be dense, but only as accurate as the integers were.
     """
     method = quantisation(getattr(model, "config", None))
     if method:
@@ -59,7 +59,7 @@ def require_no_adapters(model: nn.Module) -> None:
 
 
 def require_parameters(structure: Structure) -> None:
-    """Raise LyapunovPruneError for a weight of a layer that is made anew at every forward: what is written is lost."""
+    """Raise LyapunovPruneError for a layer's weight that is recomputed at every forward: writes to it would be lost."""
     for name, module in structure.layers.named_modules(prefix=structure.layers_path):
         made = list(module.parametrizations) if is_parametrized(module) else _made_by_hooks(module)
         if made:
@@ -70,7 +70,7 @@ def require_parameters(structure: Structure) -> None:
 
 
 def _made_by_hooks(module: nn.Module) -> list[str]:
-    """What the older weight_norm, spectral_norm and prune leave: `weight` on the instance, made of `weight_g` or so."""
+    """Tensors that older weight_norm, spectral_norm and prune recompute from `weight_g`, `weight_orig` or so."""
     return [
         name
         for name, value in vars(module).items()

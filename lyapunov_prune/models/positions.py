@@ -1,8 +1,8 @@
-"""Rotary positions that depend on the length of the text: longrope rotates every token differently in a long one.
+"""Rotary positions that depend on the length of the text: longrope rotates all tokens differently in a long text.
 
-Such a model is no chain of steps: beyond the length where it switches, all earlier keys change. A cache that was filled
-before is stale, and two texts on either side of the switch do not go through one forward. Other rotary types of
-transformers keep their frequencies up to the longest context that a config names.
+In such a model all earlier keys change beyond the length where it switches. A cache filled before is stale, and two
+texts on either side of the switch cannot share a forward. Other rotary types of transformers keep their frequencies up
+to the longest context in the config.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 
 def switches(config: Any) -> tuple[int, ...]:
-    """The lengths, in order, beyond which a text is rotated by other frequencies; `config` is a text config."""
+    """The lengths, in order, beyond which a text uses other rotary frequencies; `config` is a text config."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [each for each in parameters.values() if isinstance(each, dict)]  # of each type of layer its own
+    nested = [each for each in parameters.values() if isinstance(each, dict)]  # one for each type of layer
     found = {
         each["original_max_position_embeddings"]
         for each in nested or [parameters]
@@ -26,17 +26,17 @@ def switches(config: Any) -> tuple[int, ...]:
 
 
 def rotation(config: Any, length: int) -> int:
-    """A number that is the same for two lengths exactly where their texts are rotated by the same frequencies."""
+    """A number that is equal for two lengths if and only if their texts use the same rotary frequencies."""
     return bisect_left(switches(config), length)
 
 
 def stretches(config: Any, first: int, last: int) -> list[tuple[int, int]]:
-    """The lengths `first … last` as ranges, both ends included, of one rotation each."""
+    """The lengths `first … last` as ranges, both ends included, with one rotation each."""
     found = [list(some) for _, some in groupby(range(first, last + 1), lambda length: rotation(config, length))]
     return [(some[0], some[-1]) for some in found]
 
 
 def alike(config: Any, lengths: Sequence[int]) -> list[list[int]]:
-    """The places in `lengths`, shortest first, in groups of one rotation: texts that a forward may take together."""
+    """Indices into `lengths`, shortest first, in groups of one rotation: texts that may share a forward."""
     places = sorted(range(len(lengths)), key=lengths.__getitem__)
     return [list(some) for _, some in groupby(places, lambda i: rotation(config, lengths[i]))]

@@ -1,8 +1,7 @@
-"""Models of quantised checkpoints, and those among them whose weights stay packed for a library's kernels to read.
+"""Models from quantised checkpoints, including those whose weights stay packed for a library's kernels.
 
-Such a model runs, and a measurement needs of it the states that its layers hand on. That is the whole rule, for
-bitsandbytes, GPTQ, AWQ and whatever else transformers loads: no weight of its layers is read as a number, and none is
-changed.
+A model with packed weights (bitsandbytes, GPTQ, AWQ, or anything else that transformers loads) can be run, so a
+measurement may use the states between its layers. Its layers' weights are never read as numbers nor changed.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from transformers.quantizers import AutoHfQuantizer
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.files import parsed
 
-# Where a config keeps them; the second name is of older versions of compressed-tensors.
+# Where a config keeps the settings; older versions of compressed-tensors use the second name.
 SETTINGS = ("quantization_config", "compression_config")
 UNPACK = "give the original weights, or a GGUF file, which is dequantised on loading"
-# What a kernel of packed weights rounds its inputs to without a cast that is seen (bitsandbytes on the CPU).
+# Kernels of packed weights may round their inputs to this precision internally (bitsandbytes on the CPU).
 UNSEEN_ROUNDING = torch.finfo(torch.bfloat16).eps
 
 
-# The packages that transformers needs for a method, by the names that pip knows them by.
+# The packages that transformers needs for each method, by their names on PyPI.
 _PACKAGES = {
     "gptq": ("optimum", "gptqmodel"),
     "awq": ("gptqmodel",),
@@ -46,13 +45,13 @@ _PACKAGES = {
 
 
 def quantisation(config: Any) -> str:
-    """How the weights of a checkpoint with this config are packed, in words; empty for plain ones."""
+    """A phrase for how the weights of a checkpoint with this config are packed; empty for plain weights."""
     method = _method(config)
     return "" if method is None else f"quantised ({method or 'an unnamed method'})"
 
 
 def _method(config: Any) -> str | None:
-    """The name of the method, empty if it has none; None for plain weights."""
+    """The name of the method, empty if it is not given; None for plain weights."""
     inner = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else None
     packed = getattr(config, "quantization_config", None) or getattr(inner, "quantization_config", None)
     if packed is None:
@@ -62,12 +61,12 @@ def _method(config: Any) -> str | None:
 
 
 def stored_quantisation(folder: Path) -> dict[str, Any] | None:
-    """The quantisation settings in the config.json of `folder`; None for plain weights, and where there is none."""
+    """The quantisation settings in the config.json of `folder`; None for plain weights or without a config.json."""
     if not (folder / "config.json").is_file():  # reading a pipe would block
         return None
     try:
         config = parsed((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # loading says what is wrong
+    except (OSError, ValueError):  # loading reports the fault
         return None
     parts = [config, *(config.values() if isinstance(config, dict) else ())]
     found = [part.get(name) for part in parts if isinstance(part, dict) for name in SETTINGS]
@@ -75,12 +74,12 @@ def stored_quantisation(folder: Path) -> dict[str, Any] | None:
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether the weights of `model` are quantised and were not unpacked on loading, of which transformers says so."""
+    """Whether the weights of `model` are quantised and were not unpacked on loading, according to transformers."""
     return bool(quantisation(getattr(model, "config", None))) and getattr(model, "is_quantized", True)
 
 
 def require_readable(model: nn.Module) -> None:
-    """Raise LyapunovPruneError for packed weights, before their integers are taken for a matrix."""
+    """Raise LyapunovPruneError for packed weights, whose integers must not be taken for a matrix."""
     if is_packed(model):
         raise LyapunovPruneError(
             f"the weights are {quantisation(model.config)} and packed, and this goes by their numbers; {UNPACK}"
@@ -88,7 +87,7 @@ def require_readable(model: nn.Module) -> None:
 
 
 def require_derivatives(model: nn.Module) -> None:
-    """Raise LyapunovPruneError for packed weights: many kernels drop the derivative without a word, or have none."""
+    """Raise LyapunovPruneError for packed weights: many kernels have no derivative, or drop it silently."""
     if is_packed(model):
         raise LyapunovPruneError(
             f"the weights are {quantisation(model.config)}, whose kernels have no derivatives to rely on; use method "
@@ -97,9 +96,10 @@ def require_derivatives(model: nn.Module) -> None:
 
 
 def require_kernels(config: PreTrainedConfig, device_map: Any) -> None:
-    """Raise whatever transformers does when it does not know the method of `config`, or its library is not here.
+    """Raise what transformers raises if it does not know the method of `config` or lacks its library.
 
-    And RuntimeError where it would unpack the weights instead: what the kernels do to activations would be left out.
+    Raises RuntimeError if transformers would unpack the weights instead, since that omits the kernels' rounding of
+    activations.
     """
     quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
     quantizer.validate_environment(device_map=device_map, weights_only=True)
@@ -108,7 +108,7 @@ def require_kernels(config: PreTrainedConfig, device_map: Any) -> None:
 
 
 def remedy(config: PreTrainedConfig, error: Exception) -> str:
-    """What to do about `error` of `require_kernels`: the packages to install that are not here."""
+    """What to do about `error` of `require_kernels`: the missing packages to install."""
     missing = " ".join(name for name in _PACKAGES.get(_method(config) or "", ()) if not _is_installed(name))
     if isinstance(error, RuntimeError):
         return f"load them on a machine with a GPU{missing and f' (pip install {missing})'}, or {UNPACK}"
@@ -124,10 +124,10 @@ def _is_installed(package: str) -> bool:
 
 
 def packed_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a checkpoint holds of `model`, whose weights are packed, a module at a time.
+    """The tensors of a checkpoint of `model`, whose weights are packed, one module at a time.
 
-    A module that makes its entries by itself is asked for those of a copy. bitsandbytes on the CPU takes apart what
-    its kernel needs in order to answer, and the model that has been asked computes something else from then on.
+    A module with its own `_save_to_state_dict` is copied first: bitsandbytes on the CPU destroys what its kernel needs
+    when it answers, and the model would compute something else from then on.
     """
     for name, module in model.named_modules():
         ordinary = type(module)._save_to_state_dict is nn.Module._save_to_state_dict

@@ -1,11 +1,11 @@
-"""Names of modules in the quantisation settings of a checkpoint, and how they follow when layers leave.
+"""Module names in a checkpoint's quantisation settings, and how they are renumbered when layers are removed.
 
-Methods name what they leave alone or treat apart in their own ways: `ignore` and `targets` of compressed-tensors,
-`modules_to_not_convert`, `llm_int8_skip_modules`, keys of `dynamic`. All are strings: names of modules, globs
+Methods name modules that they skip or treat differently in their own ways: `ignore` and `targets` of
+compressed-tensors, `modules_to_not_convert`, `llm_int8_skip_modules`, keys of `dynamic`. All are strings: names, globs
 (`model.layers.0.self_attn*`), or regular expressions (`re:…`; `+:…` and `-:…` of GPTQModel).
 
-A name is renumbered by the path before its number. A pattern is tried: it may stay, or take new numbers, only if it
-then matches exactly the modules that it matched, under their new names.
+A name is renumbered by the path before its number. A pattern is kept, or given new numbers, only if it then matches
+exactly the same modules under their new names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.quantised import SETTINGS
 from lyapunov_prune.models.stored_names import Target, stored_path
 
-# Files beside the config that repeat them, of several programs.
+# Files of several programs that repeat these settings beside the config.
 FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quantization_config.json")
 _MARKS = ("re:", "+:", "-:")
 _PATTERN = re.compile(r"[\[\](){}|\\^$*+?]")
@@ -35,9 +35,9 @@ _BETWEEN_DOTS = re.compile(rf"({_DOT})({_SPEC})(?={_DOT})")
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """The layers `kept` of a model, of which `paths` are the names before the number: in the model, in its files.
+    """The layers `kept` of a model; `paths` are the names before the layer number, in the model and in its files.
 
-    `modules` are the names of all modules, in both ways.
+    `modules` are the names of all modules, in both spellings.
     """
 
     paths: frozenset[str]
@@ -50,7 +50,7 @@ class Layers:
 
     @cached_property
     def _others(self) -> frozenset[str]:
-        """The paths of other lists of modules: a vision tower's layers, heads that predict more tokens."""
+        """The paths of other module lists: a vision tower's layers, heads that predict more tokens."""
         found = {
             ".".join(parts[:place])
             for parts in (module.split(".") for module in self.modules if self.number(module) is None)
@@ -60,7 +60,7 @@ class Layers:
         return frozenset(found - self.paths)
 
     def number(self, name: str) -> int | None:
-        """The layer that the module or tensor `name` belongs to; None outside the layers."""
+        """The layer of the module or tensor `name`; None outside the layers."""
         for path in self.paths:
             number = name[len(path) + 1 :].partition(".")[0]
             if name.startswith(f"{path}.") and number.isdecimal():
@@ -68,22 +68,22 @@ class Layers:
         return None
 
     def at(self, name: str, number: int) -> str:
-        """`name`, which belongs to a layer, as it is called in the layer of that number."""
+        """The name that `name`, of some layer, has in layer `number`."""
         path = next(path for path in self.paths if name.startswith(f"{path}."))
         _, dot, rest = name[len(path) + 1 :].partition(".")
         return f"{path}.{number}{dot}{rest}"
 
     def renamed(self, name: str) -> str | None:
-        """What the module or tensor `name` is called when the others have left; None if it leaves too."""
+        """The new name of the module or tensor `name`; None if it is removed."""
         old = self.number(name)
         if old is None:
             return name
         return self.at(name, self._new[old]) if old in self._new else None
 
     def follow(self, settings: Any) -> Any:
-        """`settings` with every name in them renumbered, or left out with its layer.
+        """`settings` with every name in them renumbered, or dropped with its layer.
 
-        Raises LyapunovPruneError for a name or a pattern that cannot be.
+        Raises LyapunovPruneError for a name or pattern that cannot be renumbered.
         """
         if isinstance(settings, dict):
             named = [(self._followed(key) if isinstance(key, str) else key, told) for key, told in settings.items()]
@@ -94,7 +94,7 @@ class Layers:
         return self._followed(settings) if isinstance(settings, str) else settings
 
     def by_layer(self, settings: Any) -> dict[int | None, set[str]]:
-        """The plain names in `settings`, by layer and without its number; under None those of no layer."""
+        """The plain names in `settings` without layer numbers, by layer; names outside the layers under None."""
         found: dict[int | None, set[str]] = {}
         for name in filter(_is_plain, _strings(settings)):
             place = self._place(name)
@@ -112,7 +112,7 @@ class Layers:
         return f"{before}.{self._new[number]}{rest}" if number in self._new else None
 
     def _place(self, name: str) -> tuple[str, int, str] | None:
-        """A plain name, which may begin inside the path (`layers.3.mlp`), in parts: before and after its layer."""
+        """A plain name split at its layer number; it may begin inside the path (`layers.3.mlp`). None without one."""
         parts = name.split(".")
         for place, part in enumerate(parts):
             before = ".".join(parts[:place])
@@ -121,7 +121,7 @@ class Layers:
         return None
 
     def _is_ours(self, before: str, name: str) -> bool:
-        """Whether the number after `before` in `name` is that of a layer; raises LyapunovPruneError if unclear."""
+        """Whether the number after `before` in `name` is a layer's; raises LyapunovPruneError if that is unclear."""
         last = before.rpartition(".")[2]
         if before in self.paths or not any(_ends(path, last) for path in self.paths):
             return before in self.paths
@@ -139,7 +139,7 @@ class Layers:
             matched = {module for module in self.modules if matches(name, module)}
         except re.error:
             matched = set()
-        if not matched:  # it names nothing that is here
+        if not matched:  # it matches no module of this model
             return self._renumbered(name) if self._numbered.search(name) else name
         wanted = {new: module in matched for module in self.modules if (new := self.renamed(module)) is not None}
         if not any(wanted.values()):
@@ -156,7 +156,7 @@ class Layers:
         return re.compile(rf"((?<![A-Za-z0-9])(?:{lists}){_DOT})({_SPEC})")
 
     def _renumbered(self, name: str, numbered: re.Pattern[str] | None = None) -> str | None:
-        """`name` with new numbers of layers; None where all of one place leave, or there are none."""
+        """`name` with new layer numbers; None if it has no number, or all numbers at one place are removed."""
         numbered = self._numbered if numbered is None else numbered
         places = numbered.findall(name)
         if not places or any(not self._follow_numbers(old) for _, old in places):
@@ -181,7 +181,7 @@ class Layers:
 
 
 def layers_in(decoder: Decoder, targets: Mapping[str, Target], keys: Iterable[str], kept: tuple[int, ...]) -> Layers:
-    """The layers `kept` of `decoder`, whose files hold tensors of the names `keys`; `targets` as of `targets_of`."""
+    """The layers `kept` of `decoder`, whose files hold the tensors `keys`; `targets` is from `targets_of`."""
     modules = {name for name, _ in decoder.model.named_modules() if name}
     for key in keys:
         parts = key.split(".")[:-1]
@@ -191,25 +191,25 @@ def layers_in(decoder: Decoder, targets: Mapping[str, Target], keys: Iterable[st
 
 
 def settings_of(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, str, dict[str, Any]]]:
-    """The quantisation settings of `config` and of the config of its text: where each is, its name there, and it."""
+    """The quantisation settings of `config` and its text config, each as (config, attribute name, settings)."""
     parts = {id(part): part for part in (config, config.get_text_config(decoder=True))}.values()
     found = [(part, name, getattr(part, name, None)) for part in parts for name in SETTINGS]
     return [(part, name, settings) for part, name, settings in found if isinstance(settings, dict)]
 
 
 def follow_layers(config: PreTrainedConfig, layers: Layers) -> None:
-    """Let the names of modules in the quantisation settings of `config` follow `layers`, in place."""
+    """Renumber the module names in the quantisation settings of `config`, in place."""
     for part, name, settings in settings_of(config):
         setattr(part, name, layers.follow(settings))
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether the name or pattern of a quantisation config means `module`, as the libraries of the methods read it."""
+    """Whether the name or pattern of a quantisation config matches `module`, as the methods' libraries read it."""
     if pattern.startswith(_MARKS):
         return re.match(pattern[3:] if pattern.startswith("re:") else pattern[2:], module) is not None
     if fnmatchcase(module, pattern) or _ends(module, pattern):
         return True
-    try:  # as transformers: from the start, and up to the end of a part
+    try:  # as in transformers: from the start to the end of a part
         return re.match(rf"(?:{pattern})(?=\.|$)", module) is not None
     except re.error:
         return False
@@ -220,7 +220,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _strings(settings: Any) -> Iterator[str]:
-    """Every string in `settings`, keys too."""
+    """Every string in `settings`, including keys."""
     if isinstance(settings, dict):
         yield from map(str, settings)
         settings = list(settings.values())

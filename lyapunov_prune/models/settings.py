@@ -1,4 +1,4 @@
-"""What the config of a model says of its forward, and what it says that transformers does not read."""
+"""The settings of a config that affect the forward, and those that transformers does not read."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lyapunov_prune.models.quantised import is_packed
 from lyapunov_prune.results.result import encode
 
-# Settings that change no forward in eval mode: bookkeeping, what is returned beside the logits, how the weights were
-# drawn or trained, labels, and tokens that only a tokenizer or `generate` looks at. Every other one counts.
+# Settings that change no forward in eval mode: bookkeeping, optional outputs, initialisation and training, labels, and
+# tokens that only a tokenizer or `generate` uses. All others count.
 _NO_EFFECT = re.compile(
     r"_.*|architectures|auto_map|transformers_version|transformers_weights|(torch_)?dtype|torchscript|tokenizer_class"
     r"|(attn|experts)_implementation|use_cache|chunk_size_feed_forward|gradient_checkpointing|pretraining_tp"
@@ -26,7 +26,7 @@ _NO_EFFECT = re.compile(
     r"|(bos|eos|sep|cls|mask|unk|decoder_start|forced_\w+)_token_id"
 )
 
-# What transformers runs beside the code of a family, where a setting may be read that no config class declares.
+# Shared code of transformers, which may read settings that no config class declares.
 _SHARED_CODE = (
     "cache_utils.py",
     "configuration_utils.py",
@@ -39,13 +39,13 @@ _NAMED_IN_CODE = re.compile(r"\b(?:config|self)\.(\w+)|[\"'](\w+)[\"']")
 
 
 def forward_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """The settings of `model` that can change a forward, as JSON holds them; one of a config inside is `inner.name`.
+    """The settings of `model` that can change a forward, as JSON values; nested ones are named `inner.name`.
 
-    They are those of the parsed config, so it does not matter whether a file names a default.
+    They come from the parsed config, so it does not matter whether the file spells out a default.
     """
     without = {"quantization_config"} if not is_packed(model) else set()
     if not any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        without.add("pad_token_id")  # else positions are counted from it
+        without.add("pad_token_id")  # otherwise positions are counted from it
     found = {prefix + name: value for prefix, name, value in _settings(model.config) if name not in without}
     return json.loads(json.dumps(encode(found), default=lambda value: type(value).__name__))
 
@@ -60,9 +60,9 @@ def _settings(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str,
 
 
 def unknown_settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """What `config` holds and transformers does not read: neither its class declares it nor the family's code names it.
+    """Settings that transformers does not read: not declared by `config`'s class, nor named in the family's code.
 
-    Other programs and a checkpoint's own code may read it. Bookkeeping is left out.
+    Other programs and a checkpoint's own code may read them. Bookkeeping is left out.
     """
     kind = type(config)
     found = {
@@ -73,7 +73,7 @@ def unknown_settings(config: PreTrainedConfig) -> dict[str, Any]:
     if not found:
         return {}
     files = [Path(transformers.__file__).parent / name for name in _SHARED_CODE]
-    with suppress(OSError, TypeError):  # a class that was typed in has no file
+    with suppress(OSError, TypeError):  # a class defined interactively has no file
         files += Path(inspect.getfile(kind)).parent.glob("*.py")
     code = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     named = {name for names in _NAMED_IN_CODE.findall(code) for name in names}
@@ -81,9 +81,9 @@ def unknown_settings(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def unknown_layer_numbers(config: PreTrainedConfig, total: int) -> list[str]:
-    """The unknown settings that hold numbers of layers, of which there are `total`: in a list, or as keys.
+    """The unknown settings that hold layer numbers below `total`, in a list or as keys.
 
-    Other lists hold small numbers too, so that the name has to speak of layers or their parts.
+    Other lists hold small numbers too, so the setting's name must refer to layers or their parts.
     """
     unknown = unknown_settings(config).items()
     return [name for name, value in unknown if _OF_LAYERS.search(name) and _numbers_layers(value, total)]

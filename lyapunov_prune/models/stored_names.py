@@ -1,4 +1,4 @@
-"""Which tensor of a model each tensor of its checkpoint's files fills, as transformers' loader assigns them."""
+"""The tensor of a model that each tensor in its checkpoint's files fills, as transformers' loader assigns them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lyapunov_prune.models.structure import Structure
 
 @dataclass(frozen=True)
 class Target:
-    """The tensor of the model that is filled, and the conversion on the way; None if it only renames."""
+    """The tensor of the model that is filled, and the conversion applied on loading; None if it is only renamed."""
 
     name: str
     converter: WeightConverter | None = None
@@ -24,10 +24,10 @@ class Target:
 
 
 def targets_of(model: PreTrainedModel, keys: Iterable[str]) -> tuple[dict[str, Target], dict[str, str]]:
-    """The target of each of `keys`, names of tensors in the files of `model`; and of those that have none, the new
-    name that transformers' renaming gives them.
+    """Map `keys`, names of tensors in the files of `model`, to their targets; and keys without a target to new names.
 
-    As the loader does it: renamed, then converted by at most one rule, with or without the prefix of the base model.
+    Follows transformers' loader: a key is renamed, then converted by at most one rule, with or without the prefix of
+    the base model. The new names of keys without a target are those after renaming.
     """
     rules = get_model_conversion_mapping(model, hf_quantizer=unpacker(model.config))
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -50,9 +50,9 @@ def targets_of(model: PreTrainedModel, keys: Iterable[str]) -> tuple[dict[str, T
 
 
 def stored_path(structure: Structure, targets: Mapping[str, Target]) -> str:
-    """What stands before the number of the layer in the names of a checkpoint: the one path that all of them share.
+    """The path in front of the layer number in the names of a checkpoint.
 
-    Raises LyapunovPruneError where they share none.
+    Raises LyapunovPruneError if the names do not share one such path.
     """
     inside = f"{structure.layers_path}."
     paths: set[tuple[str, ...]] | None = None

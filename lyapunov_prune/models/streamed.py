@@ -1,7 +1,7 @@
-"""Models whose layers hold no weights but while they run: read from a checkpoint's files, one layer at a time.
+"""Models whose layers are read from a checkpoint's files one at a time, and hold weights only while they run.
 
-What makes a model one is in `checkpoints.streamed`. Here is what the rest of the program has to know of it: that it is
-one, the digests of the weights that it does not hold, and how a layer's are had for as long as they are looked at.
+`checkpoints.streamed` makes such models. This module holds what the other rooms need: whether a model is streamed, the
+digests of weights that are not in memory, and access to one layer's weights at a time.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 
-# What sends a state of all windows through a layer, and gives what leaves it, a piece of the windows after the other.
+# Takes the states of all windows through a layer and yields its outputs, one piece of the windows after another.
 Run = Callable[[torch.Tensor], Iterator[torch.Tensor]]
-# Called with a layer, the state that enters it, and `Run`.
+# Called with a layer's number, the state that enters it, and `Run`.
 Visit = Callable[[int, torch.Tensor, Run], None]
 
 
 class Stream(Protocol):
-    """`digests` are `weight_digests` of the files; `hold` reads a layer's weights over those of the one held before.
+    """Reads the layers of a model from files.
 
-    A layer that is held runs any number of times before `release` without being read again.
+    `digests` are the `weight_digests` of the files. `hold` reads a layer's weights over those of the previous layer; a
+    held layer runs any number of times until `release`.
 
-    In forwards inside the block of `visiting`, every layer is visited, its weights held, before it runs. What the visit
-    makes of the weights is what the layer then runs with, and is gone after it. `finish` takes what leaves the last
-    layer to the state that the head reads, without a layer.
+    Inside `visiting`, each layer is passed to `visit`, with its weights held, before it runs in a forward. The layer
+    runs with the weights that the visit leaves, which are dropped afterwards. `finish` takes the output of the last
+    layer to the state that the head reads.
     """
 
     digests: dict[str, str]
@@ -43,7 +44,7 @@ class Stream(Protocol):
 
 
 class _Kept:
-    """The stream of a model, on the model, with which it goes; a copy of it is not streamed and has none."""
+    """A model's stream, stored on the model. A deep copy of the model is not streamed, so it gets an empty one."""
 
     def __init__(self, stream: Stream | None = None) -> None:
         self.stream = stream
@@ -57,13 +58,13 @@ def keep_stream(model: nn.Module, stream: Stream) -> None:
 
 
 def stream_of(model: nn.Module) -> Stream | None:
-    """What reads the layers of `model`; None for a model in memory."""
+    """The reader of the layers of `model`; None for a model in memory."""
     return vars(model).get("_stream", _Kept()).stream
 
 
 @contextmanager
 def layer_held(model: nn.Module, layer: int) -> Iterator[None]:
-    """Inside the block the weights of `layer` are in memory, whether `model` is streamed or not."""
+    """Inside the block, the weights of `layer` are in memory, whether `model` is streamed or not."""
     stream = stream_of(model)
     try:
         if stream is not None:
@@ -75,7 +76,7 @@ def layer_held(model: nn.Module, layer: int) -> Iterator[None]:
 
 
 def require_not_streamed(model: nn.Module) -> None:
-    """Raise LyapunovPruneError for a streamed model where its weights have to be in memory."""
+    """Raise LyapunovPruneError for a streamed model, if its weights have to be in memory."""
     if stream_of(model) is not None:
         raise LyapunovPruneError(
             f"the layers of this {type(model).__name__} are streamed from disk, and this needs all of them in memory; "

@@ -1,4 +1,4 @@
-"""Where a decoder keeps its layers, its text config and its backbone; which model it is."""
+"""The structure of a decoder (layers, text config, backbone), and the identity of a model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lyapunov_prune.models.settings import forward_settings
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.results.result import ModelIdentity
 
-# What configs call their number of decoder layers. Of an encoder-decoder's decoder, `num_hidden_layers` counts
-# the encoder; Longcat's counts two caches a layer. So the narrower names come first.
+# Config names of the number of decoder layers. In an encoder-decoder `num_hidden_layers` counts the encoder, and in
+# LongCat two caches per layer, so the narrower names come first.
 LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_layers", "num_hidden_layers")
 _settled: WeakSet[nn.Module] = WeakSet()
 P = ParamSpec("P")
@@ -33,19 +33,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Structure:
-    """The parts of a decoder-only language model that the analysis touches.
+    """The parts of a decoder-only language model that are analysed.
 
-    `model_type` names the family; a compact model is of the family of the model that it was cut from. `backbone` maps
-    token ids to final hidden states and holds `layers`; the head is not part of it, so measuring the residual stream
-    builds no tokens × vocabulary tensor.
+    `model_type` names the family; a compact model has that of the model it was cut from. `backbone` maps token ids to
+    final hidden states and holds `layers`. The head is not part of it, so measuring the residual stream builds no
+    tokens × vocabulary tensor.
     """
 
     model_type: str
     backbone: nn.Module
     layers: nn.ModuleList
     layers_path: str  # the name of `layers` inside the model, as in state-dict keys
-    config: Any  # the text config: the one that holds the number of layers
-    count: str  # the name of that number
+    config: Any  # the text config, which holds the number of layers
+    count: str  # the name of that setting
 
     @property
     def num_layers(self) -> int:
@@ -53,18 +53,18 @@ class Structure:
 
     @property
     def max_context(self) -> int | None:
-        """Longest context the positions allow; None when the config names none."""
+        """Longest context that the positions allow; None if the config names none."""
         return getattr(self.config, "max_position_embeddings", None)
 
     def at_most(self, length: int) -> int:
-        """`length`, or the longest context where that is less."""
+        """`length`, or the longest context if that is shorter."""
         return min(length, self.max_context or length)
 
 
 def find_structure(model: PreTrainedModel) -> Structure:
-    """The structure of the decoder `model`, as `find_layers` finds it.
+    """The structure of the decoder `model`, found by `find_layers`.
 
-    Raises LyapunovPruneError for an encoder, an encoder-decoder, or when there is no list of layers.
+    Raises LyapunovPruneError for an encoder, an encoder-decoder, or a model without a list of layers.
     """
     kind = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
@@ -85,9 +85,9 @@ def find_structure(model: PreTrainedModel) -> Structure:
 
 
 def find_layers(model: PreTrainedModel) -> Structure:
-    """Where any transformer with one stack of layers keeps them: the largest module list of the right length.
+    """The structure of any transformer with one stack of layers: the largest module list of the right length.
 
-    Raises LyapunovPruneError when no such list exists.
+    Raises LyapunovPruneError if there is no such list.
     """
     kind = type(model).__name__
     config = model.config.get_text_config(decoder=True)
@@ -126,7 +126,7 @@ def find_layers(model: PreTrainedModel) -> Structure:
 
 
 def _backbone(model: PreTrainedModel, layers_path: str) -> nn.Module:
-    """`model` without its head. Llama 4 and Mllama name no base model: there it is the module that holds the layers."""
+    """`model` without its head; for Llama 4 and Mllama, which name no base model, the module that holds the layers."""
     return model.base_model if model.base_model is not model else model.get_submodule(layers_path.rpartition(".")[0])
 
 
@@ -134,8 +134,7 @@ def _backbone(model: PreTrainedModel, layers_path: str) -> nn.Module:
 def require_causal(model: PreTrainedModel) -> None:
     """Raise LyapunovPruneError if an output depends on a later token, as in an encoder.
 
-    A behavioural test, so that no list of encoder names is needed: change the last of four tokens and
-    look whether the logits before it move.
+    The last of four tokens is changed and the logits before it are compared, so no list of encoders is needed.
     """
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(4, device=model.device).remainder(vocabulary).expand(2, 4).clone()
@@ -150,8 +149,8 @@ def require_causal(model: PreTrainedModel) -> None:
 def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:
     """Run a measurement with every model among its arguments in eval mode, and restore the mode afterwards.
 
-    A handle counts as the model that it holds. `from_config` returns models in training mode, whose dropout would be
-    measured as an error. No other thread may measure these models meanwhile (`held`).
+    A handle counts as its model. `from_config` returns models in training mode, whose dropout would be measured as an
+    error. No other thread may measure these models meanwhile (`held`).
     """
 
     @wraps(measure)
@@ -174,16 +173,16 @@ def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:
 @in_eval_mode
 @torch.no_grad()
 def settle(model: PreTrainedModel) -> None:
-    """Run a model of packed weights once, before anything of it is looked at: kernels bring them into a form of theirs.
+    """Run a model with packed weights once, since kernels may convert the weights at the first forward.
 
-    bitsandbytes on the CPU does so at the first forward, and its numbers before are not those that are measured.
-    Raises LyapunovPruneError when it does not run.
+    bitsandbytes on the CPU does, and its numbers before differ from those that are measured. Raises LyapunovPruneError
+    if the model does not run.
     """
     if not is_packed(model) or model in _settled:
         return
     try:
         model(torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
-    except Exception as error:  # the kernels' own
+    except Exception as error:  # raised by the kernels
         raise LyapunovPruneError(
             f"the weights are {quantisation(model.config)}, and no forward of them runs here "
             f"({in_short(error, 100)}); {UNPACK}"
@@ -192,9 +191,9 @@ def settle(model: PreTrainedModel) -> None:
 
 
 def scale_weights(model: PreTrainedModel) -> None:
-    """Let RWKV divide its weights now, as it otherwise does in place at its first forward in eval mode.
+    """Let RWKV rescale its weights now; otherwise it does so in place at its first forward in eval mode.
 
-    That forward may be one with other matrices in the place of its own, which it would divide instead.
+    That forward may use replaced matrices, and would rescale those instead of its own.
     """
     for module in model.modules():
         if hasattr(module, "layers_are_rescaled"):
@@ -202,14 +201,14 @@ def scale_weights(model: PreTrainedModel) -> None:
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """What the model was loaded from, or its class."""
+    """What the model was loaded from, or else its class."""
     return model.config._name_or_path or type(model).__name__
 
 
 def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> ModelIdentity:
-    """What tells this model from another: names and shapes of all parameters, digests of all weights, and settings.
+    """The identity of a model: names and shapes of all parameters, digests of all weights, and settings.
 
-    `weights` are the digests of a model whose numbers are elsewhere, on the disk; those of a streamed one are known.
+    `weights` are the digests of a model whose weights are elsewhere, such as on disk; None computes them.
     """
     stream = stream_of(model)
     if weights is None:

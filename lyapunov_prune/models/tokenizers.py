@@ -1,4 +1,4 @@
-"""Whether two models read text alike: one text gives both the same ids, and one id is the same token to both."""
+"""Whether two models tokenise alike: each text has the same ids for both, and each id is the same token."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 
-# A chat template that writes today's date would give other tokens tomorrow.
+# A chat template that writes today's date would give other tokens tomorrow, so the date is fixed.
 _NO_DAY = "{%- macro strftime_now(form) -%}2026-01-01{%- endmacro -%}"
-# What normalisers and the cutting into words differ in; each text begins anew, where some put a space or a BOS token.
+# Texts on which normalisers and pre-tokenizers differ. Each is tokenised alone, since some put a space or BOS in front.
 _PROBES = (
     "Hello world",
     " Two  spaces,\ttabs\t\tand\r\nlines\n\n\n   indented ",
@@ -23,15 +23,16 @@ _PROBES = (
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
-    """The ids of `text`, with what the tokenizer puts around a text only where `special`.
+    """The ids of `text`, with the tokenizer's special tokens around it only if `special`.
 
-    Raises LyapunovPruneError when it cannot: its vocabulary lacks its own unknown token, or it wants words, not text.
+    Raises LyapunovPruneError if it fails: its vocabulary lacks its own unknown token, or it takes words instead of
+    text.
     """
     try:
         return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # a panic of the tokenizers library is no Exception
+    except BaseException as error:  # a panic in the tokenizers library is not an Exception
         raise LyapunovPruneError(
             f"the tokenizer cannot read {text[:20]!r} ({type(error).__name__}: {error}); give the model's own, whole"
         ) from error
@@ -40,9 +41,9 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = 
 def chat_text(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], where: str, *, answer: bool = False
 ) -> str:
-    """A chat as the tokenizer's own template writes it; with `answer` up to where the model's answer begins.
+    """A chat written by the tokenizer's own template; with `answer`, up to where the model's answer begins.
 
-    Raises LyapunovPruneError, naming `where` the chat stands, for a chat that the template refuses.
+    Raises LyapunovPruneError for a chat that the template refuses; `where` says in the message where the chat is.
     """
     try:
         template = _NO_DAY + tokenizer.get_chat_template()
@@ -51,7 +52,7 @@ def chat_text(
                 messages, chat_template=template, tokenize=False, add_generation_prompt=answer
             )
         )
-    except Exception as error:  # jinja's, and whatever the template raises
+    except Exception as error:  # errors of jinja, and any that the template raises
         raise LyapunovPruneError(
             f"the chat template cannot write {where} ({first_line(error)}); remove that chat or give another text"
         ) from None
@@ -60,11 +61,11 @@ def chat_text(
 def require_same_tokenizer(
     first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase, names: tuple[str, str]
 ) -> None:
-    """Raise LyapunovPruneError naming the first difference that can give one text other ids.
+    """Raise LyapunovPruneError, naming the first difference, if one text can have different ids.
 
-    Compared are the vocabularies with their ids, the merges or scores, the BOS token, and the ids of texts on which
-    normalisers, pre-tokenizers and added tokens differ: how these are written down changes between versions of
-    transformers, and what they do does not. Padding, truncation, decoding and the chat template give no text other ids.
+    Compares the vocabularies with their ids, merges or scores, the BOS token, and the ids of texts on which
+    normalisers, pre-tokenizers and added tokens differ; the definitions of these vary between versions of transformers,
+    but not their effect. Padding, truncation, decoding and the chat template change no ids.
     """
     difference = _difference(first, second)
     if difference:
@@ -76,10 +77,10 @@ def require_same_tokenizer(
 def require_same_ids(
     first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase, names: tuple[str, str], size: int
 ) -> None:
-    """Raise LyapunovPruneError for an id below `size` that is another token to the two models of these `names`.
+    """Raise LyapunovPruneError if an id below `size` is another token in the second model; `names` name both.
 
-    Enough where both models are given the same ids: what is in a GGUF file may cut a text in other ways, and name
-    special tokens that the folder does not.
+    This suffices if both models are given the same ids: a GGUF file may split text differently and name special tokens
+    that the folder does not.
     """
     mine, theirs = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (first, second))
     for i in sorted(mine.keys() & theirs.keys()):
@@ -101,7 +102,7 @@ def _difference(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase)
     if None not in rules and rules[0] != rules[1]:
         return "their merges or scores are not the same"
     added = ["", *sorted(first.get_added_vocab()), ""]
-    for text in (*_PROBES, " x ".join(added), "x".join(added)):  # apart, and as parts of words
+    for text in (*_PROBES, " x ".join(added), "x".join(added)):  # separate, and as parts of words
         if token_ids(first, text, special=True) != token_ids(second, text, special=True):
             return f"the ids of {text[:40]!r} are not the same"
     return ""
@@ -112,7 +113,7 @@ def _id(value: int | None) -> str:
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """How pieces become tokens: the merges of BPE, the scores of Unigram; None where no fast backend tells."""
+    """How pieces become tokens: the merges of BPE or the scores of Unigram; None without a fast backend."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

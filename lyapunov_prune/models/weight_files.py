@@ -1,4 +1,4 @@
-"""Which files hold the weights of a checkpoint: those that transformers would load, and none outside its folder."""
+"""The weight files of a checkpoint: those that transformers would load, and none outside the folder."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from safetensors import safe_open
 
 from lyapunov_prune.errors import LyapunovPruneError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # as transformers names them
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
 _OF_A_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 
 
 def weight_files(folder: Path, named: str | None) -> list[Path]:
-    """The files that transformers loads the weights in `folder` from: one, or all that an index names; [] for none.
+    """The files that hold the weights in `folder`: one, or all that an index names; [] if there are none.
 
-    `named` is what the config gives as `transformers_weights`, a file or an index that goes before the usual
-    names. Raises LyapunovPruneError for a name that is no safetensors file of the folder itself (what
-    transformers does not know by its ending it unpickles, and it follows any path), and for one that is not there.
+    `named` is the config's `transformers_weights`, a file or index that takes precedence over the usual names. Raises
+    LyapunovPruneError for a missing file, and for a name that is not a safetensors file in the folder itself:
+    transformers unpickles files of unknown endings and follows any path.
     """
     ranked = [file.name for file in folder.glob("shard-*.safetensors") if _OF_A_RANK.match(file.name)]
-    if ranked:  # where one of these is, transformers looks at nothing else
+    if ranked:  # transformers then ignores all other files
         raise LyapunovPruneError(f"{folder} holds the shards of a distributed run ({ranked[0]}); save the model whole")
     usual = (name for name in (SINGLE, INDEX) if (folder / name).is_file())
     name = next(usual, None) if named is None else named
@@ -50,7 +50,7 @@ def stored_names(folder: Path, named: str | None) -> set[str]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    # By its name alone: in the hub's cache every file is a link, to a place that the cache chose.
+    # Compare by name: in the hub's cache every file is a link to another place.
     if Path(name).name != name:
         raise LyapunovPruneError(f"{folder} names {name} as weights, which is not a file of that folder; move it there")
     if not (folder / name).is_file():

@@ -1,4 +1,4 @@
-"""The hidden channels of feed-forward blocks: how many a model has, where its config says so, and fewer of them."""
+"""The hidden channels of feed-forward blocks: their number, the setting that holds it, and removing some of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lyapunov_prune.models.projections import Projection, structure_projections
 from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import Structure
 
-# What configs call the number of hidden channels. Where it is None the family computes it.
+# Config names for the number of hidden channels. If the setting is None, the family computes the number.
 SETTINGS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim")
 _REMEDY = "remove whole layers instead"
 
@@ -25,8 +25,8 @@ _REMEDY = "remove whole layers instead"
 def find_blocks(structure: Structure) -> tuple[FeedForward, ...]:
     """The feed-forward block of every layer, in order.
 
-    Raises LyapunovPruneError, with the reason, for experts, for a layer without a block that `find_feedforward` knows,
-    for blocks of several widths, and where the config has no setting for the width.
+    Raises LyapunovPruneError, with the reason, for experts, for a layer whose block `find_feedforward` does not
+    recognise, for blocks of different widths, and if the config has no setting for the width.
     """
     inside = len(structure.layers_path.split(".")) + 1
     for p in structure_projections(structure):
@@ -46,7 +46,7 @@ def find_blocks(structure: Structure) -> tuple[FeedForward, ...]:
 
 
 def width_of(structure: Structure, blocks: Sequence[FeedForward]) -> int:
-    """How many hidden channels every block has; raises LyapunovPruneError where that differs."""
+    """The number of hidden channels of every block; raises LyapunovPruneError if the blocks differ."""
     widths = [b.out.weight(layer).shape[1] for b, layer in zip(blocks, structure.layers, strict=True)]
     if len(set(widths)) > 1:
         raise LyapunovPruneError(
@@ -57,13 +57,13 @@ def width_of(structure: Structure, blocks: Sequence[FeedForward]) -> int:
 
 
 def last_matrices(structure: Structure, blocks: Sequence[FeedForward]) -> list[Projection]:
-    """The last matrix of every block, by its path inside the model."""
+    """The last matrix of every block, by its path in the model."""
     paths = [f"{structure.layers_path}.{b.layer}.{b.out.module}" for b in blocks]
     return [replace(b.out, module=path, name=path) for b, path in zip(blocks, paths, strict=True)]
 
 
 def _settings(structure: Structure, width: int) -> list[str]:
-    """The settings of the config that are the width; one that is None where none is given."""
+    """The settings equal to `width`; if there are none, those that are None."""
     told = {name: getattr(structure.config, name) for name in SETTINGS if hasattr(structure.config, name)}
     for value in (width, None):
         if names := [name for name in told if told[name] == value]:
@@ -76,9 +76,9 @@ def _settings(structure: Structure, width: int) -> list[str]:
 
 @torch.no_grad()
 def narrow(model: PreTrainedModel, structure: Structure, blocks: Sequence[FeedForward], kept: torch.Tensor) -> None:
-    """Leave each of `blocks` of `model` the hidden channels `kept` (layers × channels, ascending), in place.
+    """Keep only the hidden channels `kept` (layers × channels, ascending) of each of `blocks`, in place.
 
-    `structure` is that of `model`. Parameters are replaced by new ones, so memory that another model shares is not
+    `structure` is that of `model`. Parameters are replaced by new ones, so memory shared with another model is not
     written to.
     """
     width, left = width_of(structure, blocks), kept.shape[1]
@@ -89,14 +89,14 @@ def narrow(model: PreTrainedModel, structure: Structure, blocks: Sequence[FeedFo
             if p is not None:
                 into.setdefault(p.module, []).append(p)
         for path, parts in into.items():
-            # A fused matrix holds the channels twice: those of the gate, and those of the other factor.
+            # A fused matrix holds the channels twice: for the gate, and for the other factor.
             rows = torch.cat([p.start + channels for p in sorted(parts, key=lambda p: p.start)])
             module = layer.get_submodule(path)
             _select(module, "weight", rows, axis=1 if parts[0].transposed else 0)
             if getattr(module, "bias", None) is not None:
                 _select(module, "bias", rows, axis=0)
         _select(layer.get_submodule(block.out.module), "weight", channels, axis=0 if block.out.transposed else 1)
-        for path in {"", block.block}:  # OPT's layer and Llama's block note the width too
+        for path in {"", block.block}:  # OPT's layer and Llama's block store the width as well
             noted = vars(layer.get_submodule(path))
             noted.update({key: left for key in SETTINGS if noted.get(key) == width})
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
