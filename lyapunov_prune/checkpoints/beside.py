@@ -1,7 +1,7 @@
-"""What a checkpoint is besides its weights: config, tokenizer, and the other files of the folder it was loaded from.
+"""The files of a checkpoint besides its weights: config, tokenizer, and others from the folder it was loaded from.
 
-`save_pretrained` writes the config and the tokenizer. What else lies beside the weights (a processor's settings, a
-tokenizer's own model, the pooling of an embedding model, the licence) is copied, or named in one line on stderr.
+`save_pretrained` writes the config and the tokenizer. Other files beside the weights (a processor's settings, a
+tokenizer's own model, the pooling of an embedding model, the licence) are copied, or named in one line on stderr.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lyapunov_prune.models.weight_files import INDEX, weight_files
 from lyapunov_prune.progress import warn
 from lyapunov_prune.results.files import parsed
 
-MODULES = "modules.json"  # the parts of a sentence-transformers model, each in a folder of its own
+MODULES = "modules.json"  # the parts of a sentence-transformers model, each in its own folder
 _TOKENIZER = (
     "tokenizer*",
     "*.model",
@@ -51,9 +51,9 @@ _SETTINGS = (
     "NOTICE*",
 )
 _IN_PARTS = ("*.json", "*.safetensors", "*.txt")
-# Of the source alone: its card and pictures of it, and what is written anew.
+# Never copied: the source's card and its pictures, and files that are written anew.
 _ITS_OWN = ("config.json", "generation_config.json", "*.md", "*.html", "*.png", "*.jpg", "*.svg", ".*", INDEX)
-_NAMED = 5  # files that the line names
+_NAMED = 5  # the most files that the line names
 
 
 def save_files(
@@ -62,15 +62,14 @@ def save_files(
     folder: Path,
     state: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """`save_pretrained` of both into `folder`, and what else belongs to the checkpoint that `model` was loaded from.
+    """`save_pretrained` of both into `folder`, and a copy of the other files of the checkpoint that `model` came from.
 
-    `state` stands in the place of the model's own tensors; empty, no weights are written. No config that is written
-    counts prediction heads, which no model holds (`models.left_out`), and that of a DeciLM says what its layers lack
-    (`models.deci`). Raises LyapunovPruneError for a model that was loaded without a part of its checkpoint that nobody
-    asked to leave out.
+    `state` replaces the model's own tensors; if it is empty, no weights are written. The written config counts no
+    prediction heads, since no model holds them (`models.left_out`), and a DeciLM's lists what its layers lack
+    (`models.deci`). Raises LyapunovPruneError if a part of the checkpoint was left out on loading without being asked.
     """
     require_whole(model)
-    bare = state is not None and not state  # asked now: saving empties it
+    bare = state is not None and not state  # before saving, which empties it
     with quiet():
         model.save_pretrained(folder, state_dict=state)
         if tokenizer is not None:
@@ -108,7 +107,7 @@ def _carry(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, fo
 
 
 def source_folder(model: PreTrainedModel) -> Path | None:
-    """The folder that `model` was loaded from; None where it is not known, or not on this machine."""
+    """The folder that `model` was loaded from; None if it is unknown or not on this machine."""
     with suppress(LyapunovPruneError):
         folder = checkpoint_folder(model.config._name_or_path, offline=True)
         return checkpoint_folder(base_of(folder), offline=True) if (folder / ADAPTER_CONFIG).is_file() else folder
@@ -116,7 +115,7 @@ def source_folder(model: PreTrainedModel) -> Path | None:
 
 
 def _beside(source: Path, known: Sequence[str], named: str | None) -> Iterator[tuple[Path, Sequence[str]]]:
-    """What lies in `source` beside weights and config, each with the patterns of names that are copied there."""
+    """The paths in `source` besides weights and config, each with the name patterns that are copied there."""
     weights, parts = {path.name for path in weight_files(source, named)}, _parts(source)
     for path in sorted(source.iterdir()):
         if path.name in parts:
@@ -126,7 +125,7 @@ def _beside(source: Path, known: Sequence[str], named: str | None) -> Iterator[t
 
 
 def _parts(source: Path) -> set[str]:
-    """The folders beside the weights that hold parts of a sentence-transformers model."""
+    """The folders that hold parts of a sentence-transformers model."""
     try:
         modules: Any = parsed((source / MODULES).read_text(encoding="utf-8"))
         names = {str(module["path"]) for module in modules}
@@ -136,13 +135,13 @@ def _parts(source: Path) -> set[str]:
 
 
 def _inside(path: Path, source: Path) -> bool:
-    """Whether a link leads nowhere else: files of the hub's cache are links to the blobs beside its snapshots."""
+    """Whether a link stays inside `source`, or leads to the blobs beside it as in the hub's cache."""
     home = source.resolve()
     return any(path.resolve().is_relative_to(place) for place in (home, home.parent.parent / "blobs"))
 
 
 def _is_result(path: Path) -> bool:
-    """Whether `path` is a result of this program, which tells of the source and not of what is made of it."""
+    """Whether `path` is a result of this program, which describes the source rather than a model made from it."""
     with suppress(OSError, ValueError, TypeError):
         return path.suffix == ".json" and "kind" in parsed(path.read_text(encoding="utf-8"))
     return False

@@ -1,4 +1,4 @@
-"""The model card (README.md) of every checkpoint, and names in it as text that is nothing but text."""
+"""The model card (README.md) of a checkpoint, and escaping of names in it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def write_card(
     *,
     tags: Collection[str] = (),
 ) -> None:
-    """Write the card of the checkpoint in `folder`.
+    """Write the model card of the checkpoint in `folder`.
 
-    `title` is text; `about` and what stands under the headings of `sections` are Markdown, in which names went
-    through `as_text`. `model` is what the checkpoint holds: its class and what it was loaded without are named. Its
-    config says which model it was made from: the front matter takes base model and licence from there. Where the folder
-    holds the module of a compact checkpoint, the card says that loading runs it, and that other engines cannot.
+    `title` is plain text; `about` and the values of `sections` (by heading) are Markdown with names escaped by
+    `as_text`. The card names the class of `model` and what it was loaded without, and takes base model and licence from
+    the model named in its config. For a compact checkpoint it says that loading runs the module in the folder, and that
+    other engines cannot load it.
     """
     compact, loader, reads_text = (folder / MODULE).is_file(), loading_class(model).__name__, not looks_at_images(model)
     left = left_out(model)
@@ -74,14 +74,14 @@ model = {loader}.from_pretrained("path/to/this/folder"{option}){tokenizer}
 
 
 def as_text(line: str) -> str:
-    """`line`, with names from anywhere in it, as Markdown that shows it: no link, code, HTML or line of its own."""
+    """`line` escaped as Markdown that shows it literally: names in it make no link, code, HTML or new line."""
     return re.sub(r"[\\`*\[\]<>|&]", r"\\\g<0>", printable(line))
 
 
 def _front_matter(tags: Collection[str], model: PreTrainedModel) -> str:
     source = model.config._name_or_path
     told: Mapping[str, object] = BUILTIN_CARD if source == BUILTIN else _told_by(source_folder(model))
-    # A hub id makes a link on the hub; a local path would make the card invalid there.
+    # A hub id becomes a link; the hub would reject a card with a local path.
     is_hub = source.count("/") == 1 and HUB_ID.fullmatch(source) and not Path(source).exists()
     source_tags = told.get("tags")
     made_here = source == BUILTIN or (isinstance(source_tags, list) and _OWN_TAG in source_tags)
@@ -92,12 +92,12 @@ def _front_matter(tags: Collection[str], model: PreTrainedModel) -> str:
         **{key: _text(told, key) for key in _LICENCE},
         "tags": list(tags),
     }
-    # Entries that are None are left out.
+    # ModelCardData omits entries that are None.
     return f"---\n{ModelCardData(**values).to_yaml(original_order=[*values])}\n---"
 
 
 def _told_by(folder: Path | None) -> dict[str, object]:
-    """The front matter of the card in the folder of a source; empty where there is none that can be read."""
+    """The front matter of the card in a source folder; empty if there is none that can be read."""
     card = folder / CARD if folder else None
     if card is None or not card.is_file():
         return {}
@@ -114,7 +114,7 @@ def _text(told: Mapping[str, object], key: str) -> str | None:
 
 
 def _task(model: PreTrainedModel) -> str | None:
-    """What the hub calls the task of `model`; None for a decoder inside a multimodal model, whose tasks are many."""
+    """The hub's name for the task of `model`; None for a decoder in a multimodal model, which has several."""
     if looks_at_images(model):
         return "image-classification"
     return None if is_wrapped(model) else "text-generation"

@@ -1,4 +1,4 @@
-"""A checkpoint with a module of its own, loaded where this package is not: in another process that cannot import it."""
+"""Load a checkpoint with its own module in another process, which cannot import this package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lyapunov_prune.models.kernels import kernels
 from lyapunov_prune.models.wrappers import loading_class
 
 ELSEWHERE = "reloads without this package"
-# What runs there. `inputs` and what it answers lie in the folder of its one argument.
+# The program of that process. Its inputs and results are files in the folder given as its argument.
 _PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -56,11 +56,10 @@ save_file(logits, here / "logits")
 
 @torch.no_grad()
 def elsewhere_check(model: PreTrainedModel, folder: Path, inputs: list[torch.Tensor]) -> GateCheck:
-    """`model` against what transformers makes of `folder`, where it was saved, in a process without this package.
+    """Compare `model` with what transformers loads from `folder` in a process without this package.
 
-    It loads with `trust_remote_code=True`, runs the module in the folder, and may miss no key and find none besides.
-    It puts the model where `model` is, by its device map. Without `inputs` it does so on the meta device, and nothing
-    is computed.
+    It loads with `trust_remote_code=True`, runs the module in the folder, and must find exactly the expected keys. The
+    model is placed as `model` is, by its device map. Without `inputs` it is loaded on the meta device and not run.
     """
     limit = SAME_LIMIT[model.dtype]
     with tempfile.TemporaryDirectory(prefix="lyapunov-prune-gate-") as place:
@@ -75,8 +74,8 @@ def elsewhere_check(model: PreTrainedModel, folder: Path, inputs: list[torch.Ten
             "threads": torch.get_num_threads(),
         }
         (here / "asked.json").write_text(json.dumps(asked, default=str), encoding="utf-8")
-        torch.cuda.empty_cache()  # what torch keeps for this process would be missing in the other
-        # Modules of checkpoints are copied to a cache of transformers, which is not for what may fail.
+        torch.cuda.empty_cache()  # free torch's cached memory for the other process
+        # transformers copies checkpoint modules to a cache; use a temporary one, since these may be rejected.
         quiet = {"HF_MODULES_CACHE": str(here / "modules"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM, place],

@@ -1,8 +1,8 @@
-"""What reads the layers of a streamed model: each just before it runs, in the place of the one before.
+"""Reads the layers of a streamed model, each just before it runs, into the memory of the layer before.
 
-A forward reads the files once, however many windows it carries: all of them go through a layer together, a piece of the
-batch after the other. What a layer is given beside the state (masks, positions) is what the model's own forward hands
-it for the rows of that piece: a twin of the model, with layers that compute nothing, is asked.
+A forward reads the files once for all its windows: all go through a layer together, in pieces of the batch. The other
+arguments of a layer (masks, positions) for the rows of a piece come from the model's own forward, run on a twin of the
+model whose layers compute nothing.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from lyapunov_prune.models.device import require_memory
 from lyapunov_prune.models.streamed import Visit
 from lyapunov_prune.models.structure import Structure
 
-TOKENS = 1024  # that go through a layer at once, or one window; of more, memory that is new each time costs a tenth
-# Bytes that an entry of the states takes beside what a layer is given and what it returns: of three in float32.
+TOKENS = 1024  # tokens in a layer at once, or one window; with more, fresh memory costs a tenth of the time
+# Bytes per element of the states for temporaries besides a layer's input and output: three float32 numbers.
 _BESIDE = 12
-# Largest relative deviation of a token's state, whole batch against pieces; the kernels round as the shapes tell them,
-# and of a float64 model some norms, softmax and scans are in float32.
+# Largest relative deviation of a token's state between the whole batch and pieces. Kernels round differently by shape,
+# and some norms, softmax and scans of a float64 model run in float32.
 _SAME = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class LayerStream:
-    """Reads the layers of `model`, and leads every forward of it through them."""
+    """Reads the layers of `model`, and runs each of its forwards through them."""
 
     def __init__(self, outline: Outline, model: PreTrainedModel, structure: Structure, device: str) -> None:
         self.digests = outline.identity.weights
-        self.passes = 0  # how often the first layer was read: forwards, as a rule
-        self.splits = True  # whether a batch of many tokens goes through a layer in pieces
+        self.passes = 0  # how often layer 0 was read, usually once per forward
+        self.splits = True  # whether a batch of many tokens is split
         self._outline, self._structure, self._device = outline, structure, device
         self._kind, self._dtype = type(model).__name__, model.dtype
         meant: dict[str, Any] = outline.model.state_dict(keep_vars=True)
@@ -48,8 +48,8 @@ class LayerStream:
             if layer is not None:
                 self._meant[layer][name.removeprefix(f"{structure.layers_path}.{layer}.")] = tensor
         self._held: int | None = None
-        self._memory: dict[str, torch.Tensor] = {}  # of the layer that was read last, by the names inside it
-        self._before: list[tuple[dict[str, Any], str, Any]] = []  # what stood where the tensors of the held layer stand
+        self._memory: dict[str, torch.Tensor] = {}  # the tensors of the last layer read, by name in the layer
+        self._before: list[tuple[dict[str, Any], str, Any]] = []  # what the held tensors replaced
         self._trying = False
         self._visit: Visit | None = None
         self._call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
@@ -65,7 +65,7 @@ class LayerStream:
             return
         self.release()
         self.passes += layer == 0
-        # In memory that is touched already a layer is read several times as fast.
+        # Reading into memory that was used before is several times as fast.
         self._memory = {
             inside: memory
             for inside, memory in self._memory.items()
@@ -94,7 +94,7 @@ class LayerStream:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Forwards inside the block run every layer whole and row by row, and compare."""
+        """Forwards inside the block run every layer on the whole batch and row by row, and compare the results."""
         self._trying = True
         try:
             yield
@@ -113,7 +113,7 @@ class LayerStream:
         return self._twin.finish(ids, hidden)
 
     def _forward(self, index: int, inner: Any) -> Any:
-        """What the layer does in the place of `inner`, its own forward."""
+        """The replacement of `inner`, the layer's own forward."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.hold(index)
@@ -157,7 +157,7 @@ class LayerStream:
             yield rows, inner(*args, **kwargs)
 
     def _arguments(self, index: int, rows: slice, windows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the layer `index` is called with in a forward of these `rows` alone, whatever the state in it."""
+        """The arguments of layer `index` in a forward of these `rows` alone; the state in them is meaningless."""
         assert self._call is not None
         twin, args, kwargs = self._call
         ids = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
@@ -174,7 +174,7 @@ class LayerStream:
         try:
             apart = hidden_of(self._in_pieces(index, inner, hidden, 1))
             same = torch.allclose(_units(apart, whole), _units(whole, whole), 0, _SAME[self._dtype], equal_nan=True)
-        except Exception as error:  # what it misses of the others it misses in its own way
+        except Exception as error:  # a layer fails in its own way without the others
             same, reason = False, in_short(error, 120)
         if not same:
             raise LyapunovPruneError(
@@ -183,20 +183,20 @@ class LayerStream:
             )
 
     def _leading(self, twin: nn.Module, inner: Any) -> Any:
-        """What a module around the layers does in the place of `inner`.
+        """The replacement of `inner`, the forward of a module that contains the layers.
 
-        When the outermost ends, no layer is held but one that was held before.
+        After the outermost forward no layer is held, unless it was held before.
         """
 
         @wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._call is not None:  # inside another
+            if self._call is not None:  # called within another such module
                 return inner(*args, **kwargs)
             self._require_memory((*args, *kwargs.values()))
             self._call, before = (twin, args, kwargs), self._held
             try:
                 return inner(*args, **kwargs)
-            finally:  # a hook that is always called is not called after Ctrl-C
+            finally:  # hooks, even with always_call, do not run after Ctrl-C
                 self._call = None
                 if before is None or self._held != before:
                     self.release()
@@ -213,14 +213,14 @@ class LayerStream:
 def read_tensor(
     outline: Outline, name: str, meant: torch.Tensor, device: str, memory: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The tensor `name` as loading gives it, of the dtype and the kind of `meant`: a copy, in `memory` or a new one."""
+    """Read the tensor `name` as loading would, with dtype and type of `meant`, into `memory` or a new tensor."""
     tensor = torch.empty(meant.shape, dtype=meant.dtype, device=device) if memory is None else memory
     outline.fill(tensor, name)
     return nn.Parameter(tensor, requires_grad=False) if isinstance(meant, nn.Parameter) else tensor
 
 
 def _units(states: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """`states` by the norms of the tokens `of`."""
+    """`states` divided by the norms of the tokens `of`."""
     return states.double() / torch.linalg.vector_norm(of.double(), dim=-1, keepdim=True).clamp_min(1e-30)
 
 

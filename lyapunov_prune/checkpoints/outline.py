@@ -1,4 +1,4 @@
-"""A checkpoint that stays on disk: names, shapes, places and digests of all tensors, and none of their numbers."""
+"""A checkpoint that stays on disk: names, shapes, places and digests of all tensors, without their numbers."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from lyapunov_prune.results.result import ModelIdentity
 
 @dataclass(frozen=True)
 class Outline:
-    """The model of `decoder` is on the `meta` device; `stored` and `targets` are by the checkpoint's names of tensors.
+    """The model of `decoder` is on `meta`; `stored` and `targets` are keyed by the names of tensors in the files.
 
-    Tensors that the model does not take (another program's, or of training) are in neither.
+    They omit tensors that the model does not use, such as another program's or those of training.
     """
 
     decoder: Decoder
     stored: dict[str, Stored]
     targets: dict[str, Target]
-    sources: dict[str, tuple[str, ...]]  # the tensors that each name of the model is made of, a shared one's too
-    digests: dict[str, dict[str, str]]  # of each tensor of the model, by its first name there
+    sources: dict[str, tuple[str, ...]]  # by tensor name in the model: the file tensors it is made of
+    digests: dict[str, dict[str, str]]  # by tensor in the model, under its first name
     identity: ModelIdentity
 
     @property
@@ -46,13 +46,13 @@ class Outline:
         return self.decoder.structure
 
     def sizes(self) -> list[tuple[str, int]]:
-        """The bytes of every tensor of the files, with its name in the model."""
+        """The bytes of every tensor in the files, with its name in the model."""
         return [(target.name, self.stored[key].size) for key, target in self.targets.items()]
 
     def fill(self, memory: torch.Tensor, name: str) -> None:
-        """Put what the files hold of the model's tensor `name`, converted, into `memory`, in the dtype of that.
+        """Read the model's tensor `name` from the files into `memory`, converted to its dtype.
 
-        Raises LyapunovPruneError for another shape, and for a file that is not there any more, or not what it was.
+        Raises LyapunovPruneError if the shape differs, or if a file is missing or has changed.
         """
         key, *more = self.sources[name]
         stored = self.stored[key]
@@ -64,19 +64,19 @@ class Outline:
             tensor = _read(self.model, self.sources[name], self.stored, self.targets)
             if tensor.shape != memory.shape:
                 raise LyapunovPruneError(f"the checkpoint has {name} in another shape; fetch it again")
-            memory.copy_(tensor)  # out of a mapping, which is read only now
+            memory.copy_(tensor)  # the mapped file is read here
 
 
 def read_outline(
     folder: Path, name: str | Path, dtype: torch.dtype | None = None, *, text_only: bool = False
 ) -> Outline:
-    """Read the headers of the checkpoint in `folder`, and its numbers once, for the digests that tell it from others.
+    """Read the headers of the checkpoint in `folder`, and all numbers once for the digests that identify it.
 
-    The model has the dtypes that loading it in `dtype` gives it; None keeps the checkpoint's. Packed integers are
-    unpacked as they are read, as `load` unpacks them.
+    The model has the dtypes that loading in `dtype` would give; None keeps the checkpoint's. Packed integers are
+    unpacked while reading, as `load` does.
 
-    Raises LyapunovPruneError for what cannot be loaded whole, for weights that stay packed, and for a decoder
-    inside a multimodal model.
+    Raises LyapunovPruneError for what cannot be loaded whole, for weights that stay packed, and for a decoder that
+    cannot be judged without running it.
     """
     loaded = load_outline(folder, name, dtype, text_only=text_only)
     with reading(()):
@@ -90,13 +90,13 @@ def read_outline(
 
 
 def layer_of(name: str, structure: Structure) -> int | None:
-    """The layer that the parameter `name` of the model belongs to; None outside the layers."""
+    """The layer of the model's parameter `name`; None outside the layers."""
     prefix = f"{structure.layers_path}."
     return int(name[len(prefix) :].partition(".")[0]) if name.startswith(prefix) else None
 
 
 def _sources(model: PreTrainedModel, targets: dict[str, Target]) -> dict[str, tuple[str, ...]]:
-    """The checkpoint's tensors behind every name of the model; of names that share one, those of whichever is there."""
+    """The file tensors behind every tensor name of the model; tied names have the same."""
     keys: dict[str, list[str]] = {}
     for key, target in targets.items():
         keys.setdefault(target.name, []).append(key)
@@ -119,7 +119,7 @@ def _digests(
     targets: dict[str, Target],
     sources: dict[str, tuple[str, ...]],
 ) -> dict[str, dict[str, str]]:
-    """`tensor_digests` of all that a checkpoint holds of the model, read from the files one tensor after the other."""
+    """`tensor_digests` of every tensor of the model, read from the files one after another."""
 
     def read(name: str) -> torch.Tensor:
         return _read(model, sources[name], stored, targets)
@@ -135,7 +135,7 @@ def _read(
     if rule is None:
         return _mapped(stored[keys[0]])
     for key in keys:
-        tensor: Any = _mapped(stored[key])  # the loader's own come from other threads
+        tensor: Any = _mapped(stored[key])  # the loader itself reads in threads
         rule.add_tensor(name, key, targets[key].pattern, tensor)
     value = rule.convert(name, model=model, config=model.config)[name]
     return value[0] if isinstance(value, list) else value

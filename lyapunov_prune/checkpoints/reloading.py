@@ -1,4 +1,4 @@
-"""Whether a saved model comes back as it was: the same keys, settings and logits with plain transformers."""
+"""Whether a saved model reloads with the same keys, settings and logits in plain transformers."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def reload_check(
     inputs: list[torch.Tensor],
     changed: Callable[[PreTrainedModel], str] = lambda reloaded: "",
 ) -> GateCheck:
-    """The model of `decoder` against what plain `from_pretrained` makes of `folder`, where it was saved, on `inputs`.
+    """Compare the model of `decoder` with what plain `from_pretrained` loads from `folder`, on `inputs`.
 
-    `changed` says what else is wrong with the reloaded model, after its forwards; nothing if empty. Numbers that came
-    back as they were are held once from then on: on a device never twice.
+    `changed` returns what else is wrong with the reloaded model after its forwards, or "". Weights that are equal share
+    their memory, so a device never holds them twice.
     """
     pruned = decoder.model
     place, plain = placement(pruned), not quantisation(pruned.config)
     if plain and not isinstance(place, dict):
-        place = "cpu"  # from where only what differs goes to the device
+        place = "cpu"  # only what differs is moved to the device
     with offload_folder(place) as converted, quiet():
         loaded: Any = loading_class(pruned).from_pretrained(
             folder,
@@ -80,7 +80,7 @@ def reload_check(
     if place == "cpu":
         reloaded.to(pruned.device)
     _share_rounded_tables(pruned, reloaded)
-    with quiet():  # the first forward of packed weights draws a bar
+    with quiet():  # the first forward of packed weights shows a progress bar
         kept = KeptLogits(again, inputs)
     worst = max(kept.deviation(KeptLogits(decoder, inputs)), _picture_deviation(pruned, reloaded))
     wrong = changed(reloaded)
@@ -90,15 +90,15 @@ def reload_check(
 
 
 def _picture_deviation(pruned: PreTrainedModel, reloaded: PreTrainedModel) -> float:
-    """That of the logits with a picture in the prompt, of a model that reads pictures."""
+    """The deviation of the logits with a picture in the prompt, if the model reads pictures; else 0."""
     prompt = picture_prompt(pruned)
     return 0.0 if prompt is None else deviation(picture_logits(reloaded, prompt), picture_logits(pruned, prompt))
 
 
 def wrong_packed_keys(folder: Path, config: PreTrainedConfig) -> str:
-    """What transformers misses in `folder` of the tensors that it runs the model packed by, or an empty string.
+    """What is wrong with the keys of a packed model's tensors in `folder`, or an empty string.
 
-    Looked for on the `meta` device. `config` is that of `folder`; of plain weights nothing is said.
+    They are checked on the `meta` device. `config` is that of `folder`; plain weights are not checked.
     """
     if not quantisation(config):
         return ""
@@ -117,9 +117,9 @@ def _wrong_keys(info: Mapping[str, Any]) -> str:
 
 
 def changed_setting(layers: nn.ModuleList, again: nn.ModuleList, within: float = 1e-12) -> str:
-    """The first plain attribute of one of `layers` that is another `again`, after reloading, or an empty string.
+    """The first plain attribute that differs between `layers` and the reloaded ones, `again`; or an empty string.
 
-    Floats may differ by the share `within`. Catches what short inputs cannot: a layer that comes back with another
+    Floats may differ by a relative `within`. Catches what short inputs cannot: a layer that comes back with another
     window, scale or kind.
     """
     for index, (a, b) in enumerate(zip(layers, again, strict=True)):
@@ -150,10 +150,10 @@ def _close(a: float, b: Any, within: float) -> bool:
 
 
 def _share_rounded_tables(pruned: PreTrainedModel, reloaded: PreTrainedModel) -> None:
-    """Let `reloaded` use the rotary tables of `pruned` where they agree up to rounding.
+    """Let `reloaded` use the rotary tables of `pruned` if they agree up to rounding.
 
-    `model.bfloat16()` rounds tables that no checkpoint holds; `from_pretrained` keeps them in float32.
-    That difference is the cast's and not the removal's.
+    `model.bfloat16()` rounds these tables, which no checkpoint holds, while `from_pretrained` keeps them in float32.
+    That difference is not caused by the removal.
     """
     for name, module in pruned.named_modules():
         other = reloaded.get_submodule(name)

@@ -1,4 +1,4 @@
-"""A changed model of unchanged shape as a plain transformers checkpoint, whole or not at all."""
+"""Write a changed model of unchanged shape as a plain transformers checkpoint, whole or not at all."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from lyapunov_prune.results.result import Result
 
 @takes_model
 def save(model: Plain, tokenizer: PreTrainedTokenizerBase | None, target: str | Path) -> GateCheck:
-    """Write `model`, changed in memory, to the folder `target`, as the commands do: with tokenizer, history and card.
+    """Write `model`, changed in memory, to the folder `target`, with tokenizer, history and model card.
 
-    The folder loads with plain transformers. Raises LyapunovPruneError for a model that cannot be written whole (one
-    wrapped by adapters, or quantised in memory), and as `write_model`. `export.write_pruned` also runs the gate.
+    The folder loads with plain transformers. Raises LyapunovPruneError for a model that cannot be written whole (with
+    adapters, or quantised in memory), and as `write_model` does. `export.write_pruned` also runs the gate.
     """
     require_whole(model.model)
     name, steps = Path(model_name(model.model)).name, history_of(model.model).steps
@@ -51,11 +51,11 @@ def write_model(
 ) -> GateCheck:
     """Save model, tokenizer, `results` by file name, history and a model card to the folder `target`.
 
-    `title` is text, `about` is Markdown, in which names went through `as_text`. Returns how it reloaded.
+    `title` is plain text, `about` is Markdown with names escaped by `as_text`. Returns the check of the reloaded model.
 
-    Raises CheckFailed when transformers, for a compact model also without this package, would load another model from
-    the files, and LyapunovPruneError when the target is not empty or the disk refuses, where it ends in `remedy`;
-    either way nothing is left there.
+    Raises CheckFailed if transformers would load another model from the files (for a compact model also without this
+    package), and LyapunovPruneError, ending in `remedy`, if the target is not empty or cannot be written. Nothing is
+    left there in either case.
     """
     require_empty(target)
     with whole_folder(target, remedy) as folder:

@@ -1,4 +1,4 @@
-"""A streamed model as a checkpoint, written layer by layer: each while its weights are held, to a file of its own."""
+"""Write a streamed model as a checkpoint, each layer to its own file while its weights are held."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import combined, saved_tensors, tensor_digests
 
-# Of a layer's tensors, by their names in the model, what a file holds of them.
+# Turns a layer's tensors, by their names in the model, into those that its file holds.
 StoredAs = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 class Shards:
-    """The files of a model in `folder`; those that are no layer's tensors, its configs and its tokenizer's are written
-    at once."""
+    """The files of a model in `folder`. Tensors outside the layers, configs and tokenizer are written on creation."""
 
     def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         model = decoder.model
         self._model, self._folder, self._structure = model, folder, decoder.structure
         self._names: dict[int | None, list[str]] = {}
-        for name, _ in saved_tensors(model):  # a tensor that is shared has one name
+        for name, _ in saved_tensors(model):  # a shared tensor under one name
             self._names.setdefault(layer_of(name, self._structure), []).append(name)
         self._where: dict[str, str] = {}
         self._size = 0
@@ -44,10 +43,10 @@ class Shards:
         stored_as: StoredAs | None = None,
         state: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """The tensors of `layer` as they are now, under the names that transformers gives them in a file.
+        """Write the current tensors of `layer`, under the names that transformers uses in files.
 
-        With `stored_as` the file holds what that makes of them, and transformers has to make them of it again. `state`
-        has them where the model itself does not.
+        With `stored_as`, the file holds what it returns, and transformers must be able to convert that back. `state`
+        replaces the model's own tensors.
         """
         state = self._model.state_dict() if state is None else state
         tensors = {name: state[name] for name in self._names.get(layer, [])}
@@ -61,11 +60,10 @@ class Shards:
         self._size += sum(tensor.nbytes for tensor in stored.values())
 
     def finish(self) -> GateCheck:
-        """Write the index, and hold what transformers finds in the files against what was written, bit for bit.
+        """Write the index, and compare what transformers finds in the files with what was written, bit for bit.
 
-        Returns the check, which passed.
-
-        Raises CheckFailed for a layer that was not written, and for weights or settings that would come back as others.
+        Returns the passed check. Raises CheckFailed if a layer was not written, or if weights or settings would change
+        on reloading.
         """
         write_index(self._folder, self._where, self._size)
         try:
@@ -84,5 +82,5 @@ class Shards:
 
 
 def size_of(model: PreTrainedModel) -> int:
-    """The bytes of the tensors that a plain checkpoint holds, as `Shards` writes them: a shared one once."""
+    """The bytes of the tensors in a plain checkpoint as `Shards` writes it; shared tensors count once."""
     return sum(t.numel() * t.element_size() for _, t in saved_tensors(model))

@@ -1,7 +1,7 @@
-"""A model larger than memory: its own class, of which one layer at a time holds weights, read from the files.
+"""A model larger than memory: of its own class, with the weights of one layer at a time read from the files.
 
-What stands outside the layers (embeddings, norms, the head) is in memory; `layer_stream` reads the layers. That a layer
-needs no more than is given to it there is tried on a few tokens before a model is handed out.
+The rest (embeddings, norms, the head) is in memory; `layer_stream` reads the layers. Before a model is returned, a run
+on a few tokens tests that a layer needs only the arguments that it is given there.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def load_streamed(
     offline: bool = False,
     text_only: bool = False,
 ) -> Decoder:
-    """As `load`, of a model that need not fit in memory: a folder or hub id with safetensors, one layer at a time.
+    """`load` for a model that need not fit in memory: a folder or hub id with safetensors, read one layer at a time.
 
-    It can be measured by what goes by its states: `measure_contraction`, `block_influence`, `perplexity`, `explain`
-    (two streamed models), and `rank` by rho, bi, blend, angular and kl of layers, by bi of sublayers, and by from-end
-    and random of both. All of their windows go through the layers together, and their states are in memory.
-    `export.compress_on_disk` writes it compressed. Whatever else changes weights, or runs the model once for every
-    layer, refuses it.
+    It works with measurements that use states: `measure_contraction`, `block_influence`, `perplexity`, `explain` (of
+    two streamed models), and `rank` by rho, bi, blend, angular and kl of layers, by bi of sublayers, and by from-end
+    and random of both. All windows go through the layers together, and their states are in memory.
+    `export.compress_on_disk` writes the model compressed. Everything else that changes weights, or runs the model once
+    per layer, refuses it.
 
-    Raises LyapunovPruneError as `load`, and for what has no safetensors files of its own (GGUF, adapters), for a
-    decoder that has to be run in memory to be judged (docs/families.md), for one whose layers share more than the state
-    that goes from one to the next, and where embeddings, head and one layer alone do not fit.
+    Raises LyapunovPruneError as `load` does, and for a model without safetensors files (GGUF, adapters), for a decoder
+    that has to be run in memory to be judged (docs/families.md), for one whose layers share more than the state passed
+    from one to the next, and if embeddings, head and one layer do not fit in memory.
     """
     wanted, name = known_dtype(dtype), str(name)
     if name.endswith(".gguf"):
@@ -63,7 +63,7 @@ def load_streamed(
 
 
 def streamed(outline: Outline) -> Decoder:
-    """The decoder of `outline`, streamed on the CPU; not tried, so its batches go through a layer whole."""
+    """The decoder of `outline`, streamed on the CPU; it is not tested, so batches are not split."""
     model, stream = _made(outline, "cpu")
     stream.splits = False
     return wrap(model)
@@ -75,11 +75,11 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
     wanted = outline.model.state_dict(keep_vars=True)
     _require_memory(outline, wanted, device)
     config = copy.deepcopy(outline.model.config)
-    with quiet(), init_empty_weights(include_buffers=False):  # what no checkpoint holds is computed
+    with quiet(), init_empty_weights(include_buffers=False):  # buffers that no checkpoint holds are computed
         model: Any = type(outline.model)._from_config(config, dtype=outline.model.dtype, **kernels(config))
         for module in model.modules():
             module._is_hf_initialized = False
-        model.initialize_weights()  # once more, as loading does: not under the dtype of the weights, which rounds
+        model.initialize_weights()  # again, as loading does: under the weights' dtype, buffers are rounded
     structure = find_structure(model.eval())
     made: dict[int, torch.Tensor] = {}
     for name, meant in wanted.items():
@@ -91,15 +91,15 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
         _put(model, name, made[id(meant)])
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:  # those of the layers are read with them
+            if buffer is not None and not buffer.is_meta:  # buffers of layers are read with them
                 module._buffers[key] = buffer.to(device)
     elsewhere = [name for name, p in model.named_parameters() if p.is_meta and layer_of(name, structure) is None]
     if elsewhere:
         raise LyapunovPruneError(f"the checkpoint has no tensor for {elsewhere[0]}; take the model in memory")
-    # What saving goes by: the settings of generation, and how the files' names were read.
+    # Needed for saving: the generation settings, and how names in the files were converted.
     model.generation_config = outline.model.generation_config
     model._weight_conversions = getattr(outline.model, "_weight_conversions", None)
-    if hasattr(outline.model, "is_quantized"):  # False where packed weights are unpacked
+    if hasattr(outline.model, "is_quantized"):  # False if packed weights are unpacked
         model.is_quantized = outline.model.is_quantized
     keep_history(model, history_of(outline.model))
     copy_left_out(outline.model, model)

@@ -1,8 +1,8 @@
-"""The safetensors format by its bytes: where each tensor of a checkpoint lies, and new files from those ranges.
+"""The safetensors format as bytes: where each tensor of a checkpoint lies, and new files made of those ranges.
 
-A file is the length of a header (8 bytes, little-endian), the header in JSON, and the bytes of the tensors
-without a gap. Ranges are copied undecoded: what is written is what was read, bit for bit, and memory holds
-one buffer whatever the size of a tensor.
+A file consists of the length of the header (8 bytes, little-endian), the header in JSON, and the bytes of the tensors
+without gaps. Ranges are copied undecoded, so the output is bit for bit the input, and memory holds one buffer whatever
+the size of a tensor.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.weight_files import INDEX, SINGLE, weight_files
 from lyapunov_prune.progress import track
 
-BUFFER = 2**18  # it stays in the processor's cache: through 1 MB a copy takes twice as long or more
+BUFFER = 2**18  # fits into the CPU cache: with 1 MB a copy takes at least twice as long
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where the bytes of the tensor `key` lie: `size` of them from `start` of `file`, which was in `state` then."""
+    """The place of the tensor `key`: `size` bytes from `start` of `file`. `state` is the file's, to detect changes."""
 
     key: str
     file: Path
@@ -43,7 +43,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is to be written of a tensor: all of it, or the blocks `kept` of `total` along `axis`."""
+    """The part of a tensor to write: all of it, or the blocks `kept` out of `total` along `axis`."""
 
     stored: Stored
     axis: int = 0
@@ -64,7 +64,7 @@ class Piece:
 
 
 def read_tensors(folder: Path, named: str | None = None) -> dict[str, Stored]:
-    """Every tensor that transformers finds in `folder`, by name; `named` as in `weight_files`."""
+    """Every tensor that transformers finds in `folder`, by name; `named` is as in `weight_files`."""
     tensors: dict[str, Stored] = {}
     for file in weight_files(folder, named):
         tensors |= read_header(file)
@@ -72,7 +72,7 @@ def read_tensors(folder: Path, named: str | None = None) -> dict[str, Stored]:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Every tensor in the file `path`, by name; raises OSError for a file without a header."""
+    """Every tensor in the file `path`, by name; raises OSError if it has no valid header."""
     with path.open("rb") as file:
         state = _state(os.fstat(file.fileno()))
         length = int.from_bytes(file.read(8), "little")
@@ -89,15 +89,15 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def _state(status: os.stat_result) -> tuple[int, ...]:
-    """What a file that is replaced or overwritten does not keep."""
+    """Inode, size and time of a file, which change when it is replaced or overwritten."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @contextmanager
 def reading(tensors: Iterable[Stored]) -> Iterator[None]:
-    """Inside the block `tensors` are read, and it ends well only if their files were all the time what they were.
+    """Check, at the start and end of the block, that the files of `tensors` have not changed since.
 
-    Raises LyapunovPruneError for a file that is not there any more, that cannot be read, or that has changed.
+    Raises LyapunovPruneError if a file is missing, cannot be read, or has changed.
     """
     files = {stored.file: stored.state for stored in tensors}
     try:
@@ -117,9 +117,9 @@ def _require_unchanged(files: Mapping[Path, tuple[int, ...]]) -> None:
 
 
 def read_into(memory: torch.Tensor, stored: Stored) -> None:
-    """Fill `memory`, contiguous and on the CPU, with the bytes of the tensor: faster than through a mapping.
+    """Fill `memory`, contiguous and on the CPU, with the bytes of the tensor; faster than a memory map.
 
-    Raises OSError for a file that holds less than all of it.
+    Raises OSError if the file is too short.
     """
     numbers: Any = memory.view(-1).view(torch.uint8).numpy()
     with stored.file.open("rb", buffering=0) as file:
@@ -128,7 +128,7 @@ def read_into(memory: torch.Tensor, stored: Stored) -> None:
 
 
 def _fill(memory: memoryview, file: FileIO) -> None:
-    """Read until `memory` is full; raises OSError where the file ends before."""
+    """Read until `memory` is full; raises OSError if the file ends first."""
     while len(memory):
         count = file.readinto(memory)
         if not count:
@@ -142,9 +142,9 @@ def _span(entry: Mapping[str, list[int]]) -> int:
 
 
 def write_tensors(folder: Path, pieces: Mapping[str, Piece], shard_bytes: int) -> None:
-    """Write `pieces` to files of at most `shard_bytes` each (a larger tensor has its own), with an index if several.
+    """Write `pieces` to files of at most `shard_bytes` each (a larger tensor gets its own), with an index if several.
 
-    Raises LyapunovPruneError for a file that can no longer be read.
+    Raises LyapunovPruneError if a file can no longer be read.
     """
     shards = _split(pieces, shard_bytes)
     names = [SINGLE] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in _from_1(shards)]
@@ -156,7 +156,7 @@ def write_tensors(folder: Path, pieces: Mapping[str, Piece], shard_bytes: int) -
 
 
 def write_index(folder: Path, where: Mapping[str, str], size: int) -> None:
-    """The index of a checkpoint of several files: `where` names that of each tensor, `size` are the bytes of all."""
+    """Write the index of a checkpoint of several files: `where` maps tensors to files, `size` is the total in bytes."""
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -178,7 +178,7 @@ def _split(pieces: Mapping[str, Piece], limit: int) -> list[dict[str, Piece]]:
 
 
 def _write_file(path: Path, pieces: Mapping[str, Piece]) -> None:
-    # Widest elements first, so that every tensor starts at a multiple of its element's size.
+    # Widest elements first, so that every tensor is aligned to its element size.
     ordered = sorted(pieces.items(), key=lambda item: -_width(item[1]))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -200,7 +200,7 @@ def _width(piece: Piece) -> int:
 
 
 def parts_of(piece: Piece) -> Iterator[Any]:
-    """The bytes of `piece`, one buffer after the other in the same memory."""
+    """The bytes of `piece`, in parts that reuse one buffer."""
     with reading([piece.stored]):
         yield from _blocks(piece) if piece.total > 1 else _whole(piece.stored)
 

@@ -1,5 +1,8 @@
-"""A twin of a model that shares all of it but the layers, which compute nothing: what the model's own forward hands to
-a layer, and makes of what leaves the last one, without any."""
+"""A twin of a model that shares everything with it except the layers, which compute nothing.
+
+It finds the arguments that the model's own forward gives to a layer, and what it makes of the last layer's output,
+without running any layer.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,19 @@ _HOOKS = [name for name in vars(nn.Module()) if "hooks" in name]
 
 
 class Twin:
-    """`pairs` are the modules of `model` from the one that holds the layers up to itself, each with its twin.
+    """Twins of the modules on the path to the layers.
 
-    `widths` are the lengths of what layers return as a tuple; whoever sees them run fills it.
+    `pairs` are the modules of `model`, from the parent of the layers up to the model itself, each with its twin.
+    `widths` are the lengths of the tuples that layers return; whoever runs the layers fills it.
     """
 
     def __init__(self, model: PreTrainedModel, structure: Structure) -> None:
         self.widths: dict[int, int] = {}
         self.pairs: list[tuple[nn.Module, nn.Module]] = []
         self._structure = structure
-        self._wanted = -1  # the layer that is asked for, and what it is given
+        self._wanted = -1  # the layer whose arguments are wanted, and these
         self._given: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
-        self._leaving: torch.Tensor | None = None  # the last layer, in the place of what it is given
+        self._leaving: torch.Tensor | None = None  # replaces the state at the last layer
         path = structure.layers_path.split(".")
         modules = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
         twin = _bare(modules.pop())
@@ -43,7 +47,7 @@ class Twin:
     def arguments(
         self, index: int, twin: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the layer `index` is called with where `twin` is called with these, whatever the state in it."""
+        """The arguments of layer `index` if `twin` is called with these; the state in them is meaningless."""
         self._wanted = index
         try:
             with suppress(Enough):
@@ -53,7 +57,7 @@ class Twin:
         return self._given
 
     def finish(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The state that the head reads where `hidden` leaves the last layer in a forward of `ids`."""
+        """The state that the head reads if `hidden` is the last layer's output in a forward of `ids`."""
         (backbone,) = [twin for module, twin in self.pairs if module is self._structure.backbone]
         self._leaving = hidden
         try:
@@ -62,7 +66,7 @@ class Twin:
             self._leaving = None
 
     def _stub(self, index: int, layer: nn.Module) -> nn.Module:
-        """A layer that hands on the state, or says what it was given."""
+        """A layer that returns its input state, or records its arguments and stops."""
         stub = _bare(layer)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +83,7 @@ class Twin:
 
 
 def _bare(module: nn.Module) -> Any:
-    """A copy that shares all that `module` has but its hooks."""
+    """A shallow copy of `module` without its hooks."""
     twin = copy.copy(module)
     for name in _HOOKS:
         vars(twin)[name] = type(vars(twin)[name])()
