@@ -1,14 +1,14 @@
-"""Text into token batches, and images into theirs.
+"""Texts as batches of tokens, and images as batches of pixels.
 
-- `text`: a source of text, cut into calibration and evaluation halves, as windows of tokens;
-- `rows`: rows of JSON files, tables and data sets; `documents`: what they hold, plain text or chats;
-- `batch`: the windows themselves, checked against a model;
-- `images`: images with their classes, checked against a model; `image_files`: where they are read from;
-- `examples`: what holds of text and images both; `slices`: three parts of either that share nothing;
-- `prompts`: prompts of one's own, each of its own length;
-- `unseen`: what a model must not be scored on, because it was made with it;
+- `text`: a text, cut into calibration and evaluation halves, as windows of tokens;
+- `rows`: rows of JSON files, tables and data sets; `documents`: the plain text or chats in them;
+- `batch`: the windows, checked against a model;
+- `images`: images with their classes, checked against a model; `image_files`: reading them;
+- `examples`: what text and images have in common; `slices`: three disjoint parts of either;
+- `prompts`: the user's own prompts, each of its own length;
+- `unseen`: refuses to score a model on what it was made with;
 - `choices`, `tasks`: multiple-choice items and questions from JSONL files; `retrieval`: queries and documents;
-- `lines`: how a line of others is read.
+- `lines`: reading files and their lines.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Windows of token ids: what every measurement takes, checked once, and kept apart from what others saw."""
+"""Windows of token ids: the input of every measurement, checked, and compared with what others saw."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lyapunov_prune.results.overlap import fingerprint, run_hashes, shared_token
 from lyapunov_prune.results.result import MeasuredOn, versions
 
 Split = Literal["calibration", "evaluation", "all"]
-# A run of this many tokens in both texts is a leak.
+# Two texts that share a run of this many tokens leak.
 LEAK_TOKENS = 64
-# By runs of this many an item is known, which is shorter.
+# Items are shorter and are recognised by runs of this many tokens.
 ITEM_TOKENS = 12
 
 
@@ -49,7 +49,7 @@ class TokenBatch:
         return self.ids[index]
 
     def take(self, indices: Sequence[int]) -> TokenBatch:
-        """The windows of these places, in this order."""
+        """The windows at these indices, in this order."""
         return replace(self, ids=self.ids[torch.tensor(indices, dtype=torch.int64)])
 
     def windows(self, batch_size: int) -> list[torch.Tensor]:
@@ -72,14 +72,14 @@ class TokenBatch:
 
     @property
     def stream(self) -> np.ndarray:
-        """The tokens in a row, (n,) int64, without the BOS that every window begins with."""
+        """All tokens in a row, (n,) int64, without the BOS token of each window."""
         ids = self.ids.to("cpu", torch.int64)
-        # In ids that were given, a token that begins every window is taken for one.
+        # If `bos` is unknown, a token that starts every window is taken for BOS.
         begins = len(ids) > 1 and bool((ids[:, 0] == ids[0, 0]).all()) if self.bos is None else self.bos
         return ids[:, int(begins) :].flatten().numpy()
 
     def shared_with(self, seen: MeasuredOn) -> int:
-        """About how many of these tokens are among those that something was measured on, in runs of 64 and more."""
+        """Approximate number of these tokens that `seen` was measured on, counted in runs of at least 64."""
         if seen.text_hash == self.text_hash:
             return self.tokens
         return shared_tokens(self.stream, seen.fingerprint) if seen.fingerprint and not seen.images else 0
@@ -111,19 +111,19 @@ def rows_measured_on(
     seed: int | None = None,
     packages: Sequence[str] = (),
 ) -> MeasuredOn:
-    """What was measured where rows of ids, each of its own length, were given to `model`, and `packages` scored it."""
+    """The record of a measurement of `model` on rows of ids of different lengths, scored by `packages`."""
     ids = torch.tensor([[token for row in rows for token in row]], dtype=torch.int64)
     on = TokenBatch(ids, text=text, split="all", bos=bos).measured_on(model, seed)
     told = {**on.versions, **{name: version(name) for name in packages}}
     return replace(on, context=max(map(len, rows)), versions=told)
 
 
-# What a function takes for its windows: ids in a tensor, in what a tokenizer gives, or in the batches of a loader.
+# What functions accept as windows: a tensor of ids, a tokenizer's output, or a loader of batches.
 Tokens = TokenBatch | torch.Tensor | Mapping[str, Any] | DataLoader
 
 
 def checked_batch(structure: Structure, batch: Tokens) -> TokenBatch:
-    """Two-dimensional ids inside the model's vocabulary and its context; raises LyapunovPruneError for others."""
+    """The windows as a batch, checked against vocabulary and context; raises LyapunovPruneError if they do not fit."""
     if not isinstance(batch, TokenBatch):
         batch = TokenBatch(_ids_of(batch), text="token ids", split="all", bos=None)
     if batch.ids.ndim != 2 or batch.ids.shape[0] == 0 or batch.ids.shape[1] < 2:
@@ -144,7 +144,7 @@ def checked_batch(structure: Structure, batch: Tokens) -> TokenBatch:
 
 
 def _ids_of(batch: object) -> torch.Tensor:
-    """The ids in a tensor, in `input_ids` of a tokenizer's encoding, or in all batches of a loader, in one matrix.
+    """The ids of a tensor, of a tokenizer's `input_ids`, or of all batches of a loader, as one matrix.
 
     Raises LyapunovPruneError for padding, and for windows of different lengths.
     """
@@ -167,7 +167,7 @@ def _ids_of(batch: object) -> torch.Tensor:
 
 
 def _matrix(rows: Any) -> torch.Tensor:
-    """Rows of numbers as a tensor; one row alone is a window."""
+    """Rows of numbers as a matrix; a single row is one window."""
     try:
         found = torch.as_tensor(rows)
     except (TypeError, ValueError):
@@ -178,7 +178,7 @@ def _matrix(rows: Any) -> torch.Tensor:
 
 
 def require_context(structure: Structure, context: int) -> None:
-    """Raise LyapunovPruneError if the model's positions end before `context`."""
+    """Raise LyapunovPruneError if `context` exceeds the model's positions."""
     if structure.max_context and context > structure.max_context:
         raise LyapunovPruneError(
             f"context {context} is longer than the model's {structure.max_context}; lower --context"
@@ -186,9 +186,9 @@ def require_context(structure: Structure, context: int) -> None:
 
 
 def require_disjoint(calibration: TokenBatch, evaluation: TokenBatch) -> None:
-    """Raise LyapunovPruneError if a run of 64 tokens stands in both batches, at any place, across windows too.
+    """Raise LyapunovPruneError if both batches contain the same run of 64 tokens, even across windows.
 
-    Shorter windows need not follow each other: a run as long as the shorter of them, inside windows, is enough.
+    For windows shorter than 64 tokens, which need not be adjacent, a shared run as long as the shorter window suffices.
     """
     batches = calibration, evaluation
     for rows in ([batch.ids.cpu().numpy() for batch in batches], [batch.stream[None] for batch in batches]):

@@ -1,4 +1,4 @@
-"""Items of multiple choice: read from a file, and as tokens."""
+"""Multiple-choice items: reading and tokenising them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FORM = '{"query": "…", "choices": ["…", "…"], "gold": 0}'
 
 @dataclass(frozen=True)
 class ChoiceItem:
-    """A question, the texts that may follow it, and the index of the right one."""
+    """A question, its possible answers, and the index of the right one."""
 
     query: str
     choices: tuple[str, ...]
@@ -29,15 +29,15 @@ class ChoiceItem:
 
     @property
     def stem(self) -> str:
-        """What a choice follows: the query, and a space unless it ends in white space."""
+        """The text in front of a choice: the query, with a space unless it ends in white space."""
         return self.query if self.query[-1].isspace() else f"{self.query} "
 
 
 @checked
 def load_items(path: str | Path) -> tuple[ChoiceItem, ...]:
-    """The items of a JSONL file: an object a line with `query`, `choices` (two or more) and `gold` (from 0).
+    """The items in a JSONL file: one object per line with `query`, `choices` (two or more) and `gold` (from 0).
 
-    Raises LyapunovPruneError with the number of the line for anything else, and for a file without items.
+    Raises LyapunovPruneError, with the line number, for anything else, and for a file without items.
     """
     content = text_of(path, "give a .jsonl file of items")
     items = [_item(line, where) for where, line in numbered(path, content)]
@@ -64,9 +64,9 @@ def _item(line: str, where: str) -> ChoiceItem:
 
 @checked
 def lettered(item: ChoiceItem) -> ChoiceItem:
-    """The choices named in the query, a line each, and answered by their letters: one token decides.
+    """The item with its choices listed in the query, one per line, and their letters as answers: one token decides.
 
-    Raises LyapunovPruneError for more choices than there are letters.
+    Raises LyapunovPruneError if there are more choices than letters.
     """
     letters = tuple(_LETTERS[: len(item.choices)])
     if len(letters) < len(item.choices):
@@ -76,15 +76,15 @@ def lettered(item: ChoiceItem) -> ChoiceItem:
 
 
 def tokenize(item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, list[int], int]:
-    """Ids, choices × tokens, each row's last token repeated to the end; the lengths; how many tokens all share.
+    """Ids (choices × tokens), the length of each row, and the number of tokens that all rows share at the start.
 
-    What is repeated is no padding to the model. It need not be: no position looks at a later one.
+    Short rows are filled with their last token. It needs no padding mask: no position attends to a later one.
     """
     texts = [item.stem + choice for choice in item.choices]
     start = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
     rows = [start + token_ids(tokenizer, text) for text in texts]
     query = start + token_ids(tokenizer, item.query)
-    # A choice may begin inside a token of the query, so what is shared is looked for.
+    # A choice may begin inside a token of the query, so the shared start is searched for.
     context = shared_start([query, *rows])
     if context == 0 or len({tuple(row) for row in rows}) < len(rows) or min(map(len, rows)) == context:
         raise LyapunovPruneError(
@@ -96,6 +96,6 @@ def tokenize(item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> tuple[torc
 
 
 def shared_start(rows: Sequence[Sequence[int]]) -> int:
-    """The number of tokens at the start that all rows have in common."""
+    """Number of tokens at the start that all rows have in common."""
     columns = enumerate(zip(*rows, strict=False))
     return next((place for place, column in columns if len(set(column)) > 1), min(map(len, rows)))

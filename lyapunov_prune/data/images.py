@@ -1,4 +1,4 @@
-"""Images with their classes: what is measured of an image classifier, checked once, and known by its hashes."""
+"""Images with their classes: the input of measurements of image classifiers, checked, and recognised by hashes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lyapunov_prune.results.result import MeasuredOn, versions
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """Images as a model is given them, (images, channels, height, width) float32, and their classes (images,) int64."""
+    """Images as model input, (images, channels, height, width) float32, and their classes, (images,) int64."""
 
     pixels: torch.Tensor
     labels: torch.Tensor
@@ -50,7 +50,7 @@ class ImageBatch:
         return self.pixels[index]
 
     def take(self, indices: Sequence[int]) -> ImageBatch:
-        """The images of these places, in this order."""
+        """The images at these indices, in this order."""
         places = torch.tensor(indices, dtype=torch.int64)
         return replace(self, pixels=self.pixels[places], labels=self.labels[places])
 
@@ -64,10 +64,10 @@ class ImageBatch:
 
     @property
     def image_hashes(self) -> np.ndarray:
-        """A hash of each image, (images,) uint64, the same for every mean and deviation that pixels are scaled by.
+        """A hash of each image, (images,) uint64, independent of the mean and deviation used for scaling.
 
-        Every channel is stretched to 0 … 255 and rounded. Pixels of 8 bits come back exactly, or stretched alike: the
-        step of 10⁻³ keeps a half, which rounding may move, from falling to either side.
+        Every channel is stretched to 0 … 255 and rounded. Pixels of 8 bits come back exactly, or stretched alike.
+        Adding 10⁻³ keeps halves from being rounded to either side.
         """
         pixels = self.pixels.to("cpu", torch.float64)
         low, high = pixels.amin((2, 3), keepdim=True), pixels.amax((2, 3), keepdim=True)
@@ -77,7 +77,7 @@ class ImageBatch:
         return np.frombuffer(digests, dtype="<u8")
 
     def shared_with(self, seen: MeasuredOn) -> int:
-        """How many of these images are among those that something was measured on."""
+        """Number of these images that `seen` was measured on."""
         if seen.text_hash == self.text_hash:
             return len(self)
         if not seen.images or seen.fingerprint is None:
@@ -105,9 +105,9 @@ class ImageBatch:
 
 
 def checked_images(model: PreTrainedModel, images: ImageBatch) -> ImageBatch:
-    """`images`, if they are of the size that `model` looks at, and of classes that it tells apart.
+    """`images`, if they have the size and classes of `model`.
 
-    Raises LyapunovPruneError otherwise, and for a model of text.
+    Raises LyapunovPruneError otherwise, and for a text model.
     """
     kind = type(model).__name__
     if not looks_at_images(model):
@@ -124,7 +124,7 @@ def checked_images(model: PreTrainedModel, images: ImageBatch) -> ImageBatch:
 
 
 def require_size(model: PreTrainedModel, source: str, pixels: torch.Tensor) -> None:
-    """Raise LyapunovPruneError unless `pixels`, (images, channels, height, width), are of the model's size."""
+    """Raise LyapunovPruneError unless `pixels`, (images, channels, height, width), have the model's size."""
     wanted, given = image_shape(model), tuple(pixels.shape[1:])
     if given != wanted:
         raise LyapunovPruneError(

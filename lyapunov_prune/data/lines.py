@@ -1,4 +1,4 @@
-"""Text files of others, and their lines of JSON: what is no JSON is a ValueError, and a pipe is not waited for."""
+"""Read text files and their lines of JSON: invalid JSON raises ValueError, and pipes are refused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def text_of(path: str | Path, remedy: str) -> str:
-    """The text of a file in UTF-8, without a byte-order mark.
+    """The text of a UTF-8 file, without a byte-order mark.
 
-    Raises LyapunovPruneError for what cannot be read, with the reason and `remedy`.
+    Raises LyapunovPruneError, with the reason and `remedy`, if it cannot be read.
     """
     require_file(path)
     try:
@@ -29,14 +29,14 @@ def text_of(path: str | Path, remedy: str) -> str:
 
 
 def numbered(path: str | Path, text: str) -> list[tuple[str, str]]:
-    """Where it stands, and the line: of all lines of `text`, which is what `path` holds, that are not blank."""
-    lines = enumerate(text.split("\n"), start=1)  # splitlines() would cut at U+2028 inside a string
+    """The non-blank lines of `text`, the content of `path`, each with its position in words."""
+    lines = enumerate(text.split("\n"), start=1)  # splitlines() would also split at U+2028 inside a string
     return [(f"{path} line {number}", line) for number, line in lines if line.strip()]
 
 
 def parsed_line(line: str) -> Any:
-    """What a line of JSON says. Raises ValueError also for half of a surrogate pair, which no tokenizer takes."""
+    """The value of a line of JSON. Raises ValueError also for half of a surrogate pair, which tokenizers reject."""
     value = parsed(line)
-    if _SURROGATE.search(line):  # both halves are one character
+    if _SURROGATE.search(line):  # a complete pair is one character and encodes
         json.dumps(value, ensure_ascii=False).encode()
     return value

@@ -1,4 +1,4 @@
-"""Prompts of one's own: a file of them as token ids, each of its own length, on request through the chat template."""
+"""A file of prompts as token ids, each of its own length, optionally through the chat template."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from lyapunov_prune.results.files import require_file
 
 @dataclass(frozen=True)
 class Prompts(TokenBatch):
-    """Prompts of several lengths: of row `i` the first `lengths[i]` ids are its own, the last repeated to the end.
+    """Prompts of different lengths: row `i` holds `lengths[i]` ids, then its last id repeated.
 
-    What is repeated no model is given: `windows` hands out prompts of one length without it. `said` holds what each
-    says, as strings, without what a chat template puts around it; empty where only ids were given.
+    Models never see the repeated ids: `windows` returns prompts of equal length without them. `said` holds the strings
+    of each prompt without the chat template; it is empty if only ids were given.
     """
 
     lengths: tuple[int, ...]
     said: tuple[tuple[str, ...], ...] = ()
 
     def windows(self, batch_size: int) -> list[torch.Tensor]:
-        """The prompts in their order, at most `batch_size` at a time, and only such as are equally long."""
+        """The prompts in order, in batches of at most `batch_size` prompts of equal length."""
         parts, start = [], 0
         for length, run in groupby(self.lengths):
             end = start + len(list(run))
@@ -74,14 +74,14 @@ class Prompts(TokenBatch):
 def load_prompts(
     path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool = False, bos: bool | None = None
 ) -> Prompts:
-    """The prompts of a file: of rows (`.jsonl`, `.parquet`, as `load_text`) with a `text`, or of lines of plain text.
+    """The prompts in a file of rows (`.jsonl`, `.parquet`, as in `load_text`) with a `text`, or of plain text lines.
 
-    With `chat` each is what a user says, put into the tokenizer's chat template, which says itself how a text begins;
-    rows may hold `messages` or `conversations` then, which are written up to the last answer and without it. Without
-    `chat` a BOS token stands before each prompt if `bos`, by default as the tokenizer does it.
+    With `chat` each is a user's message in the tokenizer's chat template, which also decides about BOS. Rows may then
+    hold `messages` or `conversations`, which are written without their last answer. Without `chat`, a BOS token is put
+    in front if `bos`; None follows the tokenizer.
 
     Raises LyapunovPruneError for a file without prompts or of another form, a prompt of fewer than two tokens, a BOS
-    token or a chat template that the tokenizer lacks, and for `bos` beside `chat`.
+    token or chat template that the tokenizer lacks, and for `bos` with `chat`.
     """
     if chat and bos is not None:
         raise LyapunovPruneError("a chat template says itself how a text begins; leave out bos")
@@ -113,7 +113,7 @@ def load_prompts(
 
 
 def _read(path: Path) -> list[tuple[str, str | list[Message]]]:
-    """Where every prompt stands, and the prompt: a text, or the messages of a chat before its last answer."""
+    """Every prompt with its position: a text, or the messages of a chat before its last answer."""
     require_file(path)
     if not path.is_file():
         raise LyapunovPruneError(f"cannot read {path}: there is no such file; give a file of prompts")

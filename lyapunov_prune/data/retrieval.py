@@ -1,4 +1,4 @@
-"""Queries, documents and which of these answer which: a retrieval task in the files of BEIR."""
+"""A retrieval task in BEIR's files: queries, documents, and which documents answer which query."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lyapunov_prune.errors import LyapunovPruneError
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """Texts by their ids; `relevant` holds the grade of the judged documents of every query, above 0 an answer.
+    """Texts by id; `relevant` holds each query's judged documents with their grades, above 0 for an answer.
 
-    `sha256` is of the bytes of all files.
+    `sha256` covers all files.
     """
 
     name: str
@@ -29,14 +29,14 @@ class RetrievalTask:
 
 @checked
 def load_retrieval(queries: str | Path, documents: str | Path, judged: str | Path | None = None) -> RetrievalTask:
-    """Read a task as BEIR writes it.
+    """Read a task in BEIR's format.
 
-    `queries`: a JSONL file of `{"_id", "text"}`; `documents`: of `{"_id", "text"}`, with a `title` that stands before
-    the text; `judged`: tab-separated query, document and grade under one line of names, by default `qrels/test.tsv`
-    beside the queries. Queries of which no document is an answer are left out, as BEIR leaves them out.
+    `queries` is a JSONL file of `{"_id", "text"}`; `documents` the same, with an optional `title` put before the text;
+    `judged` has tab-separated query, document and grade below a header, by default `qrels/test.tsv` beside the queries.
+    Queries without an answer are left out, as in BEIR.
 
-    Raises LyapunovPruneError with the number of the line for anything else, for an id that stands twice or nowhere,
-    and where no query has an answer.
+    Raises LyapunovPruneError, with the line number, for anything else, for ids that are repeated or missing, and if no
+    query has an answer.
     """
     queries, documents = Path(queries), Path(documents)
     judged = queries.parent / "qrels" / "test.tsv" if judged is None else Path(judged)
@@ -44,7 +44,7 @@ def load_retrieval(queries: str | Path, documents: str | Path, judged: str | Pat
     lines = {path: _lines(path, digest) for path in (queries, documents, judged)}
     asked, texts = (_texts(lines[path]) for path in (queries, documents))
     relevant: dict[str, dict[str, int]] = {}
-    for where, line in lines[judged][1:]:  # the first names the columns
+    for where, line in lines[judged][1:]:  # the first line is the header
         parts = line.split("\t")
         if len(parts) != 3 or not parts[2].strip().lstrip("-").isdigit():
             raise LyapunovPruneError(f"{where} is no query, document and grade between tabs; give three a line")

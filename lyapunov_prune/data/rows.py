@@ -1,4 +1,4 @@
-"""Rows of JSON files, tables and hub data sets: a dictionary a row, whatever format holds them."""
+"""Rows of JSON files, tables and hub data sets, each as a dictionary."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TABLES = {".csv": ",", ".tsv": "\t", ".parquet": None, ".arrow": None, ".feather
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of `source`: its columns (of JSON those of the first row), and every row with where it stands.
+    """The rows of `source`: its columns (in JSON those of the first row), and each row with its position.
 
-    `read` takes the names of the columns that are wanted, so that a table gives no others.
+    `read` takes the names of the wanted columns, so that a table reads no others.
     """
 
     source: str
@@ -31,7 +31,7 @@ class Rows:
 
 
 def format_of(path: Path) -> str:
-    """The suffix that says how a file is read; what stands before `.gz` of a compressed one."""
+    """The suffix that decides how a file is read; for `.gz` the one before it."""
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
 
 
@@ -40,13 +40,13 @@ def holds_rows(path: Path) -> bool:
 
 
 def require_reader(path: Path) -> None:
-    """Raise LyapunovPruneError for a table that needs pyarrow where that is not installed."""
+    """Raise LyapunovPruneError for a table that needs pyarrow if that is not installed."""
     if TABLES.get(format_of(path), "") is None and find_spec("pyarrow") is None:
         raise LyapunovPruneError(f"reading {path} needs pyarrow, an extra: pip install 'lyapunov-prune[data]'")
 
 
 def file_rows(path: Path) -> Rows:
-    """The rows of a file of JSON lines, of one JSON list, or of a table. Raises LyapunovPruneError for another file."""
+    """The rows of a file of JSON lines, of a JSON list, or of a table; raises LyapunovPruneError for other files."""
     require_reader(path)
     if format_of(path) in TABLES:
         return _table(path)
@@ -59,12 +59,12 @@ def file_rows(path: Path) -> Rows:
 
 
 def file_text(path: Path) -> str:
-    """The text of a file in UTF-8, compressed or not; raises LyapunovPruneError for any other."""
+    """The text of a UTF-8 file, gzipped or not; raises LyapunovPruneError for any other."""
     try:
         content = path.read_bytes()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
-        # Some editors write a byte-order mark; newlines as Python's text files have them.
+        # Removes a byte-order mark and unifies newlines, as Python's text files do.
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         known = ", ".join((*JSON, *TABLES))
@@ -78,7 +78,7 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         try:
             value = parsed_line(text)
         except ValueError:
-            pass  # lines of JSON are called .json too
+            pass  # files of JSON lines may be called .json too
         else:
             rows = value if isinstance(value, list) else [value]
             yield from ((f"{path} item {number}", row) for number, row in enumerate(rows, start=1))
@@ -99,7 +99,7 @@ def _table(path: Path) -> Rows:
             return _counted(path, list(map(str, frame.columns)), lambda names: frame[names].to_dict("records"))
         table = _parquet(path) if kind == ".parquet" else _ipc(path)
         return _counted(path, table.column_names, lambda names: table.select(names).to_pylist())
-    except (OSError, EOFError, zlib.error, ValueError) as error:  # pyarrow's and pandas' are ValueErrors
+    except (OSError, EOFError, zlib.error, ValueError) as error:  # errors of pyarrow and pandas are ValueErrors
         raise LyapunovPruneError(
             f"cannot read {path} as a {kind} file ({first_line(error)}); give it whole, or with its own ending"
         ) from None
@@ -112,7 +112,7 @@ def _parquet(path: Path) -> Any:
 
 
 def _ipc(path: Path) -> Any:
-    """Arrow's file, which is also Feather, or its stream, which `datasets` saves."""
+    """Arrow's file format (also Feather), or its stream format, which `datasets` saves."""
     from pyarrow import ArrowInvalid, ipc, memory_map
 
     try:
@@ -129,7 +129,7 @@ def _counted(path: Path, columns: list[str], read: Callable[[list[str]], list[di
 
 
 def hub_rows(source: str) -> Rows:
-    """The rows of the hub data set `name[:config[:split]]`, by default its split `test`."""
+    """The rows of the hub data set `name[:config[:split]]`; the split is `test` by default."""
     name, _, rest = source.partition(":")
     config, _, part = rest.partition(":")
     try:

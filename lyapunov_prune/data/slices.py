@@ -1,4 +1,4 @@
-"""Three slices of one data set that share nothing: one to learn from, one to choose by, one to report."""
+"""Three disjoint slices of one data set: to learn from, to choose by, and to report."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lyapunov_prune.errors import LyapunovPruneError
 E = TypeVar("E", TokenBatch, ImageBatch)
 NAMES = ("learn", "select", "final")
 SHARES = (0.6, 0.2, 0.2)
-_LEAST = 2  # items of a slice, and of each class of a slice: one has no spread
+_LEAST = 2  # fewest items per slice and class; one item has no spread
 
 
 class Slices(NamedTuple):
-    """`learn` trains, `select` labels and chooses, `final` is touched once, for what is reported."""
+    """`learn` is for training, `select` for choosing, and `final` is used once, for the reported numbers."""
 
     learn: TokenBatch | ImageBatch
     select: TokenBatch | ImageBatch
@@ -29,13 +29,13 @@ class Slices(NamedTuple):
 
 @checked
 def slices(examples: TokenBatch | ImageBatch, *, seed: Seed = 0) -> Slices:
-    """`examples` cut in three by 60, 20 and 20 %, each with its own `split`; the same for the same seed.
+    """Cut `examples` into 60, 20 and 20 %, each with its own `split`; reproducible by seed.
 
-    Images are shuffled and cut class by class, so that every slice holds every class in its share. Copies of an image
-    stay in one slice. Windows of a text are cut in their order, as neighbours share a subject: the seed does nothing.
+    Images are shuffled and cut within each class, so that every slice holds all classes in proportion; copies of an
+    image stay in one slice. Windows of a text are cut in order, without shuffling, because neighbours share a subject.
 
-    Raises LyapunovPruneError where there are too few items for three slices, and where windows of two slices share
-    tokens (`require_disjoint`).
+    Raises LyapunovPruneError if there are too few items for three slices, or if windows of two slices share tokens
+    (`require_disjoint`).
     """
     if isinstance(examples, ImageBatch):
         return Slices(*_cut(examples, _of_classes(examples, seed)))
@@ -61,7 +61,7 @@ def _places(order: np.ndarray, n: int) -> list[np.ndarray]:
 
 
 def _of_classes(images: ImageBatch, seed: int) -> list[np.ndarray]:
-    """The places of three slices, each in a random order; the first of several copies speaks for all."""
+    """The indices of three slices in random order; copies of an image follow the first of them."""
     generator = np.random.default_rng(seed)
     labels = images.labels.numpy()
     _, first, group = np.unique(images.image_hashes, return_index=True, return_inverse=True)

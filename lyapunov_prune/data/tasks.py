@@ -1,4 +1,4 @@
-"""Items of a local task file: multiple choice of two forms, or questions whose answer ends in a number."""
+"""Items of a local task file: two forms of multiple choice, or questions whose answer ends in a number."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _FORMS = (
     '{"query": "…", "choices": ["…", "…"], "gold": 0}, {"context_options": ["…", "…"], "continuation": "…", "gold": 0} '
     'or {"question": "…", "answer": "… #### 42"}'
 )
-# The number that the strict match of the harness' gsm8k looks for, at the end of a text.
+# The number that the strict match of lm-evaluation-harness' gsm8k looks for at the end of a text.
 _ENDS_IN_A_NUMBER = re.compile(r"#### -?[0-9][0-9.,]*\s*\Z")
 
 
 @dataclass(frozen=True)
 class TaskFile:
-    """The items of a file as the harness takes them, and the SHA-256 of its bytes.
+    """The items of a file as lm-evaluation-harness takes them, and the SHA-256 of the file.
 
-    Multiple choice: `query` (up to where a choice begins), `choices`, `gold`. Partial, a choice of beginnings:
+    Multiple choice: `query` (up to the choice), `choices`, `gold`. Partial, a choice among beginnings:
     `context_options`, `continuation` (after a space), `gold`. Generation: `question`, `answer`.
     """
 
@@ -36,10 +36,10 @@ class TaskFile:
 
 
 def read_task(path: str | Path) -> TaskFile:
-    """Read a JSONL file of one kind of item, an object a line; its first line says which kind.
+    """Read a JSONL file with one object per line, all of the kind of the first line.
 
-    Raises LyapunovPruneError with the number of the line for anything else, for an answer that does not end in
-    `#### ` and a number, and for a file without items.
+    Raises LyapunovPruneError, with the line number, for anything else, for an answer that does not end in `#### ` and a
+    number, and for a file without items.
     """
     path = Path(path)
     content = text_of(path, "give a .jsonl file of items")

@@ -1,4 +1,4 @@
-"""No model is scored on what a step that made it has seen: a text, images, items, prompts or documents."""
+"""Refuse to score a model on texts, images, items, prompts or documents that a step that made it has seen."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lyapunov_prune.results.result import MeasuredOn
 
 
 def require_unseen(model: PreTrainedModel, batch: TokenBatch | ImageBatch) -> None:
-    """Raise LyapunovPruneError if a step that made `model` saw items of `batch`, so that it must not be scored on it.
+    """Raise LyapunovPruneError if a step that made `model` saw items of `batch`.
 
-    Tokens are known by their hash and by runs of 64, whatever file or window they stand in; images by their hashes.
+    Tokens are recognised by their hash and by runs of 64, in any file or window; images by their hashes.
     """
     if isinstance(batch, ImageBatch):
         name, whole, remedy = batch.source, f"{len(batch)} images", "take the final slice, or other images"
@@ -45,9 +45,10 @@ def require_unseen_items(
 ) -> None:
     """Raise LyapunovPruneError if a step that made `model` saw one of `items`, each given as its strings.
 
-    An item was seen where one of its longer strings, half as long as the longest or more, stands in the text of the
-    step but for a fifth, by runs of `ITEM_TOKENS`. In up to about 33,000 tokens of a text every string of
-    `ITEM_TOKENS + 7` is found, and in longer texts most; of strings below `ITEM_TOKENS` nobody can tell.
+    An item counts as seen if at least four fifths of one of its strings occur in the step's text, by runs of
+    `ITEM_TOKENS`; only strings at least half as long as the longest count. Strings of `ITEM_TOKENS + 7` tokens are
+    always found in texts of up to about 33,000 tokens, and mostly in longer ones; strings below `ITEM_TOKENS` cannot be
+    recognised.
     """
     saw = [(seen, by) for seen, by in _saw(model) if seen.short is not None]
     rows = [[token_ids(tokenizer, string) for string in strings] for strings in items] if saw else []
@@ -72,7 +73,7 @@ def strings_of(item: Any) -> Iterator[str]:
 
 
 def _saw(model: PreTrainedModel) -> Iterator[tuple[MeasuredOn, str]]:
-    """What the steps that made `model` saw, each with words for it."""
+    """What each step that made `model` saw, with a phrase that describes it."""
     name = model_name(model)
     for number, step in enumerate(history_of(model).steps, start=1):
         for seen in step.saw:
@@ -86,7 +87,7 @@ def _is_known(strings: Sequence[Sequence[int]], seen: MeasuredOn) -> bool:
     for row in strings:
         if ITEM_TOKENS <= len(row) >= longest / 2:
             new = len(row) - shared_tokens(np.array(row), seen.short)
-            # Up to a stride at either end of what was seen belongs to no run that was kept.
+            # At either end of a seen text, up to one stride of tokens is in no stored run.
             if new <= min(max(len(row) / 5, 2 * seen.short.stride), len(row) / 2):
                 return True
     return False
