@@ -1,12 +1,11 @@
 """What a matrix can be replaced by, and a model with every matrix replaced.
 
-- `methods/`: one file a method; `table` lists them by name; `method`: what each is; `masks`, `grids`, `second_order`:
-  what several share;
-- `recipe`: what is to be done to every matrix of a model, and the loop over layers that does it; `compress`: done to a
-  copy of it in memory; `report`: what came of it;
-- `held_out`: what a compression costs, for schedules that search; `rounding_cost`: what bits cost, for those that share
-  them out; `amount`: as much of every matrix as a divergence
-  allows.
+- `methods/`: one file per method; `table` lists them by name; `method`: their base classes; `masks`, `grids`,
+  `second_order`: what several share;
+- `recipe`: how every matrix of a model is compressed, and the loop over layers; `compress`: applies it to a copy of the
+  model in memory; `report`: the result;
+- `held_out`: the loss that schedules with a search minimise; `rounding_cost`: the cost of bits for schedules that
+  distribute them; `amount`: the most compression within a divergence.
 
 A new method is a file in `methods` and a row in `table.METHODS`; docs/adding/method.md shows one.
 """

@@ -1,4 +1,4 @@
-"""How much a method may take of every matrix until the prediction has moved as far as it may."""
+"""Compress as much as a method can while the prediction moves by no more than a budget."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
 from lyapunov_prune.results.store import Store
 
-# From the least that is taken to the most.
+# From least to most compression.
 _LEVELS = {"sparsity": tuple(n / 100 for n in range(1, 100)), "bits": tuple(float(n) for n in range(8, 1, -1))}
 
 
 @dataclass(frozen=True)
 class BudgetedCompression(Result):
-    """The amounts of `method` that a bisection tried, from the least taken to the most, and what each cost.
+    """The amounts of `method` that a bisection tried, from least to most compression, and their cost.
 
-    (n,) float64, means over every position of a window but its last, with `p` of the dense model and `q` of the
-    compressed: `kl = KL(p‖q)` in nats a token, `flipped` the share of positions whose likeliest token is another one.
-    NaN where the method or the schedule cannot meet the amount. The method calibrated by other windows
-    (`calibrated_on`) than the costs were `measured_on`. `unit`: sparsity, by hundredths, or bits. Between tried
-    amounts the cost is taken to rise: where it does not, more than `amount` may be within `max_kl` too.
+    Arrays are (n,) float64, means over every position of a window except the last, with `p` of the dense model and `q`
+    of the compressed one: `kl = KL(p‖q)` in nats per token, `flipped` the share of positions whose most likely token
+    differs. Both are NaN for an amount that the method or the schedule cannot meet. The method was calibrated on other
+    windows (`calibrated_on`) than the costs were measured on. `unit` is sparsity (in hundredths) or bits. The bisection
+    assumes that the cost rises with compression; if it does not, more than `amount` may also be within `max_kl`.
     """
 
     method: str
@@ -59,7 +59,7 @@ class BudgetedCompression(Result):
 
     @property
     def chosen(self) -> int:
-        """Which of the tried takes the most within the budget; raises LyapunovPruneError where none is within."""
+        """Index of the most compression tried within the budget. Raises LyapunovPruneError if there is none."""
         within = np.flatnonzero(self.kl <= self.max_kl)  # NaN is over any budget
         if not len(within):
             raise LyapunovPruneError(
@@ -70,7 +70,7 @@ class BudgetedCompression(Result):
 
     @property
     def amount(self) -> float:
-        """The most that was tried and is within the budget. Raises as `chosen`."""
+        """The amount of most compression that was tried and is within the budget. Raises like `chosen`."""
         return float(self.amounts[self.chosen])
 
     def to_frame(self) -> pd.DataFrame:
@@ -85,7 +85,7 @@ class BudgetedCompression(Result):
 
 
 def require_spendable(method: str, allocation: Any, **said: Any) -> str:
-    """The unit that a budget is spent in; LyapunovPruneError where it is said already, or cannot be, how much goes."""
+    """The unit that a budget is spent in. Raises LyapunovPruneError if the amount is given already or has no choice."""
     if given := [name for name, value in said.items() if value is not None]:
         raise LyapunovPruneError(f"--max-kl says how much goes; leave out --{given[0]}")
     if not isinstance(allocation, str):
@@ -117,20 +117,20 @@ def compress_under_budget(
     folder: str | Path | None = None,
     resume: bool = False,
 ) -> tuple[BudgetedCompression, Compressed]:
-    """Bisect for the most that `compress` may take by `method` until `KL(p‖q)` on `batch` exceeds `max_kl`.
+    """Compress by `method` as much as possible while `KL(p‖q)` on `batch` is at most `max_kl` nats per token.
 
-    Returns what was tried, and the model compressed by the chosen amount.
+    Returns the amounts tried by a bisection, and the model compressed by the chosen one; `model` is not changed.
 
-    The amount is a sparsity from 0.01 to 0.99 by hundredths, for low rank of the parameters, or for methods that round
-    8 to 2 bits. A trial is one compression, about seven of them, and a forward of the compressed model. The method
-    calibrates by three of four windows, and the divergence is measured on the fourth, which the method has not seen.
-    With a `folder` finished trials are kept; their models are not, so that the chosen one is compressed once more where
-    it was tried by an earlier run. Memory: two copies of the model (the best trial and the one at work), the dense
-    final states, and a block of positions × vocabulary. The model is untouched.
+    The amount is a sparsity from 0.01 to 0.99 in hundredths (for low-rank methods, of the parameters), or 8 to 2 bits
+    for methods that round. There are about seven trials; each takes one compression and one forward of the compressed
+    model. Three of four windows calibrate the method, and the divergence is measured on the fourth. With a `folder`
+    finished trials are kept, but not their models: the chosen one is compressed once more if an earlier run tried it.
+    Memory: two copies of the model (the best and the current trial), the dense final states, and a block of positions ×
+    vocabulary.
 
     Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError when `max_kl` is
-    not a number above 0, when nothing is within it, for allocation bits, for logits that are not a function of the
-    final state, and as `compress`.
+    not a number above 0 or nothing is within it, for a schedule of bits, for logits that are not a function of the
+    final state, and like `compress`.
     """
     unit = require_spendable(method, allocation)
     options = dict(schedule_options or {})
@@ -161,7 +161,7 @@ def compress_under_budget(
                 batch_size=batch_size,
             )
 
-        best: dict[float, Compressed] = {}  # of the trials of this run the last within the budget
+        best: dict[float, Compressed] = {}  # the last trial of this run within the budget
         within, over = -1, len(levels)
         while over - within > 1:
             middle = (within + over) // 2
@@ -170,7 +170,7 @@ def compress_under_budget(
             if key not in store:
                 try:
                     trial[level] = compressed(level)
-                except LyapunovPruneError as error:  # an amount beyond what the method or the schedule can meet
+                except LyapunovPruneError as error:  # the method or the schedule cannot meet this amount
                     refused[level] = error
                     over = middle
                     continue
@@ -185,13 +185,13 @@ def compress_under_budget(
             raise refused[levels[0]]
         tried = [level for level in levels if f"{level:g}" in store or level in refused]
         found = [store[f"{level:g}"] if level not in refused else [None, None] for level in tried]
-        costs, flipped = np.array(found, dtype=np.float64).T.copy()  # None is NaN
+        costs, flipped = np.array(found, dtype=np.float64).T.copy()  # None becomes NaN
         spent = BudgetedCompression(method, allocation, unit, np.array(tried), costs, flipped, float(max_kl), on, by)
         return spent, _seen(best.get(spent.amount) or compressed(spent.amount), model.model, on)
 
 
 def _seen(small: Compressed, model: PreTrainedModel, on: MeasuredOn) -> Compressed:
-    """`small`, of whose allocation and history the text is a part that decided how much of `model` goes."""
+    """`small`, with the text that decided the amount added to its allocation and its history."""
     allocation = replace(small.report.allocation, measured_on=(*small.report.allocation.measured_on, on))
     report = replace(small.report, allocation=allocation)
     add_step(small.model, "compress", report.saw, model)
@@ -208,7 +208,7 @@ def _final(reading: Reading, ids: torch.Tensor) -> torch.Tensor:
 def _moved(
     reading: Reading, dense: Sequence[torch.Tensor], small: PreTrainedModel, batch_size: int
 ) -> tuple[float, float]:
-    """Means of `KL(p‖q)` and of the flips; the head of `small` is that of the dense model, as compress leaves it."""
+    """Means of `KL(p‖q)` and of the flips. The head of `small` is the dense one, which `compress` does not change."""
     structure = find_structure(small)
     sums, count = torch.zeros(2, dtype=torch.float64), 0
     for ids, states in zip(reading.windows(batch_size), dense, strict=True):

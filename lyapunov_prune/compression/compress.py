@@ -1,4 +1,4 @@
-"""One-shot compression of every matrix of a model in memory: a method, how much of each, and what came of it."""
+"""One-shot compression of every matrix of a model in memory."""
 
 from __future__ import annotations
 
@@ -59,19 +59,23 @@ def compress(
 ) -> Compressed:
     """A copy of `model` with every matrix of its layers compressed by `method` (`METHODS`).
 
-    Give one of `sparsity` (share of the entries, for low rank of the parameters of the factors), `rank` or `bits`,
-    and a schedule's name with its parameters in `schedule_options` (`{"least": 0.7}`), or an Allocation that says how
-    much of each matrix. Methods that look at activations take them from `batch`, layer by layer, with the layers before
-    already compressed (`Recipe.apply`). A matrix whose amount is 0 stays as it is. Embeddings and head are left alone.
-    `pattern`, (2, 4) or `2:4`, keeps so many of so many inputs; its sparsity need not be given. `symmetric` lets
-    a method that rounds take grids around 0 (`grids.stepped`), which `packed.write_packed` can write as integers. For
-    sparsegpt and gptq `weighted` counts calibration tokens by how far an error there moves the prediction (one backward
-    pass), and `correction` α moves each matrix toward the outputs of the dense model (QEP; one more forward of it); see
-    `second_order.SecondOrder`.
+    Give either one of `sparsity` (share of the entries, or of the parameters for low-rank methods), `rank` and `bits`,
+    with the name of a schedule and its parameters in `schedule_options` (`{"least": 0.7}`), or an Allocation that says
+    how much of each matrix. Methods that use activations take them from `batch`, layer by layer, with the earlier
+    layers already compressed (`Recipe.apply`). A matrix whose amount is 0, the embeddings and the head are not changed.
 
-    Memory: a copy of the model, and the statistics of one layer. `atp-search` compresses once more a trial, on half the
-    windows (`held_out.py`). Raises LyapunovPruneError for amounts and options
-    that the method does not have, a missing text or profile, and matrices shared between layers.
+    - `pattern` (keep, of), a pair or `2:4`: keep `keep` of every `of` consecutive inputs; the sparsity need not be
+      given;
+    - `symmetric`: a method that rounds uses grids around 0 (`grids.stepped`), which `packed.write_packed` can write as
+      integers;
+    - `weighted` (sparsegpt and gptq): calibration tokens count by how far an error there moves the prediction; takes a
+      backward pass (`second_order.SecondOrder`);
+    - `correction` α (sparsegpt and gptq): move each matrix toward the outputs of the dense model; takes one more
+      forward of it.
+
+    Memory: a copy of the model, and the statistics of one layer. `atp-search` compresses once more per trial, on half
+    of the windows (`held_out.py`). Raises LyapunovPruneError for amounts and options that the method does not have, a
+    missing text or profile, and matrices shared between layers.
     """
     also = {"group_size": group_size, "symmetric": symmetric, "weighted": weighted}
     recipe = recipe_for(

@@ -1,4 +1,4 @@
-"""Even grids that weights are rounded to, one of every row of a matrix or of every group of a row."""
+"""Uniform grids that weights are rounded to, one per row of a matrix or per group of a row."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift, row_blocks
 
-TERNARY = 1.58  # log2 3 bits, as it is written: three values
+TERNARY = 1.58  # three values, log2 3 bits
 WIDTHS = (TERNARY, *range(2, 9))
 
 
 class Steps(NamedTuple):
-    """The grids of a matrix (m × n): the points `scale · q` for whole `low ≤ q ≤ high`; each (m × groups), float64."""
+    """The grids of a matrix (m × n): points `scale · q` for integers `low ≤ q ≤ high`, (m × groups) float64 each."""
 
     scale: torch.Tensor
     low: torch.Tensor
@@ -24,7 +24,7 @@ class Steps(NamedTuple):
         """The q of the points nearest to the entries of `W` (m × n, float64)."""
         q = (W.reshape(*self.scale.shape, -1) / self.scale.unsqueeze(-1)).round()
         q = q.clamp(self.low.unsqueeze(-1), self.high.unsqueeze(-1)).view(W.shape)
-        return q + 0.0  # −0 is no integer: files are compared by their bits
+        return q + 0.0  # turns −0 into 0, because files are compared bit by bit
 
     def nearest(self, W: torch.Tensor) -> torch.Tensor:
         """The points nearest to the entries of `W` (m × n, float64)."""
@@ -32,24 +32,24 @@ class Steps(NamedTuple):
         return (q * self.scale.unsqueeze(-1)).view(W.shape)
 
     def of_column(self) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """`nearest` of one column (m,) of a group: few kernels, for those who round a column at a time."""
+        """`nearest` for one column (m,) of a group, with few kernels."""
         scale, low, high = (part.T.contiguous().unbind() for part in self)
 
         def nearest(group: int, v: torch.Tensor) -> torch.Tensor:
-            q = (v / scale[group]).round_().clamp_(low[group], high[group]).add_(0.0)  # no −0, as `integers`
+            q = (v / scale[group]).round_().clamp_(low[group], high[group]).add_(0.0)  # no −0, as in `integers`
             return q.mul_(scale[group])
 
         return nearest
 
 
 class Grid(NamedTuple):
-    """A rounded matrix as it can be stored: `integers` (m × n, int8), `scale` (m × groups) in the dtype of W."""
+    """A rounded matrix as it is stored: `integers` (m × n, int8), and `scale` (m × groups) in the dtype of W."""
 
     integers: torch.Tensor
     scale: torch.Tensor
 
     def values(self) -> torch.Tensor:
-        """`ŵ = s q` (m × n), rounded once, to the dtype of the scale."""
+        """`ŵ = s q` (m × n) in the dtype of the scale, rounded once."""
         m, groups = self.scale.shape
         scale = self.scale.unsqueeze(-1).expand(m, groups, self.integers.shape[1] // groups).reshape(m, -1)
         pairs = zip(row_blocks(self.integers), row_blocks(scale), strict=True)
@@ -57,16 +57,17 @@ class Grid(NamedTuple):
 
 
 def stepped(W: torch.Tensor, bits: float, group_size: int | None, symmetric: bool) -> Steps:
-    """The grids of `2^bits` points over the range of every row of `W` (m × n), or of `group_size` inputs of a row.
+    """Grids of `2^bits` points over the range of each row of `W` (m × n), or of each `group_size` inputs of a row.
 
-    `s = (max − min)/(2^bits − 1)`, `q` from `−z` to `2^bits − 1 − z` with `z = round(−min/s)`, the range widened to
-    hold 0 (Nagel et al., A white paper on neural network quantization, 2021, §2.2.1). With `symmetric` around 0, which
-    needs no zero point: `s = 2 max|w| / (2^bits − 1)`, rounded up to the dtype of `W` (down, the clamp would cut the
-    largest weights short), `q` from `−2^(bits−1)` to `2^(bits−1) − 1`; the ends of the range lie halfway between two
-    points (§2.2.2, on the same range). Either way the nearest point to `w` is within `s/2`.
+    By default `s = (max − min)/(2^bits − 1)` and `q` goes from `−z` to `2^bits − 1 − z` with `z = round(−min/s)`, for a
+    range that is widened to hold 0 (Nagel et al., A white paper on neural network quantization, 2021, §2.2.1). With
+    `symmetric` the grid lies around 0 and needs no zero point: `s = 2 max|w| / (2^bits − 1)` and `q` goes from
+    `−2^(bits−1)` to `2^(bits−1) − 1`, so that the ends of the range lie halfway between two points (§2.2.2, on the same
+    range). This s is rounded up to the dtype of `W`: rounded down, the clamp would cut off the largest weights. In both
+    cases the nearest point is within `s/2` of `w`.
 
-    At `TERNARY` bits `−s, 0, s` with `s = mean |w|`, whatever `symmetric` (Ma et al., The era of 1-bit LLMs, 2024,
-    arXiv:2402.17764, eq. 1 to 3); entries beyond `1.5 s` are further from the nearest point than `s/2`.
+    At `TERNARY` bits the points are `−s, 0, s` with `s = mean |w|`, with or without `symmetric` (Ma et al., The era of
+    1-bit LLMs, 2024, arXiv:2402.17764, eq. 1 to 3); entries beyond `1.5 s` are more than `s/2` from the nearest point.
 
     Raises LyapunovPruneError for `bits` that are not among `WIDTHS` and for a group size that does not divide n.
     """
@@ -88,7 +89,7 @@ def stepped(W: torch.Tensor, bits: float, group_size: int | None, symmetric: boo
 
 
 def grouped(W: torch.Tensor, group_size: int | None) -> torch.Tensor:
-    """`W` (m × n) in float64, m × groups × `group_size`; raises LyapunovPruneError where that does not divide n."""
+    """`W` (m × n) in float64 as m × groups × `group_size`. Raises LyapunovPruneError if that does not divide n."""
     m, n = W.shape
     if group_size is not None and (group_size < 1 or n % group_size):
         raise LyapunovPruneError(f"groups of {group_size} do not fit {n} inputs; give a divisor of {n}")
@@ -96,7 +97,7 @@ def grouped(W: torch.Tensor, group_size: int | None) -> torch.Tensor:
 
 
 def rounded_up(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The least number of `dtype` that is no less than `exact` (float64), 1 where that is 0; float64 again."""
+    """The smallest number of `dtype` that is at least `exact` (float64), or 1 if it is 0; returned in float64."""
     scale = exact.to(dtype)
     scale = torch.where(lift(scale) < exact, scale.nextafter(torch.full_like(scale, torch.inf)), scale)
     return lift(scale.where(scale > 0, 1))

@@ -1,4 +1,4 @@
-"""Calibration windows that a choice is judged on and that it does not see, and what a model loses there."""
+"""The loss of a compressed model on calibration windows that were not used to compress it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lyapunov_prune.results.result import MeasuredOn
 
 
 def halves(batch: TokenBatch) -> tuple[TokenBatch, TokenBatch]:
-    """The first half of the windows, to choose by, and the other half, to judge by.
+    """The first half of the windows, to compress by, and the second half, to judge by.
 
-    Raises LyapunovPruneError for one window.
+    Raises LyapunovPruneError for a single window.
     """
     if len(batch.ids) < 2:
         raise LyapunovPruneError("a search scores on windows that it does not calibrate by; give two or more")
@@ -29,11 +29,11 @@ def halves(batch: TokenBatch) -> tuple[TokenBatch, TokenBatch]:
 
 @dataclass(frozen=True, eq=False)
 class HeldOutLoss:
-    """The score that a search goes by (`allocation.schedule.Score`).
+    """The score that a search minimises (`allocation.schedule.Score`).
 
-    The first half of the windows of `reading` is what `compress` goes by, the other half what the result is scored on:
-    no window does both, and the evaluation text is neither. A call costs one compression and one forward of half the
-    windows, and a copy of the model. Raises LyapunovPruneError for one window.
+    `compress` uses the first half of the windows of `reading`, and the result is scored on the second: no window does
+    both, and the evaluation text is not used. A call costs one compression, one forward of half the windows, and memory
+    for a copy of the model. Raises LyapunovPruneError for a single window.
     """
 
     reading: Reading
@@ -52,5 +52,5 @@ class HeldOutLoss:
         try:
             small = self.compress(self.reading.model, seen, allocation)
             return perplexity(small, unseen, batch_size=self.batch_size).nll
-        except (NonFiniteError, RankError):  # a wreck, or a layer that no rank is small enough for, ends no search
+        except (NonFiniteError, RankError):  # a broken model, or no rank is small enough: search on
             return float("inf")

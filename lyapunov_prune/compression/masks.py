@@ -1,4 +1,4 @@
-"""Masks: which entries of a matrix go, given a score of each. Of equal scores the earlier entry goes."""
+"""Masks of the entries to remove, from a score of each. Of equal scores the earlier entry is removed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Pattern = tuple[int, int]
 
 
 def as_pattern(pattern: Pattern | str | None) -> Pattern | None:
-    """(keep, of) from that pair or from its spelling, `2:4`; raises LyapunovPruneError for any other."""
+    """(keep, of) from such a pair or from the text `2:4`. Raises LyapunovPruneError for anything else."""
     if isinstance(pattern, str):
         match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", pattern)
         if not match:
@@ -34,7 +34,7 @@ def per_row(score: torch.Tensor, sparsity: float) -> torch.Tensor:
 def n_of_m(score: torch.Tensor, keep: int, of: int) -> torch.Tensor:
     """True at all but the `keep` largest of every `of` consecutive entries in each row of `score` (m × n), as in 2:4.
 
-    Raises LyapunovPruneError for n that `of` does not divide, and for `keep` outside 1 … of − 1.
+    Raises LyapunovPruneError if `of` does not divide n, and for `keep` outside 1 … of − 1.
     """
     m, n = score.shape
     _require_fit(keep, of, n)
@@ -42,7 +42,7 @@ def n_of_m(score: torch.Tensor, keep: int, of: int) -> torch.Tensor:
 
 
 def row_mask(score: torch.Tensor, sparsity: float, pattern: Pattern | None) -> torch.Tensor:
-    """`per_row`, or `n_of_m` where a pattern (keep, of) of that sparsity is given."""
+    """`per_row`, or `n_of_m` if a pattern (keep, of) is given; the pattern must have this sparsity."""
     if pattern is None:
         return per_row(score, sparsity)
     require_pattern(pattern, score.shape[1], sparsity)
@@ -50,7 +50,7 @@ def row_mask(score: torch.Tensor, sparsity: float, pattern: Pattern | None) -> t
 
 
 def require_pattern(pattern: Pattern, inputs: int, sparsity: float) -> None:
-    """Raise LyapunovPruneError unless a pattern (keep, of) fits rows of `inputs` and leaves out that share."""
+    """Raise LyapunovPruneError unless a pattern (keep, of) fits rows of `inputs` entries and has this sparsity."""
     keep, of = pattern
     _require_fit(keep, of, inputs)
     if abs(sparsity - (1 - keep / of)) > 1e-9:

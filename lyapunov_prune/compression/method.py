@@ -1,4 +1,4 @@
-"""What every compression method is: a matrix and an amount to a matrix of the same shape. Imports no torch."""
+"""The base classes of compression methods, which replace a matrix by one of the same shape. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.calibration.statistics import Statistics
     from lyapunov_prune.compression.grids import Steps
 
-# What a method needs to know, as fields of Statistics.
+# The fields of Statistics that a method needs, by its `needs`.
 FIELDS = {
     "nothing": (),
     "norms": ("norms",),
@@ -28,36 +28,36 @@ FIELDS = {
 
 
 class RankError(LyapunovPruneError):
-    """No rank is small enough for the sparsity that a matrix is to have."""
+    """No rank is small enough for the sparsity asked of a matrix."""
 
 
 class Method(Choice):
     """How one matrix is compressed. A method is a subclass in a file of its own and a row in `table.METHODS`.
 
-    `unit` is what its amount is: a "sparsity" from 0 to 1, a "rank" of 1 or more, or "bits", 2 to 8 or `TERNARY`.
-    `needs` is what calibration has to tell it, a name in `FIELDS`.
+    `unit` is the unit of its amount: a "sparsity" from 0 to 1, a "rank" of 1 or more, or "bits", 2 to 8 or `TERNARY`.
+    `needs` names what calibration has to collect for it, a key of `FIELDS`.
     """
 
     unit: ClassVar[str]
     needs: ClassVar[str] = "nothing"
 
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
-        """`W` (m × n) compressed: same shape, dtype and device; `W` is untouched, and returned where nothing changes.
+        """`W` (m × n) compressed: same shape, dtype and device. `W` is not changed; it is returned if nothing changes.
 
-        Called with a finite matrix, an amount in range, and finite statistics of what the method needs.
+        `__call__` has checked that the matrix and the needed statistics are finite and that the amount is in range.
         """
         raise NotImplementedError
 
     def __call__(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
-        """`compress`, after its arguments are checked.
+        """`compress` with checked arguments.
 
         Raises LyapunovPruneError for an amount out of range, statistics that are missing, of another shape or not
-        finite, and for weights that are not finite or no matrix.
+        finite, and weights that are not finite or not a matrix.
         """
         require_in_range(self.name, self.unit, amount)
         if W.ndim != 2 or not W.is_floating_point():
             raise LyapunovPruneError(f"{self.name} compresses a real matrix, not {W.dtype} of shape {tuple(W.shape)}")
-        # The extremes are NaN where any entry is; a mask of all finite entries takes fifty times as long.
+        # The extremes are NaN if any entry is; isfinite on all entries takes fifty times as long.
         if W.numel() and not bool(torch.stack(torch.aminmax(W)).isfinite().all()):
             raise LyapunovPruneError("the matrix holds NaN or infinity; check the weights")
         for field in FIELDS[self.needs]:
@@ -76,7 +76,7 @@ class Method(Choice):
 
 @dataclass(frozen=True)
 class Sparsifier(Method):
-    """A method that sets entries to zero; with `pattern` (keep, of) it keeps so many of so many inputs of a row."""
+    """A method that sets entries to zero; a `pattern` (keep, of) keeps `keep` of every `of` inputs of a row."""
 
     pattern: Pattern | None = None
 
@@ -96,10 +96,10 @@ class LowRank(Method):
 
 @dataclass(frozen=True)
 class Rounder(Method):
-    """A method that moves weights to the points of a grid, one of every row or of `group_size` inputs of a row.
+    """A method that moves weights to the points of a grid, one per row or per `group_size` inputs of a row.
 
-    With `symmetric` the grids lie around 0 and need no zero point, as packed formats want them (`grids.stepped`).
-    `on_grid`: whether what is left of a matrix lies on its grids, so that integers and scales hold it.
+    With `symmetric` the grids lie around 0 and need no zero point, as packed formats require (`grids.stepped`).
+    `on_grid`: whether the result lies on the grids, so that integers and scales can store it.
     """
 
     group_size: int | None = None
@@ -109,15 +109,15 @@ class Rounder(Method):
     on_grid: ClassVar[bool] = True
 
     def steps(self, W: torch.Tensor, bits: float) -> Steps:
-        """The grids of `W` (m × n); `on_grid`, what `compress` leaves lies on them but for rounding to its dtype."""
+        """The grids of `W` (m × n). If `on_grid`, the result of `compress` lies on them up to rounding to its dtype."""
         return stepped(W, bits, self.group_size, self.symmetric)
 
 
 def rank_for(shape: Sequence[int], sparsity: float) -> int | None:
-    """The largest `r` with `r (m + n) ≤ (1 − sparsity) m n`: two factors that hold no more than the entries kept.
+    """The largest `r` with `r (m + n) ≤ (1 − sparsity) m n`: two factors have no more entries than are kept.
 
-    None for a matrix that no two factors are smaller than, such as one of a single row, which stays as it is. Raises
-    LyapunovPruneError for a sparsity outside [0, 1], and RankError where not even rank 1 is that small.
+    None for a matrix that two factors cannot make smaller, for example a single row; it is not changed. Raises
+    LyapunovPruneError for a sparsity outside [0, 1], and RankError if even rank 1 is too large.
     """
     require_in_range("a rank", "sparsity", sparsity)
     m, n = shape

@@ -1,4 +1,4 @@
-"""What rounding does to the prediction, of one layer alone and of all together, for schedules that share bits out."""
+"""The divergence caused by rounding one layer, or all layers together, for schedules that distribute bits."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from lyapunov_prune.results.result import MeasuredOn
 
 @dataclass(frozen=True, eq=False)
 class RoundingCost:
-    """The cost that bits are shared out by (`allocation.schedule.Cost`): the divergence of one rounded layer.
+    """The cost by which bits are distributed (`allocation.schedule.Cost`): the divergence with one layer rounded.
 
-    Each forward begins at the layer that is rounded, with the dense state that enters it, so that a width of all L
-    layers costs about L / 2 forwards of the layers, and L of the head. A method that goes by statistics takes those of
-    the dense model; what it makes is then kept, a copy of the layers for every width. Costs come from the first half
-    of the windows and `together` from the other. Raises LyapunovPruneError for one window.
+    Each forward begins at the rounded layer with its dense input, so that one width of all L layers costs about L / 2
+    forwards of the layers, and L of the head. A method that needs statistics takes those of the dense model; the
+    matrices that it makes are kept, a copy of the layers for every width. Costs are measured on the first half of the
+    windows, and `together` on the second. Raises LyapunovPruneError for a single window.
     """
 
     reading: Reading
@@ -46,10 +46,10 @@ class RoundingCost:
         return self.reading.measured_on()
 
     def __call__(self, widths: Sequence[int]) -> np.ndarray:
-        """`KL(p‖q)` in nats a token, the mean over every position of a window but its last: (L × widths), float64.
+        """Mean `KL(p‖q)` in nats per token over every position of a window except the last, (L × widths) float64.
 
-        `p` is the dense prediction and `q` that with the matrices of layer l alone at b bits; 0 at 16. NaN where it is
-        not finite. Raises NonFiniteError when the dense model is not finite.
+        `p` is the dense prediction and `q` the prediction with the matrices of layer l alone at b bits; 0 at 16 bits,
+        NaN if it is not finite. Raises NonFiniteError when the dense model is not finite.
         """
         layers = range(self.reading.structure.num_layers)
         matrices = by_layer(find_projections(self.reading.decoder))
@@ -57,9 +57,9 @@ class RoundingCost:
         return self._divergences(asked, self._halves[0]).reshape(len(layers), len(widths))
 
     def together(self, allocations: Sequence[Allocation]) -> list[float]:
-        """`KL(p‖q)` with every matrix rounded to its bits in each of `allocations`, on the other half of the windows.
+        """`KL(p‖q)` with every matrix rounded as in each of `allocations`, on the second half of the windows.
 
-        Each costs a forward. The divergences of single layers do not add up where they are large.
+        Each allocation costs one forward. Where they are large, the divergences of single layers do not add up to it.
         """
         matrices = find_projections(self.reading.decoder)
         asked = [(0, {p: int(allocation.of(p.name)) for p in matrices}) for allocation in allocations]
@@ -71,7 +71,7 @@ class RoundingCost:
 
     @torch.no_grad()
     def _divergences(self, asked: Sequence[tuple[int, dict[Projection, int]]], on: Reading) -> np.ndarray:
-        """The divergence of each of `asked`, the first layer that changes and the bits of matrices; dense at 16."""
+        """The divergence of each of `asked`: the first layer that changes, and the bits of matrices (16: dense)."""
         every = [(first, {p: b for p, b in widths.items() if b != DENSE}) for first, widths in asked]
         wanted = {number: (first, widths) for number, (first, widths) in enumerate(every) if widths}
         made = self._made({(p, b) for _, widths in wanted.values() for p, b in widths.items()})
@@ -89,7 +89,7 @@ class RoundingCost:
         return found
 
     def _made(self, wanted: set[tuple[Projection, int]]) -> dict[tuple[Projection, int], torch.Tensor]:
-        """What a method that goes by statistics makes of each; empty for one that looks at weights alone."""
+        """The rounded matrices of a method that needs statistics; empty for one that uses the weights alone."""
         made: dict[tuple[Projection, int], torch.Tensor] = {}
         if self.method.needs == "nothing":
             return made

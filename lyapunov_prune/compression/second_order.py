@@ -1,4 +1,4 @@
-"""The second-order update: inputs change one after another, and those still to come make up for each change."""
+"""The second-order update: inputs change one after another, and the later inputs compensate for each change."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SecondOrder(Method):
-    """A method that minimises `Σ_t a_t ‖W x_t − Ŵ x̂_t‖²` over the matrices `Ŵ` it can leave, input by input.
+    """A method that minimises `Σ_t a_t ‖W x_t − Ŵ x̂_t‖²` over the matrices `Ŵ` that it can produce, input by input.
 
-    `x̂` are the inputs that the layers compressed before it give, and `H = Σ_t a_t x̂_t x̂_tᵀ + damping · mean(diag) · I`.
+    `x̂` are the inputs after compression of the earlier layers, and
+    `H = Σ_t a_t x̂_t x̂_tᵀ + damping · mean(diag) · I`.
 
-    - `weighted`: `a_t ∝ ‖∂ℓ/∂y_t‖²` for the output `y_t` of the matrix, mean 1, so that tokens count by how far their
-      error moves the prediction (`calibration.downstream`). Otherwise `a_t = 1`. Kim et al., GuidedQuant (ICML 2025,
-      arXiv:2505.07004), with one group of output channels.
-    - `correction` α: `x` are the inputs in the dense model. The sum is `Σ_t a_t ‖(W* − Ŵ) x̂_t‖²` and a constant, for
-      `W* = W + W D H⁻¹` with `D = Σ_t a_t (x_t − x̂_t) x̂_tᵀ`, the least-squares solution; `W + α W D H⁻¹` is compressed
-      in its place. Arai and Ichikawa, Quantization Error Propagation (NeurIPS 2025, arXiv:2504.09629). At 0 `x = x̂`.
+    - `weighted`: `a_t ∝ ‖∂ℓ/∂y_t‖²` for the output `y_t` of the matrix, with mean 1, so that tokens count by how far
+      their error moves the prediction (`calibration.downstream`). Otherwise `a_t = 1`. Kim et al., GuidedQuant (ICML
+      2025, arXiv:2505.07004), with one group of output channels.
+    - `correction` α: `x` are the inputs in the dense model. Up to a constant the sum is then `Σ_t a_t ‖(W* − Ŵ) x̂_t‖²`
+      with the least-squares solution `W* = W + W D H⁻¹`, `D = Σ_t a_t (x_t − x̂_t) x̂_tᵀ`, and `W + α W D H⁻¹` is
+      compressed in place of `W`. At α = 0, `x = x̂`. Arai and Ichikawa, Quantization Error Propagation (NeurIPS 2025,
+      arXiv:2504.09629).
     """
 
     block: Count = 128
@@ -41,10 +43,10 @@ class SecondOrder(Method):
     needs = "gram"
 
     def begin(self, W: torch.Tensor, statistics: Statistics | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What is compressed in place of `W` (m × n, float64, a copy), `H`, and which inputs were always zero (n).
+        """The matrix to compress for `W` (m × n, float64, a copy), `H`, and a mask (n) of inputs that were always zero.
 
-        `H_jj` is 1 for an input that was always zero. Raises LyapunovPruneError for a Gram matrix of another shape or
-        without energy, and for a correction where the statistics have no `drift`.
+        `H_jj` is 1 for such an input. Raises LyapunovPruneError for a Gram matrix of another shape or without energy,
+        and for a correction if the statistics have no `drift`.
         """
         assert statistics is not None
         assert statistics.gram is not None
@@ -64,7 +66,7 @@ class SecondOrder(Method):
 def weights_for(
     method: Method, dense: Reading, projections: Sequence[Projection], batch_size: int
 ) -> dict[str, list[torch.Tensor]] | None:
-    """The `token_weights` of the dense model, where the method is `weighted`."""
+    """The `token_weights` of the dense model if the method is `weighted`, otherwise None."""
     if not (isinstance(method, SecondOrder) and method.weighted):
         return None
     from lyapunov_prune.calibration.downstream import token_weights
@@ -75,15 +77,15 @@ def weights_for(
 def swept(
     V: torch.Tensor, U: torch.Tensor, choose: Callable[[int, torch.Tensor], torch.Tensor], block: int
 ) -> torch.Tensor:
-    """Replace every column j of `V` (m × n, float64) by `q_j = choose(j, V)` and move those after it; a new tensor.
+    """Replace every column j of `V` (m × n, float64) by `q_j = choose(j, V)` and update the later ones; a new tensor.
 
-    `v_k ← v_k − (v_j − q_j) U_jk / U_jj` for k > j, with the `U` of `inverse_factor(H)`: of all changes of the later
-    columns the one of least `tr(E H Eᵀ)` (Hassibi and Stork, NeurIPS 1992; Frantar and Alistarh, SparseGPT, ICML 2023,
-    Algorithm 1). When `choose` is called for j, the columns from j to the end of its block of `block` columns have been
-    moved by all before j; the columns beyond that block are moved when it is done.
+    The update is `v_k ← v_k − (v_j − q_j) U_jk / U_jj` for k > j, with `U` from `inverse_factor(H)`. Of all changes of
+    the later columns it has the least `tr(E H Eᵀ)` (Hassibi and Stork, NeurIPS 1992; Frantar and Alistarh, SparseGPT,
+    ICML 2023, Algorithm 1). When `choose` is called for j, the columns from j to the end of its block of `block`
+    columns have been updated for all earlier ones; the columns beyond the block are updated at its end.
     """
     n = V.shape[1]
-    rows = V.T.contiguous()  # a column is contiguous here: a step is a few kernels on a GPU
+    rows = V.T.contiguous()  # makes columns contiguous: a step is a few kernels on a GPU
     V = rows.T
     ratio = U / U.diagonal().unsqueeze(1)
     for start in range(0, n, block):

@@ -1,1 +1,1 @@
-"""What a matrix can be replaced by, one file a method; `compression.table.METHODS` lists them."""
+"""Compression methods, one file each; `compression.table.METHODS` lists them."""

@@ -14,21 +14,22 @@ if TYPE_CHECKING:
     from lyapunov_prune.calibration.statistics import Statistics
 
 GRID = 20
-_LEAST = 1e-4  # of a scale beside their mean: an input that was always zero keeps a finite inverse
+_LEAST = 1e-4  # least scale over their mean: an input that was always zero has a finite inverse
 
 
 @dataclass(frozen=True)
 class AWQ(Rounder):
     """`Ŵ = Q(W diag(s)) diag(s)⁻¹` (m × n) with `s_j = (mean_t |x_tj|)^α`, `Q` the rounding of `rtn`.
 
-    Of `α = 0, 1/20 … 19/20` the one of least `‖(Ŵ − W) X‖_F²`, by the Gram matrix `X Xᵀ`; at 0 it is `rtn`, so that the
-    error is never larger. Lin et al., AWQ (MLSys 2024, arXiv:2306.00978), §3.2, without clipping of the grids.
+    α is the one of `0, 1/20 … 19/20` with the least `‖(Ŵ − W) X‖_F²`, computed from the Gram matrix `X Xᵀ`. At α = 0 it
+    is `rtn`, so the error is never larger. Lin et al., AWQ (MLSys 2024, arXiv:2306.00978), §3.2, without clipping of
+    the grids.
 
-    Each matrix has an α of its own: AWQ shares it among the matrices of one input, because it folds `diag(s)⁻¹` into
-    what comes before. Here nothing is folded, and `Ŵ` is a dense matrix that no integers and scales of rows hold.
+    Each matrix has its own α. (AWQ uses one α for all matrices of an input, because it folds `diag(s)⁻¹` into the
+    operation before it.) Here nothing is folded, and `Ŵ` is a dense matrix that integers and row scales cannot store.
 
-    Float64, rounded once to the dtype of `W`. Raises LyapunovPruneError as `rtn`, and for what is no Gram matrix of n
-    inputs.
+    Float64, rounded once to the dtype of `W`. Raises LyapunovPruneError like `rtn`, and for statistics that are not a
+    Gram matrix of n inputs.
     """
 
     name = "awq"

@@ -1,11 +1,11 @@
-"""Balanced truncation of a matrix between what its inputs do and what its outputs do to the layer.
+"""Balanced truncation of a matrix, by how far its inputs reach and how much its outputs move the layer.
 
 A state-space model is balanced by two Gramians, which solve Lyapunov equations of its dynamics (Moore, Principal
-component analysis in linear systems, IEEE TAC 26, 1981; Glover, All optimal Hankel-norm approximations, Int. J.
-Control 39, 1984). A matrix `y = W x` has no dynamics, so no Lyapunov equation is left to solve: its Gramians are
-measured. Controllability is `P = Σ_t x_t x_tᵀ` (n × n), how far the inputs reach; observability is `Q = Σ_t g_t g_tᵀ`
-(m × m), `g_t` the derivative by `y_t` of a random product with the layer's output, `⟨v, h⟩` with `v ~ N(0, I)`: how
-much of the outputs is seen there, and not at the loss (`calibration.statistics`).
+component analysis in linear systems, IEEE TAC 26, 1981; Glover, All optimal Hankel-norm approximations, Int. J. Control
+39, 1984). A matrix `y = W x` has no dynamics, so there is no Lyapunov equation to solve, and its Gramians are measured.
+Controllability is `P = Σ_t x_t x_tᵀ` (n × n), how far the inputs reach. Observability is `Q = Σ_t g_t g_tᵀ` (m × m),
+how much the outputs move the layer's output `h` (and not the loss): `g_t` is the derivative of `⟨v, h⟩` with respect to
+`y_t`, for a random `v ~ N(0, I)` (`calibration.statistics`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Balanced(LowRank):
     norm is `sqrt(Σ_{i>r} σ_i²)` of the Hankel values `σ(Q^½ W P^½)`: the tail that balanced truncation drops (Moore
     1981; optimal here by Eckart and Young).
 
-    Float64, rounded once to the dtype of `W`, which leaves directions of the size of that rounding beyond the rank.
-    Raises LyapunovPruneError for what is no Gram matrix of n inputs, or of m outputs.
+    Float64, rounded once to the dtype of `W`, which leaves singular values of the size of that rounding beyond the
+    rank. Raises LyapunovPruneError unless P is a Gram matrix of n inputs and Q one of m outputs.
     """
 
     damping: float = 1e-6

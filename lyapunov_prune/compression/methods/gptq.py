@@ -1,4 +1,4 @@
-"""GPTQ: weights are rounded one input at a time, and the inputs still to come make up for each rounding."""
+"""GPTQ: weights are rounded one input at a time, and the later inputs compensate for each rounding."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GPTQ(SecondOrder, Rounder):
-    """Round `W` (m × n) to the grids of `rtn`, moving what is not rounded yet to keep `W X`.
+    """Round `W` (m × n) to the grids of `rtn`, and update the weights not rounded yet to preserve `W X`.
 
-    Input after input is rounded to the nearest point, and the error moves those to come (`second_order.swept`), by the
-    `H` of `SecondOrder` for a Gram matrix in any scale. With `act_order` inputs of the largest energy `H_jj` come
-    first, while all others can still make up for them. Frantar et al., GPTQ (ICLR 2023, arXiv:2210.17323), Algorithm 1.
+    Inputs are rounded one after another to the nearest points, and the error of each updates the later ones
+    (`second_order.swept`), by the `H` of `SecondOrder` for a Gram matrix in any scale. With `act_order` the inputs of
+    largest energy `H_jj` come first, while all others can still compensate. Frantar et al., GPTQ (ICLR 2023,
+    arXiv:2210.17323), Algorithm 1.
 
-    All grids are those of the matrix as it was given, before any update or correction ("static groups"), so that the
-    order of the inputs does not change which of them share a grid, and what is stored are the integers and scales of
-    `rtn`. An input that was always zero is rounded to nearest.
+    The grids are those of the given matrix, before any update or correction ("static groups"). The order of the inputs
+    therefore does not change which of them share a grid, and the integers and scales of `rtn` can store the result. An
+    input that was always zero is rounded to nearest.
 
     Float64 throughout, rounded once to the dtype of `W`. Raises LyapunovPruneError for a Gram matrix of another shape,
-    without energy or with no inverse, for `bits` that are none of `grids.WIDTHS` and for a group size that does not
-    divide n.
+    without energy or without inverse, for `bits` outside `grids.WIDTHS` and for a group size that does not divide n.
     """
 
     act_order: bool = True

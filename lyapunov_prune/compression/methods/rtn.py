@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoundToNearest(Rounder):
-    """`W` (m × n) on grids of `2^bits` points over the range of a row, or of a group of a row (`grids.stepped`).
+    """Round `W` (m × n) to grids of `2^bits` points over the range of each row, or group of a row (`grids.stepped`).
 
-    `|w − ŵ| ≤ s/2` for the step `s` of the grid (not at 1.58 bits, where large weights are cut off), beside one
-    rounding to the dtype of `W`; 0 stays 0. The values of the grid come back, not packed integers. Nagel et al., A
-    white paper on neural network quantization, 2021, §2.2.
+    `|w − ŵ| ≤ s/2` for the step `s` of the grid, apart from one rounding to the dtype of `W`, except for large weights
+    at 1.58 bits, which are cut off. 0 stays 0. Returns values on the grid, not packed integers. Nagel et al., A white
+    paper on neural network quantization, 2021, §2.2.
 
-    Raises LyapunovPruneError for `bits` that are none of `grids.WIDTHS` and for a group size that does not divide n.
+    Raises LyapunovPruneError for `bits` outside `grids.WIDTHS` and for a group size that does not divide n.
     """
 
     name = "rtn"

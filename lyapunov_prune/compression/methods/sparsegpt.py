@@ -1,4 +1,4 @@
-"""SparseGPT: entries go one input at a time, and the inputs still to come make up for each that goes."""
+"""SparseGPT: entries are removed one input at a time, and the later inputs compensate for each removal."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SparseGPT(SecondOrder, Sparsifier):
-    """Zero `round(amount · m · n)` entries of `W` (m × n) and move the others to keep `W X`.
+    """Zero `round(amount · m · n)` entries of `W` (m × n) and update the others to preserve `W X`.
 
-    By the `H` of `SecondOrder`, for a Gram matrix (n × n, float64) in any scale. Frantar and Alistarh, SparseGPT (ICML
-    2023, arXiv:2301.00774), Algorithm 1: with `U` upper triangular and `UᵀU = H⁻¹`,
-    `U_jj²` is `[(H_{j:,j:})⁻¹]_jj`. For every `block` inputs the entries of smallest `w² / U_jj²` are removed
-    among all rows, and for input after input `w_{j:} ← w_{j:} − (w_j / U_jj) U_{j,j:}` in the rows that lose it.
-    With `pattern` (keep, of) the `keep` best of every `of` consecutive inputs of a row stay, chosen when the
-    first of them is reached.
+    Uses the `H` of `SecondOrder` for a Gram matrix (n × n, float64) in any scale. Frantar and Alistarh, SparseGPT (ICML
+    2023, arXiv:2301.00774), Algorithm 1: with `U` upper triangular and `UᵀU = H⁻¹`, `U_jj²` is `[(H_{j:,j:})⁻¹]_jj`. In
+    every `block` inputs the entries of smallest `w² / U_jj²` over all rows are removed. Then, input by input,
+    `w_{j:} ← w_{j:} − (w_j / U_jj) U_{j,j:}` in the rows that lose the entry. With `pattern` (keep, of) the `keep` best
+    of every `of` consecutive inputs of a row stay, chosen when the first of them is reached.
 
-    Float64 throughout, rounded once to the dtype of `W`. The weights of an input that was always zero become zero,
-    beyond the count where there are many.
+    Float64 throughout, rounded once to the dtype of `W`. The weights of an input that was always zero become zero, even
+    if there are more of them than the count.
 
-    Raises LyapunovPruneError for a Gram matrix of another shape, without energy or with no inverse, and for a
-    pattern that does not fit the matrix or has another sparsity.
+    Raises LyapunovPruneError for a Gram matrix of another shape, without energy or without inverse, and for a pattern
+    that does not fit the matrix or has another sparsity.
     """
 
     name = "sparsegpt"
@@ -41,7 +40,7 @@ class SparseGPT(SecondOrder, Sparsifier):
         block, (m, n) = self.block, W.shape
         if self.pattern is not None:
             require_pattern(self.pattern, n, amount)
-            block = max(block - block % self.pattern[1], self.pattern[1])  # a group lies in one block
+            block = max(block - block % self.pattern[1], self.pattern[1])  # so that a group lies in one block
         elif round(amount * m * n) == 0:
             return W
         V, H, dead = self.begin(W, statistics)
@@ -56,7 +55,7 @@ class SparseGPT(SecondOrder, Sparsifier):
                 removed[:, group] = n_of_m(V[:, group].square() / scale[group], *self.pattern)
             if self.pattern is None and j % block == 0:
                 end = min(j + block, n)
-                # Counts up to here, so that their rounding does not add up.
+                # The difference of two rounded totals, so that rounding does not add up over blocks.
                 count = round(amount * m * end) - round(amount * m * j)
                 removed[:, j:end] = smallest(V[:, j:end].square() / scale[j:end], count)
             return V[:, j].masked_fill(removed[:, j], 0)

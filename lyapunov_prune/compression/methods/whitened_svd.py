@@ -19,11 +19,11 @@ class WhitenedSVD(LowRank):
     """`argmin ‖(W − Ŵ) X‖_F` over `Ŵ` (m × n) of rank `amount`, for inputs X (n × tokens) with `gram = X Xᵀ`.
 
     With `S Sᵀ = gram + damping · mean(diag) · I` and `[W S]_r = U_r U_rᵀ W S` the truncated SVD,
-    `Ŵ = [W S]_r S⁻¹ = U_r U_rᵀ W`, so that `S` needs no inverse, and `‖(W − Ŵ) S‖_F² = Σ_{i>r} σ_i(W S)²`. Wang et
-    al., SVD-LLM (ICLR 2025, arXiv:2403.07378), §3.1; Eckart and Young. `gram` is n × n, float64, in any scale.
+    `Ŵ = [W S]_r S⁻¹ = U_r U_rᵀ W`, so that `S` needs no inverse, and `‖(W − Ŵ) S‖_F² = Σ_{i>r} σ_i(W S)²`. Wang et al.,
+    SVD-LLM (ICLR 2025, arXiv:2403.07378), §3.1; Eckart and Young. `gram` is n × n, float64, in any scale.
 
-    Float64, rounded once to the dtype of `W`, which leaves directions of the size of that rounding beyond the rank.
-    Raises LyapunovPruneError for what is no Gram matrix of n inputs.
+    Float64, rounded once to the dtype of `W`, which leaves singular values of the size of that rounding beyond the
+    rank. Raises LyapunovPruneError unless `gram` is a Gram matrix of n inputs.
     """
 
     damping: float = 1e-6
