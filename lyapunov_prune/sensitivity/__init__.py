@@ -1,9 +1,9 @@
 """Change one thing at a time and measure the loss.
 
-- `studies/`: one file a study; `table` lists them by name; `study`: what each is; `changes`: what it changes;
-- `sweep`: many small changes on one model and one text, none measured twice; `compressor`: the matrices that it puts
-  in place;
-- `sensitivity`: the map that they give; `drift`: how far the states moved; `amplification`: whether ρ says so.
+- `studies/`: one file per study; `table` lists them by name; `study`: their base class; `changes`: what a study
+  changes;
+- `sweep`: many small changes of one model on one text, none measured twice; `compressor`: the compressed matrices;
+- `sensitivity`: the result; `drift`: how far the states moved; `amplification`: whether ρ predicts that.
 """
 
 import lazy_loader

@@ -134,7 +134,7 @@ def amplification_drift(found: Sensitivity, contraction: ContractionProfile) -> 
 def weighted_spearman(x: np.ndarray, y: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Spearman's correlation of samples in which value i of `x` and `y` (n,) occurs `counts[r, i]` times: (R,).
 
-    NaN for a sample with a constant.
+    NaN for a sample in which `x` or `y` is constant.
     """
     return _pearson(_ranks(x, counts), _ranks(y, counts), counts)
 

@@ -14,8 +14,8 @@ from lyapunov_prune.errors import LyapunovPruneError
 if TYPE_CHECKING:
     from lyapunov_prune.models.projections import Projection
 
-BITS = 4  # of a method that rounds, if not given
-LEVELS = (8, 6, 4, 3, 2)  # the bits that stand for rising sparsities where a method rounds
+BITS = 4  # bits per weight of a method that rounds, if not given
+LEVELS = (8, 6, 4, 3, 2)  # a method that rounds uses these bits in place of rising sparsities
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Compression:
     A low-rank method keeps `rank`, or by default the rank that leaves `1 − sparsity` of the parameters (`rank_for`);
     with a rank the sparsity is 0. A method that rounds keeps `bits` a weight (`BITS` if not given) at sparsity 0.
 
-    Raises LyapunovPruneError for an unknown method and for an amount that is out of range or not the method's.
+    Raises LyapunovPruneError for an unknown method and for an amount that is out of range or in a unit of other
+    methods.
     """
 
     method: str
@@ -34,7 +35,7 @@ class Compression:
     bits: float | None = None
 
     def __post_init__(self) -> None:
-        METHODS[self.method]  # refuses one that there is not
+        METHODS[self.method]  # raises for an unknown method
         if not 0 <= self.sparsity <= 1 or (self.rank is not None and self.rank < 1):
             raise LyapunovPruneError(f"{self}: give a sparsity of 0 to 1 and a rank of 1 or more")
         if self.rounds:
@@ -57,11 +58,11 @@ class Compression:
 
     @property
     def amount(self) -> str:
-        """What stands on the axis of its levels: the bits of a method that rounds, else the sparsity."""
+        """The label of a level: the bits of a method that rounds, otherwise the sparsity."""
         return f"{self.bits:g} bits" if self.rounds else f"sparsity {self.sparsity:g}"
 
     def levels(self, sparsities: Sequence[float]) -> list[Compression]:
-        """The same at each of these sparsities (and the rank that follows from it), or at 8 to 2 bits if it rounds."""
+        """This at each of `sparsities` (with the rank that follows from it), or at 8 to 2 bits if the method rounds."""
         if self.rounds:
             return [replace(self, bits=bits) for bits in LEVELS]
         return [Compression(self.method, s, None if self.low_rank else self.rank) for s in sparsities]
@@ -79,7 +80,7 @@ class Compression:
         return f"{self.method}, sparsity {self.sparsity:g}, rank {self.rank or 'full'}"
 
     def kept(self, shape: Sequence[int]) -> float:
-        """Multiplications per input, out of the `m n` of a dense matrix: entries kept, or two factors if fewer.
+        """Multiplications per input, of the `m n` of a dense matrix: entries kept, or those of two factors if fewer.
 
         Rounding saves none.
         """

@@ -1,4 +1,4 @@
-"""The compressed matrices that the changes of a study put in place."""
+"""The compressed matrices that a study puts in place."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Compressor:
         return Job(change.key, min(p.layer for p in change.matrices), weights=weights)
 
     def _make(self, setting: Compression, missing: Sequence[Projection]) -> None:
-        """Compress matrices of the dense model with their inputs there; Gram matrices are of one layer at a time."""
+        """Compress matrices of the dense model by their dense inputs, with the Gram matrices of one layer at a time."""
         needs = METHODS[setting.method].needs
 
         def keep(here: Sequence[Projection], statistics: Mapping[str, Statistics]) -> None:

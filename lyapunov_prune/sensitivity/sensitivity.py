@@ -164,7 +164,7 @@ class Sensitivity(Result):
         return [f"Catastrophe threshold s* = {star} (Wanda on layer 0, regret below {self.limit:g})"]
 
     def answer(self) -> list[str]:
-        """By study what hurts most and least, then what predicts it."""
+        """For every study the most and the least harmful change, then what predicts the harm."""
         lines = [f"Dense perplexity {self.perplexity:.4g}; regret is what a change adds to it ({self.compression})."]
         for row in self.summary().itertuples():
             lines.append(
@@ -215,8 +215,8 @@ def measure_sensitivity(
 
     `studies` are names of `table.STUDIES`, which says what each changes. All except `removal` use `method`, `sparsity`
     and `rank` unless they set their own; a low-rank method keeps `rank`, or by default the rank that follows from
-    `sparsity`; one that rounds keeps `bits`, 4 if not given, and goes from 8 to 2 where others go through sparsities.
-    Each change is applied to the dense model, with the inputs of its matrices there.
+    `sparsity`; one that rounds keeps `bits` (4 if not given) and goes from 8 to 2 bits in place of rising sparsities.
+    Each change is applied to the dense model and calibrated on the inputs there.
 
     `calibration` is the text on which methods see inputs, `profile` is compared with the regret; neither may share text
     with `batch`. Jobs are kept in `folder` (see `Store`), and with `resume` none is repeated. Structural sensitivity,

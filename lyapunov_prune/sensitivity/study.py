@@ -1,4 +1,4 @@
-"""What every study is: a list of changes that are measured one after another. Imports no torch."""
+"""The base class of studies, lists of changes that are measured one after another. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ Projections = tuple["Projection", ...]
 class Study(Choice):
     """A list of changes that belong together. A study is a subclass in a file of its own and a row in `table.STUDIES`.
 
-    `after_groups`: its changes depend on what the study `group` showed. `in_all`: cheap enough to be part of `all`.
-    `takes` names the settings that it goes by (the amount is a sparsity, or bits); it makes the others itself, or has
-    no use for them.
+    `after_groups`: its changes depend on the results of the study `group`. `in_all`: it is cheap enough to be part of
+    `all`. `takes` names the settings that it uses (the amount is a sparsity, or bits); others do not affect it.
     """
 
     after_groups: ClassVar[bool] = False

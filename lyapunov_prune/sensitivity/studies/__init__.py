@@ -1,1 +1,1 @@
-"""What is changed one thing after another, one file a study; `sensitivity.table.STUDIES` lists them."""
+"""Studies, one file each; `sensitivity.table.STUDIES` lists them."""

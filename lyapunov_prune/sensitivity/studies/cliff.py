@@ -14,7 +14,7 @@ CLIFF_SPARSITIES = (0.3, 0.5, 0.7, 0.9, 0.95)
 
 @dataclass(frozen=True)
 class Cliff(Study):
-    """The most sensitive component, layer by layer, at five sparsities, or at falling bits where the method rounds."""
+    """The most sensitive component, layer by layer, at five sparsities, or at falling bits if the method rounds."""
 
     name = "cliff"
     help = "the most sensitive component of each layer, at five sparsities or bits"

@@ -1,4 +1,4 @@
-"""Study `greedy-rescored`: the same, the groups left scored again after each."""
+"""Study `greedy-rescored`: like `greedy`, but the remaining groups are scored again after each round."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lyapunov_prune.sensitivity.study import Projections, Study
 
 @dataclass(frozen=True)
 class GreedyRescored(Study):
-    """In each round the group goes that leaves the least loss together with those before it.
+    """Each round adds the group with the least loss when compressed together with those of the earlier rounds.
 
-    The changes are the rounds that `losses` decides, and those to measure for the next one: about `rounds × groups` in
-    all.
+    The changes are the rounds that `losses` decides, and those to measure for the next round: about `rounds × groups`
+    in all.
     """
 
     name = "greedy-rescored"

@@ -13,7 +13,7 @@ UNIFORM_RANKS = (8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Rank(Study):
-    """All layers at rising ranks; by `svd` where the method rounds, since rounding has no rank."""
+    """All layers at rising ranks; by `svd` if the method rounds, because rounding has no rank."""
 
     name = "rank"
     help = "all layers, at rising ranks"

@@ -1,4 +1,4 @@
-"""Study `threshold`: layer 0 by Wanda, at rising sparsities: where is s*."""
+"""Study `threshold`: layer 0 by Wanda, at rising sparsities, to find s*."""
 
 from __future__ import annotations
 
