@@ -1,14 +1,13 @@
 """Where the error of a compressed model comes from: which layers add it, which pass it on, what putting one back gains.
 
-- `pair`: a dense and a compressed model whose layers are aligned, and what is refused;
-- `decomposition`: the error behind every layer as the sum of what arrived, what the layer added, and what it did to
-  what arrived;
+- `pair`: aligns the layers of a dense and a compressed model, and refuses models that cannot be compared;
+- `decomposition`: the error after every layer as the sum of what arrived, what the layer added, and what it did to what
+  arrived;
 - `sublayers`: the same for attention and MLP;
 - `blame`: KL and loss when one layer alone is compressed, and when all others are;
-- `token_kinds`: from the final state to the prediction, by kind of token;
-- `kv_cache`: a model whose keys and values are rounded, in the place of a compressed one;
-- `explanation`: the result; `explain`: both of them measured from the same forwards; `cost`: what that takes, said
-  first.
+- `token_kinds`: how far final state, logits and probabilities turn, by kind of token;
+- `kv_cache`: a model with rounded keys and values, which can be compared like a compressed one;
+- `explanation`: the result; `explain`: measures all of it from shared forwards; `cost`: estimates the time beforehand.
 """
 
 import lazy_loader

@@ -13,15 +13,16 @@ from lyapunov_prune.predictions.softmax import log_softmax, require_finite_logit
 from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.predictions.tiles import measures
 
-_ENTRIES = 2**22  # of positions × vocabulary, formed at once: enough rows for an efficient product with the head
-_ROWS = 4  # compared at once: few enough for the CPU cache
+_ENTRIES = 2**22  # positions × vocabulary at a time: enough rows for an efficient product with the head
+_ROWS = 4  # rows compared at a time: few enough for the CPU cache
 
 
 class Blame:
     """Sums over positions of KL and loss, float64: `sums` is (2 + 2 (L + 2), 2).
 
-    Its rows are the dense model, the compressed one, and for the embedding, each of L layers and the head in turn: this
-    alone compressed, and all but this. What does not differ costs nothing alone, and its return saves nothing.
+    The first two rows are the dense and the compressed model. Two more rows follow for the embedding, each of the L
+    layers, and the head: the model with this part alone compressed, and with all parts but this compressed. For a part
+    that does not differ they equal the rows of the dense and of the compressed model.
     """
 
     def __init__(self, layers: int) -> None:
@@ -29,7 +30,7 @@ class Blame:
         self.positions = 0
 
     def add(self, found: torch.Tensor, parts: Sequence[int]) -> None:
-        """`found` as `predictions` gives it first for the compressed model and both of each of `parts`, by number."""
+        """Add `found` of `predictions` for the compressed model, followed by two models for each number in `parts`."""
         summed = found.sum(-1).numpy()
         rows = np.tile(summed[:2], (len(self.sums) // 2, 1))
         for number, part in enumerate(parts):
@@ -43,11 +44,11 @@ def predictions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`KL(p‖q)` and the loss `−log q(wanted)` of every position, in nats: (1 + changes, 2, positions) float64.
 
-    Row 0 is the dense model, whose KL is 0. Also `1 − cos` between hidden state, logits and probabilities of the dense
-    model and of the first of `changed`: (3, positions). `dense` and each of `changed` are a scorer and final states
-    (positions × width), `wanted` the token that comes next.
+    Row 0 is the dense model, whose KL is 0. Also returns `1 − cos` between the dense model and the first of `changed`,
+    for hidden state, logits and probabilities: (3, positions). `dense` and each of `changed` are a scorer and final
+    states (positions × width); `wanted` is the token that comes next.
 
-    Raises LyapunovPruneError for dense logits that are not finite, and where the vocabularies differ.
+    Raises LyapunovPruneError for dense logits that are not finite, and for different vocabularies.
     """
     scorer, state = dense
     for other, _ in changed:
@@ -62,7 +63,7 @@ def predictions(
         for number, (reader, states) in enumerate(changed)
         if reader is not scorer or not torch.equal(states.to(state), state)
     ]
-    # Those of one scorer one after the other: they share a product with its head.
+    # Group them by scorer: consecutive states with one scorer share a product with its head.
     differing.sort(key=lambda number: changed[number][0] is not scorer)
     if differing:
         readers, states = zip(*(changed[number] for number in differing), strict=True)
@@ -74,7 +75,7 @@ def predictions(
 def _turned(
     dense: tuple[Scorer, torch.Tensor], changed: tuple[Scorer, torch.Tensor], wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL and loss of the dense model, (2, positions), and how far `changed` turns, from whole rows of logits."""
+    """KL and loss of the dense model, (2, positions), and `1 − cos` of `changed`, (3, positions), from whole rows."""
     (scorer, state), (other, states) = dense, changed
     own, turned = list[torch.Tensor](), list[torch.Tensor]()
     for here in torch.arange(len(state)).split(max(1, _ENTRIES // scorer.vocabulary)):

@@ -1,4 +1,4 @@
-"""What `explain` will take, measured on one window before it starts."""
+"""The time that `explain` will take, measured on one window before it starts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.states import predicting
 from lyapunov_prune.models.structure import in_eval_mode
 
-_POSITIONS, _CHANGES = 32, 8  # whose predictions are timed, and by how many changed models
-# How often at most the files of a streamed model are read, what is tried and timed beforehand included.
+_POSITIONS, _CHANGES = 32, 8  # positions and changed models whose predictions are timed
+# The most times that the files of a streamed model are read, including the checks and timing beforehand.
 READINGS = 16
 
 
 def forwards(layers: int) -> int:
-    """How many forwards `explain` takes of each window at most: where every layer and the embedding differ."""
+    """The most forwards that `explain` takes of each window: all layers and the embedding differ."""
     return layers + 8
 
 
@@ -29,7 +29,7 @@ def forwards(layers: int) -> int:
 def told_cost(reading: Reading) -> str:
     """At most how many forwards, and about how many minutes, `explain` takes on this batch of the dense model.
 
-    Raises NonFiniteError naming the layer where a state of its first window is not finite.
+    Raises NonFiniteError naming the layer if a state of its first window is not finite.
     """
     layers, streamed = reading.structure.num_layers, reading.decoder.stream is not None
     ids = reading.windows(1)[0]
@@ -40,7 +40,7 @@ def told_cost(reading: Reading) -> str:
     some = state[:_POSITIONS]
     changed = [(scorer, some.roll(1, 0))] * _CHANGES
     _, compared = _timed(lambda: predictions((scorer, some), changed, ids[0, 1 : 1 + len(some)])[0], 3)
-    # Of a streamed model the time to read the files, which a forward of one token shows.
+    # The time to read the files of a streamed model: that of a forward of one token.
     read = _timed(lambda: final_state(reading.structure, ids[:1, :1]), 1)[1] if streamed else 0.0
     head = compared * len(state) / len(some) / _CHANGES
     times = 2 * (layers + 2)
@@ -54,7 +54,7 @@ def told_cost(reading: Reading) -> str:
 
 
 def _timed(run: Callable[[], torch.Tensor], repeats: int) -> tuple[torch.Tensor, float]:
-    """What `run` returns, and its seconds: the least of `repeats`, since the first warms up."""
+    """What `run` returns, and its seconds: the least of `repeats`, because the first run warms up."""
     seconds = []
     for _ in range(repeats):
         start = perf_counter()

@@ -1,4 +1,4 @@
-"""The error behind every layer as a sum: what arrived, what the layer added, and what it did to what arrived."""
+"""The error after every layer as a sum: what arrived, what the layer added, and what it did to what arrived."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARTS = ("inherited", "added", "amplified")
 
 
 class Decomposed:
-    """What follows from the sums of `ErrorSums` over N steps (layers or sublayers), whose names are those of fields."""
+    """Results of the sums of `ErrorSums` over N steps (layers or sublayers), which a subclass has as fields."""
 
     size: np.ndarray
     error: np.ndarray
@@ -23,7 +23,7 @@ class Decomposed:
 
     @property
     def adds_up(self) -> bool:
-        """Whether the three parts of every step are what leaves it, up to rounding."""
+        """Whether the three parts of every step add up to the error that leaves it, up to rounding."""
         return bool((self.off <= self.rounding).all())
 
     @property
@@ -33,13 +33,13 @@ class Decomposed:
 
     @property
     def parts(self) -> np.ndarray:
-        """What inherited, added and amplified are of `‖e_{k+1}‖ / ‖h_{k+1}‖`, which they add up to: (3, N)."""
+        """Contributions of inherited, added and amplified to `‖e_{k+1}‖ / ‖h_{k+1}‖`, which is their sum: (3, N)."""
         leaving = np.sqrt(self.error[1:] * self.size[1:])
         return np.divide(self.along, leaving, out=np.zeros_like(self.along), where=leaving > 0)
 
     @property
     def carried(self) -> np.ndarray:
-        """By how much each step makes larger or smaller the relative error that arrives, (N,).
+        """By how much each step increases (or decreases) the relative error that arrives, (N,).
 
         `r_N = r_0 + Σ_k (added_k + carried_k)` with `r` the `relative` error.
         """
@@ -50,15 +50,15 @@ class Decomposed:
 class ErrorSums:
     """Sums over tokens that decompose the error of every layer, float64.
 
-    With `h_k`, `h'_k` the states of the dense and the compressed model before layer k, `f_k` and `g_k` their layers and
-    `e_k = h'_k − h_k`:
+    With the states `h_k` and `h'_k` of the dense and the compressed model before layer k, their layers `f_k` and `g_k`,
+    and `e_k = h'_k − h_k`:
 
     `e_{k+1} = e_k + (g(h) − f(h)) + ((g(h') − g(h)) − e_k)`: inherited, added, amplified (or damped).
 
-    `size` and `error` (L + 1,) are `Σ_t ‖h_k‖²` and `Σ_t ‖e_k‖²`; `energy` (3, L) those of the parts; `along` (3, L)
-    the sums of `⟨part, e_{k+1}⟩`; `passed` (L,) of `‖g(h') − g(h)‖²`. `off` (L,) is the squared distance of the sum of
-    the parts from `e_{k+1}`: the states come from whole forwards and the parts from layers that ran alone, so it is
-    zero only up to rounding, and large where a layer alone does not do what it does in its model.
+    `size` and `error` (L + 1,) are `Σ_t ‖h_k‖²` and `Σ_t ‖e_k‖²`; `energy` (3, L) is the same for the three parts;
+    `along` (3, L) is `Σ_t ⟨part, e_{k+1}⟩`; `passed` (L,) is `Σ_t ‖g(h') − g(h)‖²`. `off` (L,) is the squared distance
+    of the sum of the parts from `e_{k+1}`: the states come from whole forwards and the parts from layers that ran
+    alone, so it is zero up to rounding, and large if a layer that runs alone computes something else than in its model.
     """
 
     def __init__(self, layers: int) -> None:
@@ -67,7 +67,7 @@ class ErrorSums:
         self.energy, self.along = np.zeros((2, 3, layers))
 
     def add_states(self, dense: Sequence[torch.Tensor], compressed: Sequence[torch.Tensor]) -> None:
-        """The states at all boundaries of a batch of windows."""
+        """Add the states at all boundaries of a batch of windows."""
         for boundary, (h, changed) in enumerate(zip(dense, compressed, strict=True)):
             self.size[boundary] += _energy(lift(h))
             self.error[boundary] += _energy(_minus(changed, h))
@@ -79,7 +79,7 @@ class ErrorSums:
         dense: torch.Tensor,
         compressed: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """`error` is `(e_k, e_{k+1})` in float64, `dense` is `f(h)`, and `compressed` is `(g(h), g(h'))`."""
+        """Add one layer: `error` is `(e_k, e_{k+1})`, float64, `dense` is `f(h)`, `compressed` is `(g(h), g(h'))`."""
         arriving, leaving = error
         of_dense, of_compressed = compressed
         passed = _minus(of_compressed, of_dense)

@@ -31,7 +31,7 @@ from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import ModelIdentity
 
-# A layer that runs alone may round otherwise than in its model, by so many units.
+# Rounding of a layer that runs alone may differ from that in its model by this many units.
 _UNITS = 16
 
 
@@ -48,21 +48,23 @@ def explain(
     batch_size: Count = 1,
     folder: Path | None = None,
 ) -> Explanation:
-    """Where the error of `compressed` comes from: see Explanation. Only forwards are run, so weights may be packed.
+    """Measure where the error of `compressed` comes from, see Explanation. Only forwards run; weights may be packed.
 
-    `kept` are the dense model's numbers of the layers of `compressed`, if some are gone; None takes them from the
-    provenance of its checkpoint. `profile` is one of the dense model, whose ρ is set beside that of this error.
+    `kept` holds the dense model's number of each layer of `compressed`, if some were removed; None takes them from the
+    provenance of its checkpoint. `profile` is a contraction profile of the dense model, whose ρ is shown beside that of
+    this error.
 
-    Cost: `cost.forwards(L)` forwards of every window, fewer where layers are equal: both models once, every layer of
-    `compressed` on both states and of `dense` on the other's, for both blames half a forward a layer, each begun at a
-    kept state; every MLP of `compressed` on the dense state, and `dense` once more for the matrices of the layers to
-    blame. Memory: both models, the states of `batch_size` windows at all boundaries, and a block of logits.
+    Cost: at most `cost.forwards(L)` forwards of every window, fewer if some layers are equal. Both models run once;
+    every layer of `compressed` runs on both states, and every layer of `dense` on the state of `compressed`; for each
+    layer, two half forwards on average (with it alone compressed, and with all but it) begin at a kept state; every MLP
+    of `compressed` runs on the dense state; `dense` runs once more for the matrices of the blamed layers. Memory: both
+    models, the states of `batch_size` windows at all boundaries, and a block of logits.
 
-    Two streamed models: one layer of each, through which all windows of all these forwards go while it is held, so the
-    files are read a few times (`cost.READINGS`). Memory: a layer of each, and states at all boundaries and between all
-    sublayers, of both models; where memory is short these are in a file in `folder` (`room_for`).
+    If both models are streamed, all windows pass through one layer of each while it is in memory, so that the files are
+    read a few times (`cost.READINGS`). Memory: one layer of each model, and the states of both at all boundaries and
+    between all sublayers; if memory is short, the states are in a file in `folder` (`room_for`).
 
-    Raises NonFiniteError naming the layer where a state of either model is not finite, and LyapunovPruneError for two
+    Raises NonFiniteError naming the layer if a state of either model is not finite, and LyapunovPruneError for two
     models that cannot be compared (`pair_up`) or a profile of another model.
     """
     first, second = sides = pair_up(dense, compressed, batch, kept, folder)
@@ -105,14 +107,14 @@ def explain(
 
 
 def _matrices(sides: tuple[Side, Side], layers: Sequence[int], batch_size: int) -> MatrixErrors | None:
-    """The errors of the matrices of these layers that differ; None where none does, or they cannot be compared."""
+    """The errors of the matrices of `layers` that differ; None if none does, or they cannot be compared."""
     reading, decoders = sides[0].reading, [side.reading.decoder for side in sides]
     try:
         ours, theirs = map(find_projections, decoders)
-    except LyapunovPruneError:  # packed for their library's kernels, adapters, or no matrices at all
+    except LyapunovPruneError:  # packed for kernels of their library, adapters, or no matrices at all
         return None
     given = {_place(p, sides[1].layers[p.layer]): p for p in theirs}
-    # Of a streamed model no more than one layer is in memory.
+    # A streamed model has only one layer in memory.
     together = [[layer] for layer in sorted(layers)] if reading.decoder.stream else [layers]
     found = []
     for some in together:
@@ -132,7 +134,7 @@ def _matrices(sides: tuple[Side, Side], layers: Sequence[int], batch_size: int) 
 
 
 def _place(p: Projection, layer: int) -> tuple[int, str, int | None, int | None]:
-    """Which matrix it is, in the dense model's number of its layer."""
+    """What identifies a matrix in both models; `layer` is the dense model's number of its layer."""
     return layer, p.component, p.head, p.expert
 
 
@@ -153,13 +155,13 @@ def _explain_windows(
     h2 = [state.to(h[0].device) for state in changed]
     sums.add_states(h, h2)
     inner.add_states(h, h2, (between, moved))
-    # By part, the state of the model in which it alone is compressed, and of the one in which all but it are.
+    # By part: the state with this part alone compressed, and the state with all parts but this compressed.
     runs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     if not torch.equal(h[0], h2[0]):
         runs[0] = h2[0].clone(), h[0].clone()
     for k in range(first.total):
         with first.held(k), second.held(k):
-            for side, states in zip(sides, zip(*runs.values(), strict=True), strict=False):  # none yet at first
+            for side, states in zip(sides, zip(*runs.values(), strict=True), strict=False):  # none at first
                 side.run_each(k, ids, states)
             (g, at_dense), (g2, at_changed) = (inner.compressed.run(k, ids, state) for state in (h[k], h2[k]))
             sums.add_layer(k, difference((h2[k], h2[k + 1]), (h[k], h[k + 1])), h[k + 1], (g, g2))
@@ -171,9 +173,9 @@ def _explain_windows(
             )
             if not torch.equal(g.to(h[0].device), h[k + 1]):
                 f = first.run(k, ids, h2[k])
-                # The states that entered the layer are not needed any more, and their room is.
+                # The states that entered the layer are not needed any more; their memory is reused.
                 runs[k + 1] = h[k].copy_(g), h2[k].copy_(f)
-    # The final norm and the head are of the other model than the layers before them.
+    # The last part, final norm and head: they belong to the other model than the layers before them.
     by_dense_norm = first.finish_each(ids, h2[-1:])[0].to(changed_final)
     if scorers[0] is not scorers[1] or not torch.equal(by_dense_norm, changed_final):
         runs[first.total + 1] = h2[-1], h[-1]
@@ -192,14 +194,14 @@ def _explain_windows(
 
 
 def _rounding(side: Side, ids: torch.Tensor) -> float:
-    """How far two forwards of one layer may be apart, over the state that leaves it."""
+    """How far two forwards of one layer may differ by rounding, relative to the state that leaves it."""
     model = side.reading.model
     unit = torch.finfo(roughness(side.reading.structure, ids, model.dtype).coarsest).eps
     return _UNITS * max(unit, UNSEEN_ROUNDING if side.reading.decoder.packed else 0.0)
 
 
 def _other_settings(dense: ModelIdentity, compressed: ModelIdentity) -> str:
-    """What to say of settings that differ, where both models have the same layers."""
+    """A phrase about settings that differ between two models with as many layers; empty if there are none."""
     other = compressed.other_setting(dense) if dense.num_layers == compressed.num_layers else ""
     common = dense.weights.keys() & compressed.weights.keys()
     same = dense.architecture == compressed.architecture and any(

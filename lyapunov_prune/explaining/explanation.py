@@ -1,4 +1,4 @@
-"""The result: where the error of a compressed model comes from, and what each layer costs at the prediction."""
+"""The result of `explain`: where the error comes from, and what each layer costs at the prediction."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, ROWS, MeasuredOn, ModelIdentity, Result
 
 EXPLANATION = "explanation.json"
-_NAMED = 3  # layers that are called to blame
+_NAMED = 3  # the most layers that are blamed
 
 
 @dataclass(frozen=True)
 class Explanation(Decomposed, Result):
-    """Where the error of `compressed` comes from, layer by layer, in the dense model's numbers (L layers).
+    """Where the error of `compressed` comes from, layer by layer, with the layer numbers of the dense model (L layers).
 
-    With `h_k`, `h'_k` the dense and the compressed state before layer k, `f_k` and `g_k` the dense and the compressed
-    layer (a layer that is gone hands on its input) and `e_k = h'_k − h_k`, exactly
+    With the dense and the compressed state `h_k` and `h'_k` before layer k, the dense and the compressed layer `f_k`
+    and `g_k` (a removed layer passes on its input), and `e_k = h'_k − h_k`, exactly
 
     `e_{k+1} = e_k + (g(h) − f(h)) + ((g(h') − g(h)) − e_k)`: inherited, added, amplified or damped.
 
-    Sums over all tokens, float64: `size` and `error` (L + 1,) are `Σ‖h_k‖²` and `Σ‖e_k‖²`; `energy` (3, L) are those of
-    the three parts, `along` (3, L) their `Σ⟨part, e_{k+1}⟩`; `passed` (L,) is `Σ‖g(h') − g(h)‖²`; `off` (L,) is how far
-    the parts are from `e_{k+1}` together, over `√Σ‖h_{k+1}‖²`, and `rounding` what rounding allows of it.
+    Sums over all tokens, float64: `size` and `error` (L + 1,) are `Σ‖h_k‖²` and `Σ‖e_k‖²`; `energy` (3, L) is the same
+    for the three parts, `along` (3, L) is `Σ⟨part, e_{k+1}⟩`; `passed` (L,) is `Σ‖g(h') − g(h)‖²`; `off` (L,) is the
+    distance of the sum of the parts from `e_{k+1}`, divided by `√Σ‖h_{k+1}‖²`, and `rounding` how much of it rounding
+    can explain.
 
-    At the prediction, in nats a token: `kl` and `loss` of the compressed model, `dense_loss`, and (L + 2,) for the
-    embedding, every layer, and final norm and head: `kl_only` and `loss_only` where this alone is compressed, `kl_but`
-    and `loss_but` where all but this is. `rho` (L,) is that of a profile of the dense model, NaN without one.
-    `settings` says which setting of the two configs differs, empty if none.
+    At the prediction, in nats per token: `kl` and `loss` of the compressed model, and `dense_loss`; for the embedding,
+    every layer, and final norm and head, (L + 2,): `kl_only` and `loss_only` with this part alone compressed, `kl_but`
+    and `loss_but` with all parts but this compressed. `rho` (L,) is that of a profile of the dense model, NaN without
+    one. `settings` names the setting that differs between the two configs, empty if none does.
 
-    `matrices` are those of the layers to blame (`blamed`) that differ, each on its own; None where none does, or they
-    cannot be read as numbers. `sublayers` has the parts of attention and MLP; None where no state stands between them,
-    or weights stay packed. `tokens` has the way from the final state to the prediction by kind of token.
+    `matrices` holds the errors of single matrices, those of the blamed layers (`blamed`) that differ; None if none
+    does, or they cannot be read as numbers. `sublayers` has the same parts for attention and MLP; None if no state lies
+    between them, or weights stay packed. `tokens` follows the error from the final state to the prediction, by kind of
+    token.
     """
 
     kept: tuple[int, ...]
@@ -80,38 +82,38 @@ class Explanation(Decomposed, Result):
 
     @property
     def differs(self) -> bool:
-        """Whether the two models compute anything else on this text."""
+        """Whether the two models compute different results on this text."""
         return bool(self.error.any()) or self.kl > 0
 
     @property
     def growth(self) -> np.ndarray:
-        """`‖g(h') − g(h)‖ / ‖e_k‖`, (L,); 0 where no error arrives."""
+        """`‖g(h') − g(h)‖ / ‖e_k‖`, (L,); 0 if no error arrives."""
         arriving = self.error[:-1]
         return np.sqrt(np.divide(self.passed, arriving, out=np.zeros_like(arriving), where=arriving > 0))
 
     @property
     def rho_of_error(self) -> np.ndarray:
-        """ρ of this very error, `growth² ‖h_k‖² / ‖h_{k+1}‖²`, as a profile defines it; NaN where no error arrives."""
+        """ρ of this error, `growth² ‖h_k‖² / ‖h_{k+1}‖²`, as defined in a profile; NaN if no error arrives."""
         return np.where(self.error[:-1] > 0, self.growth**2 * self.size[:-1] / self.size[1:], np.nan)
 
     @property
     def gain(self) -> np.ndarray:
-        """KL that is saved when this alone is put back: `kl − kl_but`, (L + 2,)."""
+        """The KL saved by restoring this part alone: `kl − kl_but`, (L + 2,)."""
         return self.kl - self.kl_but
 
     @property
     def blamed(self) -> tuple[int, ...]:
-        """The layers that are to blame most, by `gain`, the first the most."""
+        """The layers with the largest `gain`, the largest first."""
         return blamed_layers(self.gain)
 
     @property
     def interaction(self) -> np.ndarray:
-        """`gain − kl_only`, (L + 2,): above zero where the other errors make it worse, below where they hide it."""
+        """`gain − kl_only`, (L + 2,): above zero if the other errors make this one worse, below if they hide it."""
         return self.gain - self.kl_only
 
     @property
     def composition(self) -> tuple[BoundCheck, ...]:
-        """`trajectory_error_le` with the compressed layers as those whose growth is measured."""
+        """`trajectory_error_le` with the measured growth of the compressed layers."""
         return trajectory_error_le(np.sqrt(self.error), self.growth, np.sqrt(self.energy[1]), unit=self.rounding)
 
     @property
@@ -124,7 +126,7 @@ class Explanation(Decomposed, Result):
         return ["embedding", *map(str, range(len(self.passed))), "head"]
 
     def to_frame(self) -> pd.DataFrame:
-        """A row for the embedding, every layer and the head."""
+        """One row for the embedding, for every layer and for the head."""
         nothing = [np.nan]
         relative, parts = self.relative, self.parts
         columns = {name: np.array([np.nan, *part, np.nan]) for name, part in zip(PARTS, parts, strict=True)}
@@ -146,7 +148,7 @@ class Explanation(Decomposed, Result):
         )
 
     def brief(self) -> pd.DataFrame:
-        """What there is most to gain from, first."""
+        """The parts with the largest gain, the largest first."""
         order = np.argsort(-self.gain, kind="stable")[:ROWS]
         return self.to_frame().iloc[order]
 
@@ -194,7 +196,7 @@ class Explanation(Decomposed, Result):
         ]
 
     def _kind(self) -> str:
-        """Whether the error at the end was added by the layers, or made large on the way."""
+        """A sentence on whether the error at the end was added by the layers or amplified on the way."""
         start, end = self.relative[[0, -1]]
         added, carried = float(self.parts[1].sum()), float(self.carried.sum())
         arrived = f"{start:.3g} from the embedding, " if start > 0 else ""

@@ -1,4 +1,4 @@
-"""A model whose keys and values are rounded, as a cache of few bits holds them."""
+"""A model with rounded keys and values, as a cache of few bits holds them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ CACHE_BITS = (8, 4, 2)
 
 @takes_model
 def with_rounded_cache(model: InMemory, bits: int) -> Decoder:
-    """`model` with keys and values rounded to `bits`, sharing its weights; `explain` compares it with `model`.
+    """A copy of `model` that shares its weights and rounds keys and values to `bits`; `explain` compares the two.
 
     The vector `x` of one token and one head (`head_dim` values) is rounded on its own asymmetric grid,
 
     `s = (max x − min x) / (2^bits − 1)`, `x̂ = s · round((x − min x) / s) + min x`,
 
-    the grid of KIVI (Liu et al. 2024, arXiv:2402.02750) and of transformers' `QuantizedCache`, per token for values as
-    there. Keys are rounded per token too, where KIVI takes a channel over a group of tokens: so no token's grid depends
-    on later tokens. Both are rounded as they leave their projections, keys before rotary positions (and before a norm
-    of keys). Every token attends to rounded keys and values, its own among them: as in decoding without a window of
-    full precision.
+    the grid of KIVI (Liu et al. 2024, arXiv:2402.02750) and of transformers' `QuantizedCache`. Values are rounded per
+    token, as there. Keys are rounded per token too, whereas KIVI rounds a channel over a group of tokens; thus no
+    token's grid depends on later tokens. Both are rounded when they leave their projections, keys before rotary
+    positions (and before a norm of keys). Every token attends to rounded keys and values, including its own, as in
+    decoding without a window of full precision.
 
-    Raises LyapunovPruneError for other bits, and where no layer has matrices that are known to make keys and values
+    Raises LyapunovPruneError for other bits, and if no layer has matrices that are known to make keys and values
     (latent attention, state spaces).
     """
     if bits not in CACHE_BITS:
@@ -54,7 +54,7 @@ def with_rounded_cache(model: InMemory, bits: int) -> Decoder:
 
 
 def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """`x` (… × n) on asymmetric grids of `2^bits` points, one a row; in its own dtype."""
+    """`x` (… × n) rounded to asymmetric grids of `2^bits` points, one per row, in its own dtype."""
     wide = x.float() if x.dtype != torch.float64 else x
     low, high = wide.aminmax(dim=-1, keepdim=True)
     step = (high - low) / (2**bits - 1)

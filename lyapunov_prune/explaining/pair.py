@@ -1,4 +1,4 @@
-"""A dense and a compressed model whose layers are aligned, so that one layer of either can stand in the other."""
+"""A dense and a compressed model with aligned layers, so that a layer of either can run in place of the other's."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.pruning.provenance import made_by
 
-_TRIED = 32  # tokens, those that `Prefix` tries
-_AT_ONCE = 1024  # tokens of several states that go through a layer together
+_TRIED = 32  # tokens to check, as many as `Prefix` tries
+_AT_ONCE = 1024  # tokens of several states that run through a layer in one batch
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
     """One of the two models, with its layers numbered as in the dense one.
 
-    `layers` holds the dense model's number of each of its layers. A layer that it lacks hands on what it is given.
-    States of a streamed model are kept in `folder` where memory is short.
+    `layers` holds the dense model's number of each layer of this model. A layer that this model lacks passes on its
+    input. States of a streamed model are kept in `folder` if memory is short.
     """
 
     reading: Reading
@@ -38,18 +38,18 @@ class Side:
 
     @cached_property
     def begins(self) -> list[int]:
-        """The model's own boundary at each boundary 0 … `total` of the dense model."""
+        """This model's boundary at each boundary 0 … `total` of the dense model."""
         return [sum(layer < boundary for layer in self.layers) for boundary in range(self.total + 1)]
 
     def kept(self, windows: int) -> KeptStates:
-        """Where up to `total` + 1 states of so many windows are kept."""
+        """Storage for up to `total` + 1 states of this many windows."""
         on_disk = self.reading.decoder.stream is not None
         return KeptStates(self.total + 1, windows, on_disk=on_disk, folder=self.folder)
 
     def states(self, ids: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The states at the boundaries 0 … `total` in one whole forward, and the state that the head reads.
+        """The states at the boundaries 0 … `total` from one whole forward, and the state that the head reads.
 
-        Raises as `require_finite`.
+        Raises like `require_finite`.
         """
         seen = self.kept(len(ids))
 
@@ -66,7 +66,7 @@ class Side:
         return [seen[number] for number in range(self.total + 1)], final
 
     def held(self, layer: int) -> AbstractContextManager[None]:
-        """Inside the block the weights of `layer` are in memory, also if the model is streamed."""
+        """Inside the block the weights of `layer` are in memory, even if the model is streamed."""
         begin, end = self.begins[layer : layer + 2]
         return nullcontext() if begin == end else layer_held(self.reading.model, begin)
 
@@ -77,13 +77,13 @@ class Side:
         require_finite(self.reading.structure, ids.to(model.device), f"{name} on {batch.text}")
 
     def run(self, layer: int, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """What leaves layer `layer` of the dense model's numbers when `hidden` enters it."""
+        """The output of `layer` (the dense model's number) for the input `hidden`."""
         hidden = self._own(hidden)
         begin, end = self.begins[layer : layer + 2]
         return hidden if begin == end else self.reading.prefix.advance(ids.to(hidden.device), begin, hidden, end)
 
     def run_each(self, layer: int, ids: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """Put what leaves `layer` in the place of each of `states`, several of which go through it together."""
+        """Replace each of `states` by the output of `layer` for it; several states run through it in one batch."""
         most = max(1, _AT_ONCE // ids.numel())
         for start in range(0, len(states), most):
             some = states[start : start + most]
@@ -92,7 +92,7 @@ class Side:
                 state.copy_(after)
 
     def finish_each(self, ids: torch.Tensor, states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The states that the head reads when each of `states` leaves the last layer."""
+        """The states that the head reads if each of `states` leaves the last layer."""
         hidden = torch.cat([self._own(state) for state in states])
         ids = ids.to(hidden.device).repeat(len(states), 1)
         return self.reading.prefix.finish(ids, self.begins[-1], hidden).chunk(len(states))
@@ -104,10 +104,10 @@ class Side:
 def pair_up(
     dense: Decoder, compressed: Decoder, batch: Readable, kept: Sequence[int] | None, folder: Path | None
 ) -> tuple[Side, Side]:
-    """Both models on the same batch, their layers aligned by `kept` (`kept_layers` if None).
+    """Both models on the same batch, with layers aligned by `kept` (`kept_layers` if None).
 
-    Raises NonFiniteError as `Side.require_finite`, and LyapunovPruneError for models of other families, widths or
-    vocabularies, for layers that do not fit, where one alone is streamed, and where a layer needs more of earlier ones
+    Raises NonFiniteError like `Side.require_finite`, and LyapunovPruneError for models of different families, widths or
+    vocabularies, for layers that do not fit, if only one is streamed, and if a layer needs more of the earlier ones
     than their hidden state.
     """
     if (dense.stream is None) != (compressed.stream is None):
@@ -132,7 +132,7 @@ def pair_up(
     total = mine.num_layers
     sides = Side(first, tuple(range(total)), total, folder), Side(second, layers, total, folder)
     for side in sides:
-        side.require_finite(side.reading.windows(1)[0][:, :_TRIED])  # else no forward could begin in between
+        side.require_finite(side.reading.windows(1)[0][:, :_TRIED])  # otherwise a forward could not begin in between
         missing = set(range(side.reading.structure.num_layers + 1)) - set(side.reading.prefix.entries)
         if missing:
             raise LyapunovPruneError(
@@ -143,9 +143,9 @@ def pair_up(
 
 
 def kept_layers(compressed: Reading, total: int) -> tuple[int, ...]:
-    """The dense model's number of every layer of `compressed`, by its provenance where some are gone.
+    """The dense model's number of every layer of `compressed`, from its provenance if layers were removed.
 
-    Raises LyapunovPruneError where there is none, or where it is of a dense model with another number of layers.
+    Raises LyapunovPruneError if there is no provenance, or it is of a dense model with another number of layers.
     """
     own = compressed.structure.num_layers
     if own == total:

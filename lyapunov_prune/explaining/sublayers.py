@@ -24,17 +24,17 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result
 
 _ROWS = 8
-_SAME = 1e-2  # how far the stream between the sublayers may be from the sum of its parts, on a few tokens
+_SAME = 1e-2  # relative tolerance of the state between the sublayers against its parts, on a few tokens
 
 
 @dataclass(frozen=True)
 class SublayerErrors(Decomposed, Result):
-    """The error behind each attention and each MLP as inherited + added + amplified, L layers, 2 L steps in order.
+    """The error after each attention and each MLP as inherited + added + amplified: L layers, 2 L steps in order.
 
-    `kinds` names both sublayers of a layer in the order in which they run, empty where no state stands between them
-    (side by side, or norms behind the sum). The arrays are those of `ErrorSums` for steps in the place of layers, with
-    the state between the sublayers as a boundary of its own: the compressed attention runs on the dense state that
-    enters the layer, the compressed MLP on the dense state between them.
+    `kinds` names both sublayers of a layer in the order in which they run; empty if no state lies between them
+    (parallel sublayers, or norms after the sum). The arrays are those of `ErrorSums` with steps in place of layers; the
+    state between the sublayers is a boundary of its own. The compressed attention runs on the dense state that enters
+    the layer, and the compressed MLP on the dense state between the sublayers.
     """
 
     kinds: tuple[tuple[str, ...], ...]
@@ -60,7 +60,7 @@ class SublayerErrors(Decomposed, Result):
         return frame.assign(error=self.relative[1:][steps])
 
     def brief(self) -> pd.DataFrame:
-        """The sublayers that add most, first."""
+        """The sublayers that add most, the largest first."""
         return self.to_frame().sort_values("added", ascending=False, kind="stable").head(_ROWS)
 
     def answer(self) -> list[str]:
@@ -82,7 +82,7 @@ class SublayerErrors(Decomposed, Result):
 
 @dataclass(frozen=True)
 class _Split:
-    """How one layer comes apart: the stream between is `h + scale · (what leaves first)`, and enters `entry`."""
+    """How one layer is split: the state in between is `h + scale · (first sublayer's output)` and enters `entry`."""
 
     kinds: tuple[str, ...]
     first: Branch
@@ -91,13 +91,13 @@ class _Split:
 
 
 class Middles:
-    """The state between the two sublayers of the layers of one model, numbered as in the dense one."""
+    """The states between the two sublayers of each layer of one model; layers are numbered as in the dense one."""
 
     def __init__(self, side: Side) -> None:
         self.side = side
         try:
             found = find_sublayers(side.reading.decoder, range(len(side.layers)))
-        except LyapunovPruneError:  # weights that stay packed, for one
+        except LyapunovPruneError:  # for example, weights that stay packed
             found = {}
         splits: dict[int, _Split] = {}
         for own, pair in found.items():
@@ -105,11 +105,11 @@ class Middles:
                 if (split := _split(pair)) is not None:
                     splits[side.layers[own]] = split
         entries = [split.entry for split in splits.values()]
-        self.splits = splits if len(set(entries)) == len(entries) else {}  # layers that share modules
+        self.splits = splits if len(set(entries)) == len(entries) else {}  # no split for layers that share modules
 
     @contextmanager
     def watched(self, seen: KeptStates) -> Iterator[None]:
-        """Add the states between the sublayers of the layers that run inside the block to `seen`, by layer."""
+        """Inside the block, add the state between the sublayers of every layer that runs to `seen`, by layer."""
 
         def note(layer: int) -> Any:
             return lambda module, args, kwargs: seen.add(layer, layer_input(args, kwargs))
@@ -118,7 +118,7 @@ class Middles:
             yield
 
     def run(self, layer: int, ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What leaves `layer` when `hidden` enters it, and the state between its sublayers; `hidden` if it has none."""
+        """The output of `layer` for the input `hidden`, and the state between its sublayers (`hidden` if none)."""
         seen = KeptStates(1, len(ids))
         with self.watched(seen):
             left = self.side.run(layer, ids, hidden)
@@ -127,13 +127,14 @@ class Middles:
     def finish(
         self, layer: int, ids: torch.Tensor, hidden: torch.Tensor, middle: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What leaves `layer` when `middle` stands between its sublayers, and what did stand there; `hidden` enters it.
+        """The output of `layer` for the input `hidden` if `middle` is the state between its sublayers, and that state.
 
-        The output of the first sublayer is exchanged for the one that makes the stream `middle`, up to rounding.
+        The output of the first sublayer is replaced by one that makes the state `middle`; the state returned is the
+        measured one, which equals `middle` up to rounding.
         """
         split = self.splits[layer]
         wanted = (middle.double() - hidden.to(middle.device).double()) / split.scale
-        rest = [wanted.flatten(0, 1)]  # of a streamed layer a piece of the windows comes after the other
+        rest = [wanted.flatten(0, 1)]  # taken in pieces: a streamed layer runs the windows one piece after another
 
         def exchange(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             before = hidden_of(output)
@@ -146,7 +147,7 @@ class Middles:
 
 
 def _split(found: Sublayers) -> _Split | None:
-    """None unless the layer has two branches one after the other and adds the first to the stream."""
+    """The split of a layer; None unless it has two sublayers one after the other and adds the first to the stream."""
     if found.parallel or len(found.branches) != 2:
         return None
     first, second = found.branches.values()
@@ -178,7 +179,7 @@ class SublayerSums:
         changed: Sequence[torch.Tensor],
         between: tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]],
     ) -> None:
-        """The states of whole forwards at the boundaries of layers and, `between` them, of sublayers."""
+        """Add the states of whole forwards at the layer boundaries and, in `between`, between the sublayers."""
         ours, theirs = (
             [state for k, h in enumerate(states[:-1]) for state in (h, middles.get(k, h))] + [states[-1]]
             for states, middles in zip((dense, changed), between, strict=True)
@@ -192,15 +193,18 @@ class SublayerSums:
         whole: tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, ...]],
         alone: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]],
     ) -> None:
-        """`whole` holds the states of both models before, between and behind the sublayers; `alone` those between and
-        behind when the compressed layer runs on the dense and on the compressed state."""
+        """Add a layer.
+
+        `whole` holds the states before, between and after the sublayers in both models; `alone` those between and after
+        them when the compressed layer runs on the dense and on the compressed state.
+        """
         (h, middle, out), changed = whole
         if not self.kinds[layer] or middle is None:
             return
         (between, behind), (moved, moved_out) = alone
         reached = middle
         if layer not in self.compressed.side.layers:
-            finished = middle  # a layer that is gone hands on what it is given
+            finished = middle  # a removed layer passes on its input
         elif torch.equal(behind.to(out.device), out):
             finished = out
         else:
@@ -211,7 +215,7 @@ class SublayerSums:
         self.sums.off[2 * layer] += float(difference([reached], [middle])[0].square().sum())
 
     def result(self, rounding: float) -> SublayerErrors | None:
-        """None where no layer comes apart."""
+        """The result; None if no layer can be split."""
         if not any(self.kinds):
             return None
         s = self.sums

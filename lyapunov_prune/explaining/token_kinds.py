@@ -1,4 +1,4 @@
-"""How far hidden state, logits and probabilities turn, by kind of token: what the head and the softmax forgive."""
+"""How far hidden state, logits and probabilities turn, by kind of token."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ SPACES = ("hidden", "logit", "probability")
 
 @dataclass(frozen=True)
 class TokenKinds(Result):
-    """Means over positions of each of `KINDS` (K), from the final state to the prediction.
+    """Means over the positions of each of `KINDS` (K), from the final state to the prediction.
 
-    `turned` (3, K) is `1 − cos` between the dense and the compressed hidden state (that the head reads), logits and
-    probabilities; `kl` (K,) is `KL(p‖q)` in nats; `positions` (K,) counts. NaN for a kind that does not occur. `first`
-    are the predictions from the first four positions of a window; `rare` those of a token that stands once in the text;
-    `number` those of a token with a digit (none without a tokenizer); `other` are none of these. Kinds may overlap.
+    `turned` (3, K) is `1 − cos` between dense and compressed, for the hidden state that the head reads, logits and
+    probabilities; `kl` (K,) is `KL(p‖q)` in nats; `positions` (K,) are counts. NaN for a kind that does not occur.
+    `first` are the predictions at the first four positions of a window; `rare` predict a token that occurs once in the
+    text; `number` predict a token with a digit (none without a tokenizer); `other` are none of these. Kinds may
+    overlap.
     """
 
     positions: np.ndarray
@@ -37,7 +38,7 @@ class TokenKinds(Result):
         require_array("kinds of token, kl", self.kl, (len(KINDS),), least=-1e-9, finite=False)
 
     def to_frame(self) -> pd.DataFrame:
-        """`head` and `softmax` are the quotients of the spaces on their two sides: below 1 they forgive."""
+        """`head` and `softmax` are ratios of `1 − cos` after to that before; below 1 the error gets smaller there."""
         hidden, logit, probability = self.turned
         with np.errstate(divide="ignore", invalid="ignore"):
             quotients = {"head": logit / hidden, "softmax": probability / logit}
