@@ -50,7 +50,7 @@ The standard error of the difference, paired by item, is {run.error:.2g}. Measur
 
 
 def _settings(run: JointRun) -> str:
-    """What only `remove_jointly` in Python takes."""
+    """The settings that only `remove_jointly` in Python takes."""
     points = run.points
     rank = "all weights trained" if points.recipe.rank is None else f"updates of rank {points.recipe.rank}"
     return f"importance {run.importance.method}, {rank}, {len(set(points.seeds.tolist()))} seeds a point"

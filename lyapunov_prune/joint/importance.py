@@ -61,7 +61,7 @@ class Importance(Result):
             require_array(f"importance, {name}", getattr(self, name), (count,), least=-np.inf)
 
     def first(self, attention: int, activation: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The first layers to lose their attention and their activation, so many of each."""
+        """The layers that lose their attention first and those that lose their activation first, this many of each."""
         orders = (np.argsort(worth, kind="stable") for worth in (self.attention, self.activation))
         a, g = (tuple(order[:n].tolist()) for order, n in zip(orders, (attention, activation), strict=True))
         return a, g
