@@ -110,7 +110,7 @@ def compact_classes() -> dict[str, Any]:
 def compact_class(model: PreTrainedModel) -> Any:
     """The class that `model` has when it is compact. Raises LyapunovPruneError for a class that is not known."""
     found = compact_classes().get(family_of(model.config))
-    plain = found and (found.__bases__[1], found.config_class.__bases__[0])
+    plain = found and (found.__bases__[1], found.config_class.__bases__[1])
     if found is None or (type(model), type(model.config)) not in (plain, (found, found.config_class)):
         if is_compact(model):
             raise LyapunovPruneError(

@@ -1,9 +1,9 @@
 """A transformer without some attentions, some feed-forward blocks merged, some matrices the products of two factors.
 
 This one file lies beside the weights of every compact checkpoint, so that transformers can load it with
-`trust_remote_code=True`; it imports torch and transformers and nothing else. Each class below is the class of
-transformers that it is named after, built whole and then cut by the list `cuts` in config.json. The list has an entry
-a layer: what stands in the place of which module of the layer.
+`trust_remote_code=True`; it imports torch and transformers and nothing else. Each class made below is the
+class of transformers that it is named after, built whole and then cut by the list `cuts` in config.json. The list has
+an entry a layer: what stands in the place of which module of the layer.
 
 - `none`: nothing, of an attention; the layer hands on the state that it was given;
 - `identity`: what goes in comes out, of a norm that served such an attention alone, or of a merged block's activation;
@@ -23,30 +23,18 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    DeiTConfig,
     DeiTForImageClassification,
     DynamicCache,
-    Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
     GPT2LMHeadModel,
-    GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
     MistralForCausalLM,
-    OPTConfig,
     OPTForCausalLM,
-    Phi3Config,
     Phi3ForCausalLM,
-    Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
     Qwen3ForCausalLM,
-    ViTConfig,
     ViTForImageClassification,
 )
 
@@ -166,105 +154,53 @@ def read_blocks(config: Any) -> None:
         config.block_configs = [Block({k: Block(v) for k, v in each.items()}) for each in config.block_configs]
 
 
-class CompactLlamaConfig(LlamaConfig):
-    model_type, family, _auto_class = "compact_llama", "llama", "AutoConfig"
+class CompactConfig:
+    """What every compact config has before the class of transformers that it is."""
 
     def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[misc]
         read_blocks(self)
 
 
-class CompactLlama(Compact, LlamaForCausalLM):
-    config_class, layers_path, _auto_class = CompactLlamaConfig, "model.layers", "AutoModelForCausalLM"
+# Each class of transformers, and where it keeps its layers.
+PLAIN: dict[Any, str] = {
+    DeiTForImageClassification: "deit.layers",
+    Gemma2ForCausalLM: "model.layers",
+    Gemma3ForCausalLM: "model.layers",
+    GPT2LMHeadModel: "transformer.h",
+    GPTNeoXForCausalLM: "gpt_neox.layers",
+    LlamaForCausalLM: "model.layers",
+    MistralForCausalLM: "model.layers",
+    OPTForCausalLM: "model.decoder.layers",
+    Phi3ForCausalLM: "model.layers",
+    Qwen2ForCausalLM: "model.layers",
+    Qwen3ForCausalLM: "model.layers",
+    ViTForImageClassification: "vit.layers",
+}
 
 
-class CompactMistralConfig(MistralConfig):
-    model_type, family, _auto_class = "compact_mistral", "mistral", "AutoConfig"
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        read_blocks(self)
-
-
-class CompactMistral(Compact, MistralForCausalLM):
-    config_class, layers_path, _auto_class = CompactMistralConfig, "model.layers", "AutoModelForCausalLM"
-
-
-class CompactQwen2Config(Qwen2Config):
-    model_type, family, _auto_class = "compact_qwen2", "qwen2", "AutoConfig"
-
-
-class CompactQwen2(Compact, Qwen2ForCausalLM):
-    config_class, layers_path, _auto_class = CompactQwen2Config, "model.layers", "AutoModelForCausalLM"
+def compact_class(plain: Any, layers_path: str) -> Any:
+    """`CompactLlama` of `LlamaForCausalLM`, whose `config_class` is `CompactLlamaConfig`."""
+    stem, _, task = plain.__name__.removesuffix("LMHeadModel").partition("For")
+    family = plain.config_class.model_type
+    here = {"__module__": __name__}
+    config: Any = type(
+        f"Compact{stem}Config",
+        (CompactConfig, plain.config_class),
+        {"model_type": f"compact_{family}", "family": family, "_auto_class": "AutoConfig", **here},
+    )
+    auto = "AutoModelForImageClassification" if task == "ImageClassification" else "AutoModelForCausalLM"
+    fields = {"config_class": config, "layers_path": layers_path, "_auto_class": auto, **here}
+    return type(f"Compact{stem}", (Compact, plain), fields)
 
 
-class CompactQwen3Config(Qwen3Config):
-    model_type, family, _auto_class = "compact_qwen3", "qwen3", "AutoConfig"
+CLASSES: dict[str, Any] = {}
+for _made in (compact_class(*each) for each in PLAIN.items()):
+    CLASSES |= {_made.__name__: _made, _made.config_class.__name__: _made.config_class}
 
 
-class CompactQwen3(Compact, Qwen3ForCausalLM):
-    config_class, layers_path, _auto_class = CompactQwen3Config, "model.layers", "AutoModelForCausalLM"
-
-
-class CompactGemma2Config(Gemma2Config):
-    model_type, family, _auto_class = "compact_gemma2", "gemma2", "AutoConfig"
-
-
-class CompactGemma2(Compact, Gemma2ForCausalLM):
-    config_class, layers_path, _auto_class = CompactGemma2Config, "model.layers", "AutoModelForCausalLM"
-
-
-class CompactGemma3Config(Gemma3TextConfig):
-    model_type, family, _auto_class = "compact_gemma3_text", "gemma3_text", "AutoConfig"
-
-
-class CompactGemma3(Compact, Gemma3ForCausalLM):
-    config_class, layers_path, _auto_class = CompactGemma3Config, "model.layers", "AutoModelForCausalLM"
-
-
-class CompactPhi3Config(Phi3Config):
-    model_type, family, _auto_class = "compact_phi3", "phi3", "AutoConfig"
-
-
-class CompactPhi3(Compact, Phi3ForCausalLM):
-    config_class, layers_path, _auto_class = CompactPhi3Config, "model.layers", "AutoModelForCausalLM"
-
-
-class CompactGPT2Config(GPT2Config):
-    model_type, family, _auto_class = "compact_gpt2", "gpt2", "AutoConfig"
-
-
-class CompactGPT2(Compact, GPT2LMHeadModel):
-    config_class, layers_path, _auto_class = CompactGPT2Config, "transformer.h", "AutoModelForCausalLM"
-
-
-class CompactGPTNeoXConfig(GPTNeoXConfig):
-    model_type, family, _auto_class = "compact_gpt_neox", "gpt_neox", "AutoConfig"
-
-
-class CompactGPTNeoX(Compact, GPTNeoXForCausalLM):
-    config_class, layers_path, _auto_class = CompactGPTNeoXConfig, "gpt_neox.layers", "AutoModelForCausalLM"
-
-
-class CompactOPTConfig(OPTConfig):
-    model_type, family, _auto_class = "compact_opt", "opt", "AutoConfig"
-
-
-class CompactOPT(Compact, OPTForCausalLM):
-    config_class, layers_path, _auto_class = CompactOPTConfig, "model.decoder.layers", "AutoModelForCausalLM"
-
-
-class CompactViTConfig(ViTConfig):
-    model_type, family, _auto_class = "compact_vit", "vit", "AutoConfig"
-
-
-class CompactViT(Compact, ViTForImageClassification):
-    config_class, layers_path, _auto_class = CompactViTConfig, "vit.layers", "AutoModelForImageClassification"
-
-
-class CompactDeiTConfig(DeiTConfig):
-    model_type, family, _auto_class = "compact_deit", "deit", "AutoConfig"
-
-
-class CompactDeiT(Compact, DeiTForImageClassification):
-    config_class, layers_path, _auto_class = CompactDeiTConfig, "deit.layers", "AutoModelForImageClassification"
+def __getattr__(name: str) -> Any:
+    """The classes by name, as `auto_map` in config.json names them."""
+    if name in CLASSES:
+        return CLASSES[name]
+    raise AttributeError(name)
