@@ -121,7 +121,7 @@ def compact_copy(model: PreTrainedModel, cuts: list[dict[str, str]], in_place_of
     with held(model):  # what a measurement has put on it would be copied too
         compact: Any = copy.deepcopy(model, memo)
     compact.__class__ = made
-    compact._weight_conversions = None  # those that the files were read by: a compact class is saved by its own names
+    compact._weight_conversions = []  # a compact class is saved by its own names, whatever its files were read by
     return compact
 
 

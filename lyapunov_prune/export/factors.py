@@ -101,14 +101,16 @@ class Factored:
 def find_factored(model: Model, ranks: Mapping[str, int | None]) -> tuple[Factored, ...]:
     """The matrices of `model` that are smaller as factors, in order; `ranks` are by the name of a `Projection`.
 
-    A fused matrix is split into its projections, each with its own rank. A rank of None leaves the matrix as it is.
-    Raises LyapunovPruneError if factors make no matrix smaller, and for a family that the compact format does not know.
+    A fused matrix is split into its projections, each with its own rank. A rank of None leaves the matrix as it is, and
+    experts that a family keeps as one tensor always stay. Raises LyapunovPruneError if factors make no matrix smaller,
+    and for a family that the compact format does not know.
     """
     require_unquantised(model_of(model))
     compact_class(model_of(model))
     by_module: dict[str, list[Projection]] = {}
     for p in find_projections(wrap(model)):
-        by_module.setdefault(p.module, []).append(p)
+        if p.expert is None:  # experts that are one tensor have no modules to replace
+            by_module.setdefault(p.module, []).append(p)
     found = []
     for module, runs in by_module.items():
         n = runs[0].weight(model_of(model)).shape[1]

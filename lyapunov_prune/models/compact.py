@@ -39,19 +39,28 @@ class Layout:
 
 _LLAMA = Layout("self_attn", ("input_layernorm",))
 _GEMMA = Layout("self_attn", ("input_layernorm", "post_attention_layernorm"))
+_OLMO = Layout("self_attn", ("post_attention_layernorm",))  # its norms stand behind what they serve
 _VIT = Layout("attention", ("layernorm_before",))
 LAYOUTS: dict[str, Layout] = {
     "deit": _VIT,
+    "gemma": _LLAMA,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "gpt2": Layout("attn", ("ln_1",)),
     "gpt_neox": Layout("attention", ("input_layernorm",)),
+    "granite": _LLAMA,
     "llama": _LLAMA,
     "mistral": _LLAMA,
+    "mixtral": _LLAMA,
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
     "opt": Layout("self_attn", ("self_attn_layer_norm",), ("fc1", "activation_fn", "fc2"), "do_layer_norm_before"),
+    "phi": Layout("self_attn", ()),
     "phi3": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "qwen3_moe": _LLAMA,
+    "smollm3": _LLAMA,
     "vit": _VIT,
 }
 

@@ -148,7 +148,9 @@ def _matrices(layer: nn.Module, where: str, projections: Sequence[Projection]) -
     expert = expert or next((p for p in (*into, *outs) if any(part.isdigit() for part in p.module.split("."))), None)
     if expert is not None:
         raise LyapunovPruneError(
-            f"{where} has experts or several feed-forward blocks ({expert.name}, …), which are no one block; {_OTHERS}"
+            f"{where} has experts or several feed-forward blocks ({expert.name}, …): a router chooses among them for "
+            "every token, so that no one matrix computes them without their activation; drop its attention (prune "
+            f"--what attention --format compact), or {_OTHERS}"
         )
     if not into or not outs:
         missing = "into" if not into else "out of"

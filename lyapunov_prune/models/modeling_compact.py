@@ -27,14 +27,22 @@ from transformers import (
     DynamicCache,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    GemmaForCausalLM,
     GPT2LMHeadModel,
     GPTNeoXForCausalLM,
+    GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
+    MixtralForCausalLM,
+    Olmo2ForCausalLM,
+    Olmo3ForCausalLM,
     OPTForCausalLM,
     Phi3ForCausalLM,
+    PhiForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+    SmolLM3ForCausalLM,
     ViTForImageClassification,
 )
 
@@ -139,6 +147,11 @@ class Compact:
         if fit_cache not in backbone._forward_pre_hooks.values():
             backbone.register_forward_pre_hook(fit_cache, with_kwargs=True)
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """transformers looks for the experts in the module that defines the class, and they are in the plain one's."""
+        return bool(cls.__bases__[1]._can_set_experts_implementation())  # type: ignore[attr-defined]
+
 
 class Block(dict[str, Any]):
     """An entry of the `block_configs` of DeciLM: vLLM reads its items as attributes."""
@@ -167,14 +180,22 @@ PLAIN: dict[Any, str] = {
     DeiTForImageClassification: "deit.layers",
     Gemma2ForCausalLM: "model.layers",
     Gemma3ForCausalLM: "model.layers",
+    GemmaForCausalLM: "model.layers",
     GPT2LMHeadModel: "transformer.h",
     GPTNeoXForCausalLM: "gpt_neox.layers",
+    GraniteForCausalLM: "model.layers",
     LlamaForCausalLM: "model.layers",
     MistralForCausalLM: "model.layers",
+    MixtralForCausalLM: "model.layers",
+    Olmo2ForCausalLM: "model.layers",
+    Olmo3ForCausalLM: "model.layers",
     OPTForCausalLM: "model.decoder.layers",
     Phi3ForCausalLM: "model.layers",
+    PhiForCausalLM: "model.layers",
     Qwen2ForCausalLM: "model.layers",
     Qwen3ForCausalLM: "model.layers",
+    Qwen3MoeForCausalLM: "model.layers",
+    SmolLM3ForCausalLM: "model.layers",
     ViTForImageClassification: "vit.layers",
 }
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import digits, edit_json, make_classifier, make_tiny
+from families.zoo import make_zoo
+from helpers import digits, edit_json, make_classifier, make_mixture, make_tiny
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.compact import Cuts, make_compact
@@ -53,6 +54,34 @@ def test_every_family_passes_the_gate(family: str, ids: torch.Tensor) -> None:
     assert identify(model) == before
     assert type(made).__bases__[1] is type(model)
     assert made.config.model_type == f"compact_{model.config.model_type}"
+
+
+@pytest.mark.parametrize("name", ["gemma", "granite", "mixtral", "olmo2", "olmo3", "phi", "qwen3_moe", "smollm3"])
+def test_families_of_the_zoo_pass_the_gate(name: str, ids: torch.Tensor) -> None:
+    """The module that stands for the block of a mixture is the user's own matrix."""
+    model = make_zoo(name)
+    made = make_compact(model, CUTS)
+    report = verify_compact(model, made, CUTS, batch=ids, elsewhere=name == "mixtral")
+    assert report.passed, f"\n{report}"
+    assert type(made).__bases__[1] is type(model)
+    with torch.no_grad(), cut_by_hooks(wrap(model), Cuts((0, 3))):
+        by_name = uncached_logits(model, ids)
+    with torch.no_grad(), silenced(wrap(model), (0, 3), ()):
+        assert deviation(by_name, uncached_logits(model, ids)) < 1e-5
+    model.model.layers[1].self_attn, model.model.layers[2].self_attn = (
+        model.model.layers[2].self_attn,
+        model.model.layers[1].self_attn,
+    )
+    assert not verify(model, made, batch=ids).passed
+
+
+def test_a_mixture_that_was_read_from_files_is_saved_by_its_own_names(tmp_path: Path) -> None:
+    """transformers reads its experts under other names, and would save them under these."""
+    make_mixture("mixtral").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    cuts = Cuts(attention=(1,))
+    report = verify(model, make_compact(model, cuts), cuts)
+    assert report.passed, f"\n{report}"
 
 
 @pytest.mark.parametrize("name", ["vit", "deit"])

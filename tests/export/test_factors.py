@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_tiny, moe
+from helpers import make_mixture, make_tiny, moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
@@ -129,8 +129,8 @@ def test_what_is_not_smaller_stays_dense(llama: PreTrainedModel) -> None:
 
 
 def test_another_family_is_refused() -> None:
-    with pytest.raises(LyapunovPruneError, match="MixtralForCausalLM"):
-        require_smaller(moe("mixtral"))
+    with pytest.raises(LyapunovPruneError, match="Qwen2MoeForCausalLM"):
+        require_smaller(moe("qwen2_moe"))
 
 
 # A compact model before or after.
@@ -176,3 +176,12 @@ def test_factors_are_cut_once_more(llama: PreTrainedModel, ids: torch.Tensor) ->
 def test_a_form_that_is_not_of_the_matrix_is_refused(runs: str, llama: PreTrainedModel) -> None:
     with pytest.raises(ValueError):
         LowRank.of(f"low-rank {runs}", llama.get_submodule("model.layers.0.self_attn.q_proj"))
+
+
+def test_experts_of_one_tensor_stay_dense() -> None:
+    model = make_mixture("mixtral")
+    ranks = {p.name: 2 for p in find_projections(wrap(model))}
+    factored = find_factored(model, ranks)
+    assert {each.module.rpartition(".")[2] for each in factored} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    made = with_factors(model, ranks)
+    assert torch.equal(made.model.layers[0].mlp.experts.down_proj, model.model.layers[0].mlp.experts.down_proj)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import interrupted_after, make_classifier, make_tiny
+from helpers import interrupted_after, make_classifier, make_mixture, make_tiny
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
@@ -105,6 +105,11 @@ def test_what_comes_out(family: str, options: dict[str, Any], tmp_path: Path) ->
     assert PruningPlan.load(tmp_path / "out" / "plan.json").drop_activation == run.plan.drop_activation
     seen = {on.text for step in read_history(tmp_path / "out").steps for on in step.saw}
     assert seen == {"learn", "select"}
+
+
+def test_a_mixture_has_no_activations_to_trade(tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match=r"layer 0 has experts .* drop its attention"):
+        removed(make_mixture("mixtral"), tmp_path)
 
 
 @pytest.mark.parametrize("family", ["vit", "deit"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from families.zoo import make_zoo
 from helpers import IMAGE_MODELS, hooks_of, make_classifier, make_tiny
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,7 +22,9 @@ from lyapunov_prune.models.structure import find_layers
 
 PLAIN = ("gpt2", "gpt_neox", "opt", "vit", "deit")
 GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
-PAIRS = [(n, r) for n in PLAIN for r in ("identity", "affine")]
+ZOO = {"granite": "scaled", "olmo2": "mean-gate", "phi": "identity"}  # families of the zoo alone
+PAIRS = [*ZOO.items()]
+PAIRS += [(n, r) for n in PLAIN for r in ("identity", "affine")]
 PAIRS += [(n, r) for n in GATED for r in ("mean-gate", "scaled", "affine")]
 
 
@@ -29,7 +32,7 @@ def subject(name: str, dtype: torch.dtype = torch.float64) -> tuple[PreTrainedMo
     generator = torch.Generator().manual_seed(5)
     if name in IMAGE_MODELS:
         return make_classifier(name).to(dtype), torch.randn(9, 1, 8, 8, generator=generator).to(dtype)
-    return make_tiny(name).to(dtype), torch.randint(3, 97, (5, 17), generator=generator)
+    return (make_zoo if name in ZOO else make_tiny)(name).to(dtype), torch.randint(3, 97, (5, 17), generator=generator)
 
 
 def unmerged(name: str, reduction: str, dtype: torch.dtype = torch.float64) -> tuple[Any, PreTrainedModel, Any]:
