@@ -38,7 +38,7 @@ def log_rho(profile: ContractionProfile) -> np.ndarray:
 def log_amplification(profile: ContractionProfile) -> np.ndarray:
     """`ln A_l = Σ_{k > l} ln ρ_k`, (L,) float64; 0 for the last layer.
 
-    In logarithms, because the product over many layers overflows. Raises as `log_rho`.
+    In logarithms, because the product over many layers overflows. Raises like `log_rho`.
     """
     logs = log_rho(profile)
     return np.concatenate([np.cumsum(logs[:0:-1])[::-1], [0.0]])

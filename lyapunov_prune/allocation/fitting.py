@@ -79,7 +79,7 @@ def _meets(target: np.ndarray, sizes: np.ndarray, budget: float, low: np.ndarray
 
 
 def _solve(amount: Callable[[float], np.ndarray], points: np.ndarray, sizes: np.ndarray, budget: float) -> np.ndarray:
-    """`amount(c)` with mean `budget`, where it is monotone in c and linear between `points`."""
+    """`amount(c)` with mean `budget`, for an amount that is monotone in c and linear between `points`."""
 
     def mean(c: float) -> float:
         return float(np.average(amount(c), weights=sizes))

@@ -30,8 +30,8 @@ def kl_softmax_le_variance(
     """Theorem `kl_softmax_le_variance`: `KL(p‖q) ≤ (1/2 + 2c/9) Var_p(d)` when `|d_i − E_p d| ≤ c ≤ 1` for all i.
 
     `kl`, `variance = Var_p(d)` and `deviation = c` have one entry per input, computed in float64. The margin is that of
-    `kl_softmax_le_range` with `Σ p|u| ≤ √Var + KL`. Raises LyapunovPruneError where `c > 1`, to which the theorem does
-    not apply.
+    `kl_softmax_le_range` with `Σ p|u| ≤ √Var + KL`. Raises LyapunovPruneError if `c > 1`, because the theorem does not
+    apply then.
     """
     V, c = as_array(variance), as_array(deviation)
     if (c > 1).any():

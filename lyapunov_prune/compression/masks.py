@@ -1,4 +1,4 @@
-"""Masks of the entries to remove, from a score of each. Of equal scores the earlier entry is removed."""
+"""Masks of the entries to remove, from a score of each. Among equal scores the earlier entry is removed."""
 
 from __future__ import annotations
 

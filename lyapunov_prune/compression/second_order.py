@@ -79,10 +79,10 @@ def swept(
 ) -> torch.Tensor:
     """Replace every column j of `V` (m × n, float64) by `q_j = choose(j, V)` and update the later ones; a new tensor.
 
-    The update is `v_k ← v_k − (v_j − q_j) U_jk / U_jj` for k > j, with `U` from `inverse_factor(H)`. Of all changes of
-    the later columns it has the least `tr(E H Eᵀ)` (Hassibi and Stork, NeurIPS 1992; Frantar and Alistarh, SparseGPT,
-    ICML 2023, Algorithm 1). When `choose` is called for j, the columns from j to the end of its block of `block`
-    columns have been updated for all earlier ones; the columns beyond the block are updated at its end.
+    The update is `v_k ← v_k − (v_j − q_j) U_jk / U_jj` for k > j, with `U` from `inverse_factor(H)`. Among all changes
+    of the later columns it has the least `tr(E H Eᵀ)` (Hassibi and Stork, NeurIPS 1992; Frantar and Alistarh,
+    SparseGPT, ICML 2023, Algorithm 1). When `choose` is called for j, the columns from j to the end of its block of
+    `block` columns have been updated for all earlier ones; the columns beyond the block are updated at its end.
     """
     n = V.shape[1]
     rows = V.T.contiguous()  # makes columns contiguous: a step is a few kernels on a GPU

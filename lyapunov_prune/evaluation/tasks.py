@@ -86,8 +86,8 @@ class TaskScore:
 class TaskScores(Result):
     """Scores of one or more models on the same items; `measured_on` is in the order of `models`.
 
-    Metrics are those of the harness, followed by a comma and the name of the filter where there is one: `acc`,
-    `acc_norm` (by log-likelihood per character); `exact_match, strict-match` (the number after `####`) and
+    Metrics are those of the harness, followed by a comma and the name of the filter if there is one: `acc`, `acc_norm`
+    (by log-likelihood per character); `exact_match, strict-match` (the number after `####`) and
     `exact_match, flexible-extract` (the last number). Generation tasks also have, computed from the re-tokenized
     answers, `collapsed`, the share that ends in a cycle (`repetition.collapsed`), `repeated 3-grams`, the mean share of
     repeated 3-grams (`repetition.repetition`), and `tokens`, the mean length.

@@ -49,7 +49,7 @@ class Round:
 
 
 def best_of(rounds: Sequence[Round], before: np.ndarray) -> int:
-    """Index of the round of least judged loss; −1 where none is below the loss `before` training."""
+    """Index of the round of least judged loss; −1 if none is below the loss `before` training."""
     means = [float(before.mean()), *(each.mean for each in rounds)]
     return int(np.argmin(means)) - 1
 

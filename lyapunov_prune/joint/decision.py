@@ -83,7 +83,7 @@ class JointDecision(Result):
 
     @property
     def regret(self) -> float:
-        """The largest possible loss of score by the choice (`regret_of_argmax_le`); 0 where it is certain."""
+        """The largest possible loss of score by the choice (`regret_of_argmax_le`); 0 if it is certain."""
         return 0.0 if self.certain else 2 * self.noise
 
     def to_frame(self) -> pd.DataFrame:

@@ -105,8 +105,8 @@ def fit_map(
 
     `removed` (n, 2) are shares of attentions and activations removed, `scores` (n,). Every pair of points is left out
     once and predicted from the rest; the RMSE is over these n(n − 1) errors. A degree whose design matrix loses rank
-    when some pair is left out is excluded. Of degrees equal up to rounding the lowest is taken. (Boundary depth
-    pruning, MAP.)
+    when some pair is left out is excluded. Among degrees that are equal up to rounding the lowest is taken. (Boundary
+    depth pruning, MAP.)
 
     Raises LyapunovPruneError for shares outside 0 to 1, scores that are not finite, and for points that allow no
     degree, with points to add.

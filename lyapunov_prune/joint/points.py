@@ -132,7 +132,7 @@ class Course:
         return TrainingState(self.folder / name, {**self.about, **vars(lesson)}, resume=resume)
 
     def taught(self, pair: Pair) -> Unmerged:
-        """A student with the weights of the point `pair`. Raises LyapunovPruneError where a state is missing."""
+        """A student with the weights of the point `pair`. Raises LyapunovPruneError if a state is missing."""
         student = copy.deepcopy(self.student)
         lineage = self.lineage(pair)
         for point in lineage if self.recipe.rank is not None else lineage[-1:]:

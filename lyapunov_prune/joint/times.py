@@ -42,12 +42,12 @@ class Times(Result):
 
     @property
     def saved(self) -> tuple[float, float]:
-        """Seconds saved by one attention and by one merge; 0 where noise makes the difference negative."""
+        """Seconds saved by one attention and by one merge; 0 if noise makes the difference negative."""
         a = (self.dense - self.attention) / max(self.most[0], 1)
         return max(a, 0.0), max((self.dense - self.activation) / self.most[1], 0.0)
 
     def table(self) -> np.ndarray:
-        """Seconds of all pairs, (L + 1, L + 1); NaN where so many cannot be removed."""
+        """Seconds of all pairs, (L + 1, L + 1); NaN for pairs that cannot be removed."""
         n_a, n_g = np.indices((self.layers + 1, self.layers + 1))
         seconds = self.dense - n_a * self.saved[0] - n_g * self.saved[1]
         seconds[(n_a > self.most[0]) | (n_g > self.most[1])] = np.nan

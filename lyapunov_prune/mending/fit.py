@@ -17,7 +17,7 @@ LOW_RANK = 8  # rank of a low-rank map: width / LOW_RANK
 class LinearMap:
     """`m ↦ m + E m + b`, float64: `E` is width × width, or (width,) for a diagonal map.
 
-    `shift` is b (width,), or None where no shift is possible.
+    `shift` is b (width,), or None if no shift is possible.
     """
 
     E: torch.Tensor
@@ -60,7 +60,7 @@ class Sums:
         return found
 
     def centred(self, shifts: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Σ w m mᵀ and Σ w r mᵀ, centred where the map may add a shift."""
+        """Σ w m mᵀ and Σ w r mᵀ, centred if the map may add a shift."""
         if not shifts:
             return self.mm, self.rm
         return self.mm - self.m.outer(self.m) / self.weight, self.rm - self.r.outer(self.m) / self.weight
@@ -69,7 +69,7 @@ class Sums:
 def fit(form: str, sums: Sums, ridge: float, *, shifts: bool) -> LinearMap:
     """`argmin Σ_t w_t ‖E m_t + b − r_t‖² + λ ‖E‖_F²` over the maps of a form of FORMS, λ = ridge · mean diag Σ w m mᵀ.
 
-    b is zero where no shift is possible. With a negligible ridge `full` is the least-squares map.
+    b is zero if no shift is possible. With a negligible ridge `full` is the least-squares map.
     """
     mm, rm = sums.centred(shifts)
     E = FORMS[form](mm, rm, ridge)

@@ -61,8 +61,8 @@ class MendReport(Result):
     """How the gaps of a removal were mended: maps fitted on `fitted` tokens and chosen on `held_out` others.
 
     The chosen maps were fitted again on all of them. `check` (unused windows of the same text) and `other` (another
-    text) judge the result; both are None for maps that were not judged. `gaps` is empty where channels were removed:
-    then the last matrix of every feed-forward block was refitted.
+    text) judge the result; both are None for maps that were not judged. `gaps` is empty if channels were removed: then
+    the last matrix of every feed-forward block was refitted.
     """
 
     gaps: tuple[Gap, ...]

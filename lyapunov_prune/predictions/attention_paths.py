@@ -92,8 +92,8 @@ def attention_paths(
 
     `written` are the texts that both models have already decoded (the result of `forward.decoding.greedy_text`); they
     are not decoded again. Each model then reads its own text twice without a cache: once as it is, and once through the
-    eager attention of its family, whose output must agree. Where the position encoding depends on the length of the
-    text, the text is read in two parts. Sums are in float64.
+    eager attention of its family, whose output must agree. If the position encoding depends on the length of the text,
+    the text is read in two parts. Sums are in float64.
 
     Memory: the caches of all prompts; then, for one prompt, the attention weights of `steps` positions and all values
     of every layer.

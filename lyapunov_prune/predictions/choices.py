@@ -228,9 +228,9 @@ def compare_choices(
     """Score the choices of the first `limit` items (default: all) with both models, see ChoiceComparison.
 
     A choice follows its query after one space, or directly where the query ends in white space. The tokens that all
-    choices of an item share are its context, after a BOS token where the tokenizer adds one. Cost: two forwards per
-    item with all its choices in one batch (more where position encodings depend on the length); at most 64 positions of
-    logits in memory. Log-likelihoods are in float64.
+    choices of an item share are its context, after a BOS token if the tokenizer adds one. Cost: two forwards per item
+    with all its choices in one batch (more if position encodings depend on the length); at most 64 positions of logits
+    in memory. Log-likelihoods are in float64.
 
     Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError when there are no items,
     when a recorded step of a model has seen one of them, when two choices have the same tokens, when one is longer than

@@ -189,7 +189,7 @@ def probe_layers(
     """Change each layer of `model` in turn and measure `HierarchyProbe` while it decodes from `prompts`.
 
     The dense model continues each prompt (windows × tokens) greedily by `steps` tokens, or takes `written`, the result
-    of `forward.decoding.greedy_text`. One forward over the text gives the input of every layer (two where position
+    of `forward.decoding.greedy_text`. One forward over the text gives the input of every layer (two if position
     encodings depend on the length). Then each layer runs changed on that text: left out, with the matrices of a
     compressed model of the same shapes (`compress(...).model`), or as in a compact model. `what` names the change: the
     whole `layer`, its `attention` or its `mlp`. The state is read at the end of the layer, or with `read_at="branch"`

@@ -142,7 +142,7 @@ def history_divergence(
     """Decode `steps` tokens greedily with both models from `prompts` and compare predictions, see HistoryDivergence.
 
     The models may differ in layers and width, but must share a vocabulary. Each text is then read without a cache, once
-    by the dense model and twice by the compressed one (in two parts where position encodings depend on the length,
+    by the dense model and twice by the compressed one (in two parts if position encodings depend on the length,
     `last_states`). `written` are the texts that both models have already decoded (`forward.decoding.greedy_text`). A
     text ends at an end-of-text token of the dense model's generation config. Memory: final states of `batch_size`
     texts, and a block of logits of both models. Float64 from the logits on.

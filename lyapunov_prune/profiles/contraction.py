@@ -68,16 +68,16 @@ def measure_contraction(
     moves by such a unit (`jvp_moved`).
 
     `linearity` is ρ at ε divided by ρ at ε / 10, for the first seed, on the part of one window that the floor is
-    measured on: where attention is sharp, ε = 1e-2 is far from the derivative.
+    measured on: for sharp attention, ε = 1e-2 is far from the derivative.
 
-    Where the layers route tokens (experts, or sparse attention; `forward.rounding`), the few tokens near a tie
-    dominate: a token whose route flips moves by the same amount at any ε. Part of a window may contain no such token,
-    so floor and linearity then use all windows and seeds.
+    If the layers route tokens (experts, or sparse attention; `forward.rounding`), the few tokens near a tie dominate: a
+    token whose route flips moves by the same amount at any ε. Part of a window may contain no such token, so floor and
+    linearity then use all windows and seeds.
 
     That ρ is error growth divided by state growth, and that the factors multiply to the end-to-end ratio, are the Lean
     theorems `rho_eq_error_growth_div_state_growth` and `relative_energy_telescope`; the numbers are measurements.
 
-    One forward carries `batch_size × (1 + seeds)` rows (difference; twice as many where layers route tokens) or
+    One forward carries `batch_size × (1 + seeds)` rows (difference; twice as many if layers route tokens) or
     `batch_size × seeds` rows (jvp).
 
     Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for ids

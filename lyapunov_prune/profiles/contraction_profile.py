@@ -110,7 +110,7 @@ class ContractionProfile(Result):
         return self.above(ABOVE_FLOOR)
 
     def above(self, times: float) -> np.ndarray:
-        """Whether each ratio uses energies of at least so many times the rounding floor, (L,) bool."""
+        """Whether each ratio uses energies of at least `times` the rounding floor, (L,) bool."""
         clear = self.energies["energy"] > times * self.floor
         return clear[:-1] & clear[1:]
 

@@ -91,7 +91,7 @@ def sublayer_jacobians(
 
     A sublayer begins where the residual stream enters its norm (or the sublayer itself, without a norm) and ends with
     its output, or with a norm that is applied to this output alone (Gemma). Residual multipliers of the layer (Granite)
-    are not part of it. Where the norm is applied to the stream itself (post-norm OPT), the MLP's norm is the one after
+    are not part of it. If the norm is applied to the stream itself (post-norm OPT), the MLP's norm is the one after
     attention.
 
     Raises LyapunovPruneError for fewer than two steps or one probe, ids outside the vocabulary, windows longer than the

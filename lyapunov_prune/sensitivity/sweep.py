@@ -53,7 +53,7 @@ _KIND = "sweep"  # of the store
 
 
 def clear_sweep(folder: Path) -> None:
-    """Delete the outcomes that a sweep kept in `folder`. Raises as Store does."""
+    """Delete the outcomes that a sweep kept in `folder`. Raises like `Store`."""
     clear_results(folder, _KIND)
 
 

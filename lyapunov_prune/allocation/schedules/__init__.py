@@ -1,1 +1,1 @@
-"""How much goes where, one file a schedule; `allocation.table.SCHEDULES` lists them."""
+"""Schedules, one file each; `allocation.table.SCHEDULES` lists them."""

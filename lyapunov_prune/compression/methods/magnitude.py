@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Magnitude(Sparsifier):
-    """Zero the `amount` share of the entries of smallest magnitude; of equal entries the earlier one goes.
+    """Zero the `amount` share of the entries of smallest magnitude; among equal entries the earlier one becomes zero.
 
     Exactly `round(amount · numel)` entries become zero. Any float dtype. With `pattern` (keep, of) the `keep` largest
     of every `of` consecutive inputs of a row stay. Raises LyapunovPruneError for a pattern that does not fit the matrix

@@ -20,9 +20,10 @@ class Wanda(Sparsifier):
     """Zero the `round(amount · n)` entries of each row (m × n) of smallest `|W_ij| ‖x_j‖₂`.
 
     `‖x_j‖₂` (n, float64) are the norms of the input features over calibration tokens. Sun et al., A simple and
-    effective pruning approach for large language models (ICLR 2024), eq. 1. Of equal entries the earlier one goes.
-    With `pattern` (keep, of) the `keep` best of every `of` consecutive inputs of a row stay. Raises LyapunovPruneError
-    for norms of another length, and for a pattern that does not fit the matrix or has another sparsity.
+    effective pruning approach for large language models (ICLR 2024), eq. 1. Among equal scores the earlier entry
+    becomes zero. With `pattern` (keep, of) the `keep` best of every `of` consecutive inputs of a row stay. Raises
+    LyapunovPruneError for norms of another length, and for a pattern that does not fit the matrix or has another
+    sparsity.
     """
 
     name = "wanda"

@@ -19,8 +19,8 @@ class WeightOnly(Sparsifier):
     """Zero the `round(amount · n)` entries of each row (m × n) of smallest `|W_ij| ‖W_:j‖₂`.
 
     *Structural Sensitivity in Compressed Transformers* (§6.1) calls it simplified Wanda: weight × column norm, no
-    calibration text. It is not Wanda, and removes other entries. Scores in float64; of equal entries the earlier one
-    goes. With `pattern` (keep, of) the `keep` best of every `of` consecutive inputs of a row stay. Raises
+    calibration text. It is not Wanda, and removes other entries. Scores in float64; among equal scores the earlier
+    entry becomes zero. With `pattern` (keep, of) the `keep` best of every `of` consecutive inputs of a row stay. Raises
     LyapunovPruneError for a pattern that does not fit the matrix or has another sparsity.
     """
 

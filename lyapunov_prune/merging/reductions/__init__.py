@@ -1,1 +1,1 @@
-"""What a feed-forward block becomes, one file a reduction; `merging.table.REDUCTIONS` lists them."""
+"""Reductions of a feed-forward block, one file each; `merging.table.REDUCTIONS` lists them."""
