@@ -1,18 +1,20 @@
 """Run all of a model, part of it, or a changed one.
 
-- `reading`: a model and its batch, made once a measurement and handed on;
-- `hooks`: the residual stream seen, injected into, and layers skipped; `prefix`: a forward that begins at any layer;
-- `products`: what enters and leaves a matrix, also where its module is not called;
-- `rounding`: the coarsest dtype that the layers compute in, and whether they choose experts or tokens;
-- `branches`, `sublayers`: attention and MLP of a layer, run or silenced; `outputs`: what makes their output;
+- `reading`: a model with a batch, made once per measurement and passed on;
+- `hooks`: observe the residual stream, inject into it, skip layers; `prefix`: a forward that begins at any layer;
+- `products`: the input and output of a matrix, even if its module is not called;
+- `rounding`: the coarsest dtype that the layers compute in, and whether they select experts or tokens;
+- `branches`, `sublayers`: attention and MLP of a layer, run alone or silenced; `outputs`: the parameters that make
+  their output;
 - `channels`: hidden channels of feed-forward blocks masked; `masking`: experts that a router may not choose;
-- `replacement`, `changes`: other weights, or a changed layer, for as long as a block lasts;
-- `scoring`, `logits`, `decoding`: losses, logits and greedy tokens of what runs; `kept`: logits of two models compared
-  a block of positions at a time;
-- `layers`: each layer run on what the changed ones before it make;
-- `states`: those of a text at all boundaries, on the disk where they do not fit, and final ones of a changed model;
-- `own_text`: text that the model writes itself, to calibrate on;
-- `continuations`: log-likelihoods of texts that begin alike.
+- `replacement`, `changes`: other weights, or a changed layer, inside a block;
+- `scoring`, `logits`, `decoding`: losses, logits and greedy tokens; `kept`: the logits of two models, compared a block
+  of positions at a time;
+- `layers`: each layer run on the output of the changed layers before it;
+- `states`: the states of a text at all boundaries, on disk if they do not fit in memory, and final states of a changed
+  model;
+- `own_text`: text that the model writes itself, for calibration;
+- `continuations`: log-likelihoods of texts with a common beginning.
 
-Nothing here outlives its block: a hook is removed and a weight put back, also after an error.
+Nothing here outlasts its block: hooks are removed and weights restored, also after an error.
 """

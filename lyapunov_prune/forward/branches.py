@@ -1,8 +1,7 @@
-"""The branches of a layer, attention and MLP: found by what the layer does, run on their own.
+"""The branches of a layer, attention and MLP: found by what the layer does, and run alone.
 
-Nothing is known of a family. The layer is called with the arguments that the model called it with, and its
-children are told apart by whether they hold matrices, by the order of their calls, and by the tensors that go
-from one to the next.
+Nothing is assumed about a family. The layer is called with the model's own arguments, and its children are told apart
+by whether they hold matrices, by the order of their calls, and by the tensors passed between them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class _Call:
 
     @property
     def changes(self) -> bool:
-        """Not so for dropout in eval mode, which hands through what it was given."""
+        """False for dropout in eval mode, for example, which returns its input."""
         return not _same(self.given, self.returned)
 
 
@@ -45,7 +44,7 @@ class _Call:
 class Branch:
     """A branch of `layer`, from the input of `entry` to the output of `exit`.
 
-    `x` is what entered it when it was found: the residual stream of those windows.
+    `x` is what entered it when it was found: the residual stream of that input.
     """
 
     layer: nn.Module
@@ -56,7 +55,7 @@ class Branch:
     x: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The branch's output when `x` enters it."""
+        """The branch's output for the input `x`."""
         outputs: list[torch.Tensor] = []
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,9 +75,9 @@ def find_branches(
 ) -> tuple[Branch, ...]:
     """Attention and MLP of a layer called with `args` and `kwargs`: its first and last child with matrices.
 
-    `matrices` comes from `matrix_children`. An MLP that is a row of bare matrices (OPT) begins with the first of
-    the row. A branch includes the norm that feeds it alone and the norm that its output alone goes through
-    (Gemma 2); a layer with one child of the kind has one branch. Raises LyapunovPruneError for one with none.
+    `matrices` comes from `matrix_children`. An MLP that consists of bare matrices in a row (OPT) begins with the first
+    of them. A branch includes a norm that feeds only it, and a norm that takes only its output (Gemma 2). A layer with
+    one such child has one branch. Raises LyapunovPruneError for a layer without any.
     """
     calls: list[_Call] = []
 
@@ -104,7 +103,7 @@ def find_branches(
 
 
 def _ends(calls: Sequence[_Call], matrices: dict[str, bool], first: int, last: int) -> tuple[_Call, _Call]:
-    """The norm that feeds `calls[first]` and the norm that `calls[last]` feeds, or these themselves."""
+    """The norm that feeds `calls[first]` and the norm that `calls[last]` feeds, or else these calls themselves."""
     norms = [c for c in calls if c.name not in matrices and c.changes]
     entry = next((c for c in norms if _same(c.returned, calls[first].given)), calls[first])
     exit = next((c for c in norms if _same(c.given, calls[last].returned)), calls[last])
@@ -112,12 +111,12 @@ def _ends(calls: Sequence[_Call], matrices: dict[str, bool], first: int, last: i
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same numbers in the same place, up to shape."""
+    """Whether two tensors share their memory, whatever their shapes."""
     return a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
 
 
 def matrix_children(decoder: Decoder) -> list[dict[str, bool]]:
-    """For each layer its children that hold matrices, and whether the child is itself one, as two factors or not."""
+    """For each layer: its children with matrices, and whether each is itself one matrix (or two factors of it)."""
     structure = decoder.structure
     require_readable(decoder.model)
     require_parameters(structure)
@@ -125,7 +124,7 @@ def matrix_children(decoder: Decoder) -> list[dict[str, bool]]:
 
 
 def layer_children(structure: Structure, index: int) -> dict[str, bool]:
-    """As `matrix_children`, of one layer."""
+    """`matrix_children` of one layer."""
     name = f"{structure.layers_path}.{index}"
     children: dict[str, bool] = {}
     for p in layer_projections(structure.layers[index], index, name, structure.model_type, structure.config):

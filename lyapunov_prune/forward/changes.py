@@ -1,4 +1,4 @@
-"""One layer changed, or its attention or its MLP alone, for as long as a block lasts."""
+"""Change one layer, or only its attention or MLP, inside a block."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure, identify
 
 WHAT = ("layer", *KINDS)
-# (layer, part) -> a context in which it is changed; None where the layer has no such part.
+# (layer, part) -> a context in which it is changed; None if the layer has no such part.
 Changes = Callable[[int, str], AbstractContextManager[None] | None]
 
 
 def dropped_layers(reading: Reading) -> Changes:
-    """A layer hands on what it is given; a branch of it adds nothing."""
+    """A changed layer returns its input; a changed branch adds nothing."""
     sublayers = find_sublayers(reading.decoder, range(reading.structure.num_layers))
 
     def change(layer: int, part: str) -> AbstractContextManager[None] | None:
@@ -38,10 +38,10 @@ def dropped_layers(reading: Reading) -> Changes:
 
 
 def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
-    """A layer, or a branch of it, has the matrices of `compressed`, and no bias where that has none left.
+    """A changed layer or branch has the matrices of `compressed`, and no bias if `compressed` has set it to zero.
 
-    A matrix of zeros whose bias is zero too ends a branch that was left out (`pruning.zeroing`). Raises
-    LyapunovPruneError for a model of other shapes, or whose layers differ in more than that.
+    A zero matrix with a zero bias comes from a branch that was left out (`pruning.zeroing`). Raises LyapunovPruneError
+    if `compressed` has other shapes, or differs in anything else.
     """
     model, structure = reading.model, reading.structure
     if identify(compressed).architecture != identify(model).architecture:
@@ -51,7 +51,7 @@ def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
     projections = find_projections(reading.decoder)
     matrices = {f"{p.module}.{p.parameter}" for p in projections}
     theirs = dict(compressed.named_parameters())
-    gone: dict[str, list[str]] = {}  # biases, by module
+    gone: dict[str, list[str]] = {}  # zeroed biases, by module
     for name, parameter in model.named_parameters():
         inside = name.startswith(f"{structure.layers_path}.") and name not in matrices
         if not inside or torch.equal(parameter, theirs[name].to(parameter)):
@@ -65,7 +65,7 @@ def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
     for layer, sublayers in find_sublayers(reading.decoder, range(structure.num_layers)).items():
         here = [p for p in projections if p.layer == layer]
         parts[layer, "layer"] = here
-        seen: set[str] = set()  # branches that share a norm: the second's forward goes past the first
+        seen: set[str] = set()  # if branches share a norm, the forward of the second passes through the first
         for kind, branch in sublayers.branches.items():
             called = _children(branch) - seen
             seen |= called
@@ -89,9 +89,9 @@ def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
 
 
 def compact_layers(reading: Reading, compact: PreTrainedModel) -> Changes:
-    """A layer, or a branch of it, is that of `compact`, which was cut from the model or from one like it.
+    """A changed layer or branch is that of `compact`, which was cut from this model or a similar one.
 
-    Raises LyapunovPruneError for a model of another family or with another number of layers.
+    Raises LyapunovPruneError for another family or number of layers.
     """
     structure, other = reading.structure, find_structure(compact)
     if (other.model_type, other.num_layers) != (structure.model_type, structure.num_layers):
@@ -128,7 +128,7 @@ def _zero(module: nn.Module, key: str) -> Iterator[None]:
 
 @contextmanager
 def _children_of(layer: nn.Module, other: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """`layer` has these children of `other` inside the block."""
+    """Inside the block, `layer` has these children of `other`."""
     before = {name: layer.get_submodule(name) for name in names}
     try:
         for name in names:
@@ -140,13 +140,13 @@ def _children_of(layer: nn.Module, other: nn.Module, names: Sequence[str]) -> It
 
 
 def _children(branch: Branch) -> set[str]:
-    """The names of the layer's children that are called between the branch's entry and its exit."""
+    """The names of the layer's children called between the branch's entry and exit."""
     called: set[str] = set()
 
     def note(name: str) -> Callable[..., None]:
         return lambda module, args, kwargs: called.add(name)
 
-    # In this order: where the entry is a child, it is cleared before the child is noted.
+    # The order matters: if the entry is a child, it must be recorded after clearing.
     begins = (branch.entry, lambda module, args, kwargs: called.clear())
     with hooked(before=[begins, *((child, note(name)) for name, child in branch.layer.named_children())]):
         branch(branch.x)

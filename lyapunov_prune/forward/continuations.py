@@ -1,4 +1,4 @@
-"""Log-likelihoods of texts that begin alike: their beginning runs once, and logits are formed where they are asked."""
+"""Log-likelihoods of texts with a common beginning, which runs once; logits are formed only where they are scored."""
 
 from __future__ import annotations
 
@@ -19,30 +19,32 @@ from lyapunov_prune.models.positions import alike, rotation
 
 
 class Continuations:
-    """`Σ_t log p(y_t | what stands before)` of the last tokens y of every text, and whether all are likeliest.
+    """`Σ_t log p(y_t | preceding tokens)` over the last tokens y of each text, and whether all are the likeliest.
 
-    What the texts share at their beginning runs once, and its cache is handed to all of them; logits are formed at the
-    positions that are scored and at no other. Whether the model gives through its cache what it gives without is tried
-    on the first texts that share anything, and where it does not, every text runs whole. `possible` says whether the
-    logits are a function of the final state at all; where not, ask the model.
+    The common beginning of the texts runs once and its cache is shared; logits are formed only at scored positions. The
+    first texts that share a beginning test whether the model gives the same through its cache as without; if not, every
+    text runs whole. `possible` says whether the logits are a function of the final state at all; if not, use the model
+    itself.
 
-    Each text is read without its last token, which predicts nothing. Texts of lengths with other positions
-    (`models.positions`) are not read together, so each gives what it gives by itself.
+    The last token of a text is not read, since it predicts nothing. Texts whose lengths use different rotary positions
+    (`models.positions`) are not read together, so each gives the same as alone.
     """
 
     def __init__(self, decoder: Decoder, ids: torch.Tensor) -> None:
-        """`ids`: one window or more of token ids, that the head is tried on."""
+        """`ids`: windows of token ids on which the head is tested."""
         self.structure = decoder.structure
         self.scorer = Scorer(decoder, ids)
         self.possible = self.scorer.enters
         self.device = decoder.model.device
         self.limit = CACHE_LIMIT[decoder.model.dtype]
-        self.cached: bool | None = None  # None: not tried yet
+        self.cached: bool | None = None  # None: not tested yet
 
     def __call__(self, texts: Sequence[Sequence[int]], scored: Sequence[int]) -> list[tuple[float, bool]]:
-        """For each text of token ids and the number of its last tokens that count: in nats, float64.
+        """For each text of token ids: its log-likelihood over the last `scored` tokens, and whether all are likeliest.
 
-        Raises NonFiniteError naming the layer, or LyapunovPruneError, when the model gives no finite numbers.
+        In nats, summed in float64.
+
+        Raises NonFiniteError naming the layer, or LyapunovPruneError, if the result is not finite.
         """
         wanted = torch.cat([torch.tensor(text[-count:]) for text, count in zip(texts, scored, strict=True)])
         states = torch.cat(self._states(texts, scored))
@@ -62,7 +64,7 @@ class Continuations:
         return lift(own - z.logsumexp(-1)).cpu(), (z.argmax(-1) == tokens).cpu()
 
     def _states(self, texts: Sequence[Sequence[int]], scored: Sequence[int]) -> list[torch.Tensor]:
-        """Of each text the final states (scored × width) that its last tokens are predicted from."""
+        """For each text, the final states (scored × width) that predict its last tokens."""
         read = [text[:-1] for text in texts]
         found: dict[int, torch.Tensor] = {}
         for places in alike(self.structure.config, list(map(len, read))):
@@ -71,10 +73,10 @@ class Continuations:
         return [found[i] for i in range(len(texts))]
 
     def _together(self, texts: Sequence[Sequence[int]], scored: Sequence[int]) -> list[torch.Tensor]:
-        """The last `scored` states of texts that are rotated alike."""
+        """`_states` of texts with the same rotary positions."""
         shared = min(
             shared_start(texts), *(len(text) - count for text, count in zip(texts, scored, strict=True))
-        )  # the first scored token is predicted from what is no more shared
+        )  # the state that predicts the first scored token may not be part of the beginning
         config = self.structure.config
         stale = rotation(config, shared) != rotation(config, len(texts[0]))
         if len(texts) == 1 or shared < 1 or stale or self.cached is False:
@@ -83,7 +85,7 @@ class Continuations:
             whole = self._picked(self._whole(texts), texts, scored, 0)
             try:
                 again = self._picked(self._continued(texts, shared), texts, scored, shared)
-            except Exception:  # a decoder that keeps no such cache fails in its own way
+            except Exception:  # a decoder without such a cache fails in its own way
                 self.cached = False
             else:
                 self.cached = deviation(torch.cat(again), torch.cat(whole)) <= self.limit
@@ -94,13 +96,13 @@ class Continuations:
         return final_state(self.structure, _padded(texts).to(self.device))
 
     def _continued(self, texts: Sequence[Sequence[int]], shared: int) -> torch.Tensor:
-        """States behind the first `shared` tokens of all texts, which run once."""
+        """The states after the first `shared` tokens, which all texts have in common and run once."""
         backbone: Any = self.structure.backbone
         beginning = torch.tensor([list(texts[0][:shared])], device=self.device)
         cache = backbone(input_ids=beginning, use_cache=True).past_key_values
         cache.batch_repeat_interleave(len(texts))
         ids = _padded([text[shared:] for text in texts]).to(self.device)
-        # Without positions some forwards count from zero again.
+        # Without positions, some forwards count from zero again.
         positions = torch.arange(shared, shared + ids.shape[1], device=self.device).expand_as(ids)
         return backbone(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)[0]
 
@@ -112,6 +114,6 @@ class Continuations:
 
 
 def _padded(texts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Texts × tokens, each one's last token repeated to the end. No position looks at a later one."""
+    """Texts × tokens, padded with each text's last token; no position attends to a later one."""
     width = max(map(len, texts))
     return torch.tensor([[*text, *[text[-1]] * (width - len(text))] for text in texts], dtype=torch.int64)

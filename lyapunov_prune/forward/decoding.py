@@ -1,4 +1,4 @@
-"""Greedy and sampled decoding through whatever cache a decoder keeps."""
+"""Greedy and sampled decoding, with any kind of cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.progress import track
 
-# The next tokens (prompts × 1) at a step, of its logits (prompts × vocabulary).
+# The next tokens (prompts × 1), given the step and its logits (prompts × vocabulary).
 Choice = Callable[[int, torch.Tensor], torch.Tensor]
 
 
@@ -28,32 +28,32 @@ def likeliest(step: int, logits: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(draws: torch.Tensor, temperature: float = 1.0) -> Choice:
-    """The token of `p = softmax(z/T)` on which a draw falls; `draws`: prompts × steps, in [0, 1).
+    """Sampling from `p = softmax(z/T)` with given random numbers `draws` (prompts × steps) in [0, 1).
 
-    It is the first with `Σ_{v' ≤ v} p_v' > draw`, summed in float64 in the order of the vocabulary. So the same draws
-    give the same text wherever the logits are the same.
+    Takes the first token with `Σ_{v' ≤ v} p_v' > draw`, summed in float64 in vocabulary order, so equal draws and equal
+    logits give equal text.
     """
     u = draws.to(torch.float64)
 
     def choose(step: int, logits: torch.Tensor) -> torch.Tensor:
         reached = (lift(logits) / temperature).softmax(-1).cumsum(-1)
         found = torch.searchsorted(reached, u[:, step, None].to(reached).contiguous(), right=True)
-        # The sum may end a rounding below 1, and a draw lie between the two.
+        # The sum may end just below 1, with the draw above it.
         return found.clamp_max(logits.shape[-1] - 1)
 
     return choose
 
 
 def draws_of(seed: int, places: Iterable[int], steps: int) -> torch.Tensor:
-    """Numbers in [0, 1), (places × steps): those of a place are the same beside whatever others."""
+    """Random numbers in [0, 1), places × steps; those of a place do not depend on the other places."""
     return torch.from_numpy(np.stack([np.random.default_rng((seed, place)).random(steps) for place in places]))
 
 
 def greedy_text(reading: Reading, steps: int, batch_size: int, known: torch.Tensor | None = None) -> torch.Tensor:
-    """`decode_greedily` from every prompt of the reading, `batch_size` at a time: (prompts × steps), on the CPU.
+    """`decode_greedily` for all prompts of the reading, `batch_size` at a time: (prompts × steps), on the CPU.
 
-    A `known` text, decoded by the same before, is handed on. Raises LyapunovPruneError for steps that do not fit the
-    context, and for a known text of another shape.
+    A `known` text from an earlier call is returned instead. Raises LyapunovPruneError if the steps do not fit the
+    context, or if the known text has another shape.
     """
     require_context(reading.structure, reading.batch.context + steps - 1)
     shape = (len(reading.batch), steps)
@@ -67,13 +67,13 @@ def greedy_text(reading: Reading, steps: int, batch_size: int, known: torch.Tens
 
 @torch.no_grad()
 def decode_greedily(reading: Reading, prompts: torch.Tensor, steps: int) -> torch.Tensor:
-    """The `steps` likeliest tokens one after the other: prompts (windows × tokens) to (windows × steps), int64."""
+    """The `steps` likeliest tokens, one after another: prompts (windows × tokens) to (windows × steps), int64."""
     return _written(reading, prompts, steps, likeliest)
 
 
 @torch.no_grad()
 def sample(reading: Reading, prompts: torch.Tensor, draws: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Tokens that `draws` (n × steps) fall on, one after the other: prompts (n × tokens) to (n × steps), int64."""
+    """Tokens sampled with `draws` (n × steps), one after another: prompts (n × tokens) to (n × steps), int64."""
     return _written(reading, prompts, draws.shape[1], drawn(draws, temperature))
 
 
@@ -89,14 +89,13 @@ def walk(
     told: bool,
     choose: Choice = likeliest,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """At every step what leaves the last layer (prompts × d), the logits (prompts × vocabulary) and the next token.
+    """For each step: the output of the last layer (prompts × d), the logits (prompts × vocabulary) and the next token.
 
-    It is what `choose` makes of the model's own logits, (prompts × 1). Nothing else has a say: the model's generation
-    config (its penalties, its EOS) is not asked, so decoding goes on behind the end of a text. `told`: every
-    step is given its position, without which some forwards count from zero at every call. Every step is what an
-    uncached forward over the text so far gives: a decoder that gives back no cache runs on the whole text at every
-    step, and one whose positions change by length runs on it once more where they do. Raises NonFiniteError naming the
-    layer when the model is not finite.
+    The next token (prompts × 1) is `choose` of the model's own logits. The generation config (penalties, EOS) is
+    ignored, so decoding continues after the end of a text. `told`: every step is given its position, without which some
+    forwards count from zero at each call. Every step equals an uncached forward over the text so far: a decoder without
+    a cache runs on the whole text at each step, and one whose positions change with the length reruns it where they do.
+    Raises NonFiniteError naming the layer if the model is not finite.
     """
     model, structure = reading.model, reading.structure
     taken = inspect.signature(model.forward).parameters

@@ -1,4 +1,4 @@
-"""The residual stream of a decoder, seen through hooks that are gone when the block ends."""
+"""The residual stream of a decoder, observed and changed by hooks that are removed after the block."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Inject = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Enough(Exception):
-    """Raised by a hook when a forward has come as far as it is needed."""
+    """Raised by a hook to stop a forward that is not needed any further."""
 
 
 def hidden_of(output: Any) -> torch.Tensor:
-    """The hidden state a decoder layer returned.
+    """The hidden state that a decoder layer returned.
 
-    Layers of transformers 5 return a bare tensor, older ones a tuple: `output[0]` of the former would be
-    the first row of the batch. Raises LyapunovPruneError for states by name (Reformer's two streams).
+    Layers in transformers 5 return a tensor, older ones a tuple; `output[0]` of a tensor would be the first row of the
+    batch. Raises LyapunovPruneError for named states (Reformer's two streams).
     """
     if hasattr(output, "_fields"):
         raise LyapunovPruneError(
@@ -40,11 +40,11 @@ def with_hidden(output: Any, hidden: torch.Tensor) -> Any:
     """`output` with its hidden state replaced, in the form the layer returned."""
     if isinstance(output, torch.Tensor):
         return hidden
-    return [hidden, *output[1:]] if isinstance(output, list) else (hidden, *output[1:])  # GPT-1 adds lists
+    return [hidden, *output[1:]] if isinstance(output, list) else (hidden, *output[1:])  # GPT-1 concatenates lists
 
 
 def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a layer, or of a part of one, with another hidden state among them."""
+    """The arguments of a layer, or of part of one, with another hidden state."""
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
@@ -56,12 +56,12 @@ def residual_stream(
     one_state: bool = True,
     every_layer: bool = True,
 ) -> AbstractContextManager[None]:
-    """Call `visit(l, h_l)` for `l = 0 … L` on every forward inside the block.
+    """Call `visit(l, h_l)` for `l = 0 … L` in every forward inside the block.
 
-    `h_0` enters layer 0 (after `inject`, if given, has replaced it), `h_{l+1}` leaves layer `l`, before
-    the final norm. Hooks are removed on the way out, also after an exception. With `one_state` a decoder
-    that carries several states a token (windows × tokens × width does not hold) raises LyapunovPruneError, with
-    `every_layer` one that passes over a layer (Mllama, of those that look at an image).
+    `h_0` is the input of layer 0 (after `inject`, if given, has replaced it), and `h_{l+1}` the output of layer `l`,
+    before the final norm. Hooks are removed on exit, also after an exception. With `one_state`, a decoder that carries
+    several states per token (not windows × tokens × width) raises LyapunovPruneError; with `every_layer`, so does one
+    that skips a layer (such as Mllama without an image).
     """
     reached = -1
 
@@ -96,7 +96,7 @@ def residual_stream(
 
 
 def require_one_state(structure: Structure, hidden: torch.Tensor) -> None:
-    """Raise LyapunovPruneError for a state that is not windows × tokens × width."""
+    """Raise LyapunovPruneError unless the state is windows × tokens × width."""
     if hidden.ndim != 3:
         raise LyapunovPruneError(
             f"{type(structure.backbone).__name__} carries several states a token (shape {tuple(hidden.shape)}); "
@@ -105,11 +105,10 @@ def require_one_state(structure: Structure, hidden: torch.Tensor) -> None:
 
 
 def skipped(structure: Structure, layers: tuple[int, ...]) -> AbstractContextManager[None]:
-    """Every forward inside the block passes over `layers`: each returns the hidden state it was given.
+    """In every forward inside the block, `layers` return the hidden state they were given.
 
-    A second state that goes from layer to layer beside it (Zaya's routers) is handed on as well. What a
-    layer leaves elsewhere for others, shared keys and values, stays: skipping leaves out what a layer adds
-    to the residual stream, not what others read from it.
+    A second state passed between layers (Zaya's routers) is returned unchanged too. What a layer leaves elsewhere for
+    others, such as shared keys and values, stays: only its contribution to the residual stream is skipped.
 
     The layers still compute, so this is a reference for removal and no faster than the full model.
     """
@@ -129,11 +128,11 @@ def skipped(structure: Structure, layers: tuple[int, ...]) -> AbstractContextMan
 
 
 def run_backbone(structure: Structure, inputs: torch.Tensor) -> None:
-    """A forward of token ids or pixels without the head, for what hooks see on the way.
+    """Run token ids or pixels through the backbone, without the head, for the hooks set on it.
 
     No tokens × vocabulary tensor is built.
     """
-    embedding = next(structure.backbone.parameters())  # some backbones do not say which it is; it comes first
+    embedding = next(structure.backbone.parameters())  # the first parameter; some backbones do not name their embedding
     inputs = inputs.to(embedding.device)
     if inputs.is_floating_point():
         structure.backbone(pixel_values=inputs)
@@ -143,7 +142,7 @@ def run_backbone(structure: Structure, inputs: torch.Tensor) -> None:
 
 @torch.no_grad()
 def run_through(decoder: Decoder, examples: Examples) -> None:
-    """Every item through the backbone, one at a time, for what hooks see on the way."""
+    """Run every item through the backbone, one at a time, for the hooks set on it."""
     for inputs in model_inputs(decoder.model, examples, 1):
         run_backbone(decoder.structure, inputs)
 
@@ -158,9 +157,9 @@ def final_state(structure: Structure, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def require_finite(structure: Structure, ids: torch.Tensor, where: str) -> None:
-    """Raise NonFiniteError naming the first boundary at which a state of `ids` is NaN or infinite.
+    """Raise NonFiniteError naming the first boundary where a state of `ids` is NaN or infinite.
 
-    Where it is the final norm that makes it so, LyapunovPruneError says that.
+    If the final norm causes it, LyapunovPruneError is raised.
     """
 
     def visit(layer: int, hidden: torch.Tensor) -> None:
@@ -177,7 +176,7 @@ def require_finite(structure: Structure, ids: torch.Tensor, where: str) -> None:
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The hidden state a decoder layer was called with."""
+    """The hidden state that a decoder layer was called with."""
     hidden = args[0] if args else kwargs.get("hidden_states")
     if not isinstance(hidden, torch.Tensor):
         raise LyapunovPruneError("a decoder layer was called without hidden states; this decoder is not supported")

@@ -1,7 +1,7 @@
 """The logits of two models on the same inputs, compared a block of positions at a time.
 
-Of a forward stay the states that its decoder answers with. The logits of a block are what the model's own forward
-makes of these states: its head, and whatever it does to logits besides. No tokens × vocabulary tensor is built.
+Only the final states of a forward are stored. The logits of a block are what the model's own forward makes of these
+states, with its head and any other operation on logits. No tokens × vocabulary tensor is built.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from lyapunov_prune.forward.scoring import Scorer, rows_at_once
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
 
-_TRIED = 16  # positions at the end of a window, whose states are tried on the logits that the forward itself gives them
+_TRIED = 16  # positions at the end of each window where logits from stored states are tested
 
 
 class KeptLogits:
-    """The logits of a decoder, or a classifier, on `inputs`, token ids or images, of which the states are in memory.
+    """The logits of a decoder or classifier on `inputs` (token ids or images), stored as final states.
 
-    In memory whole are logits that are no more than a block, and those of a forward that cannot be told to form only
-    the last ones or does not go by its decoder's state alone. Whether it does is tried on the first tokens (`Scorer`)
-    and on the end of every window, there within `SAME_LIMIT`: what moves logits by more is not hidden from a gate.
+    Logits are stored whole if they fit into one block, if the forward cannot form only the last ones, or if they are
+    not a function of the decoder's state alone. The last is tested on the first tokens (`Scorer`) and at the end of
+    every window, there within `SAME_LIMIT`, so that larger differences of logits reach the gate.
     """
 
     def __init__(self, decoder: Decoder, inputs: Sequence[torch.Tensor]) -> None:
@@ -35,20 +35,20 @@ class KeptLogits:
         taken = large and only_last(model, _TRIED)
         scorer = Scorer(decoder, large[0]) if taken else None
         self._scorer = scorer if scorer is not None and scorer.enters else None
-        # Of every input the states and True, or the logits and False: a row a position.
+        # For every input (states, True) or (logits, False), with one row per position.
         self._rows = [self._states(x) if any(x is ids for ids in large) else self._whole(x) for x in inputs]
 
     def deviation(self, reference: KeptLogits) -> float:
-        """`logits.deviation` of these logits from those of the `reference`, the largest over all inputs."""
+        """`logits.deviation` of these logits from the `reference`, the largest over all inputs."""
         worst = 0.0
         for mine, theirs in zip(self._rows, reference._rows, strict=True):
             for a, b in zip(self._blocks(*mine), reference._blocks(*theirs), strict=True):
                 worst = max(worst, deviation(a, b))
-                del a, b  # else they would be there still while the next are made
+                del a, b  # free them before the next blocks are made
         return worst
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """The logits of all inputs, one position after the other: blocks of positions × vocabulary."""
+        """The logits of all inputs in order, in blocks of positions × vocabulary."""
         for rows in self._rows:
             yield from self._blocks(*rows)
 

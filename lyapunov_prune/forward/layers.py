@@ -1,4 +1,4 @@
-"""The layers of a model one after the other, each run on what enters it at that time, wherever its weights are."""
+"""The layers of a model in order, each run on its input at that time, wherever its weights are."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from lyapunov_prune.models.streamed import Run
 from lyapunov_prune.models.streamed import Visit as VisitHeld
 from lyapunov_prune.progress import status, track
 
-# Called with a layer and what leaves it, a piece of the batch at a time; the layer runs while that is consumed.
+# Called with a layer and its outputs, a piece of the batch at a time; the layer runs as they are consumed.
 Visit = Callable[[int, Iterator[torch.Tensor]], None]
 
 
 def each_layer(reading: Reading, layers: Collection[int], visit: Visit, batch_size: int, description: str) -> None:
-    """Call `visit` for each of `layers` in order, its weights in memory; what it makes of them enters the next layer.
+    """Call `visit` for each of `layers` in order, with its weights in memory; the next layer gets its changed output.
 
-    The arguments of a layer (masks, positions) come from the model's own forward (`Prefix`); nothing is captured and
-    replayed. Where a layer uses more of earlier layers than their hidden state, the forward begins further back. Layers
-    that are read from files (`models.streamed`) are all visited in one forward, each while it is held.
+    The arguments of a layer (masks, positions) come from the model's own forward (`Prefix`). If a layer uses more of
+    earlier layers than their hidden state, the forward begins further back. Streamed layers (`models.streamed`) are all
+    visited in one forward, each while it is held.
 
-    Memory: the hidden states of the batch, at most twice.
+    Memory: at most twice the hidden states of the batch.
     """
     if reading.decoder.stream is not None:
 
         def visited(layer: int, hidden: torch.Tensor, run: Run) -> None:
-            if layer in layers:  # a layer may add to its input in place, and needs it again
+            if layer in layers:  # cloned, since a layer may change its input in place
                 visit(layer, run(hidden.clone()))
 
         (ids,) = reading.windows(batch_size)
@@ -43,9 +43,9 @@ def each_layer(reading: Reading, layers: Collection[int], visit: Visit, batch_si
 def in_order(
     reading: Reading, layers: Collection[int], batch_size: int
 ) -> Iterator[tuple[int, Iterator[torch.Tensor]]]:
-    """Each of `layers` of a model in memory with what leaves it; consume that before asking for the next layer.
+    """Yield each of `layers` of a model in memory with its outputs; consume them before asking for the next layer.
 
-    Two models side by side are two of these, advanced in turn. Otherwise as `each_layer`.
+    Two models are compared by advancing two of these in turn. Otherwise as `each_layer`.
     """
     windows = reading.windows(batch_size)
     prefix, states, at = reading.prefix, [torch.empty(0)] * len(windows), 0
@@ -60,7 +60,7 @@ def in_order(
 
 
 def in_one_forward(decoder: Decoder, ids: torch.Tensor, visit: VisitHeld, description: str) -> torch.Tensor:
-    """The final state of `ids` by the streamed `decoder`, of which every layer is visited before it runs."""
+    """The final state of `ids` by the streamed `decoder`; each layer is visited before it runs."""
     assert decoder.stream is not None
     with decoder.stream.visiting(visit), status(description):
         return final_state(decoder.structure, ids)

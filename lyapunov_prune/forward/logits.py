@@ -1,4 +1,4 @@
-"""Logits of a decoder on a few tokens: at once, and step by step through whatever cache it keeps."""
+"""Logits of a decoder on a few tokens: in one forward, and step by step through any kind of cache."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.positions import rotation, stretches
 from lyapunov_prune.models.structure import Structure
 
-# Largest relative deviation of a token's logits. The same kernels on the same shapes agree to the last
-# bit; folded constants (GPT-2) and the cache's other kernels do not, and a model that a removal has
-# wrecked (SmolLM2 without layer 0) amplifies rounding a hundredfold. A wrong layer or index gives 0.1 to 10.
+# Largest relative deviation of a token's logits. The same kernels on the same shapes agree bit for bit; folded
+# constants (GPT-2) and the cache's kernels do not, and a model ruined by a removal (SmolLM2 without layer 0) amplifies
+# rounding a hundredfold. A wrong layer or index gives 0.1 to 10.
 SAME_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 TOKENS = 64
 STEPS = 8
-_LIFTED = 2**19  # entries of positions × vocabulary that are compared in float64 at once
-WINDOW_LIMIT = 1024  # a longer sliding window is not rolled over: the check would outlast the removal
+_LIFTED = 2**19  # entries of positions × vocabulary compared in float64 at once
+WINDOW_LIMIT = 1024  # the check does not run past longer sliding windows: it would take longer than the removal
 
 
 def require_temperature(temperature: float) -> None:
@@ -51,8 +51,7 @@ def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
 def sample_inputs(decoder: Decoder, batch: Examples | Tokens | None) -> list[torch.Tensor]:
     """Two rows of random tokens and, if given, the first window of `batch`, cut to a useful length.
 
-    Of a model that looks at images, two random images (2 × channels × height × width) and, if given, the first two of
-    `batch`.
+    For an image classifier: two random images (2 × channels × height × width) and, if given, the first two of `batch`.
     """
     model, structure, config = decoder.model, decoder.structure, decoder.structure.config
     images = looks_at_images(model)
@@ -64,7 +63,7 @@ def sample_inputs(decoder: Decoder, batch: Examples | Tokens | None) -> list[tor
     length = structure.at_most(length)
     generator = torch.Generator().manual_seed(0)
     random = torch.randint(config.vocab_size, (2, length), generator=generator)
-    # Padding is no text: some families count positions past it, in one forward but not through a cache.
+    # Avoid padding tokens: some families count positions past them in one forward, but not through a cache.
     pad = getattr(config, "pad_token_id", None)
     if pad is not None:
         random[random == pad] = (pad + 1) % config.vocab_size
@@ -77,14 +76,14 @@ def random_images(model: PreTrainedModel, number: int = 2) -> torch.Tensor:
 
 
 def uncached_logits(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tensor:
-    """The logits for token ids, or for images."""
+    """The logits for token ids or images, without a cache."""
     return model(inputs).logits if inputs.is_floating_point() else model(inputs, use_cache=False).logits
 
 
 def last_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """The uncached logits of the positions that `cached_logits` returns; a forward that can forms no others.
+    """The uncached logits at the positions that `cached_logits` returns; no others are formed if the model allows that.
 
-    Each is that of a forward over the text up to there: one forward, and one more where positions change on the way.
+    Each equals that of a forward over the text up to there: one forward, and another one where positions change.
     """
     parts = []
     for first, last in stretches(_text_config(model), _prefix(ids), ids.shape[1]):
@@ -104,21 +103,21 @@ def _text_config(model: PreTrainedModel) -> Any:
 
 
 def _prefix(ids: torch.Tensor) -> int:
-    """How many tokens are read at once before the steps: a cache begins with one token or more."""
+    """The number of tokens read at once before the steps; a cache begins with at least one."""
     return max(1, ids.shape[1] - STEPS)
 
 
 def only_last(model: PreTrainedModel, positions: int) -> dict[str, int]:
-    """What tells a forward to form the logits of the last `positions` alone; nothing where it cannot be told."""
+    """The argument that makes a forward form only the last `positions` logits; empty if it takes none."""
     taken = inspect.signature(model.forward).parameters
     return {"logits_to_keep": positions} if "logits_to_keep" in taken else {}
 
 
 def carried_on(model: PreTrainedModel, output: Any, length: int) -> dict[str, Any]:
-    """The cache of `length` tokens, for a forward of the next, whatever it is called: what forward returns and takes.
+    """The cache after `length` tokens as arguments for the next forward, under whatever name the model uses.
 
-    Empty for a decoder without one, and where a text of one token more has other positions (`models.positions`): its
-    keys are stale, and the whole text has to be read again.
+    Empty for a decoder without a cache, and if one more token changes the rotary positions (`models.positions`): then
+    the keys are stale and the whole text has to be read again.
     """
     config = _text_config(model)
     return cache_of(model, output) if rotation(config, length) == rotation(config, length + 1) else {}
@@ -130,11 +129,10 @@ def cache_of(model: PreTrainedModel, output: Any) -> dict[str, Any]:
 
 
 def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool = False) -> torch.Tensor | None:
-    """Logits of the last tokens: a prefix at once, then one token at a time through the cache while it holds.
+    """Logits of the last tokens: a prefix at once, then one token at a time through the cache, as long as it is valid.
 
-    `positions` hands over the position of each step, as `generate` does; some forwards count from zero
-    at every call without it. None for a decoder that hands no cache back: it can only run on the whole
-    text again.
+    `positions` passes the position of each step, as `generate` does; some forwards count from zero at each call without
+    it. None for a decoder that returns no cache.
     """
     taken = inspect.signature(model.forward).parameters
     start = _prefix(ids)
@@ -151,5 +149,5 @@ def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool 
     return torch.cat(steps, dim=1)
 
 
-# Also of a float64 model transformers takes some softmax and norms in float32, with other rounding for other lengths.
+# Even in a float64 model, transformers computes some softmax and norms in float32, which round differently by length.
 CACHE_LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}

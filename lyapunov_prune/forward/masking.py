@@ -1,4 +1,4 @@
-"""A mixture that may not choose some of its experts: their router logits are −∞ inside the block."""
+"""Keep a router from choosing some of its experts, by setting their logits to −∞ inside a block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lyapunov_prune.models.structure import Structure
 
 
 class _Masked(TorchFunctionMode):
-    """Every product with a matrix of `count` rows has −∞ in the columns `gone`."""
+    """Products with a matrix of `count` rows get −∞ in the columns `gone`."""
 
     def __init__(self, count: int, gone: torch.Tensor) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class _Masked(TorchFunctionMode):
 
 @contextmanager
 def masked_experts(structure: Structure, experts: Mapping[int, Sequence[int]]) -> Iterator[None]:
-    """Inside the block the routers of the layers in `experts` give those of their experts a logit of −∞.
+    """Inside the block, the routers of the layers in `experts` give these experts a logit of −∞.
 
-    A softmax over all logits is then the softmax over the others, and a score that is computed entry by entry keeps its
-    value for the others; so the same experts are chosen, with the same weights, as by a router without those rows.
-    Biases that a router adds to its scores before it chooses are −∞ there as well.
+    A softmax over all logits is then that over the other experts, and scores computed entry by entry are unchanged for
+    them. So the same experts are chosen with the same weights as by a router without these rows. Biases that a router
+    adds to its scores before choosing are set to −∞ as well.
     """
     if not any(experts.values()):
         yield

@@ -1,4 +1,4 @@
-"""The parameters that make what leaves a branch: found by trying, so that nothing is known of a family."""
+"""The parameters that produce a branch's output, found by zeroing them, so that nothing is assumed about a family."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lyapunov_prune.models.projections import without_numbers
 
 @torch.no_grad()
 def zero_outputs(branch: Branch) -> list[nn.Parameter] | None:
-    """Set to zero, in place, as few parameters as make the branch add nothing: weight, bias, every expert.
+    """Zero as few parameters as possible, in place, so that the branch adds nothing: weights, biases, all experts.
 
-    Going back from the branch's end, parameters are zeroed until what leaves it is zero in every component, then those
-    put back that this did not need. The rest is returned; None, and all put back, where something is left that no
-    parameter of a module with matrices makes: a norm with a bias, the residual stream.
+    Starting from the branch's end, parameters are zeroed until its output is zero everywhere; those that were not
+    needed are then restored. Returns the zeroed ones. Returns None, with all restored, if no parameter of a module with
+    matrices produces the rest of the output, as with a norm's bias or the residual stream.
     """
     tried: list[tuple[nn.Parameter, torch.Tensor]] = []
     for parameter in _outputs_first(branch):
@@ -37,9 +37,9 @@ def zero_outputs(branch: Branch) -> list[nn.Parameter] | None:
 
 
 def _outputs_first(branch: Branch) -> list[nn.Parameter]:
-    """The parameters of the modules with matrices between entry and exit, those called last coming first.
+    """The parameters of the modules with matrices between entry and exit, last called first.
 
-    Experts that are modules of their own go together, called or not.
+    Experts in separate modules are taken together, called or not.
     """
     called: list[str] = []
     names = {id(module): without_numbers(name) for name, module in branch.layer.named_modules()}

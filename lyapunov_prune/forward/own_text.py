@@ -1,4 +1,4 @@
-"""Text to calibrate on where there is none: what a model writes itself."""
+"""Text that a model writes itself, for calibration without a text."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.results.store import Store, clear_results
 
 _KIND = "self-generated text"
-SELF = "self"  # names such a text where a text is named
-# Seeds, so that no part of what a model writes is in another.
+SELF = "self"  # the name of such a text
+# Different seeds, so that calibration and evaluation texts differ.
 _SEEDS = {"calibration": 0, "all": 0, "evaluation": 1}
 
 
@@ -35,7 +35,7 @@ def written_by(
     folder: Path | None = None,
     resume: bool = False,
 ) -> TokenBatch:
-    """The text `self` of a model: `self_generated` by the seed of a split."""
+    """The text `self` of a model: `self_generated` with the seed of a split."""
     how: dict[str, Any] = {
         "tokens": tokens,
         "context": context,
@@ -59,16 +59,16 @@ def self_generated(
     folder: str | Path | None = None,
     resume: bool = False,
 ) -> TokenBatch:
-    """Windows that `model` writes: its BOS token, then tokens drawn from `softmax(logits / temperature)`.
+    """Windows written by `model`: its BOS token, then tokens drawn from `softmax(logits / temperature)`.
 
-    There are `tokens // context` of them, (windows × context) int64; behind the end of a text another begins. The draws
-    depend on `seed` and the number of the window alone, so `batch_size` changes nothing but rounding. The batch's
-    `text` names the model, its weights, the temperature and the seed. Finished windows are kept in `folder`, and with
-    `resume` not written again.
+    Returns `tokens // context` windows, (windows × context) int64; after the end of a text another begins. The random
+    numbers depend only on `seed` and the window's number, so `batch_size` affects rounding only. The batch's `text`
+    names the model, its weights, the temperature and the seed. Finished windows are stored in `folder`; with `resume`
+    they are not written again.
 
-    Raises LyapunovPruneError for a model without a BOS or end-of-text token to begin with, a context of less than two
-    tokens or longer than the model's, fewer tokens than one window, a temperature that is not above 0, and logits that
-    are not finite, naming the step.
+    Raises LyapunovPruneError for a model without a BOS or end-of-text token to begin with, a context below two tokens
+    or longer than the model's, fewer tokens than one window, a temperature not above 0, and for logits that are not
+    finite, naming the step.
     """
     require_least(1, batch_size=batch_size)
     require_temperature(temperature)
@@ -76,7 +76,7 @@ def self_generated(
         raise LyapunovPruneError(f"{tokens} tokens in windows of {context} are no text; give 2 or more, and a window")
     begin = _first_token(model.model)
     windows, steps = tokens // context, context - 1
-    reading = read(model, torch.full((1, context), begin))  # its context and vocabulary are checked
+    reading = read(model, torch.full((1, context), begin))  # checks context and vocabulary
     known = model.identity
     about: dict[str, Any] = {"weights": known.weights, "settings": known.settings, "dtype": str(model.model.dtype)}
     about |= {"context": context, "seed": seed, "temperature": temperature}
@@ -94,12 +94,12 @@ def self_generated(
 
 
 def clear_text(folder: Path) -> None:
-    """Delete the windows that `self_generated` kept in `folder`. Raises as Store does."""
+    """Delete the windows that `self_generated` stored in `folder`. Raises as Store does."""
     clear_results(folder, _KIND)
 
 
 def _first_token(model: PreTrainedModel) -> int:
-    """The BOS token of the model, or what ends a text, behind which another begins."""
+    """The model's BOS token, or else the one that ends a text, after which another begins."""
     for name in ("bos_token_id", "eos_token_id"):
         for settings in (model.generation_config, model.config.get_text_config()):
             token = getattr(settings, name, None)

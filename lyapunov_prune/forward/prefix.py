@@ -1,4 +1,4 @@
-"""Prefix reuse: begin a forward at a layer, with a hidden state kept from before."""
+"""Begin a forward at any layer, with a hidden state from an earlier one."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _SAME = 1e-4
 
 
 class Prefix:
-    """The layers of a model, any of which a forward can begin at or go past.
+    """The layers of a model, at any of which a forward can begin or be skipped.
 
-    The model's own forward makes masks, positions and whatever else it hands to its layers: nothing is
-    rebuilt. Where later layers use more of the earlier ones than their hidden state (shared keys and values),
-    a forward cannot begin in between. So every boundary is tried once, on a few tokens; `entries` are those from
-    which the rest of the model computes what it does in the whole forward, 0 always among them.
+    The model's own forward makes masks, positions and all other arguments of its layers. If later layers use more of
+    earlier ones than their hidden state (shared keys and values), a forward cannot begin in between. So every boundary
+    is tested once, on a few tokens. `entries` are those from which the rest of the model gives the same as in the whole
+    forward; 0 is always one.
     """
 
     def __init__(self, structure: Structure, ids: torch.Tensor) -> None:
         self.structure = structure
-        self._widths: dict[int, int] = {}  # of layers that return a tuple
+        self._widths: dict[int, int] = {}  # lengths of the tuples that layers return
         ids = ids[:1, :_TOKENS]
         states: list[torch.Tensor] = []
         with (
@@ -46,7 +46,7 @@ class Prefix:
             whole = final_state(structure, ids)
         layers = len(states) - 1
         after = [*states[1:layers], whole, whole]
-        # From the last layer down, while each computes the same from its state alone, so do all together.
+        # From the last layer down: if each gives the same from its input state alone, so do all of them together.
         self._leave_other_tokens(ids)
         last = layers
         while last > 0 and self._same(last, states[last], ids, after[last], stop=last + 1):
@@ -58,14 +58,14 @@ class Prefix:
         self.entries = (0, *sorted(entries))
 
     def entry(self, layer: int) -> int:
-        """The last boundary, no later than that before `layer`, that a forward can begin at."""
+        """The last boundary at or before the input of `layer` where a forward can begin."""
         return max(k for k in self.entries if k <= layer)
 
     @contextmanager
     def entered(self, boundary: int, hidden: torch.Tensor) -> Iterator[None]:
-        """Every forward inside the block begins with the state `hidden` of `boundary`: no layer before it computes.
+        """Every forward inside the block begins with the state `hidden` at `boundary`; earlier layers do not compute.
 
-        At boundary 0 it takes the place of the embedding's, unless it is empty.
+        At boundary 0 it replaces the embedding's output, unless `hidden` is empty.
         """
         injected = boundary == 0 and hidden.numel() > 0
         first = residual_stream(self.structure, lambda k, h: None, lambda h: hidden, one_state=False, every_layer=False)
@@ -74,16 +74,16 @@ class Prefix:
 
     @contextmanager
     def bypassed(self, layers: Iterable[int]) -> Iterator[None]:
-        """Every forward inside the block goes past `layers`: they hand on what they are given."""
+        """In every forward inside the block, `layers` return their input without computing."""
         with self._answering(layers, layer_input):
             yield
 
     @contextmanager
     def without(self, layers: Iterable[int]) -> Iterator[None]:
-        """Every forward inside the block leaves out what `layers` add to the stream.
+        """Every forward inside the block leaves out what `layers` add to the residual stream.
 
-        They are gone past where a forward can begin behind them. Where a later layer wants more of one than
-        its hidden state, they compute and their output is dropped (`hooks.skipped`).
+        They do not compute if a forward can begin after each of them. Otherwise later layers need more than their
+        hidden state, so they compute and their output is dropped (`hooks.skipped`).
         """
         layers = tuple(layers)
         ends = {*self.entries, self.structure.num_layers}
@@ -91,7 +91,7 @@ class Prefix:
             yield
 
     def advance(self, ids: torch.Tensor, start: int, hidden: torch.Tensor | None, stop: int) -> torch.Tensor:
-        """The state of boundary `stop` of a forward that begins at `start`; layers from `stop` on do not run."""
+        """The state at boundary `stop` of a forward that begins at `start`; layers from `stop` on do not run."""
         states: list[torch.Tensor] = []
 
         def arrived(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -104,7 +104,7 @@ class Prefix:
         return states[0]
 
     def finish(self, ids: torch.Tensor, start: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The state that the head reads, of a forward that begins at boundary `start` with `hidden`."""
+        """The state that the head reads, in a forward that begins at boundary `start` with `hidden`."""
         with self.entered(start, hidden):
             return final_state(self.structure, ids)
 
@@ -116,28 +116,28 @@ class Prefix:
         return hook
 
     def _leave_other_tokens(self, ids: torch.Tensor) -> None:
-        """What a layer leaves behind on a module is now that of other tokens, until it has computed again."""
+        """Overwrite what layers store on modules with that of other tokens, to reveal its use."""
         final_state(self.structure, (ids + 1) % self.structure.config.vocab_size)
 
     def _same(self, start: int, hidden: torch.Tensor, ids: torch.Tensor, wanted: torch.Tensor, *, stop: int) -> bool:
-        """Whether layers `start … stop − 1` (and, after the last, the final norm) make `wanted` of `hidden`."""
+        """Whether layers `start … stop − 1` (and after the last the final norm) turn `hidden` into `wanted`."""
         try:
             if stop < self.structure.num_layers:
                 again = self.advance(ids, start, hidden, stop)
             else:
                 again = self.finish(ids, start, hidden)
-        except Exception:  # a layer that misses what another would have left for it fails in its own way
+        except Exception:  # without what others should have left for it, a layer fails in its own way
             return False
         if again.shape != wanted.shape:
             return False
-        # Token by token: beside an attention sink the others would look the same whatever they are.
+        # By token: next to an attention sink, differences of the other tokens would vanish in the norm.
         return bool(((again - wanted).norm(dim=-1) <= _SAME * wanted.norm(dim=-1)).all())
 
     @contextmanager
     def _answering(
         self, layers: Iterable[int], answer: Callable[[tuple[Any, ...], dict[str, Any]], torch.Tensor]
     ) -> Iterator[None]:
-        """`layers` answer in the form that each returns, and are put back as they were."""
+        """`layers` return `answer`, in the form each uses, and are restored afterwards."""
         with ExitStack() as stack:
             for index in layers:
                 layer, width = self.structure.layers[index], self._widths.get(index, 0)
@@ -152,7 +152,7 @@ class Prefix:
 
 
 def restore(module: nn.Module, before: Any) -> None:
-    """Put back `before`, the forward that stood on the instance itself; None: that of its class."""
+    """Restore `before`, the forward set on the instance; None means that of its class."""
     if before is None:
         del module.__dict__["forward"]
     else:

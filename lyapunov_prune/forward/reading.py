@@ -1,4 +1,4 @@
-"""One reading of a model: what every measurement works out before it begins, worked out once."""
+"""A reading of a model: what every measurement needs to find out before it begins, found out once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lyapunov_prune.results.result import MeasuredOn
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """A decoder and a batch that it can read; the rest is found out when it is first asked for, and kept.
+    """A decoder and a checked batch; the rest is computed on first use and cached.
 
-    A measurement hands its reading on to those it calls, as their batch. It is one of the model as it was: inside a
-    block that changes weights or leaves out layers a reading is made anew, of `batch`. `prefix` and `scorer` run the
-    model when first asked for: ask before hooks are set that would see it.
+    A measurement passes its reading, in place of a batch, to those it calls. It describes the model as it was: inside a
+    block that changes weights or skips layers, make a new reading of `batch`. `prefix` and `scorer` run the model on
+    first use, so use them before setting hooks that should not see that.
     """
 
     decoder: Decoder
@@ -41,7 +41,7 @@ class Reading:
     def windows(self, batch_size: int) -> list[torch.Tensor]:
         """The token ids, `batch_size` windows at a time, on the model's device; LyapunovPruneError below 1.
 
-        Of a streamed model all at a time: its files are read once a forward, and it splits the batch itself.
+        A streamed model takes all windows at once: its files are read once per forward, and it splits the batch itself.
         """
         if self.decoder.stream is not None:
             if batch_size != 1:
@@ -67,14 +67,14 @@ class Reading:
         return Scorer(self.decoder, self.windows(1)[0])
 
 
-# What a measurement takes for its batch.
+# What a measurement accepts as its batch.
 Readable = Tokens | Reading
 
 
 def read(decoder: Decoder, batch: Readable) -> Reading:
-    """The reading of `batch`: `batch` itself if it is one of this model, that of its tokens otherwise.
+    """The reading of `batch`: `batch` itself if it is a reading of this model, or else one of its tokens.
 
-    Raises LyapunovPruneError as `checked_batch`.
+    Raises LyapunovPruneError as `checked_batch` does.
     """
     if isinstance(batch, Reading):
         if batch.model is decoder.model:

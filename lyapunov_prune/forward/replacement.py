@@ -1,4 +1,4 @@
-"""Other weights in the place of a model's own, for as long as a block lasts."""
+"""Replace weights of a model inside a block."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lyapunov_prune.models.projections import Projection
 
 
 class Replacement:
-    """Another parameter in the place of `module.key` while installed, with other matrices for some of its parts.
+    """A parameter that replaces `module.key` while installed, with other matrices for some of its parts.
 
-    A new parameter, not other numbers in the old one: a tensor tied to it elsewhere keeps its own.
+    It is a new parameter, so a tensor tied to the old one elsewhere keeps its values.
     """
 
     def __init__(self, module: nn.Module, key: str, parts: Mapping[Projection, torch.Tensor]) -> None:
@@ -36,7 +36,7 @@ class Replacement:
 
 @contextmanager
 def replaced(model: PreTrainedModel, weights: Mapping[Projection, torch.Tensor]) -> Iterator[None]:
-    """Run `model` with other matrices (output × input, as `Projection.weight` gives them) inside the block.
+    """Run `model` with other matrices (output × input, as from `Projection.weight`) inside the block.
 
     The model is restored bit for bit, also after an exception.
     """

@@ -1,9 +1,9 @@
-"""Where the layers of a model are not smooth: the coarsest rounding that they do, and whether they choose.
+"""Where the layers of a model are not smooth: the coarsest rounding in them, and whether they select by value.
 
-transformers takes RMSNorm in float32, and eager attention its softmax, in a float64 model too: what such a layer makes
-of the state has 24 bits, not 53. A family that casts nothing (GPT-2) keeps them all. A mixture of experts sends a token
-to those of the largest scores, and sparse attention looks at the tokens of the largest: a state that moves by however
-little across a tie jumps. So both are looked up in the operations of a forward, and not assumed of a family.
+transformers computes RMSNorm and the softmax of eager attention in float32 even in a float64 model, so such a layer
+keeps 24 bits of the state instead of 53. A family without casts (GPT-2) keeps them all. A mixture of experts sends a
+token to the experts with the largest scores, and sparse attention reads the tokens with the largest scores, so a tiny
+change across a tie makes the output jump. Both are detected from the operations of a forward.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ from torch.utils._pytree import tree_leaves
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.models.structure import Structure
 
-# Enough for every kind of layer to do what it does; which operations a layer is made of does not depend on the text.
+# The operations of a layer do not depend on the text, so few tokens suffice.
 _TOKENS = 8
-# They tell which of several values are largest.
+# Operations that select the largest of several values.
 _aten = torch.ops.aten
 _CHOICES = frozenset({_aten.topk.default, _aten.argmax.default, _aten.sort.default, _aten.max.dim})
 
 
 class Roughness(NamedTuple):
-    """The dtype of largest unit that the layers round to, and whether something in them is chosen by its value."""
+    """The coarsest dtype that the layers round to, and whether any of them selects by value."""
 
     coarsest: torch.dtype
     chooses: bool
 
 
 def roughness(structure: Structure, ids: torch.Tensor, dtype: torch.dtype) -> Roughness:
-    """What the operations inside the layers round to, `dtype` itself included, and whether one chooses.
+    """The coarsest dtype that operations inside the layers round to, at least `dtype`, and whether one selects.
 
-    An operation rounds when it returns floats of a larger unit than one that it was given, and chooses when it tells
-    which values are largest. What stands outside the layers (rotary angles, masks) is the same for a clean and a
-    disturbed state and leaves no difference. Casts inside a fused kernel are not seen. Costs one forward of 8 tokens of
-    `ids` (windows × tokens).
+    An operation rounds if it returns floats of a coarser dtype than one of its inputs, and selects if it finds the
+    largest values. Everything outside the layers (rotary angles, masks) is the same for a clean and a disturbed state.
+    Casts inside a fused kernel are not seen. Costs one forward of 8 tokens of `ids` (windows × tokens).
     """
     seen = _Operations(dtype)
     with ExitStack() as inside:
@@ -56,7 +55,7 @@ def roughness(structure: Structure, ids: torch.Tensor, dtype: torch.dtype) -> Ro
 
 
 class _Operations(TorchDispatchMode):
-    """Every operation inside the block is looked at; `coarsest` is the dtype of largest unit that one rounded to."""
+    """Watches every operation inside the block; `coarsest` is the coarsest dtype that any rounded to."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""States of a text at many boundaries, in memory or on the disk, and final states of a changed model."""
+"""States of a text at many boundaries, in memory or on disk, and final states of a changed model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Change = tuple[int, Callable[[], AbstractContextManager[None]]]
 
 
 def room_for(number: int, like: torch.Tensor, folder: Path | None) -> torch.Tensor:
-    """An empty tensor of `number` states such as `like`: on its device, or mapped to a file where memory is short.
+    """An uninitialised tensor of `number` states like `like`, on its device or mapped to a file if memory is short.
 
-    Memory is short where not twice as much is free: a layer and what it computes with take theirs. The file is in
-    `folder`, None for the temporary one, of no name, and gone when the tensor is.
+    It is mapped unless twice its size is free, since layers and their computation need memory too. The file is in
+    `folder` (None: the temporary one), has no name, and is freed with the tensor.
 
-    Raises LyapunovPruneError, with the bytes that are needed, where the disk has no room either.
+    Raises LyapunovPruneError, with the bytes that are needed, if the disk is full too.
     """
     needed, shape = number * like.nbytes, (number, *like.shape)
     if 2 * needed <= free_memory(str(like.device)):
@@ -47,9 +47,9 @@ def room_for(number: int, like: torch.Tensor, folder: Path | None) -> torch.Tens
 
 
 class KeptStates(dict[int, torch.Tensor]):
-    """Up to `number` states (windows × tokens × width) by number, each added whole or a piece of the windows at a time.
+    """Up to `number` states (windows × tokens × width) by key, each added whole or in pieces of the windows.
 
-    With `on_disk`, which is for the whole text of a streamed model, all are in one `room_for` them in `folder`.
+    With `on_disk`, for the whole text of a streamed model, all states share one tensor made by `room_for` in `folder`.
     """
 
     def __init__(self, number: int, windows: int, *, on_disk: bool = False, folder: Path | None = None) -> None:
@@ -72,7 +72,7 @@ class KeptStates(dict[int, torch.Tensor]):
 def finals_without_each(
     reading: Reading, batch_size: int, folder: Path | None, description: str
 ) -> Iterator[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
-    """`changed_finals` for each layer left out; of a streamed model by `final_without_each`, a window at a time."""
+    """`changed_finals` with each layer left out; for a streamed model by `final_without_each`, a window at a time."""
     if reading.decoder.stream is None:
         layers = range(reading.structure.num_layers)
         changes = [(layer, partial(reading.prefix.without, (layer,))) for layer in layers]
@@ -88,10 +88,10 @@ def finals_without_each(
 def changed_finals(
     reading: Reading, changes: Sequence[Change], batch_size: int, description: str
 ) -> Iterator[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
-    """A batch of windows at a time, final states of every predicting position: dense, and with each of `changes`.
+    """Per batch of windows: final states of every predicting position, dense and with each of `changes`.
 
-    Each is positions × width. The changes are handled in the order of their first layer, so that only one dense state
-    is kept at a time. Raises NonFiniteError naming the layer when a dense state is not finite.
+    Each is positions × width. Changes are applied in the order of their first layer, so that only one dense state is
+    kept at a time. Raises NonFiniteError naming the layer if a dense state is not finite.
     """
     prefix = reading.prefix
     order = sorted(range(len(changes)), key=lambda number: changes[number][0])
@@ -122,11 +122,12 @@ def require_finite_states(reading: Reading, ids: torch.Tensor, states: torch.Ten
 
 @torch.no_grad()
 def final_without_each(decoder: Decoder, ids: torch.Tensor, folder: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The final states of `ids` by the streamed `decoder`, and by it without each of its layers (layers × those).
+    """The final states of `ids` by the streamed `decoder`, whole and without each of its layers (layers × states).
 
-    In one forward: without layer l it is the dense one up to l, where one more state begins, and all that have begun
-    go through a layer while it is held. So the files are read once, for L/2 times the multiplications.
-    Memory as `room_for`, of L states; raises as that.
+    All in one forward: without layer l the state equals the dense one up to l, where another state branches off, and
+    all of them go through each layer while it is held. So the files are read once, for L/2 times the multiplications.
+
+    Needs memory for L states, from `room_for`; raises as it does.
     """
     structure, stream = decoder.structure, decoder.stream
     kept: list[torch.Tensor] = []
@@ -145,7 +146,7 @@ def final_without_each(decoder: Decoder, ids: torch.Tensor, folder: Path | None)
     dense = in_one_forward(decoder, ids, visit, "skipping layers, all of them in one forward")
     assert stream is not None
     states = kept[0]
-    # What a decoder answers with may be of another width than its layers carry (Llama 4 answers with logits).
+    # What a decoder returns may have another width than the states between layers (Llama 4 returns logits).
     alike = (states[0].shape, states.dtype) == (dense.shape, dense.dtype)
     finals = states if alike else room_for(len(states), dense, folder)
     for final, state in zip(finals, states, strict=True):

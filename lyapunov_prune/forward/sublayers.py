@@ -1,4 +1,4 @@
-"""Attention and MLP of a layer: which branch is which, and a branch silenced by a hook."""
+"""Attention and MLP of a layer: which branch is which, and silencing a branch with a hook."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def require_kind(kind: str) -> None:
 
 @dataclass(frozen=True)
 class Sublayers:
-    """The branches of a layer by kind, in the order of their calls. `parallel`: both read the layer's input."""
+    """The branches of a layer by kind, in call order. `parallel`: both read the layer's input."""
 
     branches: dict[str, Branch]
     parallel: bool
@@ -42,11 +42,11 @@ class Sublayers:
 @in_eval_mode
 @torch.no_grad()
 def find_sublayers(decoder: Decoder, layers: Sequence[int]) -> dict[int, Sublayers]:
-    """Attention and MLP of `layers`, found in a forward of a few random tokens.
+    """Find attention and MLP of `layers` in a forward of a few random tokens.
 
-    Of two branches the first is attention, unless only the second looks at other tokens; a layer with one has
-    an attention if that one does, else an MLP. A layer of more than two has neither: which of them would be left
-    out is not for a rule to say. Raises LyapunovPruneError for weights that are not in memory as plain matrices.
+    Of two branches the first is attention, unless only the second mixes tokens. A single branch is attention if it
+    mixes tokens, otherwise the MLP. A layer with more than two branches is given neither, because no rule says which to
+    leave out. Raises LyapunovPruneError for weights that are not in memory as plain matrices.
     """
     structure = decoder.structure
     require_readable(decoder.model)
@@ -55,7 +55,7 @@ def find_sublayers(decoder: Decoder, layers: Sequence[int]) -> dict[int, Sublaye
 
     def note(index: int) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            # Only now are the weights of a streamed layer in memory.
+            # The weights of a streamed layer are in memory only now.
             sublayers[index] = _sublayers(layer, args, kwargs, layer_children(structure, index))
 
         return hook
@@ -70,9 +70,9 @@ def find_sublayers(decoder: Decoder, layers: Sequence[int]) -> dict[int, Sublaye
 def between_branches(
     decoder: Decoder, sublayers: Mapping[int, Sublayers], but: str
 ) -> dict[int, tuple[str, nn.Module]]:
-    """Of every layer of two branches: which runs first, and the module that the stream enters behind it.
+    """For every layer with two branches: the kind that runs first, and the module where the stream enters the second.
 
-    Raises LyapunovPruneError for branches side by side, which have no state between them; the line ends with `but`.
+    Raises LyapunovPruneError, with a message ending in `but`, for parallel branches, which have no state between them.
     """
     for layer, found in sublayers.items():
         if found.parallel:
@@ -104,7 +104,7 @@ def _sublayers(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def _mixes(branch: Branch) -> bool:
-    """Whether what leaves the branch at the last token depends on what entered it at others."""
+    """Whether the branch's output at the last token depends on its input at other tokens."""
     other = -branch.x
     other[..., -1, :] = branch.x[..., -1, :]
     before, after = branch(branch.x)[..., -1, :], branch(other)[..., -1, :]
@@ -128,9 +128,9 @@ def named_branches(
 
 @contextmanager
 def silenced(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> Iterator[None]:
-    """Every forward inside the block adds nothing to the residual stream where these branches end.
+    """In every forward inside the block, these branches add nothing to the residual stream.
 
-    The branches still compute: a reference for `zero_sublayers`, and no faster than the full model.
+    The branches still compute: this is a reference for `zero_sublayers`, and no faster than the full model.
     """
 
     with ExitStack() as stack:
@@ -140,7 +140,7 @@ def silenced(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...])
 
 
 def silent(branch: Branch) -> AbstractContextManager[None]:
-    """As `silenced`, for one branch."""
+    """`silenced` for one branch."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         return with_hidden(output, torch.zeros_like(hidden_of(output)))
