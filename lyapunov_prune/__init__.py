@@ -1,7 +1,7 @@
-"""How compression errors travel through a transformer language model, and what it can do without.
+"""How compression errors propagate through a transformer language model, and which parts it can do without.
 
-The public names are written down in `__init__.pyi`, for type checkers and for `lazy_loader`: each is imported on first
-use, as torch takes seconds and `lyapunov-prune --help` needs none of it.
+The public names are listed in `__init__.pyi`, for type checkers and `lazy_loader`. Each is imported on first use,
+because torch takes seconds to import and `lyapunov-prune --help` does not need it.
 """
 
 from importlib.metadata import version

@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class Range(NamedTuple):
-    """The numbers that an annotation `Annotated[float, Range(…)]` allows: `least` to `most`.
+    """The numbers that `Annotated[float, Range(…)]` allows: `least` to `most`.
 
-    With `above` the number has to be more than `least`, with `below` less than `most`.
+    With `above`, a number must exceed `least`; with `below`, it must be less than `most`.
     """
 
     least: float = 0
@@ -40,13 +40,13 @@ class Range(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """`Annotated[T, Parsed(kind, make)]`: a caller gives a `kind`, and `checked` hands the function `make` of it."""
+    """In `Annotated[T, Parsed(kind, make)]`: callers give a `kind`, and `checked` passes `make` of it on."""
 
     kind: Any
     make: Callable[[Any], Any]
 
 
-MOST_SEED = 2**32 - 1  # torch and numpy take it, also multiplied by the number of a window
+MOST_SEED = 2**32 - 1  # torch and numpy accept it, even multiplied by a window's number
 Seed = Annotated[int, Range(0, MOST_SEED)]
 Count = Annotated[int, Range(1)]
 Positive = Annotated[float, Range(above=True)]
@@ -56,15 +56,15 @@ Share = Annotated[float, Range(0, 1)]
 def checked(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator that raises LyapunovPruneError for an argument that does not match its annotation.
 
-    An argument whose annotation is `Parsed` is replaced by what it is parsed to, once all arguments match.
+    Once all arguments match, those annotated with `Parsed` are replaced by their parsed values.
 
-    Numbers of numpy count as numbers; True, NaN and infinity do not, and neither does a number outside its `Range`
-    (arrays may contain NaN for unknown values). Any collection except text counts as a sequence. Any module counts as a
-    model; wrapped models are checked later. Valid names and other numbers are checked where they are used. A missing or
-    surplus argument stays a TypeError.
+    numpy's numbers count as numbers; True, NaN and infinity do not, nor does a number outside its `Range` (arrays may
+    hold NaN for unknown values). Any collection except text counts as a sequence, and any module as a model; wrapped
+    models are checked later. Valid names and other numbers are checked where they are used. A missing or surplus
+    argument stays a TypeError.
     """
     signature = inspect.signature(function)
-    # At the first call, because annotations may need later imports.
+    # Lazily, because annotations may need later imports.
     hints = cache(lambda: get_type_hints(function, include_extras=True))
 
     @wraps(function)
@@ -115,7 +115,7 @@ def fits(value: Any, hint: Any) -> bool:
     if origin in (Sequence, Iterable):
         one = isinstance(value, str | bytes | Mapping) or getattr(value, "shape", None) == ()
         if isinstance(value, range):
-            value = (*value[:1], *value[-1:])  # all of one type, and possibly billions
+            value = (*value[:1], *value[-1:])  # one type, and possibly billions of items
         several = isinstance(value, Iterable) and not one
         return several and (not isinstance(value, Collection) or all(fits(each, inner[0]) for each in value))
     if hint is float:
@@ -151,7 +151,7 @@ def words(hint: Any) -> str:
 
 
 def _parsed(hint: Any) -> Parsed | None:
-    """What the annotation `hint` says of parsing; None where an argument is handed on as it is."""
+    """The `Parsed` in the annotation `hint`; None if the argument is not parsed."""
     return next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Parsed)), None)
 
 

@@ -1,4 +1,4 @@
-"""torch and numpy for files that `--help` reads: each is imported when something of it is first used."""
+"""torch and numpy for files that `--help` reads, imported on first use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 
 class Lazy:
-    """A module that is imported at the first attribute asked of it."""
+    """A module that is imported on the first access to an attribute."""
 
     def __init__(self, name: str) -> None:
         self._name = name

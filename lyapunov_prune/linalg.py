@@ -1,23 +1,22 @@
-"""Linear algebra in float64, shared by every measurement: the round trip, energies, spectral norms.
+"""Linear algebra in float64, shared by every measurement: conversion, energies, spectral norms.
 
-Spectral norms come exact (float64 SVD) and certified from above.
+Spectral norms come exact (float64 SVD) or certified from above.
 
-Only a certified norm may stand on the bound side of a check. The reasoning, for `A` (p × q, p ≤ q) scaled
-by a power of two to `1/2 ≤ max |a_ij| < 1`, with `u = 2⁻⁵³`, `γ_k = k u / (1 − k u)` and `t > 0`:
+Only a certified norm may be used as a bound in a check. The reasoning, for `A` (p × q, p ≤ q) scaled by a power of two
+to `1/2 ≤ max |a_ij| < 1`, with `u = 2⁻⁵³`, `γ_k = k u / (1 − k u)` and `t > 0`:
 
-1. The computed Gram matrix `Ĝ` of `G = A Aᵀ` satisfies `|Ĝ − G| ≤ γ_q |A| |A|ᵀ` entry by entry, in whatever
-   order the sums are taken (Higham, Accuracy and Stability, §3.5), so `‖Ĝ − G‖ ≤ γ_q ‖A‖_F²`.
+1. The computed Gram matrix `Ĝ` of `G = A Aᵀ` satisfies `|Ĝ − G| ≤ γ_q |A| |A|ᵀ` entry by entry, in whatever order the
+   sums are taken (Higham, Accuracy and Stability, §3.5), so `‖Ĝ − G‖ ≤ γ_q ‖A‖_F²`.
 2. `B̂ = fl(t I − Ĝ)` rounds on its diagonal only, by at most `u t`, since `0 ≤ ĝ_ii`.
 3. If Cholesky of `B̂` runs to completion, `R̂ᵀ R̂ = B̂ + Δ` with `‖Δ‖ ≤ γ_{p+1}/(1 − γ_{p+1}) tr B̂` (Higham,
    Theorem 10.3 and Demmel's bound; Rump, Verification of positive definiteness, BIT 46, 2006). As
    `R̂ᵀ R̂ ⪰ 0`, `λ_min(B̂) ≥ −‖Δ‖`, and `tr B̂ ≤ p t (1 + u)`.
 
-Together `‖A x‖² ≤ (t + δ) ‖x‖²` for all `x`, with `δ` the sum of the three errors, so `‖A‖ ≤ sqrt(t + δ)` by
-theorem `opNorm_le_of_sq_le`. Every `γ` is doubled, for libraries that multiply by a rounded reciprocal
-instead of dividing. Nothing depends on how `t` was guessed: a bad guess fails the test or makes the norm
-larger. Assumed of the machine: IEEE arithmetic with gradual underflow (the default; not
-`torch.set_flush_denormal(True)`) and a conventional matrix product (no Strassen), which is why it runs on
-the CPU wherever the matrix lies.
+Together `‖A x‖² ≤ (t + δ) ‖x‖²` for all `x`, with `δ` the sum of the three errors, so `‖A‖ ≤ sqrt(t + δ)` by theorem
+`opNorm_le_of_sq_le`. Every `γ` is doubled, for libraries that multiply by a rounded reciprocal instead of dividing.
+Nothing depends on how `t` was guessed: a bad guess fails the test or makes the norm larger. The machine is assumed to
+have IEEE arithmetic with gradual underflow (the default; not `torch.set_flush_denormal(True)`) and a conventional
+matrix product (no Strassen), so this runs on the CPU wherever the matrix is.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ from lyapunov_prune.lazy import torch
 
 __all__ = ["certified_norm", "exact_norm", "lift", "token_energy", "widen"]
 
-# Numbers that are widened at once. Memory of more is new to the process each time, which costs more than arithmetic.
+# Numbers converted at once. A larger block would use fresh memory each time, which costs more than the arithmetic.
 _AT_ONCE = 2**19
 _AT_ONCE_ON_GPU = 2**25
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
-    """At least float32, exactly: differences of float16 and bfloat16 values are taken there."""
+    """`x` exactly in float32 or wider; differences of float16 and bfloat16 values are computed there."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def lift(x: torch.Tensor) -> torch.Tensor:
-    """`x` in float64, on the CPU where its device has none (MPS)."""
+    """`x` in float64, moved to the CPU if its device lacks that (MPS)."""
     return (x.cpu() if x.device.type == "mps" else x).double()
 
 
 def token_energy(x: torch.Tensor) -> torch.Tensor:
-    """`‖x_t‖²` of every token: (…, d) to (…), squares summed in float64 whatever the dtype of `x`.
+    """`‖x_t‖²` of every token: (…, d) to (…), with squares summed in float64 whatever the dtype of `x`.
 
-    On devices without float64 (MPS) the sum moves to the CPU.
+    On devices without float64 (MPS) the sum is taken on the CPU.
     """
     flat = (x.cpu() if x.device.type == "mps" else x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
     energies = [torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64).square() for rows in row_blocks(flat)]
@@ -57,31 +56,33 @@ def token_energy(x: torch.Tensor) -> torch.Tensor:
 
 
 def feature_energy(x: torch.Tensor) -> torch.Tensor:
-    """`Σ_t x_tj²` of every feature j: (tokens, d) to (d,), summed in float64 as `token_energy`."""
+    """`Σ_t x_tj²` of every feature j: (tokens, d) to (d,), summed in float64."""
     return torch.stack([lift(rows).square().sum(0) for rows in row_blocks(x)]).sum(0)
 
 
 def row_blocks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The rows of `x` (m × n), as many at once as are widened or counted fast."""
+    """The rows of `x` (m × n) in blocks of a size that is fast to convert or sum."""
     at_once = _AT_ONCE if x.device.type == "cpu" else _AT_ONCE_ON_GPU
     return x.split(max(1, at_once // max(1, x.shape[1])))
 
 
 _U = 2.0**-53
-# Up to this size all eigenpairs cost less than the overhead of ARPACK.
+# Up to this size, computing all eigenpairs costs less than the overhead of ARPACK.
 _SMALL = 128
-# Relative error of ARPACK's eigenvalue, far below what the certificate adds.
+# Relative error of ARPACK's eigenvalue, far below the certificate's margin.
 _TOLERANCE = 1e-4
-# Rows of a Gram matrix that are formed at once.
+# Rows of a Gram matrix formed at once.
 _BLOCK = 192
-# What the first test adds to the guess of ‖A‖²: half of it is the excess of the norm.
+# The first test adds this share to the guess of ‖A‖²; half of it is the excess of the norm.
 _EXCESS = 1e-4
 
 
 @dataclass(frozen=True)
 class CertifiedNorm:
-    """`estimate ≤ ‖W‖ ≤ bound` (the left side but for rounding), and a unit vector `x` of float64 with
-    `‖W x‖ = estimate`, on which a bound by the norm is nearly attained."""
+    """`estimate ≤ ‖W‖ ≤ bound`, and a float64 unit vector that nearly attains a bound by the norm.
+
+    The left inequality holds up to rounding. `direction` is the vector `x`, with `‖W x‖ = estimate`.
+    """
 
     bound: float
     estimate: float
@@ -90,10 +91,10 @@ class CertifiedNorm:
 
 @checked
 def exact_norm(W: torch.Tensor) -> float:
-    """`‖W‖ = σ_1(W)` of a matrix (any float dtype) by a float64 SVD: exact but for its rounding.
+    """`‖W‖ = σ_1(W)` of a matrix (any float dtype) by a float64 SVD, exact up to rounding.
 
-    The rounding may fall on either side, so this is no bound. Raises LyapunovPruneError for NaN, infinity
-    and anything but a matrix.
+    The rounding may go either way, so this is not a bound. Raises LyapunovPruneError for NaN, infinity and anything but
+    a matrix.
     """
     A, exponent = _scaled(W)
     return _unscaled(float(torch.linalg.svdvals(A)[0]), exponent, up=False) if A.numel() else 0.0
@@ -101,13 +102,12 @@ def exact_norm(W: torch.Tensor) -> float:
 
 @checked
 def certified_norm(W: torch.Tensor) -> float:
-    """An upper bound of `‖W‖` with all rounding accounted for, as float64; within 0.1 % of the norm.
+    """An upper bound of `‖W‖` in float64 that includes all rounding; within 0.1 % of the norm.
 
-    `W` is a matrix of any float dtype, in any scaling; an empty one has norm 0. A guess `t` of `‖W‖²` is
-    raised until `t I − W Wᵀ` is seen to be positive semidefinite by Cholesky with a rounding margin (the
-    derivation is the module's docstring), which gives the norm by `opNorm_le_of_sq_le`; where it is
-    smaller, `min(‖W‖_F, sqrt(‖W‖_1 ‖W‖_∞))` rounded up is taken instead. By `bound_of_upper_bound` and
-    `error_le_of_certified_norm` it may stand for the norm in every bound.
+    `W` is a matrix of any float dtype and scaling; an empty one has norm 0. A guess `t` of `‖W‖²` is raised until
+    Cholesky, with a rounding margin (see the module's docstring), shows that `t I − W Wᵀ` is positive semidefinite; the
+    norm follows by `opNorm_le_of_sq_le`. If `min(‖W‖_F, sqrt(‖W‖_1 ‖W‖_∞))`, rounded up, is smaller, it is used
+    instead. By `bound_of_upper_bound` and `error_le_of_certified_norm` the result may replace the norm in every bound.
 
     Raises LyapunovPruneError for NaN, infinity, anything but a matrix, or a norm beyond float64.
     """
@@ -115,7 +115,7 @@ def certified_norm(W: torch.Tensor) -> float:
 
 
 def certify(W: torch.Tensor) -> CertifiedNorm:
-    """`certified_norm(W)` with the direction that was found on the way (theorem `opNorm_le_of_sq_le`)."""
+    """`certified_norm(W)` with the direction found on the way (theorem `opNorm_le_of_sq_le`)."""
     wide = W.ndim == 2 and W.shape[0] <= W.shape[1]
     A, exponent = _scaled(W)
     if not _nonzero(A):
@@ -136,7 +136,7 @@ def certify(W: torch.Tensor) -> CertifiedNorm:
             values, vectors = eigsh(G.numpy(), k=1, v0=start.numpy(), tol=_TOLERANCE)
             guess, x = float(values[0]), torch.from_numpy(vectors[:, 0])
         bound = min(bound, _gram_bound(G, A.shape[1], guess, bound))
-    # x is a left singular vector of the wide A; what W stretches most is x itself or Aᵀ x.
+    # x is a left singular vector of the wide A; W stretches x or Aᵀ x most.
     stretched = A.T @ x
     estimate = float(torch.linalg.vector_norm(stretched))
     if wide:
@@ -145,9 +145,9 @@ def certify(W: torch.Tensor) -> CertifiedNorm:
 
 
 def gram(A: torch.Tensor) -> torch.Tensor:
-    """`A Aᵀ` (p × p, dtype of `A`) of a matrix (p × q): its lower half in blocks of rows, the rest by symmetry.
+    """`A Aᵀ` (p × p, dtype of `A`) of a matrix (p × q): the lower half in blocks of rows, the rest by symmetry.
 
-    Two thirds of the time of the whole product.
+    Takes two thirds of the time of the whole product.
     """
     G = A.new_empty(len(A), len(A))
     for start in range(0, len(A), _BLOCK):
@@ -159,9 +159,9 @@ def gram(A: torch.Tensor) -> torch.Tensor:
 
 
 def basis(S: torch.Tensor) -> torch.Tensor:
-    """Eigenvectors of the smaller Gram matrix of `S`, float64 on the CPU, largest last: all that a truncation needs.
+    """Eigenvectors of the smaller Gram matrix of `S`, float64 on the CPU, largest last, for `truncate`.
 
-    Exact enough to truncate by; the norm of what is left is certified from the truncation itself.
+    Accurate enough to truncate with; the norm of the remainder is certified from the truncation itself.
     """
     D = S.cpu().double()
     return torch.linalg.eigh(gram(D if D.shape[0] <= D.shape[1] else D.T))[1]
@@ -170,7 +170,7 @@ def basis(S: torch.Tensor) -> torch.Tensor:
 def truncate(S: torch.Tensor, rank: int, vectors: torch.Tensor) -> torch.Tensor:
     """The rank-`rank` matrix nearest to `S` (m × n) in spectral and Frobenius norm.
 
-    `vectors` is `basis(S)`. `S` itself when it has no more rank.
+    `vectors` is `basis(S)`. Returns `S` itself if its rank is no larger.
     """
     if rank >= min(S.shape):
         return S
@@ -180,7 +180,7 @@ def truncate(S: torch.Tensor, rank: int, vectors: torch.Tensor) -> torch.Tensor:
 
 
 def smallest(score: torch.Tensor, count: int) -> torch.Tensor:
-    """True at the `count` smallest entries of `score` (any shape), counted over the whole of it, row by row."""
+    """True at the `count` smallest entries of `score` (any shape) overall; ties go by row-major order."""
     if count == 0:
         return torch.zeros_like(score, dtype=torch.bool)
     flat = score.flatten()
@@ -194,7 +194,7 @@ def smallest(score: torch.Tensor, count: int) -> torch.Tensor:
 def _scaled(W: torch.Tensor) -> tuple[torch.Tensor, int]:
     """`W` or its transpose as a wide float64 matrix `A` on the CPU with `W = A · 2^exponent`, max |a| in [1/2, 1).
 
-    Entries below 2⁻¹⁰²² may round, by an amount that the margins of this module cover.
+    Entries below 2⁻¹⁰²² may be rounded, by an amount within the margins of this module.
     """
     if W.ndim != 2 or not W.is_floating_point():
         raise LyapunovPruneError(f"a norm needs a real matrix, not {W.dtype} of shape {tuple(W.shape)}")
@@ -207,12 +207,12 @@ def _scaled(W: torch.Tensor) -> tuple[torch.Tensor, int]:
     if A.shape[0] > A.shape[1]:
         A = A.T
     exponent = math.frexp(largest)[1]
-    half = -exponent // 2  # 2^1074 is no float64, its root is
+    half = -exponent // 2  # 2^1074 exceeds float64, but its root does not
     return (A * 2.0**half).mul_(2.0 ** (-exponent - half)), exponent
 
 
 def _nonzero(A: torch.Tensor) -> bool:
-    """Whether a scaled matrix holds anything: its largest entry lies in [1/2, 1) then."""
+    """Whether a scaled matrix has a nonzero entry; its largest is then in [1/2, 1)."""
     return bool(A.any())
 
 
@@ -221,17 +221,17 @@ def _unscaled(norm: float, exponent: int, up: bool) -> float:
         result = math.ldexp(norm, exponent)
     except OverflowError:
         raise LyapunovPruneError("the norm of a matrix is beyond float64; scale the matrix down") from None
-    # Subnormal numbers round when scaled; all others do not.
+    # Subnormal numbers are rounded when scaled; others are not.
     return math.nextafter(result, math.inf) if up and result < 2.0**-1021 else result
 
 
 def _gamma(k: int) -> float:
-    """`γ_k`, doubled."""
+    """Twice `γ_k`."""
     return 2 * k * _U / (1 - 2 * k * _U)
 
 
 def _entrywise_bound(A: torch.Tensor) -> float:
-    """`min(‖A‖_F, sqrt(‖A‖_1 ‖A‖_∞))`, rounded up: sums of k nonnegative terms are within `γ_k`."""
+    """`min(‖A‖_F, sqrt(‖A‖_1 ‖A‖_∞))`, rounded up; sums of k nonnegative terms are accurate within `γ_k`."""
     entries = A.abs()
     frobenius = float(torch.linalg.vector_norm(A)) * (1 + _gamma(A.numel() + 4))
     mixed = math.sqrt(float(entries.sum(0).max()) * float(entries.sum(1).max())) * (1 + _gamma(sum(A.shape) + 4))
@@ -239,7 +239,7 @@ def _entrywise_bound(A: torch.Tensor) -> float:
 
 
 def _gram_bound(G: torch.Tensor, inner: int, guess: float, limit: float) -> float:
-    """The least certified `sqrt(t + δ)` that was found, infinity when the test passes nowhere below `limit`."""
+    """A certified `sqrt(t + δ)`, close to the least; infinity if the test does not pass below `limit`."""
     size = len(G)
     identity = torch.eye(size, dtype=torch.float64)
     trace = float(G.diagonal().sum())

@@ -1,4 +1,4 @@
-"""Progress with an estimate, on stderr: on a terminal and in a notebook, silent elsewhere."""
+"""Progress bars with an estimate of the time left, on stderr in terminals and notebooks, silent elsewhere."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from rich.text import Text
 
 T = TypeVar("T")
 
-_spinner: Status | None = None  # the one that turns now
-_phase = ""  # what stands before the description of a bar
-_EVERY = 0.5  # seconds between two states of a bar in a notebook
+_spinner: Status | None = None  # the active spinner
+_phase = ""  # a prefix for the descriptions of bars
+_EVERY = 0.5  # seconds between updates of a bar in a notebook
 
 
 class _Times(ProgressColumn):
-    """How long it has taken and will take, `7 s, 1:45 left`."""
+    """Elapsed and remaining time, as `7 s, 1:45 left`."""
 
     def render(self, task: Task) -> Text:
         elapsed = _duration(task.finished_time if task.finished else task.elapsed)
@@ -49,7 +49,7 @@ def _duration(seconds: float | None) -> str:
 
 
 def _console() -> Console:
-    # Bound to today's stderr: what redirects sys.stderr later does not take the bar along.
+    # The current stderr: redirecting sys.stderr later does not move the bar.
     return Console(file=sys.stderr)
 
 
@@ -58,13 +58,13 @@ def _shows(console: Console) -> bool:
 
 
 class _CellLine:
-    """One line below the cell of a notebook that runs, which all bars of the cell share.
+    """One line below the running notebook cell, shared by all bars of the cell.
 
-    rich would draw every bar as a widget of its own, whose empty place stays in the notebook.
+    rich would draw every bar as a widget of its own, which leaves an empty space in the notebook.
     """
 
     def __init__(self) -> None:
-        self._name = ""  # of the line that is shown
+        self._name = ""  # of the displayed line
         self._told = 0.0
 
     def show(self, line: str) -> None:
@@ -97,19 +97,19 @@ def _drawn(bar: Progress) -> str:
 
 
 def process() -> str:
-    """The number of this process among those that `accelerate launch` started; a RANK without others is no number."""
+    """This process' rank among those started by `accelerate launch`; "0" if it is alone, whatever RANK says."""
     return os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else "0"
 
 
 def is_main() -> bool:
-    """Whether this is the process that speaks and writes, of those that `accelerate launch` started."""
+    """Whether this process prints and writes, among those started by `accelerate launch`."""
     return process() == "0"
 
 
 def track(items: Iterable[T], description: str, cost: Callable[[T], float] | None = None) -> Iterable[T]:
     """Iterate over `items` under a progress bar that disappears at the end.
 
-    `cost` says how long an item takes beside the others, which the estimate of the time left follows.
+    `cost` is the relative duration of an item, used to estimate the time left.
     """
     console = _console()
     items = list(items) if cost else items
@@ -138,7 +138,7 @@ def track(items: Iterable[T], description: str, cost: Callable[[T], float] | Non
 
 @contextmanager
 def phases(of: int) -> Iterator[Callable[[], None]]:
-    """A function that begins the next of so many phases: bars then say which one they belong to, `3 of 6: …`."""
+    """Yields a function that begins the next of `of` phases; bars then show their phase, as `3 of 6: …`."""
     global _phase
     before, number = _phase, 0
 
@@ -156,7 +156,7 @@ def phases(of: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def status(message: str) -> Iterator[None]:
-    """A spinner with `message` while the block runs, until something else is shown."""
+    """Show a spinner with `message` while the block runs, until something else is shown."""
     global _spinner
     end_status()
     console = _console()
@@ -177,7 +177,7 @@ def status(message: str) -> Iterator[None]:
 
 
 def end_status() -> None:
-    """End the spinner, if one turns: call this before anything else is written to the terminal."""
+    """Stop the spinner, if there is one, before anything else is written to the terminal."""
     global _spinner
     if _spinner is not None:
         _spinner.stop()
@@ -185,8 +185,8 @@ def end_status() -> None:
 
 
 def warn(message: str) -> None:
-    """A line on stderr while long work goes on, terminal or not."""
+    """Print a line to stderr during long work, in a terminal or not."""
     if is_main():
         end_status()
-        with suppress(OSError):  # a stderr that is full or closed ends no work
+        with suppress(OSError):  # a full or closed stderr must not end the work
             _console().print(f"warning: {message}", markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The lists of what a room lets its user choose by name: one row a name, one class a row, one file a class."""
+"""Registries of named choices: one row per name, one class per row, one file per class."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T", bound="Choice")
 
 
 class Choice:
-    """What stands behind a name: a frozen dataclass whose fields are its options.
+    """A named choice: a frozen dataclass whose fields are its options.
 
-    `help` says in a line what it does, without a full stop; `reference` where it is from. The file of a class imports
-    neither torch nor numpy (`lazy`), because `--help` reads it.
+    `help` is one line on what it does, without a full stop; `reference` is its source. The file of a class imports
+    neither torch nor numpy (see `lazy`), because `--help` reads it.
     """
 
     name: ClassVar[str]
@@ -25,7 +25,7 @@ class Choice:
     reference: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Raise LyapunovPruneError for an option that is not what its annotation says, or not finite."""
+        """Raise LyapunovPruneError for an option that does not match its annotation or is not finite."""
         hints = get_type_hints(type(self), include_extras=True)
         for option in self.options():
             value = getattr(self, option)
@@ -39,9 +39,9 @@ class Choice:
 
 
 class Registry(Mapping[str, type[T]], Generic[T]):
-    """`{"name": "module:Class"}`, whose classes are imported when they are first asked for.
+    """`{"name": "module:Class"}`; the classes are imported on first use.
 
-    Asking for a name that is not in it raises LyapunovPruneError, which lists those that are.
+    An unknown name raises LyapunovPruneError, which lists the known ones.
     """
 
     def __init__(self, kind: str, rows: Mapping[str, str]) -> None:
@@ -64,7 +64,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         return name in self._rows
 
     def make(self, name: str, **options: Any) -> T:
-        """The class of that name with these options. Raises LyapunovPruneError for one that it does not have."""
+        """An instance of the class `name` with these options. Raises LyapunovPruneError for an unknown option."""
         chosen = self[name]
         for option in options:
             if option not in chosen.options():

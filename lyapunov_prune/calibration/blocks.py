@@ -18,10 +18,10 @@ from lyapunov_prune.models.hooked import hooked
 
 @dataclass(frozen=True, eq=False)
 class Passed:
-    """Activations of one forward through a block, each tokens × width, in the model's dtype.
+    """Activations of a block in one forward, each tokens × width, in the model's dtype.
 
-    `x` is the input of the block and `hidden` the input of its last matrix. In a gated block `gate` is the output of
-    the activation and `up` the factor that it is multiplied with.
+    `x` is the input of the block and `hidden` the input of its last matrix. In a gated block, `gate` is the output of
+    the activation and `up` the factor that it is multiplied by.
     """
 
     x: torch.Tensor
@@ -34,7 +34,7 @@ Visit = Callable[[FeedForward, Passed], None]
 
 
 def watched_blocks(layers: nn.ModuleList, blocks: Sequence[FeedForward], visit: Visit) -> AbstractContextManager[None]:
-    """Call `visit` with every block and its activations, on every forward inside the with block."""
+    """Call `visit` with every block and its activations, in every forward inside the with block."""
     after: list[tuple[nn.Module, Callable[..., None]]] = []
     before: list[tuple[nn.Module, Callable[..., None]]] = []
     for block in blocks:
@@ -74,7 +74,7 @@ def _hooks(block: FeedForward, visit: Visit) -> tuple[Callable[..., None], Calla
     return on_up, on_gate, on_out
 
 
-# Sums over tokens that can be requested: name -> sum of one forward, float64.
+# The sums over tokens that can be requested: name -> sum over one forward, float64.
 SUMS: dict[str, Callable[[Passed], torch.Tensor]] = {
     "gate": lambda p: _lifted(p.gate).sum(0),  # Σ g (hidden,)
     "gate_up_up": lambda p: (_lifted(p.gate) * _lifted(p.up).square()).sum(0),  # Σ g u² (hidden,)
@@ -93,7 +93,7 @@ def _lifted(x: torch.Tensor | None) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class BlockSums:
-    """Sums of `SUMS` over `tokens` tokens (not means)."""
+    """The requested sums of `SUMS` over `tokens` tokens (not means)."""
 
     tokens: int
     sums: dict[str, torch.Tensor]
@@ -105,9 +105,9 @@ class BlockSums:
 def sum_blocks(
     layers: nn.ModuleList, blocks: Sequence[FeedForward], needs: Sequence[str], run: Callable[[], None]
 ) -> tuple[BlockSums, ...]:
-    """For each of `blocks`, the sums `needs` (names of `SUMS`) over every token of the forwards of `run()`.
+    """For each of `blocks`, the sums `needs` (names of `SUMS`) over all tokens of the forwards in `run()`.
 
-    `run` runs the model over its inputs, text or images. No activation is kept after its forward. Raises
+    `run` runs the model on its inputs, text or images. Activations are not kept after their forward. Raises
     LyapunovPruneError for a block that no token reaches, and for activations that are not finite.
     """
     tokens = {block.layer: 0 for block in blocks}

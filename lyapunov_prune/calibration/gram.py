@@ -6,7 +6,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift
 
-# A negative eigenvalue of this size relative to the largest is not rounding.
+# A negative eigenvalue of this size, relative to the largest, is not due to rounding.
 _NEGATIVE = 1e-8
 
 
@@ -30,19 +30,19 @@ def damped(gram: torch.Tensor, size: int, damping: float, device: torch.device) 
 
 
 def scaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x / 2^e` and `e`, with the largest entry in [1/2, 1), so that products of it are finite; `x` float64.
+    """`x / 2^e` and `e`, with the largest entry in [1/2, 1), so that products stay finite; `x` is float64.
 
-    `e` is an integer on the device of `x`, as `ldexp` needs it there.
+    `e` is an integer tensor on the device of `x`, where `ldexp` needs it.
     """
     exponent = torch.frexp(x.abs().max() if x.numel() else x.new_zeros(())).exponent
     return torch.ldexp(x, -exponent), exponent
 
 
 def leading(D: torch.Tensor, gram: torch.Tensor, rank: int) -> torch.Tensor:
-    """The `rank` leading left singular vectors of `D S`, with `S Sᵀ = gram` (m × n and n × n, float64): m × rank.
+    """The `rank` leading left singular vectors (m × rank) of `D S`, `S Sᵀ = gram`; D is m × n, gram n × n, float64.
 
-    Uses eigenvectors of `D gram Dᵀ`, or of its counterpart in the columns of a tall `D`: ten times faster than the SVD,
-    and accurate enough for a projection, whose error is quadratic in the error of the vectors. Raises like `root`.
+    Uses eigenvectors of `D gram Dᵀ`, or of its smaller counterpart if `D` is tall: ten times faster than the SVD, and
+    accurate enough for a projection, whose error is quadratic in that of the vectors. Raises as `root` does.
     """
     D, gram = scaled(D)[0], scaled(gram)[0]
     Q, R = torch.linalg.qr(D) if D.shape[0] > D.shape[1] else (None, D)
@@ -53,7 +53,7 @@ def leading(D: torch.Tensor, gram: torch.Tensor, rank: int) -> torch.Tensor:
 def root(gram: torch.Tensor) -> torch.Tensor:
     """The symmetric `S` with `S S = gram`, float64; `gram` may be singular.
 
-    Raises LyapunovPruneError where an eigenvalue is clearly negative.
+    Raises LyapunovPruneError if an eigenvalue is clearly negative.
     """
     values, vectors = _eigh(gram)
     return (vectors * values.clamp_min(0).sqrt()) @ vectors.T

@@ -23,8 +23,8 @@ from lyapunov_prune.progress import track
 def input_norms(model: PreTrainedModel, batch: Readable, projections: Sequence[Projection]) -> dict[str, torch.Tensor]:
     """`‖x_j‖₂` over all tokens of `batch`, for each input feature j of each of `projections`, by name.
 
-    Float64, from one forward of the model. An expert's are weighted by the router (`Statistics`). Raises
-    LyapunovPruneError for a matrix that no token reached, and for activations that are not finite.
+    In float64, from one forward of the model. Tokens of an expert are weighted by the router (`Statistics`). Raises
+    LyapunovPruneError for a matrix that no token reaches, and for activations that are not finite.
     """
     reading = read(wrap(model), batch)
     gathering = Gathering(model, projections, "norms")

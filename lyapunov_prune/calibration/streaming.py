@@ -1,4 +1,4 @@
-"""Calibration layer by layer: every matrix sees the inputs that result from the compressed layers before it."""
+"""Calibration layer by layer: every matrix sees the inputs that the compressed layers before it produce."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection, by_layer
 
-# Called with a layer's matrices and their statistics; changes the layer's weights in place.
+# Gets a layer's matrices and their statistics, and changes the layer's weights in place.
 Change = Callable[[Sequence[Projection], dict[str, Statistics]], None]
 
 
@@ -33,22 +33,21 @@ def stream(
 ) -> None:
     """For each layer in order: gather the statistics of its matrices, call `change`, and pass on its new output.
 
-    Every layer runs twice, once for its statistics and once, compressed, for the input of the next: two forwards of the
-    layers in all (`each_layer`); of a streamed model both happen in one forward, while the layer is held, and the
-    change is kept with it.
+    Every layer runs twice: once for its statistics and once, compressed, for the input of the next (`each_layer`). For
+    a streamed model both happen in one forward while the layer is held.
 
-    `needs` is `norms`, `gram` (`Σ_t x_t x_tᵀ`, n × n, float64, shared by matrices with the same input),
-    `magnitudes`: also `Σ_t |x_t|`, or `sensitivity`: also `Σ_t g_t g_tᵀ`, with `g_t` the gradient at the matrix's
-    output of `⟨v, layer output⟩`, `v ~ N(0, I)`, for the layer before `change` (`Statistics`). The seed is the
-    layer's index, so the statistics of a layer do not depend on which other layers are requested.
+    `needs` is `norms`; `gram` (`Σ_t x_t x_tᵀ`, n × n, float64, shared by matrices with the same input); `magnitudes`,
+    which adds `Σ_t |x_t|`; or `sensitivity`, which adds `Σ_t g_t g_tᵀ`, with `g_t` the gradient of `⟨v, layer output⟩`,
+    `v ~ N(0, I)`, at the matrix's output, before `change` (`Statistics`). The seed is the layer's index, so the
+    statistics of a layer do not depend on which other layers are requested.
 
-    `weights` of the tokens (`token_weights`, of the same `batch_size`) enter all sums. With `dense`, the same batch
-    read by the model as it was, the `drift` is gathered too: that model runs its layers once beside this one.
+    `weights` of the tokens (`token_weights`, with the same `batch_size`) enter all sums. With `dense`, a reading of the
+    same batch by the unchanged model, the `drift` is gathered too; the layers of that model run once alongside.
 
     Memory: that of `each_layer`, and the statistics of one layer.
 
-    Raises LyapunovPruneError for a matrix that no token reached, for activations that are not finite, and for experts
-    with `dense`: the compressed model may send an expert other tokens.
+    Raises LyapunovPruneError for a matrix that no token reaches, for activations that are not finite, and for experts
+    with `dense`, because the compressed model may send other tokens to an expert.
     """
     expert = next((p.name for p in projections if p.expert is not None), None)
     if dense is not None and expert:
@@ -79,7 +78,7 @@ def _gathered(
     weights: Mapping[str, Iterator[torch.Tensor]] | None,
     inputs: Mapping[str, list[torch.Tensor]] | None,
 ) -> dict[str, Statistics]:
-    """The statistics of the matrices of a layer, which runs while its `outputs` are consumed."""
+    """The statistics of a layer's matrices; the layer runs while its `outputs` are consumed."""
     generator = torch.Generator().manual_seed(here[0].layer)
     gathering = Gathering(model, here, needs, weights, inputs)
     with gathering.watching(), torch.set_grad_enabled(needs == "sensitivity"):
@@ -92,9 +91,9 @@ def _gathered(
 def _beside(
     dense: PreTrainedModel, here: Sequence[Projection], ahead: Iterator[torch.Tensor], outputs: Iterator[torch.Tensor]
 ) -> tuple[dict[str, list[torch.Tensor]], Iterator[torch.Tensor]]:
-    """What enters the matrices of a layer of the dense model, by module, for the piece of `outputs` that runs next.
+    """The inputs of a layer's matrices in the dense model, by module, for the piece of `outputs` that runs next.
 
-    The layer of the dense model runs, a piece ahead, while its outputs `ahead` are consumed.
+    The dense layer runs one piece ahead, while its outputs `ahead` are consumed.
     """
     inputs: dict[str, list[torch.Tensor]] = {}
 

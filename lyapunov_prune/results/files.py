@@ -44,7 +44,7 @@ def require_file(path: str | Path) -> None:
 
 
 def like_named(path: str | Path) -> str:
-    """` (did you mean X?)` where nothing is at `path` and something beside it has nearly its name; else nothing."""
+    """` (did you mean X?)` if nothing is at `path` and a similar name is beside it; else ""."""
     path = Path(path)
     if path.exists() or not path.parent.is_dir():
         return ""
@@ -96,9 +96,9 @@ def whole_folder(target: str | Path, remedy: str = RETRY) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(target: str | Path) -> Iterator[Path]:
-    """A path of the name of `target`, in a temporary folder next to it, to write a large file to: `whole_folder` of it.
+    """A path with the name of `target` in a temporary folder next to it, for a large file: `whole_folder` of one file.
 
-    Raises LyapunovPruneError when the target exists, or the disk refuses.
+    Raises LyapunovPruneError if the target exists or the disk refuses.
     """
     require_absent(target)
     target = Path(target).absolute()
@@ -113,14 +113,14 @@ def whole_file(target: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def flushing(path: Path) -> Iterator[None]:
-    """Let the system bring what `path` holds to the disk while the block does something else; it waits at the end."""
+    """Flush the file at `path` to the disk while the block runs; waits at the end."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(_sync, path)
         yield
 
 
 def require_absent(target: str | Path) -> None:
-    """Raise LyapunovPruneError unless nothing is at `target`, and a file can be put there."""
+    """Raise LyapunovPruneError unless `target` is absent and a file can be put there."""
     target = Path(target)
     require_writable(target.parent)
     if len(target.name.encode("utf-8", "replace")) > _LONGEST_NAME:
@@ -149,7 +149,7 @@ def _partial(target: Path, remedy: str) -> Iterator[Path]:
     try:
         yield temporary
     except Exception as error:
-        if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):  # of tokenizers
+        if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):  # from tokenizers
             raise
         reason = getattr(error, "strerror", None) or error
         if getattr(error, "errno", None) in (errno.ENOTEMPTY, errno.EEXIST):
@@ -247,7 +247,7 @@ def folder_digest(folder: str | Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(Path(folder).rglob("*")):
         status = path.lstat()
-        # The times of a folder change while its names are read, and add nothing to them.
+        # Reading a folder changes its times, so they are left out.
         stamp = (status.st_size, status.st_mtime_ns) if path.is_file() else ()
         digest.update(repr((path.relative_to(folder).as_posix(), *stamp)).encode())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Results: frozen dataclasses that know what they were measured on and fit in one JSON file each."""
+"""Results: frozen dataclasses that know what they were measured on, each saved as one JSON file."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from lyapunov_prune.results.overlap import Fingerprint
 T = TypeVar("T")
 R = TypeVar("R", bound="Result")
 _MOST_LAYERS = 10**5
-LINES = 8  # of an answer
-ROWS = 12  # of a table that is shown before anyone asks for all of it
-MISSING = "–"  # in a table, for a number that there is not
-ASKED = "asked"  # beside the fields in a file: what `once` compares
+LINES = 8  # most lines in an answer
+ROWS = 12  # most rows in a table unless all are asked for
+MISSING = "–"  # a missing number in a table
+ASKED = "asked"  # a key in files besides the fields: what `once` compares
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that can move a number in the last digits."""
+    """Versions of everything that can change the last digits of a number."""
     return {"python": platform.python_version(), **_installed()}
 
 
-@functools.cache  # every measurement asks, and each answer is a file read and parsed
+@functools.cache  # every measurement asks, and each answer reads and parses a file
 def _installed() -> dict[str, str]:
     return {name: version(name) for name in ("lyapunov-prune", "torch", "transformers", "numpy", "scipy")}
 
@@ -50,12 +50,12 @@ def table_text(frame: pd.DataFrame) -> str:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Enough of a model to tell it from another one, without its weights.
+    """Identifies a model without its weights.
 
-    `weights` holds digests of all of them, by dtype: as they are, and rounded to every narrower one
-    (`models/digest.py`). So a model still counts as itself after a cast, and one changed bit makes it another.
-    `settings` holds what its config says of the forward (`models/settings.py`), as JSON holds it; None in files of
-    older versions, which did not ask.
+    `weights` holds digests of all weights, by dtype: as they are, and rounded to every narrower one
+    (`models/digest.py`). So a model is recognised after a cast, and one changed bit makes it another. `settings` holds
+    the config's settings that affect the forward (`models/settings.py`), as JSON values; None in files of older
+    versions.
     """
 
     name: str
@@ -67,12 +67,12 @@ class ModelIdentity:
     settings: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", printable(self.name))  # it is shown, and folders have names of any kind
-        if not 0 <= self.num_layers <= _MOST_LAYERS:  # a place is kept for each
+        object.__setattr__(self, "name", printable(self.name))  # shown to users, and folders may have any name
+        if not 0 <= self.num_layers <= _MOST_LAYERS:  # files reserve a place for each
             raise LyapunovPruneError(f"no model has {self.num_layers} layers; make the file again")
 
     def same_as(self, other: ModelIdentity) -> bool:
-        """Raises LyapunovPruneError when the weights are in dtypes of which none can be rounded to the other."""
+        """Whether both are the same model; raises LyapunovPruneError if their weights share no dtype, even rounded."""
         if self.architecture != other.architecture or self.other_setting(other):
             return False
         common = self.weights.keys() & other.weights.keys()
@@ -85,9 +85,9 @@ class ModelIdentity:
         return all(self.weights[dtype] == other.weights[dtype] for dtype in common)
 
     def other_setting(self, other: ModelIdentity) -> str:
-        """In brackets the first setting that both configs have with different values, for a message; empty if none.
+        """For a message: in brackets, the first setting that both configs have with different values; empty if none.
 
-        A setting that one config lacks does not count: versions of transformers know different ones.
+        A setting that only one config has does not count, since versions of transformers differ in theirs.
         """
         mine, theirs = self.settings or {}, other.settings or {}
         for name, value in mine.items():
@@ -103,17 +103,17 @@ class MeasuredOn:
     model: ModelIdentity
     dtype: str
     device: str
-    text: str  # where the text came from, or the images
+    text: str  # source of the text or images
     split: str  # calibration, evaluation or all
     text_hash: str  # SHA-256 of the token ids, or of pixels and labels
-    tokens: int  # or how many images
-    context: int  # or how many pixels an image is wide
+    tokens: int  # for images their number
+    context: int  # for images their width in pixels
     bos: bool | None  # None: token ids were given directly, or images
     seed: int | None
     versions: dict[str, str]
-    fingerprint: Fingerprint | None = None  # of the tokens, or of every image; None in files of older versions
+    fingerprint: Fingerprint | None = None  # of the tokens or images; None in files of older versions
     images: bool = False
-    short: Fingerprint | None = None  # of shorter runs, by which items are known; None of images, and in older files
+    short: Fingerprint | None = None  # of shorter runs, for items; None for images and in older files
 
     def line(self) -> str:
         if self.images:
@@ -138,7 +138,7 @@ class Result:
     def __init_subclass__(cls) -> None:
         if "kind" in cls.__annotations__:
             raise TypeError(f"{cls.__name__} has a field `kind`, under which a file says its class; name it otherwise")
-        if "__repr__" not in cls.__dict__:  # else `dataclass` makes one of every field: thousands of digits
+        if "__repr__" not in cls.__dict__:  # otherwise `dataclass` would print every field
             cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
 
     def to_frame(self) -> pd.DataFrame:
@@ -149,11 +149,11 @@ class Result:
         return ""
 
     def answer(self) -> list[str]:
-        """What a person can act on, at most `LINES` lines of plain text; the headline by default."""
+        """What a person can act on, in at most `LINES` lines of plain text; the headline by default."""
         return self.headline().split("\n")[:LINES] if self.headline() else []
 
     def summary(self) -> pd.DataFrame:
-        """The table of the page: the whole frame, unless that would be too long to read."""
+        """The table of the report page: the whole frame, unless it would be too long to read."""
         return self.to_frame()
 
     def brief(self) -> pd.DataFrame:
@@ -176,15 +176,15 @@ class Result:
         return str(self)
 
     def _repr_html_(self) -> str:
-        """The same in a notebook."""
+        """The same as HTML, for notebooks."""
         lines = Markup("<br>").join(self._answer_in_python())
         table = Markup(self.brief().to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}", na_rep=MISSING))
         return Markup("<p>{}</p>{}<p>{}</p>").format(lines, table, self.unshown("to_frame() has all"))
 
     def plot(self) -> Any:
-        """The figures that the page draws of this result, which a notebook shows; see `report.figures.Figures`.
+        """The figures of this result on the report page, shown in a notebook; see `report.figures.Figures`.
 
-        Raises LyapunovPruneError where it has none.
+        Raises LyapunovPruneError if it has none.
         """
         drawing = importlib.import_module("lyapunov_prune.report.figures")  # a room above this one
         return drawing.figures_of(self)
@@ -194,7 +194,7 @@ class Result:
 
     @checked
     def save(self, path: str | Path, asked: Mapping[str, Any] | None = None) -> Path:
-        """Write the result as JSON, with what it was `asked` (`once`), whole or not at all; returns the path."""
+        """Write the result as JSON, whole or not at all; `asked` holds the parameters of `once`. Returns the path."""
         content = self.to_json() | ({ASKED: asked} if asked else {})
         return write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
@@ -211,7 +211,7 @@ class Result:
 
     @classmethod
     def parse(cls: type[R], content: bytes, path: str | Path) -> R:
-        """`load` of the `content` that stands in `path`, whole or as a part of it."""
+        """`load` from `content`, which is at `path` or part of it."""
         try:
             data = parsed(content.decode("utf-8"))
         except ValueError:
@@ -231,7 +231,7 @@ class Result:
 
 
 class Reported:
-    """Base of a model together with the `report` of what was done to it: it shows as the report, as it is no tensor."""
+    """Base of a model with the `report` of what was done to it; it prints as the report."""
 
     report: Result
 
@@ -242,7 +242,7 @@ class Reported:
         return self.report._repr_html_()
 
 
-# What JSON's own numbers tell; arrays of other types, and empty ones, say their type and shape.
+# Arrays of these types are plain JSON lists; others, and empty ones, store type and shape.
 _PLAIN = (np.bool_, np.int64, np.float64)
 
 
@@ -256,7 +256,7 @@ def _decode_array(value: Any, _: Any) -> np.ndarray:
     if isinstance(value, dict):
         return np.array(value["values"], value["dtype"]).reshape(value["shape"])
     array = np.array(value)
-    return array if array.size and array.dtype in _PLAIN else np.array(value, np.float64)  # it parses "nan"
+    return array if array.size and array.dtype in _PLAIN else np.array(value, np.float64)  # np.array parses "nan"
 
 
 def _decode_number_or_word(value: Any, _: Any) -> float | str:
@@ -264,7 +264,7 @@ def _decode_number_or_word(value: Any, _: Any) -> float | str:
 
 
 _converter = cattrs.Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
-for _number in (bool, int):  # fields of these may hold numpy's
+for _number in (bool, int):  # such fields may hold numpy's numbers
     _converter.register_unstructure_hook(_number, _number)
 _converter.register_unstructure_hook(float, lambda x: float(x) if math.isfinite(x) else str(x))
 _converter.register_unstructure_hook(np.generic, lambda x: encode(x.item()))
@@ -274,12 +274,12 @@ _converter.register_structure_hook(float | str, _decode_number_or_word)
 
 
 def encode(value: Any) -> Any:
-    """`value` as what JSON holds: dataclasses as dictionaries, numpy's numbers and arrays as numbers and lists."""
+    """`value` as JSON values: dataclasses become dictionaries, numpy's numbers and arrays numbers and lists."""
     return _converter.unstructure(value)
 
 
 def decode(kind: type[T], value: Any) -> T:
-    """The inverse of `encode`, led by the annotations of `kind`. Raises ValueError naming a field that does not fit."""
+    """The inverse of `encode`, by the annotations of `kind`. Raises ValueError naming a field that does not fit."""
     try:
         return _converter.structure(value, kind)
     except cattrs.BaseValidationError as error:

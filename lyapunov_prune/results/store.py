@@ -114,7 +114,7 @@ class Store:
 
 def clear_results(folder: Path, kind: str) -> None:
     """Delete the finished jobs of this kind in `folder`, of any run. Raises like Store."""
-    Store(folder, kind, {}).close()  # without resume it deletes them
+    Store(folder, kind, {}).close()  # deletes them, since it does not resume
 
 
 def _line(content: Any) -> bytes:

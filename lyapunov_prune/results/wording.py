@@ -23,9 +23,9 @@ def ranges(layers: Iterable[int]) -> str:
 
 
 def bars(values: np.ndarray) -> str:
-    """One bar per layer, with the layer number before every tenth; `·` where a value is not finite.
+    """One bar per layer, with the layer number before every tenth; `·` if a value is not finite.
 
-    Heights are logarithmic if every value is above 0, else linear.
+    Heights are logarithmic if all values are positive, else linear.
     """
     known = np.isfinite(values)
     heights = np.zeros(len(values), dtype=int)
