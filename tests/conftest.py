@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -57,6 +58,14 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands take the GPU if there is one, and tests compare what they write with what the CPU computes."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """Nothing that a test writes has to survive a power cut; a file costs milliseconds to sync."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
