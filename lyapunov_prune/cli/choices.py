@@ -11,6 +11,7 @@ from lyapunov_prune.export.table import formats_of
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.ranking.table import CRITERIA
 
+Along = Literal["depth", "time"]
 Derivative = Literal["difference", "jvp"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 Engine = Literal["llama.cpp"]

@@ -26,6 +26,7 @@
   `sharing`: two models that hold the same numbers hold them once;
 - `compact`, `modeling_compact`: models without some attentions, with merged blocks, with two factors a matrix;
   `deci`: those that engines know;
+- `recurrence`: the states that layers carry from token to token, in a cache or in modules;
 - `classifiers`, `classifier_loading`: models of images;
 - `engines`: what serving engines would take its layers for;
 - `layer_settings`, `adaptations`, `held_together`, `families`: what removing layers asks of a config and of a family.

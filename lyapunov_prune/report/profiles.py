@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from lyapunov_prune.profiles.activations import ActivationStatistics
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.jacobian import JacobianNorms
+from lyapunov_prune.profiles.persistence_profile import PersistenceProfile
 from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, depth_axis, log_axis, one_panel, panels, svg
 
@@ -138,6 +139,73 @@ def contraction_figure(profile: ContractionProfile) -> str:
     axes.set_ylabel("contraction factor ρ")
     axes.legend(frameon=False, fontsize=SMALL)
     depth_axis(axes, len(layers))
+    return svg(figure)
+
+
+def persistence_figure(profile: PersistenceProfile) -> str:
+    """Half-life of an error in each layer's state, and its factor a token beside the factor √ρ of a layer."""
+    figure, (lives, factors) = panels(9, 5.6, 2)
+    layers, most = np.array(profile.layers), float(profile.tokens)
+    half, sides = profile.half_life, np.minimum(profile.half_life_interval, most)
+    ends = np.isfinite(half)
+    _with_intervals(lives, layers[ends], half[ends], sides[ends], COLOURS["rho"], "o", "half of the error is left")
+    if not ends.all():
+        lasting = np.full((~ends).sum(), most)
+        lives.plot(layers[~ends], lasting, "^", color=COLOURS["bi"], label=f"more than {profile.tokens} tokens")
+    shown = np.minimum(half, most)
+    lives.set_ylim(shown.min() / 2, shown.max() * 2)
+    lives.set_ylabel("half-life, tokens")
+    log_axis(lives)
+    lives.legend(frameon=False, fontsize=SMALL)
+    _with_intervals(factors, layers, profile.rho, profile.rho_interval, COLOURS["rho"], "o", "ρ along time, a token")
+    slowest = profile.bound[:, -1] ** (1 / profile.tokens)
+    factors.plot(layers, slowest, "_", markersize=10, color=INK, label="no direction above, a token")
+    depth, sides = np.sqrt(profile.depth.rho), np.sqrt(profile.depth.rho_interval)
+    _with_intervals(factors, np.arange(len(depth)), depth, sides, COLOURS["rho, token pooling"], "s", "√ρ along depth")
+    factors.axhline(1, color=GREY, linewidth=0.8)
+    factors.set_ylim(bottom=0)
+    factors.set_ylabel("factor of an error")
+    factors.legend(frameon=False, fontsize=SMALL, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    depth_axis(factors, profile.measured_on.model.num_layers)
+    return svg(figure)
+
+
+def _with_intervals(
+    axes: Axes, x: np.ndarray, values: np.ndarray, sides: np.ndarray, colour: str, marker: str, label: str
+) -> None:
+    lengths = np.abs(sides - values[:, None]).T
+    axes.errorbar(
+        x,
+        values,
+        yerr=lengths if np.isfinite(lengths).all() else None,
+        fmt=marker,
+        markersize=4,
+        color=colour,
+        capsize=2,
+        label=label,
+    )
+
+
+def left_figure(profile: PersistenceProfile) -> str:
+    """What is left of an error over the next tokens: all layers, the two extremes with interval and bound."""
+    figure, axes = one_panel(9, 3.8)
+    tokens = np.arange(profile.tokens + 1)
+    above = np.where(profile.left > 10 * profile.floor, profile.left, np.nan)
+    for curve in above:
+        axes.plot(tokens, curve, color=GREY, linewidth=0.6, alpha=0.6)
+    order = profile.order
+    for at, which, colour in ((order[0], "longest", COLOURS["bi"]), (order[-1], "shortest", COLOURS["rho"])):
+        axes.plot(tokens, above[at], color=colour, label=f"layer {profile.layers[at]}, {which}")
+        low, high = profile.interval[at].T
+        axes.fill_between(tokens, low, high, where=np.isfinite(above[at]), color=colour, alpha=0.2, linewidth=0)
+        bound = np.where(np.isfinite(above[at]), profile.bound[at], np.nan)
+        axes.plot(tokens, bound, "--", color=colour, label="its bound")
+    axes.axhline(0.5, color=GREY, linewidth=0.8)
+    axes.set_xlabel("tokens after the error")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel("share of the error that is left")
+    log_axis(axes)
+    axes.legend(frameon=False, fontsize=SMALL, ncols=2)
     return svg(figure)
 
 

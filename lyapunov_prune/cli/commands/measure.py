@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 def profile(
     model: Model,
     *,
+    along: Annotated[
+        choices.Along,
+        what_option(help="Follow errors from layer to layer, or from token to token in recurrent states."),
+    ] = "depth",
     seeds: Seeds = 4,
     epsilon: Annotated[float, what_option(help="Relative size of the perturbation.")] = 1e-2,
     derivative: Annotated[
@@ -68,7 +72,24 @@ def profile(
     full: Full = False,
     given: Given = Given(),
 ) -> None:
-    """Measure contraction and Block Influence of every layer; writes profile.json and figures."""
+    """Measure contraction and Block Influence of every layer; writes profile.json and figures.
+
+    With --along time instead how much of an error in the recurrent state of each layer is left 1 to 64 tokens later,
+    for models with state-space, linear-attention or convolution layers; writes persistence.json and figures.
+    """
+    if along == "time":
+        given.refuse("has no effect with --along time; leave it out", "derivative", "by_sublayer")
+        given.refuse("reads layers from files, and --along time needs them in memory; leave it out", "stream")
+
+        from lyapunov_prune.profiles.persistence import measure_persistence
+
+        run = begun_run(output, model, "persistence.json")
+        loaded, batch = load_inputs(model, source, text, given=given)
+        found = measure_persistence(loaded.model, batch, epsilon=epsilon, seeds=range(seeds), batch_size=batch_size)
+        written = found.save(run / "persistence.json")
+        draw_report(run)
+        show(found, as_json, written, full=full)
+        return
     if stream:
         given.refuse(IN_MEMORY, "by_sublayer")
 
