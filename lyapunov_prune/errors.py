@@ -31,7 +31,7 @@ def in_short(error: Exception, most: int) -> str:
 # An option as messages write it, with its value: a placeholder, a number, or one of the words that messages advise.
 _VALUES = r"gsm8k:0\.02|float32|jvp|bi|kl|atp|uniform|magnitude|rtn|plain|compact|cpu|evaluation"
 # A whole command line, as `prune MODEL --on-disk`, stays one.
-_COMMAND = r"\b(?:prune|rank|eval|compress|heal|check|theorems|pip install)(?: [A-Z]+)* --\S+"
+_COMMAND = r"\b(?:prune|rank|eval|compress|export|heal|check|theorems|pip install)(?: [A-Z]+)* --\S+"
 _VALUE = rf"[A-Z]+\b|\d+%|\d[\d.,:-]*\b|(?:{_VALUES})\b"
 _OPTION = re.compile(rf"{_COMMAND}|(?<![\w-])--(no-)?([a-z][a-z-]*[a-z])(?: ({_VALUE}))?")
 _SHRINK = re.compile(r"lyapunov-prune shrink (?:'[^']*'|\S+) --remove (\d+) -o (\S+)")

@@ -44,7 +44,7 @@ def load_inputs(
     from lyapunov_prune.data.batch import require_context
     from lyapunov_prune.data.text import require_source
 
-    require_source(text.text, text.text_column)  # before minutes of loading
+    require_source(text.text)  # before minutes of loading
     if stream:
         source.require_one_place("--stream")
         given.refuse("has no effect on --stream, which takes all windows together; leave it out", "batch_size")
@@ -84,7 +84,7 @@ def load_judge(judge: str | None, loaded: Decoder, batch: TokenBatch, text: Text
 
 def load_beside(name: str, loaded: Decoder, windows: int, text: TextOptions) -> TokenBatch:
     """So many windows of another text, as long as those of `text`."""
-    other = replace(text, text=name, text_column=None, tokens=windows * text.context)
+    other = replace(text, text=name, tokens=windows * text.context)
     return other.load(loaded, "calibration")
 
 
@@ -99,7 +99,7 @@ def load_prompted(
         return load_inputs(model, source, text, "evaluation")
     given.refuse(
         "cuts windows of a text, and --prompts FILE is in its place; leave it out",
-        *("text", "text_column", "tokens", "context"),
+        *("text", "tokens", "context"),
     )
     if not prompts.is_file():  # before minutes of loading
         raise LyapunovPruneError(f"{prompts} is no readable file; give a file of prompts")
@@ -122,7 +122,6 @@ def load_examples(
         return loaded.model, loaded.tokenizer, batch
 
     source.require_one_place("--images")
-    given.refuse("is of a model that reads text too; leave it out", "text_only")
     given.refuse_record("is of a text, and --images is in its place; leave it out", TextOptions, also="batch_size")
 
     from lyapunov_prune.data.image_files import load_images

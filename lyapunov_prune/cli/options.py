@@ -88,21 +88,19 @@ class ModelOptions:
         choices.DType | None,
         model_option(help="Of the weights in memory; without a default, as the checkpoint has them."),
     ] = None
-    text_only: Annotated[
-        bool,
-        model_option("--text-only", help="Of a multimodal checkpoint the text model alone; what is left out is named."),
-    ] = False
 
     @property
     def spread(self) -> bool:
         return self.device == SPREAD
 
-    def load(self, model: str, *, merge_adapter: bool = False, stream: bool = False) -> Decoder:
+    def load(
+        self, model: str, *, merge_adapter: bool = False, stream: bool = False, text_only: bool = False
+    ) -> Decoder:
         if stream:
             self.require_one_place("--stream")
             from lyapunov_prune.checkpoints.streamed import load_streamed
 
-            return load_streamed(model, dtype=self.dtype, device=self.device, text_only=self.text_only)
+            return load_streamed(model, dtype=self.dtype, device=self.device)
 
         from lyapunov_prune.models.loading import load
 
@@ -112,7 +110,7 @@ class ModelOptions:
             device="auto" if self.spread else self.device,
             merge_adapter=merge_adapter,
             device_map="auto" if self.spread else None,
-            text_only=self.text_only,
+            text_only=text_only,
         )
 
     def require_one_place(self, what: str) -> None:
@@ -128,17 +126,11 @@ class TextOptions:
     text: Annotated[
         str,
         text_option(
-            help="builtin, a .txt, .jsonl, .json, .csv or .parquet file, a hub data set name[:config[:split]], or "
-            "self: written by the (dense) model, which prune --mend and heal take if none is given."
+            help="builtin, a .txt file, a file of rows such as x.jsonl or x.csv:COLUMN, a hub data set "
+            "name[:config[:split[:COLUMN]]], or self: written by the (dense) model, which prune --mend and heal take "
+            "if none is given. Chats are written by the model's chat template."
         ),
     ] = "builtin"
-    text_column: Annotated[
-        str | None,
-        text_option(
-            help="Column of a file of rows or a data set; text, messages, conversations, or instruction, input and "
-            "output if not given. Chats are written by the model's chat template."
-        ),
-    ] = None
     tokens: Annotated[int, text_option(min=2, help="How many tokens to measure on.")] = 4096
     context: Annotated[int, text_option(min=2, help="Tokens in a window.")] = 512
 
@@ -168,7 +160,6 @@ class TextOptions:
             tokens=self.tokens,
             context=self.context,
             split=split,
-            column=self.text_column,
         )
         if batch.text != self.text:
             note(f"Text: {batch.text}")

@@ -135,7 +135,7 @@ def documents(rows: Rows, tokenizer: PreTrainedTokenizerBase, column: str | None
         if not tokenizer.chat_template:
             raise LyapunovPruneError(
                 f"{rows.source} holds chats in {name}, and this tokenizer has no chat template; take an instruct "
-                "model, or name a column of plain text with --text-column"
+                f"model, or name a column of plain text behind a colon, as {rows.source}:COLUMN"
             )
         chats = [(where, messages_of(where, row.get(name))) for where, row in found]
         return Chats(f"{rows.source} ({name}, by the chat template)", tuple(chats), tokenizer)
@@ -156,7 +156,7 @@ def _chosen(rows: Rows, column: str | None) -> list[str]:
         return [name for name in _ALPACA if name in rows.columns]
     raise LyapunovPruneError(
         f"{rows.source} has no column text, messages, conversations, or instruction and output (it has {there}); name "
-        "the one to read with --text-column"
+        f"the one to read behind a colon, as {rows.source}:COLUMN"
     )
 
 
@@ -193,7 +193,7 @@ def _text(where: str, row: dict[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str):
         raise LyapunovPruneError(
-            f"{where} has no string {name!r}; give one in every row, or name another column with --text-column"
+            f"{where} has no string {name!r}; give one in every row, or name another column, as FILE:COLUMN"
         )
     return value
 

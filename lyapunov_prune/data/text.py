@@ -35,16 +35,15 @@ def load_text(
     context: int = 512,
     split: Split = "calibration",
     bos: bool | None = None,
-    column: str | None = None,
 ) -> TokenBatch:
     """The first `tokens` tokens of a split, as whole windows of `context` tokens.
 
     `source`: a list of texts, `builtin` (the language reference that CPython ships), a `.txt` file (any plain text),
     a file of rows (`.jsonl`, `.json`, `.csv`, `.tsv`, and with the extra `data` `.parquet`, `.arrow`), or a hub data
-    set `name[:config[:split]]` (extra `data`). Of rows the `column` is read; without one `text`, `messages`,
-    `conversations`, or Alpaca's `instruction`, `input`, `output` (`documents`). Chats are written by the tokenizer's
-    chat template, and `text` of the batch says so. With `bos` every window starts with the BOS token; None follows the
-    tokenizer's own habit.
+    set `name[:config[:split]]` (extra `data`). `FILE:COLUMN` or `name:config:split:COLUMN` names the column of the
+    rows; without one it is `text`, `messages`, `conversations`, or Alpaca's `instruction`, `input`, `output`
+    (`documents`). Chats are written by the tokenizer's chat template, and `text` of the batch says so. With `bos` every
+    window starts with the BOS token; None follows the tokenizer's own habit.
 
     Raises LyapunovPruneError when the text is missing, empty or shorter than asked for, when it is one token over and
     over, and for an evaluation half that mostly repeats the first half.
@@ -55,7 +54,7 @@ def load_text(
         raise LyapunovPruneError(f"context {context} is too short to score a token; give 2 or more")
     if tokens < context:
         raise LyapunovPruneError(f"{tokens} tokens do not fill one window of {context}; raise --tokens")
-    whole = _read(source, tokenizer, column) if given is None else Plain(source, "\n\n".join(given))
+    whole = _read(source, tokenizer) if given is None else Plain(source, "\n\n".join(given))
     if not whole.content.strip():
         raise LyapunovPruneError(f"{source} holds no text; give another")
     part = _split(source, whole, split)
@@ -81,21 +80,31 @@ def load_text(
     return TokenBatch(matrix, text=whole.name, split=split, bos=bos)
 
 
-def require_source(source: str, column: str | None = None) -> None:
-    """Raise LyapunovPruneError if `source` names nothing, or a file that is not there or has no column to read.
+def require_source(source: str) -> None:
+    """Raise LyapunovPruneError if `source` names nothing, a file that is not there, or a column of a plain text.
 
     Files are not opened: this is asked before a model is loaded.
     """
     if not source.strip():
         raise LyapunovPruneError("the text has no name; give builtin, a .txt, a .jsonl or a data set")
-    path = Path(source)
-    if not path.is_file() and (_names_file(source) or path.exists()):
+    name, column = _parts(source)
+    path = Path(name)
+    if not path.is_file() and (_names_file(name) or path.exists()):
         raise LyapunovPruneError(
-            f"{source} is no readable file{like_named(path)}; give builtin, a .txt, a .jsonl or a data set"
+            f"{name} is no readable file{like_named(path)}; give builtin, a .txt, a .jsonl or a data set"
         )
-    if column is not None and (source == "builtin" or (path.is_file() and not holds_rows(path))):
-        raise LyapunovPruneError(f"{source} is a text without columns; leave out --text-column")
+    if column is not None and (name == "builtin" or (path.is_file() and not holds_rows(path))):
+        raise LyapunovPruneError(f"{name} is a text without columns; leave out :{column}")
     require_reader(path)
+
+
+def _parts(source: str) -> tuple[str, str | None]:
+    """What `source` names, and the column behind its last colon: of a file, or of `name:config:split:COLUMN`."""
+    name, _, column = source.rpartition(":")
+    if Path(source).is_file() or not name:
+        return source, None
+    of_file = name == "builtin" or Path(name).is_file() or holds_rows(Path(name))
+    return (name, column) if of_file or name.count(":") == 2 else (source, None)
 
 
 def _names_file(source: str) -> bool:
@@ -105,14 +114,15 @@ def _names_file(source: str) -> bool:
     return source[0] in "./~" or source.count("/") > 1 or re.fullmatch(r"\.[A-Za-z]+", Path(source).suffix) is not None
 
 
-def _read(source: str, tokenizer: PreTrainedTokenizerBase, column: str | None) -> Plain | Chats:
-    require_source(source, column)
-    path = Path(source)
-    if source == "builtin":
-        return Plain(source, _builtin())
+def _read(source: str, tokenizer: PreTrainedTokenizerBase) -> Plain | Chats:
+    require_source(source)
+    name, column = _parts(source)
+    path = Path(name)
+    if name == "builtin":
+        return Plain(name, _builtin())
     if not path.is_file():
-        return documents(hub_rows(source), tokenizer, column)
-    return documents(file_rows(path), tokenizer, column) if holds_rows(path) else Plain(source, file_text(path))
+        return documents(hub_rows(name), tokenizer, column)
+    return documents(file_rows(path), tokenizer, column) if holds_rows(path) else Plain(name, file_text(path))
 
 
 def _builtin() -> str:

@@ -71,9 +71,9 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
             ) from None
     with unpacked_by_group(config):
         auto = auto_class(config, text_only=text_only)
-        wanted = "a causal decoder" if auto is AutoModelForCausalLM else "the text model alone (--text-only)"
+        wanted = "a causal decoder" if auto is AutoModelForCausalLM else "the text model alone (export --text-only)"
         if text_only:
-            wanted = "the whole model (leave out --text-only)"
+            wanted = "the whole model (leave out text_only)"
         loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True}, auto, wanted)
     if packed and is_unpacked(config):  # transformers forgets it, and what would change the weights is refused by it
         loaded.model.config.quantization_config = config.quantization_config

@@ -29,7 +29,7 @@ def auto_class(config: PreTrainedConfig, *, text_only: bool = False) -> Any:
         return AutoModelForCausalLM
     if text_only:
         raise LyapunovPruneError(
-            f"transformers has no class of the text alone of a {whole.__name__}; leave out --text-only"
+            f"transformers has no class of the text alone of a {whole.__name__}; leave out text_only"
         )
     return AutoModelForMultimodalLM
 

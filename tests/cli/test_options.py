@@ -147,7 +147,7 @@ IMAGES = "is of a text, and --images is in its place"
         has_no_effect("hierarchy tiny tiny", "--limit 3", "is of the items of a file"),
         *(
             has_no_effect("hierarchy tiny --prompts tiny/config.json", option, WINDOWS)
-            for option in ("--text x", "--text-column y", "--tokens 128", "--context 32")
+            for option in ("--text x", "--tokens 128", "--context 32")
         ),
         has_no_effect("check tiny tiny", "--resume", "goes on with a check of thirty settings"),
         has_no_effect("sensitivity tiny --study removal", "--sparsity 0.9", "has no effect on removal"),

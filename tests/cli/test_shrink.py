@@ -113,7 +113,6 @@ def test_a_dry_run_says_the_cost_and_writes_nothing(run: Callable[..., Done]) ->
         (["--params", "100%"], "no share below"),
         (["--remove", "2", "-o", "tiny"], "not empty"),
         (["--remove", "2", "--text", "missing.txt"], "no readable file"),
-        (["--remove", "2", "--text-column", "x"], "--text-column is of a text"),
         (["--remove", "2", "--judge", "self"], "another one judges"),
         (["--remove", "2", "--device", "spread"], "on one device"),
     ],

@@ -232,19 +232,19 @@ def test_what_is_read_of_rows_is_said_and_recorded(run: Any, checkpoint: Path) -
     ]
     Path("x.json").write_text(json.dumps(rows))
     sparse = ("compress", "tiny", "--method", "wanda", "--sparsity", "0.5", *TEXT)
-    for more, name in (([], "x.json (instruction, output, joined)"), (["--text-column", "story"], "x.json (story)")):
-        done = run(*sparse, "--text", "x.json", *more, "-o", "out")
+    for text, name in (("x.json", "x.json (instruction, output, joined)"), ("x.json:story", "x.json (story)")):
+        done = run(*sparse, "--text", text, "-o", "out")
         assert done.code == 0, done.err
         assert f"Text: {name}\n" in done.err
         assert CompressionReport.load("out/compression.json").calibration.text == name
-        assert run("eval", "out", *TEXT, "--text", "x.json", *more).code == 0
-        assert f"made with {name}" in run("eval", "out", *TEXT, "--text", "x.json", *more, "--split", "all").err
+        assert run("eval", "out", *TEXT, "--text", text).code == 0
+        assert f"made with {name}" in run("eval", "out", *TEXT, "--text", text, "--split", "all").err
         shutil.rmtree("out")
     tokenizer = AutoTokenizer.from_pretrained("tiny")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     tokenizer.save_pretrained("tiny")
     assert "Text: x.json (instruction" in run("profile", "tiny", *QUICK, "--text", "x.json").err
-    assert "--text-column" in run("profile", "tiny", *QUICK, "--text-column", "story").err
+    assert "leave out :story" in run("profile", "tiny", *QUICK, "--text", "builtin:story").err
 
 
 def test_two_models_never_share_a_run_folder(run: Any) -> None:

@@ -117,20 +117,25 @@ def test_alpaca_needs_no_input(chatty: PreTrainedTokenizerFast, write: Callable[
 
 
 def test_a_column_is_read_by_its_name(
-    chatty: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerFast, write: Callable[..., str]
+    chatty: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerFast, write: Callable[..., str], tmp_path: Path
 ) -> None:
     rows = [{"text": "not this", "story": f"Story {n} is long. " * 9, **openai(turns(n))} for n in range(9)]
     for name in ("x.jsonl", "x.parquet"):
         source = write(rows, name)
-        named = all_of(source, tokenizer, 200, column="story")
+        named = all_of(f"{source}:story", tokenizer, 200)
         assert text_of(named, tokenizer).startswith("Story 0 is long. Story 0")
         assert named.text == f"{source} (story)"
-        assert text_of(all_of(source, chatty, 90, column="messages"), chatty).startswith("<s>user\nWhat is 0")
+        assert text_of(all_of(f"{source}:messages", chatty, 90), chatty).startswith("<s>user\nWhat is 0")
         assert text_of(all_of(source, chatty, 9), chatty).startswith("not")  # text comes first
         with pytest.raises(LyapunovPruneError, match=r"column tale .*story, messages"):
-            all_of(source, tokenizer, 200, column="tale")
-    with pytest.raises(LyapunovPruneError, match="text_column"):
-        all_of("builtin", tokenizer, 200, column="story")
+            all_of(f"{source}:tale", tokenizer, 200)
+    plain = tmp_path / "plain.txt"
+    plain.write_text("No columns. " * 99)
+    for missing in ("builtin:story", f"{plain}:story"):
+        with pytest.raises(LyapunovPruneError, match="leave out :story"):
+            all_of(missing, tokenizer, 200)
+    with pytest.raises(LyapunovPruneError, match=r"gone\.jsonl is no readable file"):
+        all_of("gone.jsonl:story", tokenizer, 200)
 
 
 def test_a_chat_may_be_a_string_of_json(chatty: PreTrainedTokenizerFast, write: Callable[..., str]) -> None:

@@ -305,7 +305,7 @@ def test_bos_from_a_tokenizer_without_one_is_refused() -> None:
         ("x.jsonl", b"", "x.jsonl holds no text"),
         ("x.txt", "café".encode("latin-1") * 9999, "UTF-8"),
         ("x.jsonl", b'{"text": "a"}\n\n{"text": \n', "line 3 is no JSON object"),
-        ("x.jsonl", b'{"txt": "a"}', "has txt.*text_column"),
+        ("x.jsonl", b'{"txt": "a"}', "has txt.*x.jsonl:COLUMN"),
         ("x.jsonl", b'{"text": "a"}\n{"txt": "a"}', "line 2 has no string 'text'"),
         ("x.jsonl", b'{"text": 3}', "line 1 has no string 'text'"),
         ("x.jsonl", b'["text"]', "line 1 is no JSON object"),
@@ -392,12 +392,14 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ("org/set:config", ("org/set", "config", "test")),
         ("org/set:config:train", ("org/set", "config", "train")),
         ("set::train", ("set", None, "train")),
+        ("org/set:config:train:text", ("org/set", "config", "train")),
+        ("org/set:::text", ("org/set", None, "test")),
     ],
 )
 def test_a_data_set_is_asked_for_by_name_config_and_split(
     source: str, asked: tuple[Any, ...], hub: list[tuple[Any, ...]], read: Callable[..., TokenBatch]
 ) -> None:
-    assert read(source).text == source
+    assert read(source).text == source.removesuffix(":text")
     assert hub == [asked]
 
 

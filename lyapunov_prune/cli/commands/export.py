@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from lyapunov_prune.cli.inputs import format_for
-from lyapunov_prune.cli.options import Full, Json, MergeAdapter, Model, ModelOptions, Quantize, Target, Written
+from lyapunov_prune.cli.options import (
+    Full,
+    Json,
+    MergeAdapter,
+    Model,
+    ModelOptions,
+    Quantize,
+    Target,
+    Written,
+    model_option,
+)
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import show
 from lyapunov_prune.export.table import FORMATS
@@ -17,6 +27,10 @@ def export(
     format: Written = "plain",
     quantize: Quantize = None,
     merge_adapter: MergeAdapter = False,
+    text_only: Annotated[
+        bool,
+        model_option("--text-only", help="Of a multimodal checkpoint the text model alone; what is left out is named."),
+    ] = False,
     source: ModelOptions = ModelOptions(),
     output: Target,
     as_json: Json = False,
@@ -33,5 +47,5 @@ def export(
     stored = FORMATS.make(format, **options)
     source.require_one_place("export")
     stored.require_target(output)
-    loaded = source.load(model, merge_adapter=merge_adapter)
+    loaded = source.load(model, merge_adapter=merge_adapter, text_only=text_only)
     show(stored.export(loaded, output), as_json, output, full=full)

@@ -333,17 +333,16 @@ def _prune_on_disk(
     elif model.endswith(".gguf"):
         raise LyapunovPruneError(f"{model} is pruned on disk as a GGUF file; end --output in .gguf")
     elif stays_quantised(model):
-        if stream or source.text_only:
-            option = "--stream" if stream else "--text-only"
+        if stream:
             raise LyapunovPruneError(
-                f"{option} has no effect where bytes are copied ({quantised(model)}); leave it out"
+                f"--stream has no effect where bytes are copied ({quantised(model)}); leave it out"
             )
         checkpoint = read_quantised(checkpoint_folder(model), model)
         identity, kinds = checkpoint.identity, lambda: find_kinds(checkpoint.decoder.structure)
         remove = partial(prune_quantised, checkpoint)
         read = "on bytes and settings; the logits were not compared"
     else:
-        outline = read_outline(checkpoint_folder(model), model, text_only=source.text_only)
+        outline = read_outline(checkpoint_folder(model), model)
         identity, kinds = outline.identity, lambda: find_kinds(outline.structure)
         remove = partial(prune_on_disk, outline, stream=stream)
     if layers is not None:

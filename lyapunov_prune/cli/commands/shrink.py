@@ -99,13 +99,12 @@ def shrink(
     folder = jobs_folder("shrink", model, output)
     own = text.text == SELF
     if own:
-        given.refuse("is of a text that is given; leave it out", "text_column")
         if judge == SELF:
             raise LyapunovPruneError(
                 "the model writes the text that teaches, and another one judges; give it as --judge"
             )
     else:
-        require_source(text.text, text.text_column)  # before minutes of loading
+        require_source(text.text)  # before minutes of loading
     items = None if wanted.task is None else halves(wanted.task)
     if items is not None and not items[0].generates:
         note(
@@ -179,12 +178,9 @@ def show_parts(output: Path) -> None:
 def _words(text: TextOptions, judge: str | None, own: bool) -> tuple[str, ...]:
     """The options that name the texts, as they would be given to `prune`."""
     words = [] if own else ["--text", text.text]
-    if text.text_column is not None:
-        words += ["--text-column", text.text_column]
     return (*words, *([] if judge is None else ["--judge", judge]))
 
 
 def _source(source: ModelOptions) -> tuple[str, ...]:
-    """The options that say which numbers are loaded, and with which part of the model."""
-    words = [] if source.dtype is None else ["--dtype", source.dtype]
-    return (*words, *(["--text-only"] if source.text_only else []))
+    """The options that say which numbers are loaded."""
+    return () if source.dtype is None else ("--dtype", source.dtype)
