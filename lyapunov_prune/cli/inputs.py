@@ -35,7 +35,6 @@ def load_inputs(
     text: TextOptions,
     split: Split = "calibration",
     *,
-    merge_adapter: bool = False,
     stream: bool = False,
     given: Given = Given(),
     plan: PruningPlan | MergekitSlices | None = None,
@@ -48,7 +47,7 @@ def load_inputs(
     if stream:
         source.require_one_place("--stream")
         given.refuse("has no effect on --stream, which takes all windows together; leave it out", "batch_size")
-    loaded = source.load(model, merge_adapter=merge_adapter, stream=stream)
+    loaded = source.load(model, stream=stream)
     if plan is not None:
         plan.require_model(loaded.identity)
     require_context(loaded.structure, text.context)

@@ -93,9 +93,7 @@ class ModelOptions:
     def spread(self) -> bool:
         return self.device == SPREAD
 
-    def load(
-        self, model: str, *, merge_adapter: bool = False, stream: bool = False, text_only: bool = False
-    ) -> Decoder:
+    def load(self, model: str, *, stream: bool = False, text_only: bool = False) -> Decoder:
         if stream:
             self.require_one_place("--stream")
             from lyapunov_prune.checkpoints.streamed import load_streamed
@@ -108,7 +106,6 @@ class ModelOptions:
             model,
             dtype=self.dtype,
             device="auto" if self.spread else self.device,
-            merge_adapter=merge_adapter,
             device_map="auto" if self.spread else None,
             text_only=text_only,
         )
@@ -169,9 +166,6 @@ class TextOptions:
 BatchSize = Annotated[int, text_option(min=1, help="Windows in a forward.")]
 IN_MEMORY = "needs the model in memory; leave it out, or --stream"
 Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in).")]
-MergeAdapter = Annotated[
-    bool, model_option("--merge-adapter", help="MODEL holds LoRA adapters: add them to their base model's weights.")
-]
 Format = Annotated[
     choices.Format,
     output_option(help=one_of(formats_of("prune"), "What is written.")),

@@ -17,13 +17,16 @@ WEIGHTS = "adapter_model.safetensors"
 _OTHER_SHAPE = re.compile(r"size mismatch for (\S+): .*?Size\((.*?)\) from checkpoint, .*?Size\((.*?)\)")
 
 
+def holds_adapters(folder: Path) -> bool:
+    """Whether `folder` holds adapters alone: beside a model of its own they are refused by whoever loads that."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
 def base_of(folder: Path) -> str:
     """The name of the base model that the adapters in `folder` were trained for.
 
-    Raises LyapunovPruneError if there are no adapters, or if they are not LoRA: some other kinds read further files.
+    Raises LyapunovPruneError for adapters that are not LoRA: some other kinds read further files.
     """
-    if not (folder / ADAPTER_CONFIG).is_file():
-        raise LyapunovPruneError(f"{folder} holds no adapters ({ADAPTER_CONFIG}); leave out --merge-adapter")
     if not (folder / WEIGHTS).is_file():
         raise LyapunovPruneError(f"{folder} holds no {WEIGHTS}; convert the adapters to safetensors")
     with loading_errors(folder):

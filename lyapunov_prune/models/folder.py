@@ -78,8 +78,7 @@ def require_no_adapter_config(folder: Path) -> None:
         with loading_errors(folder):
             base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
         raise LyapunovPruneError(
-            f"{folder} holds adapters for {base}; merge them into it (--merge-adapter, or load it with "
-            "merge_adapter=True)"
+            f"{folder} holds adapters for {base}; merge them into it in memory, by lyapunov-prune export"
         )
 
 

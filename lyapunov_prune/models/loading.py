@@ -10,7 +10,7 @@ import torch
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
-from lyapunov_prune.models.adapter_folder import attach_adapters, base_of
+from lyapunov_prune.models.adapter_folder import attach_adapters, base_of, holds_adapters
 from lyapunov_prune.models.adapters import merge_adapters
 from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.models.compact import family_of
@@ -23,7 +23,7 @@ from lyapunov_prune.models.gguf import builtin_folder, load_gguf
 from lyapunov_prune.models.hub import HUB_ID, download
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.structure import require_causal, settle
-from lyapunov_prune.progress import status
+from lyapunov_prune.progress import status, warn
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Its mask is causal although neither its config nor its attention says so.
@@ -37,7 +37,6 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     offline: bool = False,
-    merge_adapter: bool = False,
     device_map: str | Mapping[str, int | str] | None = None,
     text_only: bool = False,
 ) -> Decoder:
@@ -45,8 +44,8 @@ def load(
 
     `name` is a hub id, a local folder, a `.gguf` file, or `smollm2-135m`. `dtype` is as in torch (`float32`,
     `bfloat16`, …); None keeps the checkpoint's. `device` is as in torch, or `auto` for the GPU if there is one. Only
-    safetensors and GGUF weights are read, and no code from a checkpoint is run. With `merge_adapter`, `name` holds LoRA
-    adapters, which are added to the weights of their base model.
+    safetensors and GGUF weights are read, and no code from a checkpoint is run. LoRA adapters in a folder of
+    their own are added to the weights of their base model, which a line on stderr names.
 
     `device_map`, instead of `device`, spreads the layers: `auto` over GPUs, then memory, then disk, as accelerate does;
     or a place (`cpu`, `disk`, a GPU's number) for each module name. Weights on disk are read from the checkpoint's
@@ -65,16 +64,16 @@ def load(
     else:
         if str(device) not in ("auto", "cpu"):
             raise LyapunovPruneError("a device map places the layers itself; leave out the device")
-        if merge_adapter:
-            raise LyapunovPruneError("adapters are merged on one device; leave out the device map")
         options["device_map"] = known_map(device_map)
     with status(f"loading {name}"):
         if name.endswith(".gguf"):
             loaded = load_gguf(Path(name), options | {"dtype": wanted or torch.float32})
-        elif merge_adapter:
-            loaded = _load_merged(checkpoint_folder(name, offline=offline), options, offline, text_only)
         else:
-            loaded = load_folder(checkpoint_folder(name, offline=offline), options, text_only=text_only)
+            folder = checkpoint_folder(name, offline=offline)
+            if holds_adapters(folder):
+                loaded = _load_merged(folder, options, offline, text_only)
+            else:
+                loaded = load_folder(folder, options, text_only=text_only)
         loaded.model.config._name_or_path = name
         settle(loaded.model)
         require_causal(loaded.model)
@@ -142,11 +141,16 @@ def _judged(outline: Decoder, name: str | Path) -> Decoder:
 
 
 def _load_merged(folder: Path, options: dict[str, Any], offline: bool, text_only: bool) -> Decoder:
-    base = load_folder(checkpoint_folder(base_of(folder), offline=offline), options, text_only=text_only)
+    if not isinstance(options["device_map"], str) or options["device_map"] == "auto":
+        raise LyapunovPruneError("adapters are merged on one device; leave out the device map")
+    name = base_of(folder)
+    base = load_folder(checkpoint_folder(name, offline=offline), options, text_only=text_only)
     require_unquantised(base.model)
     with quiet():
         adapted = attach_adapters(base.model, folder)
-    return wrap(merge_adapters(adapted).eval(), base.tokenizer)
+    merged = wrap(merge_adapters(adapted).eval(), base.tokenizer)
+    warn(f"{folder} holds LoRA adapters, which were added to the weights of {name}")
+    return merged
 
 
 def known_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -54,7 +54,7 @@ def require_no_adapters(model: nn.Module) -> None:
         where = f" to {len(adapted)} matrices ({adapted[0]}, …)" if adapted else ""
         raise LyapunovPruneError(
             f"adapters are attached{where}, which a plain checkpoint cannot hold; merge them first "
-            "(lyapunov_prune.models.merge_adapters, or prune ADAPTER --merge-adapter)"
+            "(lyapunov_prune.models.merge_adapters)"
         )
 
 

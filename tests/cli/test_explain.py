@@ -56,7 +56,7 @@ def test_packed_weights_are_explained_a_layer_at_a_time(run: Any) -> None:
     np.testing.assert_allclose(found.kl_only, whole.kl_only, rtol=1e-3, atol=1e-7)
     np.testing.assert_allclose(found.kl_but, whole.kl_but, rtol=1e-3, atol=1e-7)
     assert found.matrices is not None
-    for options in (["tiny", "tiny", "--merge-adapter"], ["tiny", "--kv-bits", "4"], ["tiny", "model.gguf"]):
+    for options in (["tiny", "--kv-bits", "4"], ["tiny", "model.gguf"]):
         told = run("explain", *options, "--stream", *FEW)
         assert (told.code, "--stream" in told.err or "safetensors" in told.err) == (2, True), told
 
@@ -110,15 +110,13 @@ def test_a_healed_checkpoint_is_aligned_by_its_provenance(run: Any) -> None:
     assert (found.energy[1] > 0).all()  # the layers that are gone, and those that learned
 
 
-def test_adapters_are_merged_on_asking(run: Any) -> None:
+def test_adapters_are_merged(run: Any) -> None:
     adapted = get_peft_model(
         AutoModelForCausalLM.from_pretrained("tiny"),
         LoraConfig(r=2, target_modules=["q_proj", "down_proj"], layers_to_transform=[2], init_lora_weights=False),
     )
     adapted.save_pretrained("adapters")
-    told = run("explain", "tiny", "adapters", *FEW)
-    assert (told.code, "--merge-adapter" in told.err) == (2, True)
-    found = explained(run, "tiny", "adapters", "--merge-adapter")
+    found = explained(run, "tiny", "adapters")
     assert found.energy[1].nonzero()[0].tolist() == [2]
     assert found.matrices is not None
     changed = [name for name, error in zip(found.matrices.names, found.matrices.error, strict=True) if error > 0]
@@ -175,9 +173,7 @@ def test_bad_input_is_refused_in_one_line(
         (("tiny",), "give COMPRESSED, or --kv-bits"),
         (("tiny", "pruned", "--kv-bits", "4"), "give COMPRESSED, or --kv-bits"),
         (("tiny", "--kv-bits", "3"), "cache of 3 bits"),
-        (("tiny", "--kv-bits", "4", "--merge-adapter"), "is about COMPRESSED"),
         (("tiny", "nowhere/at/all"), "no model at nowhere/at/all"),
-        (("tiny", "tiny", "--merge-adapter"), "holds no adapters"),
         (("tiny", "tiny", "--profile", "none.json"), "none.json"),
     ):
         done = run("explain", *arguments, *FEW)

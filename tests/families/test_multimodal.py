@@ -273,5 +273,5 @@ def test_a_tower_that_is_missing_is_not_made_up(wholes: dict[str, Path], tmp_pat
     loaded.tokenizer.save_pretrained(tmp_path / "text")
     config = json.loads((wholes["qwen3_5"] / "config.json").read_text())
     (tmp_path / "text" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(LyapunovPruneError, match=r"33 weights .*text_only"):
+    with pytest.raises(LyapunovPruneError, match=r"33 weights .*export --text-only"):
         load(tmp_path / "text")

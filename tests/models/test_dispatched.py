@@ -278,7 +278,6 @@ def test_maps_that_cannot_be(checkpoint: Path) -> None:
         ({"device_map": {**places, "lm_head": 99}}, "there is no device cuda:99"),
         ({"device_map": "everywhere"}, "device map everywhere"),
         ({"device_map": "auto", "device": "mps"}, "leave out the device"),
-        ({"device_map": "auto", "merge_adapter": True}, "leave out the device map"),
     ]
     for given, told in wrong:
         with pytest.raises(LyapunovPruneError, match=told) as error:

@@ -403,23 +403,24 @@ def adapters(checkpoint: Path) -> Path:
 
 
 def test_a_folder_of_adapters(adapters: Path, run: Callable[..., Any], ids: torch.Tensor) -> None:
-    with pytest.raises(LyapunovPruneError, match=r"adapters for .*tiny"):
-        load(adapters)
+    for way in ("--on-disk", "--stream"):
+        done = run("prune", "adapters", "--layers", "1", way, "-o", "out")
+        assert (done.code, done.changed, "holds adapters for" in done.err) == (2, set(), True)
     done = run("prune", "adapters", "--layers", "1", "-o", "out", *TEXT)
-    assert (done.code, done.changed) == (2, set())
-    assert run("prune", "adapters", "--layers", "1", "--merge-adapter", "-o", "out", *TEXT).code == 0
-    merged = load(adapters, merge_adapter=True).model
+    assert (done.code, "added to the weights of" in done.err) == (0, True)
+    merged = load(adapters).model
     expected = remove_layers(merged, [1])(ids).logits
     torch.testing.assert_close(AutoModelForCausalLM.from_pretrained("out")(ids).logits, expected)
     assert not torch.allclose(remove_layers(load("tiny").model, [1])(ids).logits, expected, atol=0.1)
 
 
-def test_what_is_no_folder_of_adapters_has_nothing_to_merge(adapters: Path, checkpoint: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match="merge_adapter"):
-        load(checkpoint, merge_adapter=True)
+def test_adapters_that_cannot_be_merged_are_refused(adapters: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match="leave out the device map"):
+        load(adapters, device_map="auto")
     (adapters / "adapter_model.safetensors").rename(adapters / "adapter_model.bin")
     with pytest.raises(LyapunovPruneError, match=r"adapter_model.safetensors"):
-        load(adapters, merge_adapter=True)
+        load(adapters)
+    (adapters / "adapter_model.bin").rename(adapters / "adapter_model.safetensors")
     (adapters / "adapter_config.json").write_text("{}")
     with pytest.raises(LyapunovPruneError, match="cannot load"):
         load(adapters)
@@ -450,8 +451,8 @@ def test_adapters_that_lack_a_tensor_are_not_made_up(
     file = adapters / "adapter_model.safetensors"
     save_file(change(load_file(file)), file)
     with pytest.raises(LyapunovPruneError, match=message):
-        load(adapters, merge_adapter=True)
-    done = run("prune", "adapters", "--layers", "1", "--merge-adapter", "-o", "out", *TEXT)
+        load(adapters)
+    done = run("prune", "adapters", "--layers", "1", "-o", "out", *TEXT)
     assert (done.code, done.changed, done.err.count("\n")) == (2, set(), 1)
 
 
@@ -471,13 +472,13 @@ def test_adapters_that_do_not_fit_their_config_are_refused(
     config = json.loads((adapters / "adapter_config.json").read_text())
     (adapters / "adapter_config.json").write_text(json.dumps(config | changes))
     with pytest.raises(LyapunovPruneError, match=message):
-        load(adapters, merge_adapter=True)
+        load(adapters)
 
 
 def test_a_folder_of_adapters_is_merged_as_peft_merges_it(adapters: Path, checkpoint: Path) -> None:
     wanted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), str(adapters))
     state = wanted.merge_and_unload(safe_merge=True).state_dict()
-    found = load(adapters, merge_adapter=True).model.state_dict()
+    found = load(adapters).model.state_dict()
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
 

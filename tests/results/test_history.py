@@ -96,7 +96,7 @@ def test_merged_adapters_have_the_history_of_their_model(
     write_pruned(made, tokenizer, chosen(made, some(4)), tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapters")
-    loaded = load(tmp_path / "adapters", merge_adapter=True)
+    loaded = load(tmp_path / "adapters")
     assert steps(history_of(loaded.model)) == [*STEPS, ("prune", ["text 4"])]
 
 

@@ -18,7 +18,6 @@ from lyapunov_prune.cli.options import (
     Output,
     Stream,
     TextOptions,
-    model_option,
     what_option,
 )
 from lyapunov_prune.cli.records import Given
@@ -40,10 +39,6 @@ def explain(
         Path | None,
         what_option(help="profile.json of DENSE, whose ρ is set beside that of this very error."),
     ] = None,
-    merge_adapter: Annotated[
-        bool,
-        model_option("--merge-adapter", help="COMPRESSED holds LoRA adapters: add them to their base model's weights."),
-    ] = False,
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=2048, context=256),
@@ -70,17 +65,12 @@ def explain(
 
     if (compressed is None) == (kv_bits is None):
         raise LyapunovPruneError("give COMPRESSED, or --kv-bits in its place")
-    if compressed is None and merge_adapter:
-        raise LyapunovPruneError("--merge-adapter is about COMPRESSED; leave it out")
     if stream:
-        given.refuse(IN_MEMORY, "kv_bits", "merge_adapter")
+        given.refuse(IN_MEMORY, "kv_bits")
     known = None if profile is None else LayerProfile.load(profile).contraction
     run = begun_run(output, dense, EXPLANATION)
     loaded, batch = load_inputs(dense, source, text, "evaluation", stream=stream, given=given)
-    if compressed is None:
-        other = with_rounded_cache(loaded, kv_bits or 0)
-    else:
-        other = source.load(compressed, merge_adapter=merge_adapter, stream=stream)
+    other = source.load(compressed, stream=stream) if compressed else with_rounded_cache(loaded, kv_bits or 0)
     for model in (loaded.model, other.model):
         require_unseen(model, batch)
     reading = read(loaded, batch)

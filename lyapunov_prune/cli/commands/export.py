@@ -8,7 +8,6 @@ from lyapunov_prune.cli.inputs import format_for
 from lyapunov_prune.cli.options import (
     Full,
     Json,
-    MergeAdapter,
     Model,
     ModelOptions,
     Quantize,
@@ -26,7 +25,6 @@ def export(
     *,
     format: Written = "plain",
     quantize: Quantize = None,
-    merge_adapter: MergeAdapter = False,
     text_only: Annotated[
         bool,
         model_option("--text-only", help="Of a multimodal checkpoint the text model alone; what is left out is named."),
@@ -47,5 +45,5 @@ def export(
     stored = FORMATS.make(format, **options)
     source.require_one_place("export")
     stored.require_target(output)
-    loaded = source.load(model, merge_adapter=merge_adapter, text_only=text_only)
+    loaded = source.load(model, text_only=text_only)
     show(stored.export(loaded, output), as_json, output, full=full)

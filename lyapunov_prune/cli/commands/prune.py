@@ -25,7 +25,6 @@ from lyapunov_prune.cli.options import (
     KeepPeriod,
     MaxKL,
     Mend,
-    MergeAdapter,
     Model,
     ModelOptions,
     OnDisk,
@@ -73,7 +72,6 @@ def prune(
     judge: Judge = None,
     on_disk: OnDisk = False,
     stream: Stream = False,
-    merge_adapter: MergeAdapter = False,
     images: Images = None,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
@@ -103,12 +101,10 @@ def prune(
         raise LyapunovPruneError("give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four")
     if plan_file is not None:
         given.refuse("has no effect: a plan says what goes; leave it out", "what")
-    if images is not None and (
-        plan_file is None or format != "compact" or on_disk or stream or merge_adapter or keep_period or mend
-    ):
+    if images is not None and (plan_file is None or format != "compact" or on_disk or stream or keep_period or mend):
         raise LyapunovPruneError(
             "--images is for the plan of a ViT or DeiT; give --plan FILE and --format compact, and no --on-disk, "
-            "--stream, --merge-adapter, --mend or --keep-period"
+            "--stream, --mend or --keep-period"
         )
     if on_disk or stream:
         source.require_one_place("--on-disk" if on_disk else "--stream")
@@ -167,7 +163,7 @@ def prune(
             "--mend": mend,
             "--dtype": source.dtype,
         }
-        for option, needed in (refused | {"--merge-adapter": merge_adapter}).items():
+        for option, needed in refused.items():
             if needed:
                 raise LyapunovPruneError(
                     f"{option} needs {'plain weights' if packed else 'the model in memory'} ({why}); give --layers 3,7 "
@@ -209,7 +205,7 @@ def prune(
     if mend and "text" not in given:  # see experiments/6_recovery
         text = replace(text, text=SELF)
     given_plan = None if plan_file is None else _read_plan(plan_file)
-    loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter, plan=given_plan)
+    loaded, batch = load_inputs(model, source, text, plan=given_plan)
     require_unquantised(loaded.model)  # before anything is measured
     require_whole(loaded.model)
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
