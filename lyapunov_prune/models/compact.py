@@ -1,7 +1,7 @@
-"""Compact models as this package sees them: which families there are, and where their layers keep what can go.
+"""Compact models as this package sees them: the known families, and which parts of their layers can be removed.
 
 The classes are in `modeling_compact`, a copy of which lies beside the weights of every compact checkpoint. This package
-always runs its own copy: it tells transformers of its classes, and transformers asks no folder for code that it has.
+always runs its own copy: it registers its classes with transformers, which then loads no code from the folder.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClas
 from lyapunov_prune.errors import LyapunovPruneError
 
 MODULE = "modeling_compact.py"
-PREFIX = "compact_"  # of the `model_type` of every compact checkpoint
+PREFIX = "compact_"  # starts the `model_type` of every compact checkpoint
 NO_ATTENTION = "no attention is left, and nothing would count positions in the cache of a decoder; keep one"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a layer keeps its attention and its feed-forward block, by the names of its children.
+    """The children of a layer that hold its attention and its feed-forward block, by name.
 
-    `norms` serve the attention alone and go with it; where the switch `pre_norm` of the config is off, they stand in
-    the residual stream and stay. Of `block`, the first becomes the merged matrix and hands it on to the others.
+    `norms` feed only the attention and are removed with it, unless the config's switch `pre_norm` is off: then they are
+    part of the residual stream and stay. The first child in `block` becomes the merged matrix, the others become
+    identities.
     """
 
     attention: str
@@ -39,7 +40,7 @@ class Layout:
 
 _LLAMA = Layout("self_attn", ("input_layernorm",))
 _GEMMA = Layout("self_attn", ("input_layernorm", "post_attention_layernorm"))
-_OLMO = Layout("self_attn", ("post_attention_layernorm",))  # its norms stand behind what they serve
+_OLMO = Layout("self_attn", ("post_attention_layernorm",))  # norms follow the sublayers
 _VIT = Layout("attention", ("layernorm_before",))
 LAYOUTS: dict[str, Layout] = {
     "deit": _VIT,
@@ -65,13 +66,13 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-# The families of `LAYOUTS` that look at images.
+# The families of `LAYOUTS` that are image classifiers.
 CLASSIFIERS = ("vit", "deit")
 
 
 def family_of(config: Any) -> str:
-    """The `model_type`; of a compact model, that of the model it was cut from."""
-    return getattr(type(config), "family", config.model_type)  # of the class: config.json may hold any attribute
+    """The `model_type`; for a compact model, that of the model it was cut from."""
+    return getattr(type(config), "family", config.model_type)  # of the class: config.json may set any attribute
 
 
 def is_compact(model: PreTrainedModel) -> bool:
@@ -79,7 +80,7 @@ def is_compact(model: PreTrainedModel) -> bool:
 
 
 def stores_factors(config: Any, layer: int, path: str) -> bool:
-    """Whether the layer of a model with this config holds two factors in the place of the matrix `path`."""
+    """Whether a layer of a model with this config holds two factors in place of the matrix `path`."""
     if not config.model_type.startswith(PREFIX):
         return False
     from lyapunov_prune.models.modeling_compact import LOW_RANK
@@ -88,9 +89,9 @@ def stores_factors(config: Any, layer: int, path: str) -> bool:
 
 
 def renumber_compact(model: PreTrainedModel, layers: nn.ModuleList) -> None:
-    """Number the attentions of a compact model anew when some of its layers have left.
+    """Renumber the attentions of a compact model after some of its layers were removed; other models are unchanged.
 
-    Raises LyapunovPruneError when no attention is left. Another model stays as it is.
+    Raises LyapunovPruneError if no attention is left.
     """
     if not is_compact(model):
         return
@@ -104,7 +105,7 @@ def renumber_compact(model: PreTrainedModel, layers: nn.ModuleList) -> None:
 
 @cache
 def compact_classes() -> dict[str, Any]:
-    """The class of compact models of every family; transformers knows them from now on."""
+    """The compact model class of every family; registers them with transformers."""
     from lyapunov_prune.models import modeling_compact  # every family's code
 
     classes: dict[str, Any] = {c.config_class.family: c for c in modeling_compact.Compact.__subclasses__()}
@@ -117,7 +118,7 @@ def compact_classes() -> dict[str, Any]:
 
 
 def compact_class(model: PreTrainedModel) -> Any:
-    """The class that `model` has when it is compact. Raises LyapunovPruneError for a class that is not known."""
+    """The compact class for `model`. Raises LyapunovPruneError for an unknown class."""
     found = compact_classes().get(family_of(model.config))
     plain = found and (found.__bases__[1], found.config_class.__bases__[1])
     if found is None or (type(model), type(model.config)) not in (plain, (found, found.config_class)):

@@ -1,9 +1,9 @@
-"""The feed-forward block of a layer: which matrices, which activation, plain or gated; proven by running it.
+"""The feed-forward block of a layer: its matrices, its activation, and whether it is gated; verified by running it.
 
-A plain block is `y = W₂ σ(W₁ x + b₁) + b₂`, a gated one `y = W_d (σ(W_g x + b_g) ⊙ (W_u x + b_u)) + b_d`. Nothing
-is known of a family: the matrices are those whose names say that they go into an MLP or out of it (`roles`), fused
-ones come apart as `projections` says, and the rest is seen while the block runs on random inputs. Rebuilt from what
-was found the block must give its own output; a block that does not is refused.
+A plain block is `y = W₂ σ(W₁ x + b₁) + b₂`, a gated one `y = W_d (σ(W_g x + b_g) ⊙ (W_u x + b_u)) + b_d`. Nothing is
+assumed about a family: the matrices are those whose names say that they lead into or out of an MLP (`roles`), fused
+ones are split by `projections`, and the rest is observed while the block runs on random inputs. The block rebuilt from
+these parts must give the block's own output; otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lyapunov_prune.models.structure import Structure, in_eval_mode
 _TOKENS = 8
 _OTHERS = "choose other layers"
 
-# A matrix (output × input) and what is added to its product.
+# A matrix (output × input) and the bias added to its product.
 Affine = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -39,7 +39,7 @@ def lifted(affine: Affine) -> Affine:
 
 @dataclass(frozen=True, eq=False)
 class BlockParts:
-    """A feed-forward block as tensors, views of the model's own: `gate` is None in a plain one."""
+    """A feed-forward block as tensors, views of the model's own; `gate` is None in a plain block."""
 
     gate: Affine | None
     up: Affine
@@ -47,7 +47,7 @@ class BlockParts:
     activation: nn.Module
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
-        """`h(x)`, what enters the last matrix: `σ(W₁ x + b₁)`, or `σ(W_g x + b_g) ⊙ (W_u x + b_u)`."""
+        """`h(x)`, the input of the last matrix: `σ(W₁ x + b₁)`, or `σ(W_g x + b_g) ⊙ (W_u x + b_u)`."""
         if self.gate is None:
             return self.activation(linear(x, *self.up))
         return self.activation(linear(x, *self.gate)) * linear(x, *self.up)
@@ -58,25 +58,25 @@ class BlockParts:
 
     @property
     def numbers(self) -> int:
-        """How many weights and biases the block has."""
+        """Number of weights and biases in the block."""
         pairs = [self.up, self.out] + ([] if self.gate is None else [self.gate])
         return sum(t.numel() for pair in pairs for t in pair if t is not None)
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """Where a layer keeps its feed-forward block; all paths begin inside the layer.
+    """Where a layer keeps its feed-forward block; all paths are relative to the layer.
 
-    `up` goes into the hidden units, through the activation in a plain block, beside it in a gated one, where `gate`
-    goes through it. Of a copy of the model it says the same.
+    `up` is the matrix into the hidden units. Its output goes through the activation in a plain block; in a gated one,
+    the output of `gate` does, and is multiplied by that of `up`. It also holds for a copy of the model.
     """
 
     layer: int
-    block: str  # the module that is the block and nothing else; empty where its parts lie bare in the layer (OPT)
+    block: str  # the module with only this block; empty if its parts are direct children of the layer (OPT)
     gate: Projection | None
     up: Projection
     out: Projection
-    activation: str  # the module that is σ
+    activation: str  # path of the module for σ
 
     @property
     def gated(self) -> bool:
@@ -110,11 +110,11 @@ def find_feedforward(structure: Structure, layer: int) -> FeedForward:
 @in_eval_mode
 @torch.no_grad()
 def read_feedforward(layers: nn.ModuleList, index: int, model_type: str, config: Any) -> FeedForward:
-    """The feed-forward block of `layers[index]`, of a decoder or any other transformer whose layers take a state alone.
+    """The feed-forward block of `layers[index]`, in any transformer whose layers take only a state.
 
-    Raises LyapunovPruneError, with the reason, for a layer without a block that is known by its names, with experts
-    or several blocks, with a norm between the matrices, with matrices that another layer has too, without a module
-    that is the activation, and when the block does more than its matrices and its activation.
+    Raises LyapunovPruneError, with the reason, for a layer with experts, several blocks, or none recognisable by name,
+    with a norm between the matrices, matrices shared with another layer, an activation that is not a module, or a block
+    that does more than its matrices and activation.
     """
     layer, where = layers[index], f"layer {index}"
     into, out = _matrices(layer, where, list(layer_projections(layer, index, "", model_type, config)))
@@ -176,7 +176,7 @@ def _unknown(where: str, what: str) -> LyapunovPruneError:
 
 
 def _require_own(layers: nn.ModuleList, index: int, projections: Sequence[Projection]) -> None:
-    """Raise LyapunovPruneError when another layer has one of these matrices too: merged, it would change there."""
+    """Raise LyapunovPruneError if another layer shares one of these matrices, since merging would change it there."""
     own = {getattr(layers[index].get_submodule(p.module), p.parameter).data_ptr(): p.name for p in projections}
     for other, layer in enumerate(layers):
         for _, parameter in layer.named_parameters() if other != index else ():
@@ -188,7 +188,7 @@ def _require_own(layers: nn.ModuleList, index: int, projections: Sequence[Projec
 
 
 def _common(paths: Sequence[str]) -> str:
-    """The module that holds all of `paths`."""
+    """The innermost module that contains all of `paths`."""
     parents = [path.split(".")[:-1] for path in paths]
     length = 0
     while all(len(p) > length for p in parents) and len({p[length] for p in parents}) == 1:
@@ -199,11 +199,10 @@ def _common(paths: Sequence[str]) -> str:
 def _run(
     layer: nn.Module, where: str, block: str, into: Sequence[Projection], out: Projection
 ) -> tuple[list[_Call], torch.Tensor, torch.Tensor]:
-    """What is called from the first matrix to the last, what the block is given, and what it returns.
+    """Run the block; returns the calls from the first matrix to the last, the block's input, and its output.
 
-    A block that is a module of its own is run on random states, and what it is given and returns is the module's.
-    One whose parts lie bare in the layer is run with the layer, and is what its first matrix is given and its last
-    returns.
+    A block that is a module is run on random states. If its parts are direct children of the layer, the layer is run,
+    and the block's input and output are those of its first and last matrix.
     """
     calls: list[_Call] = []
 
@@ -240,7 +239,7 @@ def _run(
 
 
 def _activation(where: str, calls: Sequence[_Call], matrices: set[str]) -> _Call:
-    """The one module between the matrices that changes what it is given (dropout does not), entry by entry."""
+    """The one module between the matrices that changes its input (dropout does not); it must be elementwise."""
     between = [c for c in calls if c.path not in matrices and not torch.equal(c.given, c.returned)]
     for call in between:
         if not _elementwise(call):
@@ -255,8 +254,8 @@ def _activation(where: str, calls: Sequence[_Call], matrices: set[str]) -> _Call
 
 
 def _elementwise(call: _Call) -> bool:
-    """Whether no entry of the output depends on another entry of the input."""
-    given = call.given.clone(memory_format=torch.contiguous_format)  # one layout for both, so that both round alike
+    """Whether no entry of the output depends on other entries of the input."""
+    given = call.given.clone(memory_format=torch.contiguous_format)  # same layout, so that both round alike
     before = call.module(given)
     given[..., ::2] += 1
     after = call.module(given)
@@ -264,10 +263,10 @@ def _elementwise(call: _Call) -> bool:
 
 
 def _require_same(where: str, rebuilt: torch.Tensor, own: torch.Tensor, up: Projection, out: Projection) -> None:
-    """Raise LyapunovPruneError unless the rebuilt block gives its own output but for rounding.
+    """Raise LyapunovPruneError unless the rebuilt block gives the block's own output, up to rounding.
 
-    Once in the model's dtype, and in float32 where a product is summed, in which a fused matrix may be summed in
-    another order than its part.
+    The tolerance covers one rounding in the model's dtype, and one per summand in float32: a fused matrix may be summed
+    in another order than its part.
     """
     sums = torch.promote_types(own.dtype, torch.float32)
     limit = torch.finfo(own.dtype).eps + 4 * math.sqrt(up.stop - up.start + own.shape[-1]) * torch.finfo(sums).eps

@@ -1,19 +1,20 @@
-"""A transformer without some attentions, some feed-forward blocks merged, some matrices the products of two factors.
+"""A transformer without some attentions, with merged feed-forward blocks, or with matrices factored in two.
 
-This one file lies beside the weights of every compact checkpoint, so that transformers can load it with
-`trust_remote_code=True`; it imports torch and transformers and nothing else. Each class made below is the
-class of transformers that it is named after, built whole and then cut by the list `cuts` in config.json. The list has
-an entry a layer: what stands in the place of which module of the layer.
+This file lies beside the weights of every compact checkpoint, so that transformers can load it with
+`trust_remote_code=True`; it imports only torch and transformers. Each class below is the transformers class that it is
+named after, built whole and then changed by the list `cuts` in config.json. The list has one entry per layer: for each
+changed module of the layer, what replaces it.
 
-- `none`: nothing, of an attention; the layer hands on the state that it was given;
-- `identity`: what goes in comes out, of a norm that served such an attention alone, or of a merged block's activation;
-- `linear`, `affine`: one matrix, width by width, without and with a bias, of a merged feed-forward block;
-- `low-rank 192:40 192:40 576:90`: of a matrix, as many runs of rows as named, each `rows:rank` the product of two;
-- `affine low-rank 576:90`, `linear low-rank 576:90`: of a merged block's matrix the same.
+- `none`: an attention is removed and adds nothing to the state;
+- `identity`: the input is returned, in place of a norm that only fed such an attention, or of a merged block's
+  activation;
+- `linear`, `affine`: a merged feed-forward block is one square matrix, without or with a bias;
+- `low-rank 192:40 192:40 576:90`: a matrix is split into runs of rows, each `rows:rank` a product of two factors;
+- `affine low-rank 576:90`, `linear low-rank 576:90`: the same for the matrix of a merged block.
 
-A cache has an entry for each attention that is left. So attentions are numbered anew (`layer_idx`), and the entries of
-a new cache that belong to no attention are taken out of it: with the old numbers and layer 0's attention gone,
-transformers would count zero tokens in the cache and go on from the first position, without a word.
+A cache has one entry for each remaining attention, so attentions are renumbered (`layer_idx`), and entries of a new
+cache for layers without attention are removed. With the old numbers and layer 0's attention removed, transformers would
+find zero tokens in the cache and silently restart at the first position.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ Cuts = list[dict[str, str]]
 
 
 class NoAttention(nn.Module):
-    """In the place of an attention: it adds zero to the residual stream, and leaves the cache alone."""
+    """Replaces an attention: adds zero to the residual stream and leaves the cache alone."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
         return hidden_states.new_zeros(()).expand_as(hidden_states), None
 
 
 class LowRank(nn.Module):
-    """In the place of a matrix: run after run of its rows, `y_i = L_i (R_i x) + b_i`.
+    """Replaces a matrix, for each run of rows by `y_i = L_i (R_i x) + b_i`.
 
-    `right` holds all R_i (rank × inputs) one below the other, `left` the L_i (rows × rank) with their biases.
+    `right` stacks all R_i (rank × inputs); `left` holds the L_i (rows × rank) with their biases.
     """
 
     def __init__(self, inputs: int, rows: list[int], ranks: list[int], bias: bool) -> None:
@@ -70,7 +71,7 @@ class LowRank(nn.Module):
 
     @classmethod
     def of(cls, form: str, old: Any) -> LowRank:
-        """What `form` says of the matrix `old`, be it stored output × input or, as GPT-2's, input × output."""
+        """The replacement of the matrix `old` by `form`; `old` is output × input, or transposed as in GPT-2."""
         parts = [tuple(map(int, part.split(":"))) for part in form.split()[1:]]
         rows, ranks = ([*numbers] for numbers in zip(*parts, strict=True))
         inputs, rest = divmod(old.weight.numel(), sum(rows))
@@ -96,7 +97,7 @@ LOW_RANK = "low-rank"
 
 
 def number_attentions(layers: nn.ModuleList) -> None:
-    """`layer_idx`, by which an attention finds its entry of a cache, over the attentions that there are."""
+    """Renumber `layer_idx`, by which an attention finds its cache entry, over the remaining attentions."""
     position = 0
     for layer in layers:
         attentions = [module for name, module in layer.named_modules() if name and hasattr(module, "layer_idx")]
@@ -106,7 +107,7 @@ def number_attentions(layers: nn.ModuleList) -> None:
 
 
 def fit_cache(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Before a forward: of a cache that still has an entry a layer, those of layers without attention go."""
+    """Before a forward: drop cache entries of layers without attention, if the cache has an entry for every layer."""
     cuts, use = backbone.config.cuts, kwargs.get("use_cache")
     cache: Any = kwargs.get("past_key_values")
     if cache is None and (getattr(backbone.config, "use_cache", False) if use is None else use):
@@ -118,7 +119,7 @@ def fit_cache(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 class Compact:
-    """What every compact model has before the class of transformers that it is."""
+    """The part that all compact model classes share, in front of their transformers class."""
 
     config: Any
     config_class: Any
@@ -131,7 +132,7 @@ class Compact:
         self.post_init()  # type: ignore[attr-defined]
 
     def cut(self: Any, cuts: Cuts) -> None:
-        """Cut this model in place by a list with an entry a layer; the weights of new matrices are arbitrary."""
+        """Change this model in place by `cuts`, one entry per layer; new matrices have arbitrary weights."""
         layers = self.get_submodule(self.layers_path)
         if len(cuts) != len(layers):
             raise ValueError(f"the list of cuts is of {len(cuts)} layers, and the model has {len(layers)}")
@@ -149,12 +150,12 @@ class Compact:
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """transformers looks for the experts in the module that defines the class, and they are in the plain one's."""
+        """The plain class's answer; transformers would look for experts in the source of this module."""
         return bool(cls.__bases__[1]._can_set_experts_implementation())  # type: ignore[attr-defined]
 
 
 class Block(dict[str, Any]):
-    """An entry of the `block_configs` of DeciLM: vLLM reads its items as attributes."""
+    """An entry of DeciLM's `block_configs`; vLLM reads its items as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -168,7 +169,7 @@ def read_blocks(config: Any) -> None:
 
 
 class CompactConfig:
-    """What every compact config has before the class of transformers that it is."""
+    """The part that all compact configs share, in front of their transformers class."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
@@ -201,7 +202,7 @@ PLAIN: dict[Any, str] = {
 
 
 def compact_class(plain: Any, layers_path: str) -> Any:
-    """`CompactLlama` of `LlamaForCausalLM`, whose `config_class` is `CompactLlamaConfig`."""
+    """`CompactLlama` for `LlamaForCausalLM`, for example, with the `config_class` `CompactLlamaConfig`."""
     stem, _, task = plain.__name__.removesuffix("LMHeadModel").partition("For")
     family = plain.config_class.model_type
     here = {"__module__": __name__}
@@ -221,7 +222,7 @@ for _made in (compact_class(*each) for each in PLAIN.items()):
 
 
 def __getattr__(name: str) -> Any:
-    """The classes by name, as `auto_map` in config.json names them."""
+    """Gives the classes by the names that `auto_map` in config.json uses."""
     if name in CLASSES:
         return CLASSES[name]
     raise AttributeError(name)
