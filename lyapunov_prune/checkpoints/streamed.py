@@ -1,4 +1,4 @@
-"""A model larger than memory: of its own class, with the weights of one layer at a time read from the files.
+"""Models larger than memory: the weights of one layer at a time are read from the files.
 
 The rest (embeddings, norms, the head) is in memory; `layer_stream` reads the layers. Before a model is returned, a run
 on a few tokens tests that a layer needs only the arguments that it is given there.

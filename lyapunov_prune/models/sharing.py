@@ -19,7 +19,7 @@ _PAGEOUT = 21  # Linux's MADV_PAGEOUT, which Python does not define
 def share_equal(model: nn.Module, twins: Mapping[str, torch.Tensor]) -> None:
     """Let every parameter of `model` that equals its twin bit by bit use the twin's memory.
 
-    Use it only for a `model` that is not changed afterwards: an in-place change would affect both. Of a model in mapped
+    Use it only for a `model` that is not changed afterwards: an in-place change would affect both. For one in mapped
     files (Linux), only the piece being compared is in memory.
     """
     for name, mine in model.named_parameters():

@@ -1,6 +1,6 @@
 """How many tokens a text shares with another one, at any position, by hashes of runs of tokens.
 
-Of one text only the fingerprint is needed: the hashes of every few runs. All runs of the other text are looked up in
+Only the fingerprint of one text is needed: the hashes of every few runs. All runs of the other text are looked up in
 it, so shifts and other window boundaries do not matter.
 """
 
