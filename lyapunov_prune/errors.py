@@ -1,4 +1,4 @@
-"""Errors, one line each: what is wrong and what to do about it."""
+"""Exceptions, each with a one-line message: what is wrong and what to do about it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from difflib import get_close_matches
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with what a terminal would obey (control and format characters) as its escape, `\\x1b`.
+    """`text` on one line, with characters that control a terminal (control and format) escaped, as `\\x1b`.
 
-    Names in files that others made are shown through this: no name adds a line or moves the cursor.
+    Names from foreign files are shown through this, so that none adds a line or moves the cursor.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -18,7 +18,7 @@ def printable(text: str) -> str:
 def first_line(error: Exception) -> str:
     """The first line of the message of `error`, or its class name if it has none."""
     lines = str(error).strip().splitlines()
-    while len(lines) > 1 and lines[0].endswith(":"):  # a heading, as huggingface_hub's validators give
+    while len(lines) > 1 and lines[0].endswith(":"):  # a heading, as from huggingface_hub's validators
         lines[:2] = [f"{lines[0]} {lines[1].strip()}"]
     return lines[0].rstrip(".") if lines else type(error).__name__
 
@@ -28,9 +28,9 @@ def in_short(error: Exception, most: int) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"
 
 
-# An option as messages write it, with its value: a placeholder, a number, or one of the words that messages advise.
+# An option in a message with its value: a placeholder, a number, or a word that messages recommend.
 _VALUES = r"gsm8k:0\.02|float32|jvp|bi|kl|atp|uniform|magnitude|rtn|plain|compact|cpu|evaluation"
-# A whole command line, as `prune MODEL --on-disk`, stays one.
+# A whole command line, as `prune MODEL --on-disk`, is left alone.
 _COMMAND = r"\b(?:prune|rank|eval|compress|export|heal|check|theorems|pip install)(?: [A-Z]+)* --\S+"
 _VALUE = rf"[A-Z]+\b|\d+%|\d[\d.,:-]*\b|(?:{_VALUES})\b"
 _OPTION = re.compile(rf"{_COMMAND}|(?<![\w-])--(no-)?([a-z][a-z-]*[a-z])(?: ({_VALUE}))?")
@@ -40,11 +40,11 @@ _RENAMED = {
     "derivative": "method",
     "update-rank": "rank",
     "new-tokens": "steps",
-}  # options with another parameter's name
+}  # options whose parameter has another name
 
 
 def in_python(message: str) -> str:
-    """`message`, which writes options of the command line, in words of Python: `--batch-size 2` is `batch_size=2`."""
+    """`message` with command-line options as Python parameters: `--batch-size 2` becomes `batch_size=2`."""
 
     def parameter(found: re.Match[str]) -> str:
         negated, name, value = found.groups()
@@ -61,17 +61,17 @@ def in_python(message: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)` where one of the names in `known` is close to `word`; else nothing."""
+    """` (did you mean X?)` if a name in `known` is close to `word`; else ""."""
     by_lower = {name.lower(): name for name in known}
     close = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.75)
     return f" (did you mean {by_lower[close[0]]}?)" if close else ""
 
 
 class LyapunovPruneError(Exception):
-    """Bad input, or a model that cannot be handled. The message names the cause and the remedy, on one printable line.
+    """Bad input, or a model that cannot be handled. The message is one printable line with cause and remedy.
 
-    `message` speaks of options, as the command line prints it before it ends with `exit_code`; as text the error speaks
-    of parameters (`in_python`).
+    `message` names command-line options, as printed before exiting with `exit_code`; `str()` names parameters instead
+    (`in_python`).
     """
 
     exit_code = 2

@@ -1,4 +1,4 @@
-"""What becomes tokens: one plain text, or chats that the model's own template writes out."""
+"""The text to tokenise: plain text, or chats written by the model's own template."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lyapunov_prune.data.rows import Rows
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.tokenizers import chat_text
 
-# A repeated paragraph shorter than this (a heading, a signature) is no leak.
+# A shorter repeated paragraph (a heading, a signature) does not count as a leak.
 LEAK_CHARACTERS = 64
 _PARAGRAPH_END = re.compile(r"(\n\s*\n)")
-COLUMNS = ("text", "messages", "conversations")  # the first that is there is read
+COLUMNS = ("text", "messages", "conversations")  # the first existing one is read
 _ALPACA = ("instruction", "input", "output")
-# What ShareGPT calls the roles of a chat template.
+# ShareGPT's names for the roles of a chat template.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "observation": "tool"}
 
 Message = dict[str, Any]
@@ -28,13 +28,13 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plain:
-    """A text as it stands, and what results call it."""
+    """A plain text, and its name in results."""
 
     name: str
     content: str
 
     def halves(self) -> tuple[Plain, Plain]:
-        """Cut at the first blank line after the middle; a text may have none, nor a line or a space."""
+        """Cut at the first paragraph break after the middle, or else at a line break, or at a space."""
         middle = len(self.content) // 2
         for mark in ("\n\n", "\n", " "):
             position = self.content.find(mark, middle)
@@ -44,21 +44,21 @@ class Plain:
         return replace(self, content=self.content[:middle]), replace(self, content=self.content[middle:])
 
     def held_out(self) -> tuple[Plain, Plain, Plain]:
-        """The halves, and what of the second is not in the first, by paragraphs."""
+        """The halves, and the second without paragraphs of the first."""
         first, second = self.halves()
         return first, second, replace(self, content=_without(second.content, _paragraphs(first.content)))
 
     def text(self, characters: int | None = None) -> str:
-        """The first `characters`; all if not given."""
+        """The first `characters`, or all."""
         return self.content[:characters]
 
 
 @dataclass(frozen=True)
 class Chats:
-    """Chats, each with where it stands in its file, and what results call them all.
+    """Chats, each with its position in the file, and a name for them in results.
 
-    A message is a dictionary of `role`, `content` and whatever else the template knows. A chat that begins like one of
-    `known` is written without that beginning.
+    A message is a dictionary of `role`, `content` and whatever else the template knows. If a chat begins like one of
+    `known`, it is written without that beginning.
     """
 
     name: str
@@ -68,11 +68,11 @@ class Chats:
 
     @property
     def content(self) -> str:
-        """What is asked and answered: a system message is no part of it, as many chats have the same."""
+        """Questions and answers, without system messages, which many chats share."""
         return "\n\n".join(text for _, chat in self.chats for text in _said([m for m in chat if m["role"] != "system"]))
 
     def halves(self) -> tuple[Chats, Chats]:
-        """Cut between two chats, where about half of what is said is behind."""
+        """Cut between two chats, where about half of the text is on either side."""
         sizes = [sum(map(len, _said(chat))) for _, chat in self.chats]
         cut, left = 0, sum(sizes) / 2
         while cut < len(sizes) - 1 and left > sizes[cut] / 2:
@@ -81,7 +81,7 @@ class Chats:
         return replace(self, chats=self.chats[:cut]), replace(self, chats=self.chats[cut:])
 
     def held_out(self) -> tuple[Chats, Chats, Chats]:
-        """The halves, and the second without whole chats, paragraphs and the template's preamble that the first has."""
+        """The halves, and the second without chats, paragraphs and the template's preamble that are in the first."""
         first, second = self.halves()
         chats = {tuple(_said(chat)) for _, chat in first.chats}
         seen = _paragraphs("\n\n".join(text for chat in chats for text in chat))
@@ -90,13 +90,13 @@ class Chats:
             new = [m | {"content": _without(m["content"], seen)} if _speaks(m) else m for m in chat]
             if tuple(_said(chat)) not in chats and any(text.strip() for text in _said(new)):
                 left.append((where, new))
-        # What a template writes first depends on whether the chat has a system message.
+        # The template's preamble depends on whether the chat has a system message.
         begins = {chat[0]["role"]: (where, chat) for where, chat in reversed(first.chats)}
         known = tuple(replace(first, chats=tuple(begins.values()))._written())
         return first, second, replace(self, chats=tuple(left), known=known)
 
     def text(self, characters: int | None = None) -> str:
-        """The first `characters` of what the template writes, one chat behind the other; all if not given."""
+        """The first `characters` of the written chats in order, or all."""
         parts, count = [], 0
         for text in self._written():
             parts.append(text)
@@ -113,13 +113,13 @@ class Chats:
 
 
 def documents(rows: Rows, tokenizer: PreTrainedTokenizerBase, column: str | None = None) -> Plain | Chats:
-    """What `column` of the rows holds, or without one the first of these that they have.
+    """The texts in `column` of the rows, or else in the first of these columns that exists.
 
-    `text`: plain, with a blank line between two rows. `messages`, `conversations`: chats, of `role` and `content` or of
-    `from` and `value` (ShareGPT). `instruction`, `input`, `output` (Alpaca): a chat of a question and its answer; plain
-    where the tokenizer has no chat template.
+    `text`: plain text, with a blank line between rows. `messages`, `conversations`: chats of `role` and `content`, or
+    of `from` and `value` (ShareGPT). `instruction`, `input`, `output` (Alpaca): a chat of a question and its answer, or
+    plain text if the tokenizer has no chat template.
 
-    Raises LyapunovPruneError for other columns, for a row that holds anything else, and for chats without a template.
+    Raises LyapunovPruneError for other columns, for rows that hold anything else, and for chats without a template.
     """
     names = _chosen(rows, column)
     found = list(rows.read(names))
@@ -161,11 +161,11 @@ def _chosen(rows: Rows, column: str | None) -> list[str]:
 
 
 def messages_of(where: str, value: object) -> list[Message]:
-    """A chat in the words of chat templates, from a list of messages or JSON of one.
+    """A chat in the format of chat templates, from a list of messages or its JSON.
 
     Raises LyapunovPruneError for anything else.
     """
-    if isinstance(value, str):  # tables of text hold lists as JSON
+    if isinstance(value, str):  # tables of text store lists as JSON
         with suppress(ValueError):
             value = parsed_line(value)
     if not isinstance(value, list) or not value:
@@ -174,11 +174,11 @@ def messages_of(where: str, value: object) -> list[Message]:
 
 
 def _message(where: str, message: object) -> Message:
-    # A table has every field in every row; None says that it is not there.
+    # A table has all fields in every row; None marks a missing one.
     told = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
     role = told.pop("role", told.pop("from", None))
     content = told.pop("content", told.pop("value", None))
-    if isinstance(content, list):  # of parts, as for models that see pictures
+    if isinstance(content, list):  # parts, as for models that read pictures
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
         content = None if None in parts else "".join(map(str, parts))
     if not isinstance(role, str) or not (isinstance(content, str) or (content is None and "tool_calls" in told)):
@@ -216,7 +216,7 @@ def _said(chat: list[Message]) -> list[str]:
 
 
 def _same_start(one: str, other: str) -> int:
-    """How many characters both begin with."""
+    """Number of leading characters that both share."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -1,8 +1,7 @@
 """Text as windows of token ids, with calibration and evaluation kept apart.
 
-A text is cut in two by position: calibration is the first half, evaluation the second, less every
-paragraph of the first half that occurs there again. `batch.require_disjoint` and `unseen.require_unseen` check the
-tokens themselves.
+A text is cut in two by position: calibration is the first half, evaluation the second without the paragraphs that also
+occur in the first. `batch.require_disjoint` and `unseen.require_unseen` compare the tokens themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.files import like_named
 
-# A stretch this long that comes again is a repeat, by chance it would not.
+# A sample of this length that occurs again is a repeat, not chance.
 SAMPLE_CHARACTERS = 256
 
 
@@ -38,15 +37,15 @@ def load_text(
 ) -> TokenBatch:
     """The first `tokens` tokens of a split, as whole windows of `context` tokens.
 
-    `source`: a list of texts, `builtin` (the language reference that CPython ships), a `.txt` file (any plain text),
-    a file of rows (`.jsonl`, `.json`, `.csv`, `.tsv`, and with the extra `data` `.parquet`, `.arrow`), or a hub data
-    set `name[:config[:split]]` (extra `data`). `FILE:COLUMN` or `name:config:split:COLUMN` names the column of the
-    rows; without one it is `text`, `messages`, `conversations`, or Alpaca's `instruction`, `input`, `output`
-    (`documents`). Chats are written by the tokenizer's chat template, and `text` of the batch says so. With `bos` every
-    window starts with the BOS token; None follows the tokenizer's own habit.
+    `source` is a list of texts, `builtin` (the language reference in CPython), a `.txt` file (any plain text), a file
+    of rows (`.jsonl`, `.json`, `.csv`, `.tsv`, and with the extra `data` `.parquet`, `.arrow`), or a hub data set
+    `name[:config[:split]]` (extra `data`). `FILE:COLUMN` or `name:config:split:COLUMN` names the column to read;
+    without one it is `text`, `messages`, `conversations`, or Alpaca's `instruction`, `input`, `output` (`documents`).
+    Chats are written by the tokenizer's chat template, and the batch's `text` says so. With `bos`, every window starts
+    with the BOS token; None follows the tokenizer.
 
-    Raises LyapunovPruneError when the text is missing, empty or shorter than asked for, when it is one token over and
-    over, and for an evaluation half that mostly repeats the first half.
+    Raises LyapunovPruneError if the text is missing, empty, too short, or one repeated token, and for an evaluation
+    half that mostly repeats the first half.
     """
     given = list(source) if not isinstance(source, str | Path) else None
     source = str(source) if given is None else f"{len(given)} texts"
@@ -61,7 +60,7 @@ def load_text(
     bos = begins_with_bos(tokenizer, bos)
     width = context - 1 if bos else context
     windows = tokens // context
-    # Four characters a token is usual; ten leaves room, and spares tokenizing whole corpora.
+    # About four characters per token are usual; ten leave room, without tokenising a whole corpus.
     ids = token_ids(tokenizer, part.text(10 * windows * width + 1000))
     if len(ids) < windows * width:
         ids = token_ids(tokenizer, part.text())
@@ -81,9 +80,9 @@ def load_text(
 
 
 def require_source(source: str) -> None:
-    """Raise LyapunovPruneError if `source` names nothing, a file that is not there, or a column of a plain text.
+    """Raise LyapunovPruneError if `source` is empty, a missing file, or names a column of a plain text.
 
-    Files are not opened: this is asked before a model is loaded.
+    Files are not opened, so this can run before a model is loaded.
     """
     if not source.strip():
         raise LyapunovPruneError("the text has no name; give builtin, a .txt, a .jsonl or a data set")
@@ -99,7 +98,7 @@ def require_source(source: str) -> None:
 
 
 def _parts(source: str) -> tuple[str, str | None]:
-    """What `source` names, and the column behind its last colon: of a file, or of `name:config:split:COLUMN`."""
+    """The text named by `source`, and the column after its last colon: `FILE:COLUMN` or `name:config:split:COLUMN`."""
     name, _, column = source.rpartition(":")
     if Path(source).is_file() or not name:
         return source, None
@@ -108,8 +107,8 @@ def _parts(source: str) -> tuple[str, str | None]:
 
 
 def _names_file(source: str) -> bool:
-    """Whether `source` is written as a file, not as a data set of the hub, which is `owner/name[:config[:split]]`."""
-    if ":" in source:  # a data set with a name like a file's can be given as name.md:default
+    """Whether `source` looks like a file rather than a hub data set, `owner/name[:config[:split]]`."""
+    if ":" in source:  # name.md:default gives a data set with a file-like name
         return False
     return source[0] in "./~" or source.count("/") > 1 or re.fullmatch(r"\.[A-Za-z]+", Path(source).suffix) is not None
 
@@ -128,7 +127,7 @@ def _read(source: str, tokenizer: PreTrainedTokenizerBase) -> Plain | Chats:
 def _builtin() -> str:
     from pydoc_data.topics import topics
 
-    # Topics quote each other: keep the first copy of every paragraph.
+    # Topics quote each other, so only the first copy of a paragraph is kept.
     return "\n\n".join(dict.fromkeys("\n\n".join(topics.values()).split("\n\n")))
 
 
@@ -145,7 +144,7 @@ def _split(source: str, whole: Plain | Chats, split: Split) -> Plain | Chats:
 
 
 def _require_new(source: str, first: str, second: str, left: str) -> None:
-    """Refuse an evaluation half that mostly repeats the first half, by paragraphs (not in `left`) or by samples."""
+    """Refuse an evaluation half that mostly repeats the first half, by paragraphs (not in `left`) or samples."""
     last = max(len(left) - SAMPLE_CHARACTERS, 0)
     samples = [left[i : i + SAMPLE_CHARACTERS] for i in range(0, last + 1, max(last // 15, 1))]
     new = sum(sample not in first for sample in samples) / len(samples) * len(left)
@@ -157,7 +156,7 @@ def _require_new(source: str, first: str, second: str, left: str) -> None:
 
 
 def begins_with_bos(tokenizer: PreTrainedTokenizerBase, bos: bool | None) -> bool:
-    """`bos`, or the tokenizer's own habit where it is None. Raises LyapunovPruneError for a token that it lacks."""
+    """`bos`, or the tokenizer's default if it is None. Raises LyapunovPruneError if there is no BOS token."""
     begins = adds_bos(tokenizer) if bos is None else bos
     if begins and tokenizer.bos_token_id is None:
         raise LyapunovPruneError("this tokenizer has no BOS token; use bos=False")
@@ -165,6 +164,6 @@ def begins_with_bos(tokenizer: PreTrainedTokenizerBase, bos: bool | None) -> boo
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer begins every text with its BOS token."""
+    """Whether the tokenizer starts every text with its BOS token."""
     ids = token_ids(tokenizer, "a", special=True)
     return tokenizer.bos_token_id is not None and bool(ids) and ids[0] == tokenizer.bos_token_id

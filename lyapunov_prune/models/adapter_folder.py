@@ -18,7 +18,7 @@ _OTHER_SHAPE = re.compile(r"size mismatch for (\S+): .*?Size\((.*?)\) from check
 
 
 def holds_adapters(folder: Path) -> bool:
-    """Whether `folder` holds adapters alone: beside a model of its own they are refused by whoever loads that."""
+    """Whether `folder` holds only adapters; adapters beside a model are refused when that model is loaded."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 

@@ -1,4 +1,4 @@
-"""A model and its tokenizer out of a folder, whole or refused."""
+"""Load a model and its tokenizer from a folder, complete or not at all."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from lyapunov_prune.models.wrappers import auto_class
 from lyapunov_prune.progress import warn
 from lyapunov_prune.results.history import keep_history, read_history
 
-LOCAL = {"local_files_only": True, "trust_remote_code": False}  # None would ask, and run code on "y"
-# What a config may ask every forward to hand out; measurements read outputs by name, and none of what can be added.
+LOCAL = {"local_files_only": True, "trust_remote_code": False}  # None would prompt, and run code on "y"
+# Settings that would add outputs to every forward; measurements read outputs by name and need none of these.
 _PLAIN_OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
-# Some file of every tokenizer but those whose vocabulary is code.
+# Every tokenizer has one of these files, unless its vocabulary is code.
 _TOKENIZER = ("token*", "vocab*", "*.model", "tekken.json", "*.tiktoken")
 _SETTINGS = "tokenizer_config.json"
 
 
 def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = False) -> Decoder:
-    """The checkpoint in `folder` with its history, by transformers' `options` (`dtype`, `device_map`).
+    """Load the checkpoint in `folder` with its history, by transformers' `options` (`dtype`, `device_map`).
 
-    A decoder inside a multimodal model is loaded with all of that, or with `text_only` without (`auto_class`).
+    A decoder inside a multimodal model is loaded with the whole model, or alone with `text_only` (`auto_class`).
 
-    Packed integers of the formats of `is_unpacked` are unpacked; what else is packed stays so, and is refused on the
+    Packed integers in a format of `is_unpacked` are unpacked; other packed weights stay packed, and are refused on the
     `meta` device. Raises LyapunovPruneError for anything that cannot be loaded whole.
     """
-    with quiet():  # what is wrong with a config is said in one line
+    with quiet():  # faults of the config are reported in one line
         config = require_loadable(folder, quantised=is_unpacked if options["device_map"] == "meta" else is_loadable)
     packed = quantisation(config)
     if packed and is_unpacked(config):
@@ -64,7 +64,7 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
         try:
             with quiet():
                 require_kernels(config, options["device_map"])
-        except Exception as error:  # each method has its own words for what it lacks
+        except Exception as error:  # each method reports differently what it lacks
             raise LyapunovPruneError(
                 f"the weights in {folder} are {packed}, and cannot be read here ({first_line(error)}); "
                 f"{remedy(config, error)}"
@@ -75,7 +75,7 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
         if text_only:
             wanted = "the whole model (leave out text_only)"
         loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True}, auto, wanted)
-    if packed and is_unpacked(config):  # transformers forgets it, and what would change the weights is refused by it
+    if packed and is_unpacked(config):  # transformers drops it, but it marks models whose weights must not be changed
         loaded.model.config.quantization_config = config.quantization_config
     tell_left_out(loaded.model, folder, asked=text_only)
     keep_history(loaded.model, read_history(folder))
@@ -90,16 +90,16 @@ def load_whole(
     auto: Any = AutoModelForCausalLM,
     wanted: str = "a causal decoder",
 ) -> Decoder:
-    """Model and tokenizer, refused if a single weight would have to be made up; `wanted` is what to give instead."""
+    """Model and tokenizer; refused if any weight would have to be initialised. `wanted` names the remedy."""
     model = load_weights(auto, where, folder, source | LOCAL | options, wanted)
     return Decoder(model.eval(), find_structure(model), _load_tokenizer(where, folder, source))
 
 
 def load_bare(folder: Path) -> Decoder:
-    """The model that the config in `folder` describes, on the `meta` device, as if its weights were not quantised.
+    """The model described by the config in `folder`, on the `meta` device, as if its weights were not quantised.
 
-    No weight is looked for: what a quantisation stores in the place of a matrix has names and shapes of its own.
-    Raises LyapunovPruneError for what is no whole checkpoint of a decoder.
+    Tensors in the files are not checked, because quantised matrices have names and shapes of their own. Raises
+    LyapunovPruneError if the folder does not hold a complete decoder checkpoint.
     """
     with quiet():
         config = require_loadable(folder, quantised=lambda config: True)
@@ -128,7 +128,7 @@ def _load_tokenizer(where: Path, folder: Path, source: dict[str, Any]) -> PreTra
 
 
 def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], wanted: str) -> PreTrainedModel:
-    """The model in `folder` by a class of transformers' `auto`, refused if a weight would have to be made up."""
+    """The model in `folder`, loaded by transformers' `auto` class; refused if a weight would have to be initialised."""
     if isinstance(options["device_map"], dict):
         with loading_errors(where), quiet():
             bare = auto.from_pretrained(folder, **_PLAIN_OUTPUT, **options | {"device_map": "meta"})
@@ -144,7 +144,7 @@ def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], 
                 **options,
             )
         model, info = loaded
-        if model.dtype == torch.float64:  # which the grouped kernel of fused experts does not know
+        if model.dtype == torch.float64:  # the grouped kernel for fused experts lacks it
             model.set_experts_implementation("eager")
         bring_weights(model)
     broken = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
@@ -154,7 +154,7 @@ def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], 
             f"({broken[0]}); fetch it again, or give {wanted}"
         )
     _tell_of_code(model, where)
-    if is_compact(model) and info["unexpected_keys"]:  # its config says what is gone, and is wrong
+    if is_compact(model) and info["unexpected_keys"]:  # the config is wrong about what was removed
         raise LyapunovPruneError(
             f"the config in {where} cuts out {sorted(info['unexpected_keys'])[0]}, and the weights hold it; "
             "fetch it again"
@@ -163,9 +163,9 @@ def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], 
 
 
 def tell_left_out(model: PreTrainedModel, folder: Path, *, asked: bool = False) -> None:
-    """Say which tensors in `folder` the `model` loaded from there does not hold, and let it know them.
+    """Report the tensors in `folder` that `model` does not hold, and store them on it.
 
-    Of packed weights that stay packed nothing is said: the tables beside them are its kernels' own.
+    Nothing is reported for packed weights, whose kernels need further tables.
     """
     if is_packed(model):
         return
@@ -176,8 +176,8 @@ def tell_left_out(model: PreTrainedModel, folder: Path, *, asked: bool = False) 
 
 
 def _tell_of_code(model: PreTrainedModel, where: Path) -> None:
-    """Warn of code that the config names, which is not run, and of settings for it; what is written names no code."""
-    if is_compact(model):  # whose code is this package's own
+    """Warn of code named in the config, which is not run, and of its settings; removes the reference to the code."""
+    if is_compact(model):  # its code is part of this package
         return
     config = model.config.get_text_config(decoder=True)
     unknown = list(unknown_settings(config))
@@ -194,7 +194,7 @@ def _tell_of_code(model: PreTrainedModel, where: Path) -> None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No garbage is looked for: among the half a million merges of a large vocabulary that is a third of the time."""
+    """Pause garbage collection, which takes a third of the time of loading half a million merges."""
     looked_for = gc.isenabled()
     gc.disable()
     try:
@@ -206,13 +206,13 @@ def _uncollected() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers' own bars and notices are held back: this package reports on stderr in its own words."""
+    """Silence progress bars and notices of transformers; this package reports on stderr itself."""
     level = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     try:
-        # transformers' GGUF reader draws its bar whatever its switch says
+        # transformers' GGUF reader ignores the switch for its bar
         with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
             yield
     finally:

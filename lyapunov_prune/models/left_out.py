@@ -1,7 +1,7 @@
-"""What the files of a checkpoint hold and the model that was loaded from them does not.
+"""Tensors in a checkpoint's files that the model loaded from them does not hold.
 
-transformers drops what no module of a class takes, much of it without a word (`_keys_to_ignore_on_load_unexpected`): a
-vision tower where the text model alone is loaded, heads that predict more tokens, tables that are computed anew.
+transformers drops what no module of the class takes, often silently (`_keys_to_ignore_on_load_unexpected`): a vision
+tower if only the text model is loaded, heads that predict more tokens, tables that are recomputed.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.progress import warn
 
-_NOTE = "_lyapunov_prune_left_out"  # a plain attribute of the model: a deep copy has it, save_pretrained does not
-_NAMED = 3  # groups of tensors that a line names
-# A module of prediction heads, by any name that families give it: `mtp`, `mtp_layers`, `nextn`.
+_NOTE = "_lyapunov_prune_left_out"  # a plain attribute of the model: deep copies have it, save_pretrained drops it
+_NAMED = 3  # groups of tensors named in a line
+# Modules of prediction heads, by the names that families use: `mtp`, `mtp_layers`, `nextn`.
 _HEADS = re.compile(r"(^|\.)[^.]*(mtp|nextn)[^.]*(\.|$)")
 _COUNTED = re.compile(r"mtp|nextn|n_predict")
 _NUMBER = re.compile(r"num|layers$|modules$|depth$|n_predict$")
-_TABLES = ("inv_freq", "position_ids", "masked_bias")  # which older versions of transformers stored
-# What a line calls a tensor by: its layer, or the module that holds its module.
+_TABLES = ("inv_freq", "position_ids", "masked_bias")  # stored by older versions of transformers
+# The group of a tensor in a line: its layer, or the outermost module.
 _GROUP = re.compile(r"(model\.)?(language_model\.(model\.)?)?layers\.\d+|(model\.)?[^.]+")
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Tensors that no module of the loaded model took, by their names in the files.
+    """Tensors that no module of the loaded model takes, by their names in the files.
 
-    `taken` are all others, with the tensor of the model that each fills.
+    `taken` maps all other tensors to those of the model that they fill.
 
-    `heads` predict more tokens than the next; `parts` are of modules outside the layers that the model's class does not
-    have, as a vision tower; `strays` are weights of layers that the config does not name or lacks in them; `tables` are
-    what modules of the model compute anew.
+    `heads` predict more tokens than the next; `parts` belong to modules outside the layers that the model's class
+    lacks, such as a vision tower; `strays` are weights that the config does not name; `tables` are recomputed by the
+    model.
     """
 
     taken: Mapping[str, str]
@@ -54,7 +54,7 @@ class LeftOut:
         return self.heads + self.parts + self.strays + self.tables
 
     def lines(self) -> list[str]:
-        """A line for each kind that is there, with names and numbers."""
+        """One line for each kind present, with names and numbers."""
         said = []
         if self.parts:
             why = "as asked" if self.asked else "this model has no place for them"
@@ -74,7 +74,7 @@ class LeftOut:
 def find_left_out(
     model: PreTrainedModel, taken: Mapping[str, str], others: Mapping[str, str], *, asked: bool = False
 ) -> LeftOut:
-    """`others` by kind: the tensors of the files that `model` does not take, with the names they would have in it."""
+    """Sort by kind `others`: tensors in the files that `model` does not take, with their names in it."""
     if not others:
         return LeftOut(taken, asked=asked)
     path = find_layers(model).layers_path
@@ -98,26 +98,26 @@ def find_left_out(
 
 
 def keep_left_out(model: PreTrainedModel, left: LeftOut, where: Path) -> None:
-    """Let `model` know what it was loaded without, and say it, but for tables."""
+    """Store on `model` what it was loaded without, and warn of it, except for tables."""
     setattr(model, _NOTE, left)
     for line in LeftOut({}, left.heads, left.parts, left.strays, asked=left.asked).lines():
         warn(f"{where} holds {line}")
 
 
 def left_out(model: PreTrainedModel) -> LeftOut | None:
-    """What `model` was loaded without; None for one that `load` has not read from files."""
+    """What `model` was loaded without; None if `load` did not read it from files."""
     return vars(model).get(_NOTE)
 
 
 def copy_left_out(source: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Let `model`, made of `source` in another class or place, know what that was loaded without."""
+    """Copy to `model`, which was made from `source`, what that was loaded without."""
     setattr(model, _NOTE, left_out(source))
 
 
 def require_whole(model: PreTrainedModel) -> None:
-    """Raise LyapunovPruneError for a model whose checkpoint holds parts that would be lost without anybody asking.
+    """Raise LyapunovPruneError if parts of the model's checkpoint would be lost without being asked for.
 
-    Of an image classifier they are another task's.
+    Image classifiers are exempt: their missing parts belong to other tasks.
     """
     left = left_out(model)
     if left is not None and left.parts and not left.asked and not looks_at_images(model):
@@ -128,12 +128,12 @@ def require_whole(model: PreTrainedModel) -> None:
 
 
 def without_heads(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a config.json, with every count of prediction heads 0, in the configs inside it too."""
+    """The content of a config.json with every count of prediction heads set to 0, in nested configs too."""
     return {key: _without(key, value) for key, value in settings.items()}
 
 
 def forget_heads(config: PreTrainedConfig) -> None:
-    """`without_heads` of a config in memory and of those inside it, in place."""
+    """`without_heads` for a config in memory and its nested configs, in place."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if isinstance(part, PreTrainedConfig):
             for name, value in without_heads({k: v for k, v in vars(part).items() if _COUNTED.search(k)}).items():
@@ -156,7 +156,7 @@ def _is_count(key: str, value: Any) -> bool:
 
 
 def _counted(config: Any) -> int:
-    """How many prediction heads behind the last layer a config counts."""
+    """Number of prediction heads behind the last layer, according to the config."""
     settings = config.get_text_config(decoder=True).to_dict()
     return max((v for k, v in settings.items() if _COUNTED.search(k) and _is_count(k, v)), default=0)
 
@@ -167,7 +167,7 @@ def _layer(name: str, path: str) -> int | None:
 
 
 def _grouped(keys: Sequence[str]) -> str:
-    """`156 tensors (153 of model.visual, 3 of mtp)`, the largest groups first."""
+    """The tensors in words, `156 tensors (153 of model.visual, 3 of mtp)`, largest groups first."""
     groups = Counter(_group(key) for key in keys)
     named = [f"{count} of {group}" for group, count in groups.most_common(_NAMED)]
     more = [f"{len(groups) - _NAMED} other groups"] if len(groups) > _NAMED else []

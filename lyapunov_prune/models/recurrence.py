@@ -1,6 +1,6 @@
-"""Where a decoder keeps what its layers carry from token to token: one table, a row for each kind of cache.
+"""The states that a decoder's layers carry from token to token, in one table with a row for each kind of cache.
 
-Keys and values of attention are not among it: they grow with the text, and nothing in them changes afterwards.
+Keys and values of attention are not among them: they grow with the text and never change afterwards.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lyapunov_prune.models.structure import Structure
 class Carried:
     """One tensor (rows × …) of a layer: `place[key]`, replaced at every token or changed in place.
 
-    A `convolution` holds the last inputs of a short kernel, so that what enters leaves again; anything else is a
-    recurrent state.
+    A `convolution` holds the last inputs of a short kernel, so an input drops out again after some tokens. All others
+    are recurrent states.
     """
 
     place: Any
@@ -38,12 +38,12 @@ class Carried:
         self.place[self.key] = value
 
 
-# What a layer with this index carries, of the module and of the cache (None: the model keeps everything itself).
+# Yields what the layer with this index carries, in the module or in the cache (None: no cache, all is in the modules).
 Finder = Callable[[nn.Module, int, Any], Iterator[Carried]]
 
 
 def _cache_layers(layer: nn.Module, index: int, cache: Any) -> Iterator[Carried]:
-    """transformers' caches: a layer holds recurrent and convolution states by number."""
+    """transformers' caches: recurrent and convolution states by layer."""
     entries = getattr(cache, "layers", [])
     if index < len(entries) and isinstance(entries[index], LinearAttentionCacheLayerMixin):
         for states, convolution in ((entries[index].recurrent_states, False), (entries[index].conv_states, True)):
@@ -51,14 +51,14 @@ def _cache_layers(layer: nn.Module, index: int, cache: Any) -> Iterator[Carried]
 
 
 def _linear_cache(layer: nn.Module, index: int, cache: Any) -> Iterator[Carried]:
-    """MiniMax: one sum of `k vᵀ` a layer beside the keys and values, an empty list in layers of attention."""
+    """MiniMax: per layer a sum of `k vᵀ` beside the keys and values; an empty list for layers with attention."""
     states = getattr(cache, "linear_cache", [])
     if index < len(states) and isinstance(states[index], torch.Tensor):
         yield Carried(states, index, False)
 
 
 def _attributes(layer: nn.Module, index: int, cache: Any) -> Iterator[Carried]:
-    """RecurrentGemma: attributes of the modules themselves, which stay there after the forward."""
+    """RecurrentGemma: attributes of modules, which stay there after the forward."""
     for name, convolution in (("recurrent_states", False), ("conv1d_state", True)):
         for module in layer.modules():
             if isinstance(vars(module).get(name), torch.Tensor):
@@ -66,14 +66,14 @@ def _attributes(layer: nn.Module, index: int, cache: Any) -> Iterator[Carried]:
 
 
 KEPT: tuple[Finder, ...] = (_cache_layers, _linear_cache, _attributes)
-# Families whose forward makes no cache of its own that it hands back.
+# Families whose forward returns no cache unless it is given one.
 _GIVEN_ONE = ("recurrent_gemma",)
-# Families whose state has another scale at every token: a running maximum is divided out of it.
+# Families that rescale their state at every token, by a running maximum.
 _RESCALED = ("rwkv", "xlstm")
 
 
 def first_cache(model: PreTrainedModel, structure: Structure) -> dict[str, Any]:
-    """What the first forward has to be given beside `use_cache` so that the states can be found after it.
+    """Arguments for the first forward, besides `use_cache`, that make its states available afterwards.
 
     Raises LyapunovPruneError for a family whose states cannot be compared.
     """
@@ -86,9 +86,9 @@ def first_cache(model: PreTrainedModel, structure: Structure) -> dict[str, Any]:
 
 
 def carried_states(structure: Structure, cache: Any) -> dict[int, Carried]:
-    """Per layer the state that it carries: the recurrent one, or the convolution's where there is no other.
+    """The state that each layer carries: the recurrent one, or else that of the convolution.
 
-    Raises LyapunovPruneError for a model that carries none.
+    Raises LyapunovPruneError for a model without any.
     """
     found: dict[int, Carried] = {}
     for index, states in _all_states(structure, cache):
@@ -103,16 +103,16 @@ def carried_states(structure: Structure, cache: Any) -> dict[int, Carried]:
 
 
 def select_rows(structure: Structure, cache: Any, rows: torch.Tensor) -> None:
-    """Make row i of everything in the cache, and of states in modules, what row `rows[i]` was."""
+    """In the cache and in states of modules, set each row i to the former row `rows[i]`."""
     if cache is not None:
         cache.reorder_cache(rows)
-    for _, states in _all_states(structure, cache, KEPT[1:]):  # the first are among the cache's own
+    for _, states in _all_states(structure, cache, KEPT[1:]):  # those of the cache are reordered above
         for state in states:
             state.write(state.read().index_select(0, rows.to(state.read().device)))
 
 
 def forget_states(structure: Structure) -> None:
-    """Empty the states that modules hold; those in a cache go with it."""
+    """Clear the states in modules; those in a cache are dropped with it."""
     for _, states in _all_states(structure, None, (_attributes,)):
         for state in states:
             state.write(None)  # type: ignore[arg-type]
