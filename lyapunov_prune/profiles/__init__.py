@@ -5,7 +5,7 @@
   the linear map from a state to a later one, whose norm bounds it;
 - `influence`, `sublayer_influence`: the angle by which a layer, or its attention or MLP alone, turns the state;
 - `sublayer_growth`: growth of error and state through attention and MLP, whose product is the layer's ρ;
-- `expert_use`: how many tokens, how much weight and output of each expert;
+- `expert_use`: the tokens, weights and outputs of each expert;
 - `profile`: contraction and influence in one result; `activations`, `jacobian`: quantities that may explain them.
 """
 

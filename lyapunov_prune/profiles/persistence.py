@@ -1,6 +1,6 @@
 """ρ along time: how much of an error in a layer's recurrent state is left after 1 … 64 more tokens.
 
-Every row of one batch reads the same tokens from the same cache; they differ in the state that is moved before them.
+All rows of a batch read the same tokens from the same cache; they differ in how the state is moved beforehand.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def measure_persistence(
     """Measure how long an error in the recurrent state of each layer lasts, and ρ along depth on the same text.
 
     In every window the model reads all but the last K tokens (K = 64, or half the window if that is less). Then the
-    state S of a layer is moved by `ε ‖S‖ u`, with u uniform on the sphere over all its entries, drawn per window and
+    state S of each layer is moved by `ε ‖S‖ u`, with u uniform on the sphere over all its entries, drawn per window and
     seed, and the last K tokens are read one at a time, with and without the error. A layer's own state never reaches
-    its own input, so the measurement holds the inputs of every layer at those of the clean row: what is left of the
-    error is what the layer's recurrence leaves, and all layers are measured in one pass.
+    its own input, so every layer is given the inputs of the clean row: what is left of the error depends on its
+    recurrence alone, and all layers are measured in one pass.
 
-    In further rows one layer alone is moved and everything behind it follows, for the KL divergence of the predictions;
-    and in others the state is moved by a large constant, which shows the whole linear map from S to the state k tokens
-    later (`transition.Transition`): its norm bounds what is left of any error.
+    Further rows give the KL divergence of the predictions: in each, one layer's state is moved and the layers after it
+    run on what they get. In other rows the state is moved by a large constant, which shows the whole linear map from S
+    to the state k tokens later (`transition.Transition`); its norm bounds what is left of any error.
 
-    One forward carries `batch_size × (1 + seeds + layers with a state + 2)` rows of one token, as many caches, and
-    one window of context for each.
+    One forward carries `batch_size × (1 + seeds + layers with a state + 2)` rows of one token, as many caches, and one
+    window of context for each.
 
     Raises LyapunovPruneError for a model without a recurrent state and for an epsilon below rounding; NonFiniteError
     naming the first layer with NaN or infinite activations.
@@ -88,7 +88,7 @@ def measure_persistence(
 
 
 def _interval(left: np.ndarray) -> np.ndarray:
-    """95 % percentile bootstrap over seeds and windows of the mean of `left` (n, S, W, K + 1), (n, K + 1, 2)."""
+    """95 % interval of the mean of `left` (n, S, W, K + 1) by bootstrap over seeds and windows, (n, K + 1, 2)."""
     n, seeds, windows, after = left.shape
     if seeds * windows == 1:
         return np.full((n, after, 2), np.nan)
@@ -100,11 +100,11 @@ def _interval(left: np.ndarray) -> np.ndarray:
 
 
 class _Run:
-    """The rows of some windows: clean; one a seed; one of a constant; those of the unit matrix; one a layer.
+    """One run over some windows, with blocks of rows: clean; one per seed; the probes of `Transition`; one per layer.
 
-    All but the last are held: every layer reads in them what it reads in the clean row. Arrays of the result, of n
-    layers with a state, S seeds, W windows, K tokens: `energy` ‖δ‖² of the state's error (n, S, W, K + 1), `output`
-    ‖y' − y‖²/‖y‖² of what leaves the layer (n, S, W, K), `kl` (n, W, K), `floor` and `bound` (n, W, K + 1).
+    In all but the last kind every layer reads what it reads in the clean row. Arrays, for n layers with a state, S
+    seeds, W windows, K tokens: `energy` is `‖δ‖²` of the state's error (n, S, W, K + 1), `output` is `‖y' − y‖²/‖y‖²`
+    of the layer's output (n, S, W, K), `kl` (n, W, K), `floor` and `bound` (n, W, K + 1).
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class _Run:
         self._probes = max(transition.probes for transition in self._maps)
         held = 1 + seeds + self._probes
         self._blocks = held + n
-        # The row whose input a row reads.
+        # For each row, the row whose inputs it reads.
         rows = torch.arange(windows * self._blocks)
         self._source = torch.where(rows < windows * held, rows % windows, rows).to(self._ids.device)
         self.energy = np.zeros((n, seeds, windows, self._steps + 1))
@@ -154,7 +154,7 @@ class _Run:
         self.bound = np.ones((n, windows, self._steps + 1))
 
     def _move(self, states: dict[int, Carried]) -> None:
-        """Move the state of every layer in its rows, in the cache."""
+        """Move the state of every layer, in the cache, in the rows of seeds, of probes and of its own layer."""
         windows, seeds = len(self._ids), len(self._seeds)
         for at, state in enumerate(states.values()):
             blocks = list(state.read().clone().split(windows))
@@ -181,7 +181,7 @@ class _Run:
         return logits
 
     def _hold(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Every tensor with a row for each of ours is given the rows of the source: states, routers' states, inputs."""
+        """Replace the rows of every floating tensor that a layer is called with by those of their source rows."""
 
         def held(value: Any) -> Any:
             rows = isinstance(value, torch.Tensor) and value.ndim > 1 and len(value) == len(self._source)

@@ -1,4 +1,4 @@
-"""How long errors in recurrent states last: what is left of them by layer and by token, with intervals and a bound."""
+"""How long errors in recurrent states last: what is left by layer and by token, with intervals and a bound."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SLOW = 0.99  # a bound above this says nothing
 
 @dataclass(frozen=True)
 class PersistenceProfile(Result):
-    """What is left of an error δ in the state of a layer, 0 … K tokens later. float64; n layers with a state.
+    """What is left of an error δ in the state of a layer, 0 … K tokens later. Float64; n layers with a state.
 
-    `left(k) = √(mean (‖δ_k‖² / ‖δ_0‖²))` over windows and seeds, the inputs of the layer held. `rho = left(k)^(1/k)` at
-    the last k up to which the error is above rounding: the geometric mean of the factors of the tokens, a ratio of
-    norms, to be compared with √ρ along depth, whose ρ is a ratio of energies. 0 for a convolution, which keeps its last
-    inputs and nothing else.
+    `left(k) = √(mean (‖δ_k‖² / ‖δ_0‖²))` over windows and seeds, with the inputs of the layer unchanged.
+    `rho = left(k)^(1/k)` at the last k at which the error is above rounding: the geometric mean of the factors per
+    token. It is a ratio of norms; compare it with √ρ along depth, whose ρ is a ratio of energies. It is 0 for a
+    convolution, which keeps its last inputs and nothing else.
 
     A measurement along one text, except `bound`, which holds for an error in any direction on that text.
     """
@@ -34,7 +34,7 @@ class PersistenceProfile(Result):
     convolution: tuple[bool, ...]  # whether a layer keeps a convolution's inputs, and no recurrent state
     left: np.ndarray  # (n, K + 1)
     interval: np.ndarray  # 95 % of `left`, bootstrap over windows and seeds, (n, K + 1, 2); NaN for one of each
-    floor: np.ndarray  # what one unit of rounding of the state would be as `left`, (n, K + 1)
+    floor: np.ndarray  # `left` of one unit of rounding of the state, (n, K + 1)
     bound: np.ndarray  # largest norm over windows of the map from δ_0 to δ_k, (n, K + 1); NaN where it is not known
     output: np.ndarray  # √(mean ‖y' − y‖²/‖y‖²) of what leaves the layer, at tokens 1 … K, (n, K)
     kl: np.ndarray  # mean KL of the predictions when this layer alone is moved, nats, (n, K)
@@ -58,18 +58,18 @@ class PersistenceProfile(Result):
 
     @property
     def tokens(self) -> int:
-        """K: for how many tokens the errors are followed."""
+        """K, the number of tokens over which errors are followed."""
         return self.left.shape[1] - 1
 
     @property
     def reached(self) -> np.ndarray:
-        """The last k up to which what is left is at least 10 × what rounding makes, (n,) int."""
+        """The last k up to which `left` is at least 10 × the rounding floor, (n,) int."""
         clear = self.left**2 > ABOVE_FLOOR * self.floor**2
         return np.where(clear.all(1), self.tokens, np.argmin(clear, axis=1) - 1).clip(0)
 
     @property
     def rho(self) -> np.ndarray:
-        """The factor a token, (n,)."""
+        """The factor per token, (n,)."""
         return self._per_token(self.left)
 
     @property
@@ -79,12 +79,12 @@ class PersistenceProfile(Result):
 
     @property
     def half_life(self) -> np.ndarray:
-        """Tokens until half of the error is left, (n,), between tokens on a logarithmic scale; infinite beyond K."""
+        """Tokens until half of the error is left, (n,), by log-linear interpolation; infinite if more than K."""
         return _half_lives(self.left)
 
     @property
     def half_life_interval(self) -> np.ndarray:
-        """95 % interval of `half_life`, (n, 2), where the limits of `interval` reach one half."""
+        """95 % interval of `half_life`, (n, 2): where the limits of `interval` reach one half."""
         return np.stack([_half_lives(self.interval[..., side]) for side in (0, 1)], -1)
 
     def _per_token(self, left: np.ndarray) -> np.ndarray:
@@ -94,7 +94,7 @@ class PersistenceProfile(Result):
 
     @property
     def order(self) -> list[int]:
-        """Places in `layers`, the longest half-life first, then the largest ρ."""
+        """Indices into `layers`, by falling half-life and then by falling ρ."""
         return [int(i) for i in np.lexsort((self.rho, self.half_life))[::-1]]
 
     def to_frame(self) -> pd.DataFrame:

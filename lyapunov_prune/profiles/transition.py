@@ -1,14 +1,14 @@
-"""The linear map from a recurrent state to the state some tokens later, read off from states that were moved far.
+"""The linear map from a recurrent state to the state some tokens later, measured with states that are moved far.
 
-With the inputs of a layer held, its state follows `S_{t+1} = T_t(S_t) + b_t`, so that an error follows
+With the inputs of a layer unchanged, its state follows `S_{t+1} = T_t(S_t) + b_t`, so that an error follows
 `δ_{t+k} = M_k δ_t` with `M_k = T_{t+k-1} … T_t`, whatever the state. Two forms are known:
 
-- entry by entry, `T(S) = a ⊙ S` (Mamba, Mamba-2, RG-LRU, lightning attention): a state that is moved by a constant c in
-  every entry becomes different by `c M_k`;
-- one matrix a head, `T(S) = a (I − β k kᵀ) S` (the gated delta rule): a state that is moved by c times the unit matrix
-  becomes different by `c M_k`.
+- entry by entry, `T(S) = a ⊙ S` (Mamba, Mamba-2, RG-LRU, lightning attention): moving every entry of a state by a
+  constant c changes the later state by `c M_k`;
+- one matrix per head, `T(S) = a (I − β k kᵀ) S` (the gated delta rule): moving a state by c times the unit matrix
+  changes the later state by `c M_k`.
 
-Which of them a layer has is tried out: M_k has to give what became of every random error.
+The form of a layer is found by trying both: M_k must map every random error to what became of it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from lyapunov_prune.linalg import widen
 
 
 class Transition:
-    """M_k of one layer's state (windows × …), by `probes` states that are moved; see `moves`."""
+    """M_k of one layer's state (windows × …), measured with `probes` moved states (`moves`)."""
 
     def __init__(self, state: torch.Tensor, epsilon: float) -> None:
         self._state, self._epsilon = state, epsilon
         self._form: str | None = None
-        # Matrices (windows × heads × rows × columns): the unit matrix, as many columns at a time as the state has.
+        # For matrix states (windows × heads × rows × columns), probes add the unit matrix, a state's columns at a time.
         self._size = state.shape[-2] if state.ndim == 4 else 0
         self.probes = 1 + (math.ceil(self._size / state.shape[-1]) if self._size else 0)
-        # A power of two: moving by it and dividing by it again rounds little beside a state of this size.
+        # A power of two as large as the state, so that adding it and dividing by it rounds little.
         largest = float(widen(state).abs().max())
         self._far = 2.0 ** math.ceil(math.log2(largest)) if 0 < largest < math.inf else 1.0
         self._unit = max(torch.finfo(state.dtype).eps, torch.finfo(torch.float32).eps)  # families compute in float32
 
     def moves(self) -> list[torch.Tensor]:
-        """What is added to the state in each of the probes' rows, (…) without windows."""
+        """What each probe adds to the state, (…) without windows."""
         shape, like = self._state.shape[1:], self._state
         constant = torch.ones(shape, dtype=like.dtype, device=like.device)
         moves = [constant]
@@ -49,10 +49,10 @@ class Transition:
         return [move * self._far for move in moves]
 
     def bound(self, k: int, probes: list[torch.Tensor], errors: torch.Tensor) -> np.ndarray:
-        """The norm of M_k for each window, with what rounding may add; NaN where no form gives the `errors`.
+        """The norm of M_k for each window plus an allowance for rounding; NaN if no form gives the `errors`.
 
-        `probes` are the differences of the probes' rows from the clean ones, `errors` those of the seeds (S, windows,
-        …), all in float64 and k tokens after they were put in.
+        `probes` are the differences of the probe rows from the clean ones, `errors` those of the seeds (S, windows, …),
+        all in float64 and k tokens after the state was moved.
         """
         if k == 0:
             self._begun = errors
@@ -71,7 +71,7 @@ class Transition:
         return norm.cpu().numpy() + 4 * k * self._unit
 
     def _gives(self, k: int, expected: torch.Tensor, errors: torch.Tensor) -> bool:
-        """Whether `expected` are the errors, up to the rounding of a difference that is ε of the state."""
+        """Whether `expected` equals the errors, up to the rounding of a difference that is ε of the state."""
         off = torch.linalg.vector_norm((expected - errors).flatten(2), dim=-1)
         begun = torch.linalg.vector_norm(self._begun.flatten(2), dim=-1)
         return bool((off <= 20 * k * self._unit / self._epsilon * begun).all())
