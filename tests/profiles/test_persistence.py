@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_gpus import FakeGPUs, spread
 from families.zoo import make_zoo
 from helpers import QUICK, VOCABULARY, from_settings, hooks_of
 from torch.nn.functional import conv1d, pad, silu, softplus
@@ -139,6 +140,15 @@ def test_windows_are_the_same_whatever_the_batch_size_and_depth_is_measured_besi
     np.testing.assert_allclose(found.left, again.left, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(found.bound, again.bound, rtol=1e-3, atol=1e-4)
     np.testing.assert_array_equal(found.depth.rho, measure_contraction(model, ids, seeds=(0, 1)).rho)
+
+
+def test_layers_on_two_gpus_give_the_same() -> None:
+    model, ids = make_zoo("olmo_hybrid"), IDS[:, :8]
+    here = measure_persistence(model, ids, seeds=(0,))
+    with FakeGPUs():
+        there = measure_persistence(spread(model, 1), ids, seeds=(0,))
+    for name in ("left", "bound", "output", "kl"):
+        np.testing.assert_allclose(getattr(there, name), getattr(here, name), rtol=1e-3, atol=1e-5)
 
 
 def test_bad_input_is_refused(llama: PreTrainedModel) -> None:
