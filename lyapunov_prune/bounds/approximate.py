@@ -32,7 +32,7 @@ class Records(dict[str, Record]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.swaps: list[_Forward | _Experts] = []
+        self.swaps: list[_Forward | _Bare] = []
         self.watched = True
 
     @contextmanager
@@ -46,9 +46,12 @@ class Records(dict[str, Record]):
                 stack.callback(swap.install)
             yield
 
-    def watching_experts(self, model: nn.Module, exact: bool) -> AbstractContextManager[None]:
-        """Account for what enters the experts inside the block; `exact`: the model runs with its own weights."""
-        residuals = {name: r for swap in self.swaps if isinstance(swap, _Experts) for name, r in swap.residuals.items()}
+    def watching_bare(self, model: nn.Module, exact: bool) -> AbstractContextManager[None]:
+        """Account for what enters the matrices of bare parameters inside the block.
+
+        `exact`: the model runs with its own weights.
+        """
+        residuals = {name: r for swap in self.swaps if isinstance(swap, _Bare) for name, r in swap.residuals.items()}
 
         def seen(product: Product) -> None:
             if not self.watched or not product.x.numel():
@@ -58,8 +61,8 @@ class Records(dict[str, Record]):
             if exact:
                 self[product.name].output += float(token_energy(product.output.detach()).sum())
 
-        experts = [self[name].projection for name in residuals]
-        return watched_products(model, experts, seen) if experts else nullcontext()
+        bare = [self[name].projection for name in residuals]
+        return watched_products(model, bare, seen) if bare else nullcontext()
 
 
 Choice = torch.Tensor | Approximation | None
@@ -72,10 +75,10 @@ def approximate(model: InMemory, approximations: Approximations, *, cache_radius
     """Run `model` with some matrices approximated, and yield a record for each, by name.
 
     `approximations` maps names (`models.projections.find_projections`) to `Ŵ` (output × input), or is a function of a
-    projection and its matrix that returns `Ŵ` or None. Experts stored as one 3-D parameter have no cache. Weights that
-    a module multiplies by directly are approximated too, but their inputs are not recorded: they are checked on the
-    probes alone. At the end of the block the probes are taken and the model is restored; after an exception it is
-    restored without probes.
+    projection and its matrix that returns `Ŵ` or None. Matrices stacked in a bare parameter (experts) have no cache.
+    Weights that a module multiplies by directly are approximated too, but their inputs are not recorded: they are
+    checked on the probes alone. At the end of the block the probes are taken and the model is restored; after an
+    exception it is restored without probes.
 
     Raises LyapunovPruneError for an unknown name, a wrong shape, NaN, or a matrix that is approximated already.
     """
@@ -87,7 +90,7 @@ def approximate(model: InMemory, approximations: Approximations, *, cache_radius
         for swap in records.swaps:
             swap.install()
             stack.callback(swap.remove)
-        with records.watching_experts(model.model, exact=False):
+        with records.watching_bare(model.model, exact=False):
             yield records
         for record in records.values():
             record.take_probes()
@@ -105,7 +108,7 @@ def observe(model: Streamable, approximations: Approximations) -> Iterator[Recor
         stack.enter_context(held(model.model))
         records = _chosen(model, approximations, 0.0)
         watched = [(swap.module, swap.observe) for swap in records.swaps if isinstance(swap, _Forward)]
-        with hooked(after=watched), records.watching_experts(model.model, exact=True):
+        with hooked(after=watched), records.watching_bare(model.model, exact=True):
             yield records
         for record in records.values():
             record.take_probes()
@@ -135,11 +138,11 @@ def _chosen(decoder: Decoder, approximations: Approximations, cache_radius: floa
         by_module.setdefault(record.projection.module, []).append(record)
     for name, of_module in by_module.items():
         module = decoder.model.get_submodule(name)
-        if of_module[0].projection.expert is None:
+        if not of_module[0].projection.stack:
             records.swaps.append(_Forward(name, module, ApproxLinear(module, of_module, cache_radius)))
             continue
         for key in dict.fromkeys(r.projection.parameter for r in of_module):
-            records.swaps.append(_Experts(module, key, [r for r in of_module if r.projection.parameter == key]))
+            records.swaps.append(_Bare(module, key, [r for r in of_module if r.projection.parameter == key]))
     return records
 
 
@@ -175,8 +178,8 @@ class _Forward:
             record.output += float(token_energy(product[..., record.projection.start : record.projection.stop]).sum())
 
 
-class _Experts(Replacement):
-    """Approximates experts stored as one parameter; `residuals` are those of each, by its name."""
+class _Bare(Replacement):
+    """Approximates the matrices stacked in a bare parameter; `residuals` are those of each, by its name."""
 
     def __init__(self, module: nn.Module, key: str, records: list[Record]) -> None:
         super().__init__(module, key, {r.projection: r.approximation.weight for r in records})

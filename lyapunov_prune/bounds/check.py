@@ -31,6 +31,7 @@ from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import CertifiedNorm, basis, certify, smallest, truncate
 from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.left_alone import left_alone
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
@@ -279,6 +280,7 @@ def _report(
         distribution=_distribution(trajectory.records, projections) if trajectory else None,
         alignment=trajectory.alignment.result() if trajectory else None,
         phases=trajectory.phases() if trajectory else None,
+        left_alone=left_alone(reading.structure),
     )
 
 

@@ -12,6 +12,7 @@ from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.decision import TokenCertificate
 from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.phases import TwoPhases
+from lyapunov_prune.models.left_alone import LeftAlone, left_alone_lines
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, ModelIdentity, Result
 
@@ -92,6 +93,7 @@ class BoundsReport(Result):
     alignment: LayerAlignment | None = None
     phases: TwoPhases | None = None
     shared: tuple[str, ...] = ()
+    left_alone: tuple[LeftAlone, ...] = ()  # weights inside the layers that no bound is for
 
     @property
     def checks(self) -> int:
@@ -144,6 +146,7 @@ class BoundsReport(Result):
             lines.append(f"Nearest to its bound: {self.names[at]}, an error of {worst[at]:.3g} of what is allowed.")
         if self.unseen:
             lines.append(f"{len(self.unseen)} matrices were given no input in sight: one direction each was checked.")
+        lines += left_alone_lines(self.left_alone)
         lines.append(
             "A check speaks of the inputs it saw; it does not say that the model is good: score it with eval."
             if self.passed
@@ -163,6 +166,7 @@ class BoundsReport(Result):
             f"Bounds: {subject}, {len(self.violations)} violations ({', '.join(self.theorems)})",
             self.measured_on.line(),
         ]
+        lines += left_alone_lines(self.left_alone)
         if self.shared:
             lines.append(f"Both models run with {' and '.join(self.shared)} of the compressed one")
         lines += map(str, self.violations)

@@ -54,7 +54,7 @@ def token_weights(
 
         return hook
 
-    experts = {p.module for p in projections if p.expert is not None}
+    experts = {p.routed for p in projections if p.routed}
     leaving = [(model.get_submodule(name), leave(name)) for name in experts]
     windows = reading.windows(batch_size)
     for number, ids in enumerate(track(windows, "weights of tokens")):

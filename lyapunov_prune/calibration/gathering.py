@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
@@ -22,9 +23,9 @@ _UNCALIBRATED = "use a method without calibration (--method magnitude, --allocat
 class Gathering:
     """Sums over the input tokens of `projections`, and over the gradients at their outputs.
 
-    `needs` is `norms`, `gram`, `magnitudes` or `sensitivity`, as in `stream`. Matrices with the same input tensor share
-    a sum. With `weights` (by module, of the tokens of each of its calls in order) tokens count by these, and no sum is
-    shared. `dense`, for the drift, gives by module what has entered it in the dense model for the same tokens.
+    `needs` is `norms`, `gram`, `magnitudes` or `sensitivity`, as in `stream`. Matrices that are given the same tensors
+    share a sum. With `weights` (by module, of the tokens of each of its calls in order) tokens count by these, and no
+    sum is shared. `dense`, for the drift, gives by module what has entered it in the dense model for the same tokens.
 
     The tokens of an expert count by the square of the router's weight, see `Statistics`. An expert that is given fewer
     tokens than its matrix has inputs is run on tokens of its layer as well, see `Lender`.
@@ -45,10 +46,17 @@ class Gathering:
         self.magnitudes: dict[str, torch.Tensor] = {}
         self.sensitivities: dict[str, torch.Tensor] = {}
         self._tokens: dict[str, int] = {}
-        self._leader: dict[str, str] = {}  # the first matrix with the same input tensor
-        self._last: tuple[torch.Tensor | None, str] = (None, "")
+        self._leader: dict[str, str] = {}  # the matrix whose sums are this one's too
+        self._calls: dict[str, list[int]] = {}  # numbers of the tensors that have entered
+        self._last: torch.Tensor | None = None
+        self._number = 0  # of the last tensor
+        self._added: list[str] = []  # the matrices in whose sums the last tensor is
+        # What layers share is called more often than what is beside it.
+        holders = {p.product: (p.stored(model), p.position) for p in projections}
+        names = Counter(holders.values())
+        self._alone = {name for name, holder in holders.items() if weights is not None or names[holder] > 1}
         self._outputs: list[tuple[str, torch.Tensor, bool]] = []
-        self._module = {p.product: p.module for p in projections}
+        self._module = {p.product: p.routed for p in projections}
         self._inputs = {p.product: p.weight(model).shape[1] for p in projections if p.expert is not None}
         sizes: dict[str, int] = {}
         for name, inputs in self._inputs.items():
@@ -67,20 +75,39 @@ class Gathering:
         name, x = product.name, product.x
         if not x.numel():  # an expert without tokens, which some families run all the same
             return
-        before, leader = self._last
-        if x is not before:
-            leader = name
-        self._last = (x, leader)
-        if self._leader.setdefault(name, leader) != leader:
-            raise LyapunovPruneError(
-                f"{name} is called more than once a forward, with other inputs, as a module that layers share; "
-                f"{_UNCALIBRATED}"
-            )
-        if leader == name or self.weights is not None:
+        if x is not self._last:
+            self._last, self._added = x, []
+            self._number += 1
+        if self._leads(name):
             self._add(product, x.detach().reshape(-1, x.shape[-1]))
+            self._added.append(name)
+        self._calls.setdefault(name, []).append(self._number)
         if self.needs == "sensitivity":
             output = product.output if product.output.requires_grad else product.output.requires_grad_()
             self._outputs.append((name, output, product.rows_are_features))
+
+    def _leads(self, name: str) -> bool:
+        """Whether the tensor that enters `name` now has to be added to sums of its own."""
+        leader = self._leader.get(name)
+        if leader is None:
+            alike = (o for o in self._added if o not in self._alone and self._calls[o] == [self._number])
+            self._leader[name] = leader = name if name in self._alone else next(alike, name)
+        if leader != name and leader not in self._added:  # they have parted
+            self._require_alike(name)
+            self._leader[name] = name
+            self._tokens[name] = self._tokens[leader]
+            for sums in (self.energy, self.grams, self.magnitudes, self.drifts):
+                if leader in sums:
+                    sums[name] = sums[leader]
+        return self._leader[name] == name
+
+    def _require_alike(self, name: str) -> None:
+        leader = self._leader[name]
+        if self._calls[name] != self._calls[leader]:
+            raise LyapunovPruneError(
+                f"{name} is given some of the inputs of {leader} and others too, and sums of both cannot be kept; "
+                f"{_UNCALIBRATED}"
+            )
 
     def _add(self, product: Product, x: torch.Tensor) -> None:
         name, root = product.name, self._roots(product, x)
@@ -133,15 +160,21 @@ class Gathering:
     def _lend(self, held: Callable[[int], AbstractContextManager[None]]) -> None:
         """Run every expert with fewer tokens than inputs on tokens of its layer."""
         given = dict(self._tokens)
+        few: dict[tuple[str, int, int], list[Projection]] = {}
         for p in self.projections:
-            few = p.expert is not None and given.get(p.product, 0) < self._inputs[p.product]
-            if p.expert is None or not few or not (lender := self._lenders[p.module]).tokens:
-                continue
-            with held(p.layer), watched_products(self.model, [p], self._seen):
-                output = lender.run(p.expert, self._inputs[p.product])
+            if p.expert is not None and self._sent(p) < self._inputs[p.product] and self._lenders[p.routed].tokens:
+                few.setdefault((p.routed, p.expert, self._inputs[p.product]), []).append(p)
+        for (routed, expert, count), here in few.items():
+            lender = self._lenders[routed]
+            with held(here[0].layer), watched_products(self.model, here, self._seen):
+                output = lender.run(expert, count)
             if self.needs == "sensitivity":
                 self._back(output, torch.cat(lender.gradients)[: len(output)])
         self._tokens = given
+
+    def _sent(self, p: Projection) -> int:
+        """How many tokens have entered the matrix."""
+        return self._tokens.get(self._leader.get(p.product, p.product), 0)
 
     def statistics(
         self, held: Callable[[int], AbstractContextManager[None]] = lambda layer: nullcontext()
@@ -155,12 +188,17 @@ class Gathering:
         result: dict[str, Statistics] = {}
         for p in self.projections:
             if p.product not in self._leader:
-                raise LyapunovPruneError(
-                    f"no product with {p.name} is seen in a forward of the calibration text: no token reaches it (an "
-                    "expert: give more text), text alone does not use it (attention to an encoder), or a fused kernel "
-                    f"multiplies by it; {_UNCALIBRATED}"
+                why = (
+                    "the router sends this expert no token: give more text"
+                    if p.expert is not None
+                    else "text alone does not use it (attention to an encoder, an adapter of another layer), or a "
+                    "fused kernel multiplies by it"
                 )
-            leader = p.product if self.weights is not None else self._leader[p.product]
+                raise LyapunovPruneError(
+                    f"no product with {p.name} is seen in a forward of the calibration text: {why}; {_UNCALIBRATED}"
+                )
+            self._require_alike(p.product)
+            leader = self._leader[p.product]
             gram = self.grams.get(leader)
             energy = self.energy[leader] if gram is None else gram.diagonal()
             if not energy.isfinite().all():
@@ -176,7 +214,7 @@ class Gathering:
                 sensitivity,
                 self.drifts.get(leader),
                 self.magnitudes.get(leader),
-                self._tokens.get(p.product, 0) if p.expert is not None else None,
+                self._sent(p) if p.expert is not None else None,
             )
         return result
 

@@ -68,4 +68,5 @@ class Lender:
         chosen = torch.full((len(tokens), 2), expert, device=tokens.device)
         weights = self._like.new_zeros(chosen.shape)
         weights[:, 0] = (self._squares / max(1, self._choices)) ** 0.5
-        return self.module(tokens, chosen, weights)
+        output: torch.Tensor = self.module(tokens, chosen, weights)
+        return output.reshape(len(tokens), -1)

@@ -27,10 +27,11 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift, row_blocks, token_energy, widen
 from lyapunov_prune.models.decoder import Streamable, takes_model
+from lyapunov_prune.models.left_alone import LeftAlone, left_alone
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.projections import Projection, by_layer, find_projections
 from lyapunov_prune.models.streamed import layer_held
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.progress import track
 
@@ -99,7 +100,7 @@ class Recipe:
                     change(matrices[layer], {})
                 else:
                     put(layer)
-        return self._report(done)
+        return self._report(done, left_alone(find_structure(model)))
 
     def _changed(
         self, p: Projection, W: torch.Tensor, statistics: Statistics | None, seen: Seen | None
@@ -127,7 +128,7 @@ class Recipe:
     def _amount_of(self, p: Projection, W: torch.Tensor) -> float | None:
         return _amount(self.method, self._wanted[p.name], self.allocation.unit, W.shape)
 
-    def _report(self, done: Sequence[CompressedMatrix]) -> CompressionReport:
+    def _report(self, done: Sequence[CompressedMatrix], alone: tuple[LeftAlone, ...]) -> CompressionReport:
         by_name = {matrix.name: matrix for matrix in done}
         return CompressionReport(
             method=self.method.name,
@@ -139,6 +140,7 @@ class Recipe:
             allocation=self.allocation,
             matrices=tuple(by_name[p.name] for p in self.projections),
             calibration=None if self.calibration is None else self.calibration.measured_on(),
+            left_alone=alone,
         )
 
 
@@ -313,7 +315,7 @@ def _require_apart(model: PreTrainedModel, projections: Sequence[Projection]) ->
     """Matrices that several layers share would be compressed once for each."""
     seen: dict[tuple[int, int, int | None], str] = {}
     for p in projections:
-        W = getattr(model.get_submodule(p.module), p.parameter)
-        first = seen.setdefault((id(W), p.start, p.expert), p.name)
+        W = p.stored(model)
+        first = seen.setdefault((id(W), p.start, p.position), p.name)
         if first != p.name:
             raise LyapunovPruneError(f"{first} and {p.name} are one matrix; shared layers are not compressed")

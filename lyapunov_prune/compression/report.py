@@ -10,6 +10,7 @@ from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.models.left_alone import LeftAlone, left_alone_lines
 from lyapunov_prune.registry import Choice
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -90,6 +91,7 @@ class CompressionReport(Result):
     weighted: bool = False  # tokens of the calibration, by the gradient at each matrix's output
     correction: float = 0.0  # toward the outputs of the dense model, the α of `second_order.SecondOrder`
     packed: Packed | None = None  # or as factors; None: dense matrices
+    left_alone: tuple[LeftAlone, ...] = ()  # weights inside the layers that are no matrices for any method
 
     def about(self) -> str:
         """What a model card says of it."""
@@ -153,6 +155,7 @@ class CompressionReport(Result):
             f"{int(least.layer)} ({least[error]:.3g}).",
             f"By layer: {bars(shown[error].to_numpy(dtype=float))}" if len(shown) > 1 else "",
             self._lent(),
+            *left_alone_lines(self.left_alone),
             "Errors of single matrices do not say what the model lost: score it with eval --against the dense one.",
         ]
         return [line for line in lines if line]

@@ -1,7 +1,7 @@
 """What enters and leaves a matrix: when its module is called, and when its weight is multiplied without that.
 
-Mamba multiplies by the weight of `dt_proj` and never calls it, so that a hook on the module sees nothing. Experts that
-a family keeps as one parameter are parts of that, and have no module of their own.
+Mamba multiplies by the weight of `dt_proj` and never calls it, so that a hook on the module sees nothing. Experts and
+heads that a family stacks in one parameter are parts of that, and have no module of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.experts import Routing, expert_parameters
+from lyapunov_prune.models.experts import Routing, stacks
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.kernels import eager_experts
 from lyapunov_prune.models.projections import Projection
@@ -45,12 +45,11 @@ _MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 def watched_products(model: nn.Module, projections: Sequence[Projection], seen: Seen) -> Iterator[None]:
     """Every product with one of `projections` inside the block is handed to `seen`.
 
-    A weight is told by being the module's own parameter, or an expert of it: a cast of it, and what a fused kernel
-    does, are not seen. Experts run one after the other for as long. Raises LyapunovPruneError where an expert is given
-    other tokens than the router says.
+    A weight is told by being the module's own parameter, or a view of its memory where it is part of a stack: a cast of
+    it, and what a fused kernel does, are not seen. Experts and heads run one after the other for as long. Raises
+    LyapunovPruneError where an expert is given other tokens than the router says.
     """
-    modules = {p.module: model.get_submodule(p.module) for p in projections if p.expert is None}
-    experts = {p.module: model.get_submodule(p.module) for p in projections if p.expert is not None}
+    modules = {p.module: model.get_submodule(p.module) for p in projections if not p.stack}
     called: list[str] = []
     running: list[_Running] = []
 
@@ -64,45 +63,80 @@ def watched_products(model: nn.Module, projections: Sequence[Projection], seen: 
 
         return hook
 
-    def start(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: running.append(_Running(name, module, Routing.of(args, kwargs)))
+    def start(name: str, bare: Sequence[_Bare]) -> Callable[..., None]:
+        return lambda module, args, kwargs: running.append(_Running(name, bare, Routing.of(args, kwargs)))
 
     def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         running.pop()
 
-    chosen = {p.product for p in projections}
+    runs = _bare(model, projections)
     with (
-        eager_experts(model) if experts else nullcontext(),
+        eager_experts(model) if any(p.expert is not None for p in projections) else nullcontext(),
         hooked(
             before=[
                 *((module, enter(name)) for name, module in modules.items()),
-                *((module, start(name)) for name, module in experts.items()),
+                *((model.get_submodule(name), start(name, bare)) for name, bare in runs.items()),
             ],
             after=[
                 *((module, leave(name)) for name, module in modules.items()),
-                *((module, end) for module in experts.values()),
+                *((model.get_submodule(name), end) for name in runs),
             ],
         ),
-        _Products(modules, called, running, lambda product: seen(product) if product.name in chosen else None),
+        _Products(modules, called, running, seen),
     ):
         yield
 
 
 @dataclass(frozen=True, eq=False)
+class _Bare:
+    """A parameter of `module` that stacks `pieces` matrices; `names` are those of the watched ones, by position."""
+
+    module: nn.Module
+    key: str
+    pieces: int
+    routed: bool
+    names: dict[int, str] = field(default_factory=dict)
+
+    def position(self, weight: Any) -> int | None:
+        """The position in the stack at which `weight`, a view of the parameter, begins; None for any other tensor."""
+        own: Any = self.module._parameters[self.key]
+        if not isinstance(weight, torch.Tensor) or weight.dtype != own.dtype or weight.device != own.device:
+            return None
+        offset = weight.data_ptr() - own.data_ptr()
+        return offset * self.pieces // own.nbytes if 0 <= offset < own.nbytes else None
+
+
+def _bare(model: nn.Module, projections: Sequence[Projection]) -> dict[str, list[_Bare]]:
+    """The bare parameters of the modules that multiply by `projections`, by the name of the module.
+
+    Also those that hold none of them: the first product of an expert shows which tokens it is given.
+    """
+    runs: dict[str, list[_Bare]] = {}
+    for p in projections:
+        if p.position is None:
+            continue
+        if (name := p.routed or p.module) not in runs:
+            module, runs[name] = model.get_submodule(name), []
+            for s in stacks(module, ""):
+                pieces = len(s.parameter) if s.parameter.ndim == 3 else s.count
+                runs[name].append(_Bare(module.get_submodule(s.owner), s.key, pieces, s.routed))
+        holder = model.get_submodule(p.module)
+        bare = next(b for b in runs[name] if b.module is holder and b.key == p.parameter)
+        bare.names[p.position] = p.product
+    return runs
+
+
+@dataclass(frozen=True, eq=False)
 class _Running:
-    """A module of experts while it runs; `taken` is the expert that was last taken out of each parameter."""
+    """A module with bare parameters while it runs."""
 
     name: str
-    module: nn.Module
+    bare: Sequence[_Bare]
     routing: Routing | None
-    taken: dict[str, tuple[int, torch.Tensor]] = field(default_factory=dict)
     rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def key(self, parameter: torch.Tensor) -> str | None:
-        return next((key for key, own, _ in expert_parameters(self.module) if own is parameter), None)
-
-    def routed(self, expert: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if self.routing is None:
+    def routed(self, bare: _Bare, expert: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self.routing is None or not bare.routed:
             return None
         if expert not in self.rows:
             self.rows[expert] = self.routing.of_expert(expert)
@@ -115,7 +149,7 @@ class _Running:
 
 
 class _Products(TorchFunctionMode):
-    """Products with a weight whose module is not `called` at the moment, and with the experts that are `running`."""
+    """Products with a weight whose module is not `called` now, and with bare parameters of what is `running`."""
 
     def __init__(self, modules: dict[str, nn.Module], called: list[str], running: list[_Running], seen: Seen) -> None:
         super().__init__()
@@ -124,21 +158,26 @@ class _Products(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        output = function(*args, **(kwargs or {}))
-        if function in _MATMUL:
-            if name := self._name(args[0]):
-                self.seen(Product(name, args[1].transpose(-1, -2), output, rows_are_features=True))
-            self._expert(args[0], args[1], output)
-        elif function is nn.functional.linear and len(args) > 1:
-            if name := self._name(args[1]):
-                self.seen(Product(name, args[0], output))
-            self._expert(args[0], args[1], output)
-        elif self.running and function is torch.Tensor.__getitem__ and (key := self.running[-1].key(args[0])):
-            if output.ndim == 2:
-                self.running[-1].taken[key] = int(args[1]), output
-        elif self.running and function is torch.bmm and (key := self.running[-1].key(args[1])):
-            return self._all_experts(key, args[0], args[1])
-        return output
+        for weight, x, rows_are_features in _factors(function, args):
+            plain = rows_are_features or function is nn.functional.linear  # otherwise x W, which is no product of W
+            if plain and (name := self._name(weight)):
+                output = function(*args, **(kwargs or {}))
+                self.seen(Product(name, x.mT if rows_are_features else x, output, rows_are_features))
+                return output
+            for at in self.running[-1:]:
+                for bare in at.bare:
+                    position = bare.position(weight)
+                    if position is None:
+                        continue
+                    if weight.ndim > 2:
+                        added = args[0] if function is torch.baddbmm else 0
+                        return added + self._one_by_one(bare, weight, x, rows_are_features)
+                    output = function(*args, **(kwargs or {}))
+                    routed = at.routed(bare, position, x)
+                    if name := bare.names.get(position):
+                        self.seen(Product(name, x.mT if rows_are_features else x, output, rows_are_features, routed))
+                    return output
+        return function(*args, **(kwargs or {}))
 
     def _name(self, weight: Any) -> str | None:
         if not isinstance(weight, nn.Parameter):
@@ -146,18 +185,29 @@ class _Products(TorchFunctionMode):
         own = (name for name, module in self.modules.items() if getattr(module, "weight", None) is weight)
         return next((name for name in own if name not in self.called), None)
 
-    def _expert(self, x: torch.Tensor, weight: Any, output: torch.Tensor) -> None:
-        for at in self.running[-1:]:
-            for key, (expert, taken) in at.taken.items():
-                if taken is weight:
-                    self.seen(Product(f"{at.name}.{key}:{expert}", x, output, routed=at.routed(expert, x)))
-
-    def _all_experts(self, key: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The products of all experts (experts × tokens × …) one by one, each with the tokens that are not zero."""
+    def _one_by_one(self, bare: _Bare, weight: torch.Tensor, x: torch.Tensor, rows_are_features: bool) -> torch.Tensor:
+        """The products of all matrices of a stack; of an expert with the tokens that are not zero."""
         every: list[torch.Tensor] = []
-        for expert, (rows, W) in enumerate(zip(x, weight, strict=True)):
-            own = rows.any(-1)  # what is not sent to an expert reaches it as zeros (Llama 4)
-            output = rows[own] @ W
-            self.seen(Product(f"{self.running[-1].name}.{key}:{expert}", rows[own], output))
-            every.append(output.new_zeros(len(rows), W.shape[1]).masked_scatter(own.unsqueeze(1), output))
+        for position, (W, own) in enumerate(zip(weight, x, strict=True)):
+            given = own
+            if bare.routed:
+                sent = own.any(-1)  # what is not sent to an expert reaches it as zeros (Llama 4)
+                given = own[sent]
+            output = W @ own if rows_are_features else given @ W
+            if name := bare.names.get(position):
+                self.seen(Product(name, own.mT if rows_are_features else given, output, rows_are_features))
+            if bare.routed:
+                output = output.new_zeros(len(own), W.shape[1]).masked_scatter(sent.unsqueeze(1), output)
+            every.append(output)
         return torch.stack(every)
+
+
+def _factors(function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[tuple[Any, Any, bool]]:
+    """What may be the weight in a product, the other factor, and whether the product is weight times that."""
+    if function in _MATMUL:
+        yield args[0], args[1], True
+        yield args[1], args[0], False
+    elif function is torch.bmm or (function is nn.functional.linear and len(args) > 1):
+        yield args[1], args[0], False
+    elif function is torch.baddbmm:
+        yield args[2], args[1], False

@@ -15,7 +15,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift, widen
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_no_adapters
-from lyapunov_prune.models.projections import structure_projections
+from lyapunov_prune.models.projections import Projection, structure_projections
 from lyapunov_prune.models.structure import find_layers
 
 _ENTRIES = 2**20  # entries merged at a time: whole float64 matrices would fragment memory
@@ -31,15 +31,15 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
     is added to the weight, in float64 and rounded once: the model is a plain one again, with new parameter tensors
     (other references to the old tensors keep the old numbers). After an exception the weights are unchanged.
 
-    Of experts stored as one 3-D parameter each has factors of its own, stacked as their weights are. Their
+    Of matrices stacked in a bare parameter (experts) each has factors of its own, stacked as their weights are. Their
     weights with the update are formed before every forward of their module, in its dtype: on a layer with experts that
     takes the memory of its weights once more.
 
     A weight that several modules share gets one update. Raises LyapunovPruneError for a rank below 1 or above that of a
     matrix.
     """
-    weights: dict[nn.Parameter, tuple[str, bool]] = {}  # a shared weight once, under its first name
-    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    weights: dict[nn.Parameter, tuple[str, Projection]] = {}  # a shared weight once, under its first name
+    users: dict[nn.Parameter, list[tuple[nn.Module, Projection]]] = {}
     require_no_adapters(model)
     for p in structure_projections(find_layers(model)):
         module, name = model.get_submodule(p.module), p.module
@@ -47,34 +47,37 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
             name += f".{p.parameter}"
         weight = module._parameters[p.parameter]
         assert weight is not None
-        least = min(weight.shape[-2:])
+        least = min(_stacked(weight, p).shape[-2:])
         if not 1 <= rank <= least:
             raise LyapunovPruneError(f"rank {rank} for {name}, which has {least}; give 1 to that")
-        weights.setdefault(weight, (name, p.transposed))
-        if (module, p.parameter) not in users.setdefault(weight, []):  # parts and experts are in one module
-            users[weight].append((module, p.parameter))
+        weights.setdefault(weight, (name, p))
+        if all(user is not module for user, _ in users.setdefault(weight, [])):  # parts and experts are in one module
+            users[weight].append((module, p))
 
     generator = torch.Generator().manual_seed(seed)
     factors: dict[str, nn.Parameter] = {}
     with ExitStack() as stack:
-        for weight, (name, transposed) in weights.items():
-            *experts, m, n = weight.mT.shape if transposed else weight.shape
+        for weight, (name, p) in weights.items():
+            shape = _stacked(weight, p).shape
+            *several, m, n = (*shape[:-2], shape[-1], shape[-2]) if p.transposed else shape
             wide = widen(weight.detach()[:0])
-            A = nn.Parameter((torch.randn(*experts, rank, n, generator=generator) / n**0.5).to(wide))
-            B = nn.Parameter(torch.zeros(*experts, m, rank).to(wide))
+            A = nn.Parameter((torch.randn(*several, rank, n, generator=generator) / n**0.5).to(wide))
+            B = nn.Parameter(torch.zeros(*several, m, rank).to(wide))
             factors |= {f"{name}.A": A, f"{name}.B": B}
-            for module, key in users[weight]:
-                if experts:
-                    stack.enter_context(_updated(module, key, weight, A, B, transposed))
+            for module, user in users[weight]:
+                if user.stack:
+                    runs = model.get_submodule(user.routed or user.module)
+                    stack.enter_context(_updated(runs, module, user, weight, A, B))
                 else:
                     stack.enter_context(hooked(after=[(module, _adding(A, B))]))
         yield factors
-    for weight, (name, transposed) in weights.items():
+    for weight, (name, p) in weights.items():
         left, right = (lift(factors[f"{name}.{side}"].detach()) for side in "BA")
-        if transposed:
+        if p.transposed:
             left, right = right.mT, left.mT
         merged = torch.empty_like(weight.data)
-        every = (t if t.ndim == 3 else t[None] for t in (merged, weight.data, left, right))
+        stacked = (_stacked(merged, p), _stacked(weight.data, p), left, right)
+        every = (t if t.ndim == 3 else t[None] for t in stacked)
         for new, old, L, R in zip(*every, strict=True):
             rows = max(1, _ENTRIES // new.shape[1])
             for some, before, part in zip(new.split(rows), old.split(rows), L.split(rows), strict=True):
@@ -82,24 +85,29 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
         weight.data = merged
 
 
+def _stacked(weight: torch.Tensor, p: Projection) -> torch.Tensor:
+    """A view of the weight with an axis for the matrices in it, where it stacks several."""
+    return weight.unflatten(0, (p.stack, -1)) if p.stack > 1 and weight.ndim == 2 else weight
+
+
 @contextmanager
 def _updated(
-    module: nn.Module, key: str, weight: nn.Parameter, A: nn.Parameter, B: nn.Parameter, transposed: bool
+    runs: nn.Module, module: nn.Module, p: Projection, weight: nn.Parameter, A: nn.Parameter, B: nn.Parameter
 ) -> Iterator[None]:
-    """Every forward of `module` has `weight` with the product of the factors in the place of its parameter `key`."""
+    """Every forward of `runs` has `weight` plus the product of the factors as the parameter of `module`."""
 
-    def put(module: nn.Module, *_: Any) -> None:
-        update = A.mT @ B.mT if transposed else B @ A
-        module._parameters[key] = (widen(weight) + update).to(weight.dtype)  # type: ignore[assignment]
+    def put(*_: Any) -> None:
+        update = (A.mT @ B.mT if p.transposed else B @ A).view(weight.shape)
+        module._parameters[p.parameter] = (widen(weight) + update).to(weight.dtype)  # type: ignore[assignment]
 
-    def restore(module: nn.Module, *_: Any) -> None:
-        module._parameters[key] = weight
+    def restore(*_: Any) -> None:
+        module._parameters[p.parameter] = weight
 
     try:
-        with hooked(before=[(module, put)], after=[(module, restore)]):
+        with hooked(before=[(runs, put)], after=[(runs, restore)]):
             yield
     finally:
-        restore(module)  # after a forward that raised
+        restore()  # after a forward that raised
 
 
 def _adding(A: torch.Tensor, B: torch.Tensor) -> Callable[..., torch.Tensor]:

@@ -18,9 +18,9 @@
 - `stored_names`, `left_out`: which tensor of the files fills which of the model, and which of them it was loaded
   without;
 - `projections`, `roles`: its matrices, and what each does; `experts`: those kept in one tensor, and what the router
-  sends them; `mixtures`: experts and router of every layer, and how some leave; `feedforward`: the block between
-  attention and the next layer, `width`: its hidden channels; `kinds`: which layers are alike; `positions`: at which
-  lengths of a text its positions change;
+  sends them; `left_alone`: what else layers hold, and why no method takes it; `mixtures`: experts and router of every
+  layer, and how some leave; `feedforward`: the block between attention and the next layer, `width`: its hidden
+  channels; `kinds`: which layers are alike; `positions`: at which lengths of a text its positions change;
 - `streamed`: what has to be known of a model whose layers are read from its files one at a time;
 - `held`, `hooked`: a model for one thread, and hooks on it, for as long as a block lasts;
   `sharing`: two models that hold the same numbers hold them once;

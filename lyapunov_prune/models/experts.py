@@ -1,4 +1,4 @@
-"""Experts that a family keeps as one 3-D parameter: where they are, and which tokens the router sends to each."""
+"""Matrices that a family keeps in bare parameters, and which tokens a router sends to each expert."""
 
 from __future__ import annotations
 
@@ -13,20 +13,50 @@ from torch import nn
 _TRANSPOSED = ("llama4", "llama4_text")
 
 
-def expert_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, int]]:
-    """The parameters of `module` that hold one matrix for each of its experts: name, parameter, number of experts.
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """`count` matrices of one size along the first axis of a parameter; 1 where the parameter is one matrix.
 
-    LongCat's hold rows for experts that do nothing, after those that multiply.
+    `owner` is the path of the module that holds `parameter` as `key`, from the module that is asked. `transposed`: each
+    matrix is stored input × output. `routed`: a router sends each of them tokens; otherwise all tokens pass all, each
+    with its own part of their features.
     """
-    count: int = getattr(module, "num_routed_experts", getattr(module, "num_experts", 0))
+
+    owner: str
+    key: str
+    parameter: nn.Parameter
+    count: int
+    transposed: bool
+    routed: bool
+
+
+# Class of a module -> path of a parameter that it multiplies by -> (transposed, routed).
+_BARE: dict[str, dict[str, tuple[bool, bool]]] = {
+    "DbrxExperts": {"mlp.w1": (False, True), "mlp.v1": (False, True), "mlp.w2": (True, True)},
+    "InklingRelativeLogits": {"proj": (True, False)},
+    "Inkling2RelativeLogits": {"proj": (True, False)},
+    "InklingSharedExperts": dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (False, False)),
+    "RecurrentGemmaRglru": dict.fromkeys(("input_gate_weight", "recurrent_gate_weight"), (True, False)),
+    "ZambaMambaMixer": dict.fromkeys(("x_proj_weight", "dt_proj_weight"), (False, False)),
+}
+
+
+def stacks(module: nn.Module, model_type: str) -> Iterator[Stack]:
+    """The matrices that `module` multiplies by without calling a module for each: experts, heads, and single ones.
+
+    Experts are the parameters of 3 dimensions with an entry for each; LongCat's hold rows for experts that do nothing,
+    after those that multiply.
+    """
+    for path, (transposed, routed) in _BARE.get(type(module).__name__, {}).items():
+        owner, _, key = path.rpartition(".")
+        parameter = module.get_parameter(path)
+        count: Any = module.num_experts if routed else len(parameter) if parameter.ndim == 3 else 1
+        yield Stack(owner, key, parameter, count, transposed, routed)
+    count = getattr(module, "num_routed_experts", getattr(module, "num_experts", 0))
+    transposed = bool(getattr(module, "is_transposed", False)) or model_type in _TRANSPOSED
     for key, parameter in module.named_parameters(recurse=False):
         if parameter.ndim == 3 and len(parameter) in (count, getattr(module, "total_experts", count)):
-            yield key, parameter, count
-
-
-def stored_transposed(module: nn.Module, model_type: str) -> bool:
-    """Whether each expert's matrix is stored input × output."""
-    return bool(getattr(module, "is_transposed", False)) or model_type in _TRANSPOSED
+            yield Stack("", key, parameter, count, transposed, True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.experts import expert_parameters
+from lyapunov_prune.models.experts import stacks
 from lyapunov_prune.models.structure import Structure
 
 # What configs and modules call the number of experts, the number chosen for a token, and the groups chosen first.
@@ -169,7 +169,7 @@ def _mixture(layer: nn.Module, index: int) -> Mixture | None:
 def _count(experts: nn.Module) -> int:
     """How many experts the module holds stacked; 0 where it holds them in another way."""
     stacked = {len(p) for p in experts.parameters(recurse=False) if p.ndim == 3}
-    counts = {count for _, _, count in expert_parameters(experts)}
+    counts = {stack.count for stack in stacks(experts, "") if stack.routed}
     return counts.pop() if stacked == counts and len(counts) == 1 else 0  # LongCat stacks others with them
 
 

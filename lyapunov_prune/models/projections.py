@@ -2,10 +2,11 @@
 
 General rule: every `nn.Linear` and every `Conv1D` (GPT-2's, whose weight is stored transposed) inside a
 layer is one matrix. A fused projection is split by its row in the table below, or stays one matrix, for
-which every bound holds just as well. Experts that a family keeps as one 3-D parameter are one matrix each.
+which every bound holds just as well. Experts and heads that a family stacks in one parameter are one matrix
+each, and so is a bare parameter that a module multiplies by (`models.experts.stacks`).
 
-Left out: embeddings and the language-model head (often one tied tensor, and part of no layer), routers,
-convolutions and everything that is no matrix.
+Left out: embeddings and the language-model head (often one tied tensor, and part of no layer), and in the layers what
+`models.left_alone` lists with the reason: routers, convolutions and everything that is no matrix.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.experts import expert_parameters, stored_transposed
+from lyapunov_prune.models.experts import stacks
 from lyapunov_prune.models.plain import require_no_adapters, require_parameters
 from lyapunov_prune.models.quantised import require_readable
 from lyapunov_prune.models.streamed import layer_held
@@ -34,7 +35,10 @@ Part = tuple[str, int | None, int, int]
 
 @dataclass(frozen=True)
 class Projection:
-    """One matrix of a layer, output × input: rows `start … stop` of a parameter."""
+    """One matrix of a layer, output × input: rows `start … stop` of a parameter, or of one of those it stacks.
+
+    `head` counts the parts of a fused matrix, and the matrices of a stack without a router (heads, shared experts).
+    """
 
     name: str  # of the module, with `:part` when it is part of one
     layer: int
@@ -46,15 +50,27 @@ class Projection:
     start: int
     stop: int
     transposed: bool  # stored input × output
+    stack: int = 0  # how many matrices a bare parameter holds; 0: the parameter is its module's weight
+    routed: str = ""  # of an expert: the module that is given tokens and the router's choice
 
     @property
     def product(self) -> str:
-        """Names the product that the matrix takes part in: parts of a fused matrix share one, experts do not."""
-        return self.module if self.expert is None else self.name
+        """Names the product that the matrix takes part in: parts of a fused matrix share one, stacked ones do not."""
+        return self.name if self.stack else self.module
+
+    @property
+    def position(self) -> int | None:
+        """Where the matrix is in the stack of its parameter; None for the weight of a module."""
+        return (self.expert if self.expert is not None else self.head or 0) if self.stack else None
+
+    def stored(self, model: nn.Module) -> nn.Parameter:
+        """The parameter that holds the matrix."""
+        parameter: nn.Parameter = getattr(model.get_submodule(self.module), self.parameter)
+        return parameter
 
     def weight(self, model: nn.Module) -> torch.Tensor:
         """A view of the matrix, output × input, detached."""
-        return self.rows(getattr(model.get_submodule(self.module), self.parameter).detach())
+        return self.rows(self.stored(model).detach())
 
     def bias(self, model: nn.Module) -> torch.Tensor | None:
         """A view of what the module adds to the product (output,), detached; None where it adds nothing."""
@@ -63,7 +79,9 @@ class Projection:
 
     def rows(self, stored: torch.Tensor) -> torch.Tensor:
         """The view of this matrix in a tensor that is laid out like its parameter."""
-        own = stored if self.expert is None else stored[self.expert]
+        own = stored
+        if self.position is not None:
+            own = (stored if stored.ndim == 3 else stored.unflatten(0, (self.stack, -1)))[self.position]
         return (own.T if self.transposed else own)[self.start : self.stop]
 
 
@@ -122,7 +140,8 @@ def layer_projections(layer: nn.Module, index: int, name: str, model_type: str, 
     for path, module in layer.named_modules():
         place = f"{name}.{path}" if name and path else name or path
         role = without_numbers(path)
-        if isinstance(module, nn.Linear | Conv1D) and _require_plain(place, module):
+        if isinstance(module, nn.Linear | Conv1D) and not routes(layer, path):
+            _require_plain(place, module)
             for part, head, start, stop in _parts(model_type, config, path, module):
                 suffix = f"{part}{'' if head is None else head}"
                 yield Projection(
@@ -137,21 +156,37 @@ def layer_projections(layer: nn.Module, index: int, name: str, model_type: str, 
                     stop=stop,
                     transposed=isinstance(module, Conv1D),
                 )
-        for key, parameter, count in expert_parameters(module):
-            transposed = stored_transposed(module, model_type)
-            for expert in range(count):
+        for stack in stacks(module, model_type):
+            owner, inside = (f"{p}.{stack.owner}" if stack.owner else p for p in (place, role))
+            rows, columns = stack.parameter.shape[-2:]
+            if stack.parameter.ndim == 2:
+                rows //= stack.count
+            for i in range(stack.count):
+                single = stack.count == 1 and stack.parameter.ndim == 2
                 yield Projection(
-                    name=f"{place}.{key}:{expert}",
+                    name=f"{owner}.{stack.key}" if single else f"{owner}.{stack.key}:{i}",
                     layer=index,
-                    component=f"{role}.{key}",
-                    head=None,
-                    expert=expert,
-                    module=place,
-                    parameter=key,
+                    component=f"{inside}.{stack.key}",
+                    head=None if stack.routed or single else i,
+                    expert=i if stack.routed else None,
+                    module=owner,
+                    parameter=stack.key,
                     start=0,
-                    stop=parameter.shape[2 if transposed else 1],
-                    transposed=transposed,
+                    stop=columns if stack.transposed else rows,
+                    transposed=stack.transposed,
+                    stack=stack.count,
+                    routed=place if stack.routed else "",
                 )
+
+
+def routes(layer: nn.Module, path: str) -> bool:
+    """Whether the module at `path` inside the layer is a router or a part of one."""
+    names = path.split(".")
+    for i, name in enumerate(names):
+        beside = layer.get_submodule(".".join(names[:i]))
+        if name == "router" or (name == "gate" and hasattr(beside, "experts")):
+            return True
+    return False
 
 
 def _parts_by_head(config: Any, rows: int) -> Iterator[Part]:
@@ -208,16 +243,13 @@ def _parts(model_type: str, config: Any, path: str, module: nn.Module) -> Iterat
     return iter([("", None, 0, rows)]) if split is None else split(config, rows)
 
 
-def _require_plain(name: str, module: nn.Module) -> bool:
-    """Raise unless the module multiplies by its weight: not quantised. False for a router.
-
-    Llama 4's is a matrix by class, and returns scores beside the product.
-    """
+def _require_plain(name: str, module: nn.Module) -> None:
+    """Raise unless the module multiplies by its weight: not quantised."""
     weight: Any = module.weight
     if not weight.is_floating_point() or weight.ndim != 2:
         raise LyapunovPruneError(f"{name} holds no plain matrix ({weight.dtype}); load the model without quantisation")
     if type(module).forward in (nn.Linear.forward, Conv1D.forward):
-        return True
+        return
     held: dict[str, torch.Tensor] = dict(module.named_parameters())
     if weight.is_meta:  # of a streamed model, and any numbers show what the module does with them
         held = {key: torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view(p.shape) for key, p in held.items()}
@@ -229,11 +261,9 @@ def _require_plain(name: str, module: nn.Module) -> bool:
             output = torch.func.functional_call(module, held, (x,))
         except RuntimeError:  # DeepSeek V4's takes its input in groups
             raise more from None
-        if isinstance(output, tuple):
-            return False
-        if not torch.allclose(output, nn.functional.linear(x, weight, held.get("bias")), rtol=1e-2, atol=1e-4):
+        product = nn.functional.linear(x, weight, held.get("bias"))
+        if isinstance(output, tuple) or not torch.allclose(output, product, rtol=1e-2, atol=1e-4):
             raise more
-    return True
 
 
 def groups(projections: tuple[Projection, ...]) -> dict[tuple[str, int], tuple[str, ...]]:

@@ -53,8 +53,9 @@ class Structure:
 
     @property
     def max_context(self) -> int | None:
-        """Longest context that the positions allow; None if the config names none."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """Longest context that the positions allow; None if the config names none, or −1 as XLNet's."""
+        most: int | None = getattr(self.config, "max_position_embeddings", None)
+        return most if most and most > 0 else None
 
     def at_most(self, length: int) -> int:
         """`length`, or the longest context if that is shorter."""

@@ -237,7 +237,7 @@ def _matrices(projections: Sequence[Projection], tokens: int, model: PreTrainedM
         parts.setdefault(p.product, []).append(p)
     matrices: list[_Matrix] = []
     for name, (p, *_) in parts.items():
-        split = p.expert is None and ":" in p.name
+        split = not p.stack and ":" in p.name
         role = p.component.rpartition(".")[0] if split else p.component
         width = parts[name][-1].stop
         matrices.append(_Matrix(name, role, p.layer, width, tokens < width, p))

@@ -1,0 +1,68 @@
+"""Weights inside the layers that no method takes as matrices, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lyapunov_prune.models.projections import layer_projections, routes
+from lyapunov_prune.models.structure import Structure
+
+ROUTERS = "routers, whose errors change which expert a token gets"
+CONVOLUTIONS = "convolutions, whose inputs are windows of tokens"
+EMBEDDINGS = "embeddings, whose rows are looked up"
+STREAMS = "weights of hyper-connections, which mix the parallel states of a token"
+UNKNOWN = "weights of a form that is not known, with no row in models/experts.py"
+# Parameters of more than one dimension whose entries multiply or add to features one by one, as vectors do.
+_VECTORS = ("A_log", "D", "scale", "query", "seg_embed", "time_mix_key", "time_mix_value", "time_mix_receptance")
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """Weights of a model that stay as they are: `why`, the names of the parameters, and how many entries they have."""
+
+    why: str
+    names: tuple[str, ...]
+    entries: int
+
+    def __str__(self) -> str:
+        return f"{len(self.names)} {self.why} ({self.names[0]}{', …' * (len(self.names) > 1)})"
+
+
+def left_alone(structure: Structure) -> tuple[LeftAlone, ...]:
+    """What the layers hold beside their matrices and vectors, by reason; `structure` may be on the meta device.
+
+    Vectors (norms, biases, decays) are not listed, also where they are stacked by head or expert. A weight that layers
+    share counts once.
+    """
+    found: dict[str, dict[str, int]] = {}
+    seen: set[nn.Parameter] = set()
+    for index, layer in enumerate(structure.layers):
+        name = f"{structure.layers_path}.{index}"
+        matrices = layer_projections(layer, index, "", structure.model_type, structure.config)
+        seen |= {p.stored(layer) for p in matrices}
+        for path, module in layer.named_modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                vector = parameter.ndim < 2 or key in _VECTORS or key.endswith("bias")
+                if not vector and parameter not in seen:
+                    seen.add(parameter)
+                    inside = f"{path}.{key}" if path else key
+                    found.setdefault(_why(layer, path, module), {})[f"{name}.{inside}"] = parameter.numel()
+    return tuple(LeftAlone(why, tuple(sizes), sum(sizes.values())) for why, sizes in found.items())
+
+
+def left_alone_lines(left: Sequence[LeftAlone]) -> list[str]:
+    """The line that a report says it in; none where nothing was left alone."""
+    return [f"Left as they are: {'; '.join(map(str, left))}."] if left else []
+
+
+def _why(layer: nn.Module, path: str, module: nn.Module) -> str:
+    if routes(layer, path):
+        return ROUTERS
+    if isinstance(module, nn.modules.conv._ConvNd) or "Convolution" in type(module).__name__:
+        return CONVOLUTIONS
+    if isinstance(module, nn.Embedding):
+        return EMBEDDINGS
+    return STREAMS if "HyperConnection" in type(module).__name__ else UNKNOWN
