@@ -19,7 +19,10 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, compact_classes, family_of
@@ -132,16 +135,8 @@ def _require_decoder(folder: Path, config: PreTrainedConfig) -> None:
         raise LyapunovPruneError(
             f"{folder} is an image classifier ({architectures}), and text needs a decoder; give images, or a decoder"
         )
-    if (
-        not config.is_encoder_decoder
-        and config.get_text_config(decoder=True) is not config
-        and family_of(config) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    ):
-        raise LyapunovPruneError(
-            f"{folder} holds a decoder inside a multimodal model ({architectures}); load it in Python with that class "
-            "and call lyapunov_prune.remove_layers, or give its text model alone"
-        )
-    if config.is_encoder_decoder or family_of(config) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys()
+    if config.is_encoder_decoder or family_of(config) not in known:
         raise LyapunovPruneError(f"{folder} is no causal language model ({architectures}); give a decoder")
 
 

@@ -133,18 +133,24 @@ def _backbone(model: PreTrainedModel, layers_path: str) -> nn.Module:
 
 @torch.no_grad()
 def require_causal(model: PreTrainedModel) -> None:
-    """Raise LyapunovPruneError if an output depends on a later token, as in an encoder.
+    """Raise LyapunovPruneError if an output depends on a later token, or if there is none without an image.
 
-    The last of four tokens is changed and the logits before it are compared, so no list of encoders is needed.
+    The last of four tokens is changed and the logits before it are compared, so no list of families is needed.
     """
+    kind = type(model).__name__
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(4, device=model.device).remainder(vocabulary).expand(2, 4).clone()
     ids[1, -1] = vocabulary - 1
-    logits = model(ids, use_cache=False).logits[:, :-1].float()
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    except (TypeError, ValueError, AttributeError) as error:
+        raise LyapunovPruneError(
+            f"{kind} does not run on text alone ({in_short(error, 120)}); give its text model alone"
+        ) from None
     if not torch.equal(logits[0].isfinite(), logits[1].isfinite()) or not torch.allclose(
         logits[0].nan_to_num(), logits[1].nan_to_num(), rtol=1e-2, atol=1e-4
     ):
-        raise LyapunovPruneError(f"{type(model).__name__} looks at later tokens (an encoder); give a causal decoder")
+        raise LyapunovPruneError(f"{kind} looks at later tokens (an encoder); give a causal decoder")
 
 
 def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:

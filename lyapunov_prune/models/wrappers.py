@@ -19,13 +19,14 @@ def auto_class(config: PreTrainedConfig, *, text_only: bool = False) -> Any:
     """The auto class that loads a checkpoint with this config whole.
 
     For some types (Qwen 3.5, Llama 4, Mllama, …) `AutoModelForCausalLM` builds the text model and drops the vision
-    tower. Those are loaded as `AutoModelForMultimodalLM`, unless the config names the text class as its architecture
-    or `text_only` asks for it.
+    tower, and for others (Qwen 2.5 VL, Llava, …) it has no class. Those are loaded as `AutoModelForMultimodalLM`,
+    unless the config names the text class as its architecture or `text_only` asks for it.
 
     Raises LyapunovPruneError where `text_only` asks for a class that transformers does not have.
     """
     text, whole = (_class_of(config, m) for m in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING))
-    if whole is None or (text is not whole and (text_only or text.__name__ in (config.architectures or ()))):
+    apart = text is not None and text is not whole
+    if whole is None or (apart and (text_only or text.__name__ in (config.architectures or ()))):
         return AutoModelForCausalLM
     if text_only:
         raise LyapunovPruneError(
@@ -63,15 +64,8 @@ def require_text_alone(decoder: Decoder, removed: tuple[int, ...]) -> None:
     def note(index: int) -> Any:
         return lambda module, args, kwargs, output: run.add(index)
 
-    try:
-        with hooked(after=[(layer, note(i)) for i, layer in enumerate(structure.layers)]):
-            model(input_ids=torch.arange(4, device=model.device).unsqueeze(0), use_cache=False)
-    except (TypeError, ValueError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:120].rstrip(".")
-        raise LyapunovPruneError(
-            f"{kind} does not run on text alone ({reason}); load its text model alone with AutoModelForCausalLM"
-        ) from None
-    require_causal(model)
+    with hooked(after=[(layer, note(i)) for i, layer in enumerate(structure.layers)]):
+        require_causal(model)
     silent = sorted(set(range(structure.num_layers)) - run)
     if silent:
         raise LyapunovPruneError(

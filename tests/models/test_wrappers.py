@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from accelerate import dispatch_model
-from helpers import LAYERS, SMALL, TEXT, make_tiny
+from helpers import LAYERS, SMALL, TEXT, Done, make_tiny
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -99,6 +99,19 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "text_config": text("qwen2"),
         "vision_config": {"model_type": "internvl_vision", **_IMAGE, "image_size": [28, 28], "patch_size": [14, 14]},
         "image_token_id": 90,
+    },
+    "Qwen2VLForConditionalGeneration": {
+        "model_type": "qwen2_vl",
+        "text_config": text("qwen2_vl_text", rope_scaling=_MROPE),
+        "vision_config": {
+            "depth": 2,
+            "embed_dim": 16,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "patch_size": 4,
+            "mlp_ratio": 2,
+        },
+        **_QWEN_IDS,
     },
     "Qwen2_5_VLForConditionalGeneration": {
         "model_type": "qwen2_5_vl",
@@ -254,6 +267,50 @@ def test_a_decoder_inside_a_multimodal_model(kind: str, ids: torch.Tensor) -> No
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+@pytest.fixture
+def saved_whole(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Callable[[str], Path]:
+    """Saves a wrapped decoder that reads the words of `tokenizer`."""
+
+    def save(kind: str) -> Path:
+        described = dict(WRAPPERS[kind] if kind in WRAPPERS else REFUSED[kind][0])
+        described["text_config"] = {**described["text_config"], "vocab_size": len(tokenizer)}
+        made(kind, described).save_pretrained(tmp_path / kind)
+        tokenizer.save_pretrained(tmp_path / kind)
+        return tmp_path / kind
+
+    return save
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Gemma3ForConditionalGeneration"],
+)
+def test_commands_take_the_language_layers_out_of_the_whole(
+    kind: str, saved_whole: Callable[[str], Path], tmp_path: Path, run: Callable[..., Done]
+) -> None:
+    folder, out = saved_whole(kind), tmp_path / "out"
+    some = ["--tokens", "64", "--context", "16"]
+    for command, *options in (["profile"], ["rank"], ["prune", "--layers", "1"]):
+        target = out if command == "prune" else tmp_path / command
+        done = run(command, str(folder), *options, *some, "-o", str(target))
+        assert done.code == 0, done
+    plain, whole = (getattr(transformers, kind).from_pretrained(place).eval() for place in (out, folder))
+    assert plain.config.text_config.num_hidden_layers == DEPTH - 1
+    before, after = outside(whole), outside(plain)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    prompt = picture_prompt(whole)
+    assert prompt is not None
+    with torch.no_grad(), skipped(find_structure(whole), (1,)):
+        torch.testing.assert_close(picture_logits(plain, prompt), picture_logits(whole, prompt))
+
+
+@pytest.mark.parametrize("kind", ["Blip2ForConditionalGeneration", "PaliGemmaForConditionalGeneration"])
+def test_a_saved_wrapper_that_text_cannot_check_is_refused(kind: str, saved_whole: Callable[[str], Path]) -> None:
+    with pytest.raises(LyapunovPruneError, match=REFUSED[kind][1]):
+        load(saved_whole(kind))
+
+
 @pytest.mark.parametrize("kind", [kind for kind in WRAPPERS if "Audio" not in kind])
 def test_a_picture_is_put_into_a_prompt(kind: str) -> None:
     model = make_wrapped(kind)
@@ -339,8 +396,7 @@ def test_a_wrapper_is_written_and_its_card_names_its_class(tokenizer: PreTrained
     assert "model = LlavaForConditionalGeneration.from_pretrained" in (tmp_path / "out" / "README.md").read_text()
     again = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
     assert find_structure(again).num_layers == DEPTH - 1
-    with pytest.raises(LyapunovPruneError, match="multimodal"):
-        load(tmp_path / "out")
+    assert type(load(tmp_path / "out").model) is type(model)
 
 
 def test_a_class_of_ones_own_must_load_with_the_automatic_class(llama: PreTrainedModel) -> None:
