@@ -47,7 +47,7 @@ class Records(dict[str, Record]):
             yield
 
     def watching_bare(self, model: nn.Module, exact: bool) -> AbstractContextManager[None]:
-        """Account for what enters the matrices of bare parameters inside the block.
+        """Inside the block, record errors on the inputs of matrices stacked in bare parameters.
 
         `exact`: the model runs with its own weights.
         """
@@ -101,8 +101,8 @@ def approximate(model: InMemory, approximations: Approximations, *, cache_radius
 def observe(model: Streamable, approximations: Approximations) -> Iterator[Records]:
     """Run `model` as it is and record what each approximation would do to the inputs of its matrix.
 
-    As `approximate`, without any effect on what the model computes. Of a streamed model the layers of these matrices
-    are held when the block begins.
+    Like `approximate`, but the model computes the same as before. For a streamed model, the layers of these matrices
+    must be in memory when the block begins.
     """
     with ExitStack() as stack:
         stack.enter_context(held(model.model))
@@ -115,7 +115,7 @@ def observe(model: Streamable, approximations: Approximations) -> Iterator[Recor
 
 
 def _chosen(decoder: Decoder, approximations: Approximations, cache_radius: float) -> Records:
-    """The records of the matrices that are approximated, and the swaps that would install them."""
+    """The records of the approximated matrices, and the swaps that install the approximations."""
     projections = {p.name: p for p in find_projections(decoder)}
     if not callable(approximations) and (unknown := [n for n in approximations if n not in projections]):
         known = next(iter(projections))
@@ -147,7 +147,7 @@ def _chosen(decoder: Decoder, approximations: Approximations, cache_radius: floa
 
 
 class _Forward:
-    """Installs an ApproxLinear as `module.forward`, where accelerate may have put its own forward.
+    """Installs an ApproxLinear as `module.forward`, which accelerate may have replaced already.
 
     `module.weight` becomes the approximation too, because Mamba multiplies by the weight of a module it never calls.
     """
@@ -179,7 +179,7 @@ class _Forward:
 
 
 class _Bare(Replacement):
-    """Approximates the matrices stacked in a bare parameter; `residuals` are those of each, by its name."""
+    """Approximates the matrices stacked in a bare parameter; `residuals` holds the residual of each, by name."""
 
     def __init__(self, module: nn.Module, key: str, records: list[Record]) -> None:
         super().__init__(module, key, {r.projection: r.approximation.weight for r in records})

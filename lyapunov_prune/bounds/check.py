@@ -90,12 +90,12 @@ def check_written(
     For `W` of the dense and `W'` of the compressed model, `‖W x − W' x‖ ≤ ‖W − W'‖ ‖x‖` with a certified norm (Theorem
     2, `sparse_activation_bound`, valid for any `W'`). The `x` are the inputs in the forward of `compressed`: the dense
     model runs with the matrices of the compressed one, which is equivalent if nothing else differs. Quantised weights
-    are read as `load` unpacks them (compressed-tensors, GGUF). Where embedding or head differ, both models run with
-    those of `compressed`, so that every error is one of the matrices. Errors are composed and followed as in
-    `check_bounds`. `method` says in the report what made the matrices, if the caller knows.
+    are read as `load` unpacks them (compressed-tensors, GGUF). If embedding or head differ, both models run with those
+    of `compressed`, so that every error is one of the matrices. Errors are composed and followed as in `check_bounds`.
+    `method` says in the report what made the matrices, if the caller knows.
 
-    Raises LyapunovPruneError where the models differ in more than that (`read_written`), for a bad batch, and for NaN
-    in a state.
+    Raises LyapunovPruneError if the models differ in more than that (`read_written`), for a bad batch, and for NaN in a
+    state.
     """
     reading = read(model, batch)
     on = reading.measured_on()  # before the embeddings are exchanged
@@ -189,14 +189,14 @@ def _seen(records: Mapping[str, Record]) -> dict[str, Seen]:
 
 
 def _weights(projections: Sequence[Projection], reading: Reading) -> dict[str, torch.Tensor]:
-    """The matrices by name: one tensor for all names of the same memory, in layers that share weights."""
+    """The matrices by name. Names that share memory, in layers that share weights, share one tensor."""
     seen: dict[Any, torch.Tensor] = {}
     weights = {p.name: p.weight(reading.model) for p in projections}
     return {name: seen.setdefault((W.data_ptr() or id(W), W.shape, W.stride()), W) for name, W in weights.items()}
 
 
 def _each(work: Callable[[A], B], items: Mapping[str, A], description: str) -> dict[str, B]:
-    """Run `work` for every matrix, once where names share one item, and one matrix per core: most are small."""
+    """Run `work` for every matrix, once for names that share one item; one matrix per core, because most are small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -211,7 +211,7 @@ def _each(work: Callable[[A], B], items: Mapping[str, A], description: str) -> d
 
 @dataclass(frozen=True)
 class _Stage:
-    """What all ranks at one sparsity share."""
+    """What is shared by all ranks at one sparsity."""
 
     W: torch.Tensor
     norm: CertifiedNorm

@@ -16,7 +16,7 @@ from lyapunov_prune.models.left_alone import LeftAlone, left_alone_lines
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, ModelIdentity, Result
 
-WRITTEN = "as written"  # the method of a checkpoint of which nobody said what made it
+WRITTEN = "as written"  # the method of a checkpoint, if the caller does not name one
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class BoundsReport(Result):
     alignment: LayerAlignment | None = None
     phases: TwoPhases | None = None
     shared: tuple[str, ...] = ()
-    left_alone: tuple[LeftAlone, ...] = ()  # weights inside the layers that no bound is for
+    left_alone: tuple[LeftAlone, ...] = ()  # weights inside the layers that have no bound
 
     @property
     def checks(self) -> int:
@@ -132,7 +132,7 @@ class BoundsReport(Result):
         )
 
     def answer(self) -> list[str]:
-        """Whether every bound held, and how near the nearest came."""
+        """Whether every bound held, and how close the closest came."""
         worst = np.fmax.reduce(self.ratio, axis=0)
         broken = [*self.violations, *(c for c in self._estimates if not c.holds)]
         lines = [
