@@ -1,4 +1,4 @@
-"""What is to be done to the matrices of a model: a method and how much of each, checked before anything is measured."""
+"""How the matrices of a model are compressed: a method and an amount for each, checked before anything is measured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.progress import track
 
-# What is told of a projection: its matrix before and after.
+# Called with a projection and its matrix before and after.
 Seen = Callable[[Projection, torch.Tensor, torch.Tensor], None]
 
 
@@ -43,7 +43,7 @@ Seen = Callable[[Projection, torch.Tensor, torch.Tensor], None]
 class Recipe:
     """How every matrix of the model of `allocation` is compressed.
 
-    `calibration` is the text that the method goes by; None for one that looks at weights alone.
+    `calibration` is the text that the method is calibrated on; None for one that uses weights alone.
     """
 
     method: Method
@@ -56,7 +56,7 @@ class Recipe:
         return dict(zip(self.allocation.names, self.allocation.amount.tolist(), strict=True))
 
     def ranks(self, model: PreTrainedModel) -> dict[str, int | None]:
-        """Of a method of low rank what `CompressionReport.ranks` says afterwards; by shapes alone."""
+        """For a low-rank method, what `CompressionReport.ranks` will be, computed from shapes alone."""
         amounts = {p.name: self._amount_of(p, p.weight(model)) for p in self.projections}
         return {name: None if amount is None else int(amount) for name, amount in amounts.items()}
 
@@ -69,9 +69,9 @@ class Recipe:
         seen: Seen | None = None,
         batch_size: int = 1,
     ) -> CompressionReport:
-        """Compress the matrices of `model` in place, a layer at a time; `put` takes each layer, its weights in memory.
+        """Compress the matrices of `model` in place, layer by layer; `put` is called for each layer while in memory.
 
-        `seen` is shown every matrix before and after, for what keeps more of it than the matrix.
+        `seen` is called with every matrix before and after, for callers that store more than the matrix.
         """
         matrices = by_layer(self.projections)
         left = dict.fromkeys(range(self.allocation.model.num_layers))
@@ -93,7 +93,7 @@ class Recipe:
                 weights=weights_for(self.method, self.calibration, self.projections, batch_size),
                 dense=self._dense_beside(model),
             )
-        # What is left has no matrices, or is looked at by its weights alone.
+        # The remaining layers have no matrices, or the method uses weights alone.
         for layer in track([*left], f"compression, {self.method.name}"):
             with layer_held(model, layer):
                 if layer in matrices:
@@ -118,7 +118,7 @@ class Recipe:
         return told
 
     def _dense_beside(self, model: PreTrainedModel) -> Reading | None:
-        """The dense model's reading, where the method corrects for what has changed since."""
+        """The dense model's reading if the method corrects for earlier changes, otherwise None."""
         if not getattr(self.method, "correction", 0):
             return None
         if self.calibration is not None and self.calibration.model is model:
@@ -164,7 +164,7 @@ def recipe_for(
     correction: float = 0.0,
     measured: Mapping[str, Callable[[Reading], Any]] | None = None,
 ) -> Recipe:
-    """What `compress` says of these arguments; `measured` makes of the text what a schedule `needs` (a score, a cost).
+    """The Recipe for the arguments of `compress`; `measured` makes what a schedule `needs` (score, cost) from the text.
 
     Raises LyapunovPruneError for amounts and options that the method does not have, a rank that changes no matrix, a
     missing text or profile, and matrices shared between layers.
@@ -206,7 +206,7 @@ def recipe_for(
 def require_amount(
     method: str, sparsity: float | None, rank: int | None, bits: float | None, allocation: str | Allocation
 ) -> str:
-    """The unit in which it is said how much; raises LyapunovPruneError unless one is, and the method can take it."""
+    """The unit of the amount. Raises LyapunovPruneError unless it is given exactly once and the method accepts it."""
     takes = {"sparsity": ("sparsity",), "rank": ("sparsity", "rank"), "bits": ("bits",)}[METHODS[method].unit]
     given = [name for name, x in (("sparsity", sparsity), ("rank", rank), ("bits", bits)) if x is not None]
     if isinstance(allocation, Allocation):
@@ -229,9 +229,9 @@ def require_amount(
 
 
 def require_options(allocation: str | Allocation, options: Mapping[str, Any] | None, bits: float | None = None) -> None:
-    """Raise LyapunovPruneError unless the schedule has these parameters; an Allocation has made use of its own.
+    """Raise LyapunovPruneError unless the schedule has these parameters; an Allocation accepts none.
 
-    Also for a mean of so many `bits` that schedule bits would give every layer the same.
+    Also for mean `bits` at which a schedule of bits would give every layer the same width.
     """
     if not isinstance(allocation, Allocation):
         schedule = SCHEDULES.make(allocation, **(options or {}))
@@ -252,7 +252,7 @@ def _allocated(
 
 
 def _amount(method: Method, amount: float, unit: str, shape: Sequence[int]) -> float | None:
-    """What the method is called with; None for a matrix that stays as it is."""
+    """The amount passed to the method; None for a matrix that is not changed."""
     if unit == "bits":
         return None if amount == DENSE else amount
     if method.unit != "rank":
@@ -297,7 +297,7 @@ def _sums(W: torch.Tensor, after: torch.Tensor) -> tuple[float, float, int]:
     for rows, left in zip(row_blocks(W), row_blocks(after), strict=True):
         error += float(token_energy(widen(rows) - widen(left)).sum())
         whole += float(token_energy(rows).sum())
-        zeros -= int(left.bool().count_nonzero())  # of half precision itself it takes twenty times as long
+        zeros -= int(left.bool().count_nonzero())  # bool first: on half precision the count takes twenty times as long
     return error, whole, zeros
 
 
@@ -312,7 +312,7 @@ def _share(error: float, whole: float) -> float:
 
 
 def _require_apart(model: PreTrainedModel, projections: Sequence[Projection]) -> None:
-    """Matrices that several layers share would be compressed once for each."""
+    """Raise LyapunovPruneError for a matrix that several layers share: it would be compressed once for each."""
     seen: dict[tuple[int, int, int | None], str] = {}
     for p in projections:
         W = p.stored(model)

@@ -1,4 +1,4 @@
-"""What came of a compression: its method, how much of each matrix, and what became of it."""
+"""The result of a compression: its method, the amount for each matrix, and what became of it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ REPORT = "compression.json"  # beside the weights of a compressed checkpoint
 
 @dataclass(frozen=True)
 class CompressedMatrix:
-    """What became of one matrix (m × n).
+    """The result for one matrix (m × n).
 
-    `zeros`: share of its entries that are zero. `rank`, `bits`: what was kept, None where the method keeps the other.
-    `weight_error = ‖W − Ŵ‖_F / ‖W‖_F`; `output_error = ‖(W − Ŵ) X‖_F / ‖W X‖_F` on the calibration inputs X,
-    weighted where the method weighs tokens; None where no Gram matrix was collected. `tokens`: how many calibration
-    tokens the router sent to an expert; None for any other matrix. With fewer than n, its statistics are filled up with
-    tokens of the layer (`calibration.lending`).
+    `zeros` is the share of zero entries; `rank` and `bits` are what was kept, None for a method that does not set them.
+    `weight_error = ‖W − Ŵ‖_F / ‖W‖_F`; `output_error = ‖(W − Ŵ) X‖_F / ‖W X‖_F` on the calibration inputs X, weighted
+    if the method weighs tokens; None if no Gram matrix was collected. `tokens` counts the calibration tokens that the
+    router sent to an expert; None for any other matrix. With fewer than n tokens, its statistics also use other tokens
+    of the layer (`calibration.lending`).
     """
 
     name: str
@@ -50,9 +50,9 @@ class CompressedMatrix:
 
 @dataclass(frozen=True)
 class Packed:
-    """The weights of a checkpoint that holds matrices as integers or as two factors, and what they would be dense.
+    """The size of a checkpoint that stores matrices as integers or as two factors, and its size with dense matrices.
 
-    `factored` says how many are two factors; None: all are integers.
+    `factored` is the number of matrices stored as two factors; None if all are integers.
     """
 
     format: str
@@ -77,8 +77,8 @@ class Packed:
 class CompressionReport(Result):
     """A compression: its method, its allocation, and every matrix.
 
-    `calibration` is what the method went by, None for one that looks at weights alone; `allocation.measured_on` what
-    decided how much of each matrix.
+    `calibration` is the text that the method was calibrated on, None for one that uses weights alone;
+    `allocation.measured_on` holds the texts that decided the amount of each matrix.
     """
 
     method: str
@@ -88,13 +88,13 @@ class CompressionReport(Result):
     matrices: tuple[CompressedMatrix, ...]
     calibration: MeasuredOn | None
     symmetric: bool = False  # grids around 0, without a zero point
-    weighted: bool = False  # tokens of the calibration, by the gradient at each matrix's output
+    weighted: bool = False  # calibration tokens, by the gradient at each matrix's output
     correction: float = 0.0  # toward the outputs of the dense model, the α of `second_order.SecondOrder`
-    packed: Packed | None = None  # or as factors; None: dense matrices
-    left_alone: tuple[LeftAlone, ...] = ()  # weights inside the layers that are no matrices for any method
+    packed: Packed | None = None  # integers or factors; None: dense matrices
+    left_alone: tuple[LeftAlone, ...] = ()  # weights inside the layers that no method compresses
 
     def about(self) -> str:
-        """What a model card says of it."""
+        """The description for the model card."""
         calibration = self.calibration.line() if self.calibration else "none, the method looks at weights alone"
         allocation = "".join(f"\n\nAllocation: by {as_text(on.line())}." for on in self.allocation.measured_on)
         schedule = self.allocation.schedule
@@ -108,12 +108,12 @@ class CompressionReport(Result):
 
     @property
     def saw(self) -> tuple[MeasuredOn, ...]:
-        """The texts that had a part in it."""
+        """The texts that influenced the result."""
         return self.allocation.measured_on + ((self.calibration,) if self.calibration else ())
 
     @property
     def ranks(self) -> dict[str, int | None]:
-        """By the name of each matrix its rank; None for one that stays as it is, or was not cut to a rank."""
+        """The rank by matrix name; None for a matrix that is not changed or not cut to a rank."""
         return {m.name: m.rank for m in self.matrices}
 
     @property
@@ -125,12 +125,12 @@ class CompressionReport(Result):
         return [m.rows * m.columns for m in self.matrices]
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a matrix."""
+        """One row per matrix."""
         frame = pd.DataFrame([vars(m) for m in self.matrices])
         return frame.dropna(axis=1, how="all")
 
     def summary(self) -> pd.DataFrame:
-        """One row a layer: means weighted by entries, errors as root mean squares."""
+        """One row per layer: means weighted by entries, errors as root mean squares."""
         frame = self.to_frame().assign(size=self._sizes())
         rows = []
         for layer, part in frame.groupby("layer"):
@@ -161,7 +161,7 @@ class CompressionReport(Result):
         return [line for line in lines if line]
 
     def _lent(self) -> str:
-        """Which experts were given too few tokens."""
+        """A sentence on experts that were calibrated on too few tokens of their own; empty if there are none."""
         few = [m for m in self.matrices if m.lent]
         if not few:
             return ""
