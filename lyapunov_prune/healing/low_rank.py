@@ -31,14 +31,14 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
     is added to the weight, in float64 and rounded once: the model is a plain one again, with new parameter tensors
     (other references to the old tensors keep the old numbers). After an exception the weights are unchanged.
 
-    Of matrices stacked in a bare parameter (experts) each has factors of its own, stacked as their weights are. Their
-    weights with the update are formed before every forward of their module, in its dtype: on a layer with experts that
-    takes the memory of its weights once more.
+    Each matrix stacked in a bare parameter (experts) has factors of its own, stacked like the weights. The updated
+    weights are formed before every forward of the module, in its dtype, which takes the memory of a layer's experts
+    once more.
 
     A weight that several modules share gets one update. Raises LyapunovPruneError for a rank below 1 or above that of a
     matrix.
     """
-    weights: dict[nn.Parameter, tuple[str, Projection]] = {}  # a shared weight once, under its first name
+    weights: dict[nn.Parameter, tuple[str, Projection]] = {}  # each shared weight once, under its first name
     users: dict[nn.Parameter, list[tuple[nn.Module, Projection]]] = {}
     require_no_adapters(model)
     for p in structure_projections(find_layers(model)):
@@ -86,7 +86,7 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
 
 
 def _stacked(weight: torch.Tensor, p: Projection) -> torch.Tensor:
-    """A view of the weight with an axis for the matrices in it, where it stacks several."""
+    """A view of the weight; if it stacks several matrices, they have an axis of their own."""
     return weight.unflatten(0, (p.stack, -1)) if p.stack > 1 and weight.ndim == 2 else weight
 
 
@@ -94,7 +94,7 @@ def _stacked(weight: torch.Tensor, p: Projection) -> torch.Tensor:
 def _updated(
     runs: nn.Module, module: nn.Module, p: Projection, weight: nn.Parameter, A: nn.Parameter, B: nn.Parameter
 ) -> Iterator[None]:
-    """Every forward of `runs` has `weight` plus the product of the factors as the parameter of `module`."""
+    """During every forward of `runs`, the parameter of `module` is `weight` plus the product of the factors."""
 
     def put(*_: Any) -> None:
         update = (A.mT @ B.mT if p.transposed else B @ A).view(weight.shape)
@@ -107,7 +107,7 @@ def _updated(
         with hooked(before=[(runs, put)], after=[(runs, restore)]):
             yield
     finally:
-        restore()  # after a forward that raised
+        restore()  # in case a forward raised
 
 
 def _adding(A: torch.Tensor, B: torch.Tensor) -> Callable[..., torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The size of a parameter, of which a learning rate is a share."""
+"""The sizes of parameters, to which learning rates are relative."""
 
 from __future__ import annotations
 
