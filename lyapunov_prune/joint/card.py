@@ -10,7 +10,7 @@ from lyapunov_prune.joint.result import REPORT, JointRun
 
 
 def since(run: JointRun) -> str:
-    """Whether the model was trained after the removal."""
+    """A sentence on the training after the removal."""
     steps = sum(run.start) * run.points.steps + len(run.losses)
     return (
         f"Without the removed\nparts it was trained for {steps} steps to predict what the dense model predicts, "

@@ -34,7 +34,7 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 IMPORTANCES = ("taylor", "learned")
-STEPS = {"taylor": 16, "learned": 48}  # each on one item of text, or on some images
+STEPS = {"taylor": 16, "learned": 48}  # number of steps, each on one text item or some images
 RATE = 0.05  # learning rate of m̄, whose gradient is scaled to RMS 1 per type; m̄ starts at 1, threshold 1/2
 PULL = 2.0
 
