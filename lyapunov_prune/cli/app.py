@@ -21,9 +21,9 @@ from lyapunov_prune.cli.commands.joint import joint
 from lyapunov_prune.cli.commands.measure import check, profile, rank, sensitivity
 from lyapunov_prune.cli.commands.predictions import hierarchy
 from lyapunov_prune.cli.commands.prune import prune
-from lyapunov_prune.cli.commands.shrink import show_parts, shrink
+from lyapunov_prune.cli.commands.shrink import shrink
 from lyapunov_prune.cli.failures import READER_GONE, as_refusal, put_aside, require_sound_process, tell
-from lyapunov_prune.cli.options import Full, Json, Resume, output_option, what_option
+from lyapunov_prune.cli.options import Json, Resume, output_option, what_option
 from lyapunov_prune.cli.records import flattened
 from lyapunov_prune.cli.terminal import note, print_json, say, show, speak_any_language
 
@@ -78,10 +78,9 @@ def demo(
     output: Annotated[Path, output_option("--output", "-o", help="Folder of the run.")] = Path("runs/demo"),
     resume: Resume = False,
     as_json: Json = False,
-    full: Full = False,
 ) -> None:
     """Shrink the built-in model by a quarter, with a look at the profile of its layers (minutes on two cores)."""
-    from lyapunov_prune.cli.demo import SMALL, run_demo
+    from lyapunov_prune.cli.demo import run_demo
 
     document: dict[str, Any] = {}
 
@@ -89,15 +88,13 @@ def demo(
         if as_json:
             document[name] = result.to_json()
         else:
-            show(result, False, None, full=full)
+            show(result, False, None, kept=output / f"{name}.json")
             say("")
 
     page = run_demo(output, resume=resume, show=show_part, told=lambda cost: note("\n".join(cost.answer())))
     if as_json:
         print_json(document | {"report": str(page)})
     else:
-        if full:
-            show_parts(output / SMALL)
         say(f"Report: {page}")
 
 
@@ -144,11 +141,18 @@ def theorems(
 
 @_command("report")
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder with the results of a run.")], as_json: Json = False
+    run: Annotated[Path, typer.Argument(help="Folder with the results of a run, or one of its .json files.")],
+    as_json: Json = False,
 ) -> None:
-    """Draw the figures and the self-contained report.html of a run."""
-    from lyapunov_prune.report.page import write_report
+    """Draw the figures and the self-contained report.html of a run, or print every row of one of its results."""
+    from lyapunov_prune.report.page import load_result, write_report
 
+    if run.is_file():
+        result = load_result(run)
+        show(result, as_json, None, full=True)
+        for part in () if as_json else result.further():
+            show(part, as_json, None, full=True)
+        return
     page = write_report(run)
     if as_json:
         print_json({"report": str(page)})

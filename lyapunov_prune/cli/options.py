@@ -365,4 +365,3 @@ Quantize = Annotated[
 Target = Annotated[Path, output_option("--output", "-o", help="Folder of the checkpoint; must be empty.")]
 Resume = Annotated[bool, output_option("--resume", help="Keep what an interrupted run has done.")]
 Json = Annotated[bool, output_option("--json", help="Print one JSON document on stdout, and nothing else.")]
-Full = Annotated[bool, output_option("--full", help="Show every row, not only those that matter.")]

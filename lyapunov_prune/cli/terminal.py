@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,8 +58,18 @@ def _lines(message: str) -> str:
     return "\n".join(map(printable, message.split("\n")))
 
 
-def show(result: Result, as_json: bool, written: Path | None, *, full: bool = False, answered: bool = False) -> None:
+def show(
+    result: Result,
+    as_json: bool,
+    written: Path | None,
+    *,
+    kept: Path | None = None,
+    full: bool = False,
+    answered: bool = False,
+) -> None:
     """The answer of `result`, then its table: the rows that matter, or with `full` what was measured and every row.
+
+    `kept` is the file that holds the result, where that is not `written`. A result that no file holds has every row.
 
     Without the answer where it was `answered` before, as part of another result.
     """
@@ -72,21 +83,20 @@ def show(result: Result, as_json: bool, written: Path | None, *, full: bool = Fa
         lines += [line for line in result.headline().split("\n") if line not in lines]
     if lines:
         say("\n".join(lines))
-    _print_table(result.summary() if full else result.brief())
-    if not full and result.unshown(ALL):
-        say(result.unshown(ALL))
+    kept = kept or (written if written is not None and written.suffix == ".json" else None)
+    brief = kept is not None and not full
+    _print_table(result.brief() if brief else result.summary())
+    if brief and (unshown := result.unshown(f"lyapunov-prune report {shlex.quote(str(kept))} shows all")):
+        say(unshown)
     if written is not None:
         say(f"Written: {written}")
-
-
-ALL = "--full shows all"
 
 
 class Parts:
     """Results of one command, each kept in `run` under its name: shown as they come, or all at the end as JSON."""
 
-    def __init__(self, run: Path, as_json: bool, full: bool = False) -> None:
-        self._run, self._as_json, self._full = run, as_json, full
+    def __init__(self, run: Path, as_json: bool) -> None:
+        self._run, self._as_json = run, as_json
         self._document: dict[str, Any] = {}
 
     def add(self, name: str, result: Result) -> None:
@@ -94,7 +104,7 @@ class Parts:
         if self._as_json:
             self._document[name] = result.to_json()
         else:
-            show(result, False, written, full=self._full)
+            show(result, False, written)
 
     def end(self) -> None:
         """Call when every part is there; before a failed check is raised."""

@@ -58,6 +58,9 @@ class Evaluation(Result):
         frame = pd.DataFrame(rows)
         return frame if len(rows) > 1 else frame.drop(columns=["× first", "low", "high"])
 
+    def further(self) -> list[Result]:
+        return [part for part in (self.speed, self.tasks, self.retrieval, self.engine) if part is not None]
+
     def answer(self) -> list[str]:
         reference, *others = self.perplexities
         lines = [each.against(reference) for each in others] or reference.answer()[:1]

@@ -175,7 +175,7 @@ class Explanation(Decomposed, Result):
             f"{self.measured_on.line()}"
         )
 
-    def parts_of_it(self) -> list[Result]:
+    def further(self) -> list[Result]:
         """Further tables, each with its own answer."""
         return [part for part in (self.sublayers, self.matrices, self.tokens) if part is not None]
 

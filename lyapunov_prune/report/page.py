@@ -21,7 +21,7 @@ from lyapunov_prune.report.layer_sections import LAYERS
 from lyapunov_prune.report.model_sections import MODELS
 from lyapunov_prune.report.questions import POLICY, SCRIPT, questions
 from lyapunov_prune.report.ranking import ranking_figure
-from lyapunov_prune.results.files import write_whole
+from lyapunov_prune.results.files import parsed, write_whole
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result
 
@@ -62,6 +62,23 @@ def require_readable(run: Path, replaced: Collection[str] = ()) -> None:
     for path, kind in kinds.items():
         if path.relative_to(run).as_posix() not in replaced:
             kind.load(path)
+
+
+def load_result(path: Path) -> Result:
+    """The result in a file that a command wrote, whatever its kind. Raises LyapunovPruneError for any other file."""
+    from lyapunov_prune.compression.amount import BudgetedCompression
+    from lyapunov_prune.profiles.sublayer_growth import SublayerGrowth
+
+    kinds: list[type[Result]] = [section.kind for section in SECTIONS]
+    kinds += [PruningPlan, Provenance, BudgetedCompression, SublayerGrowth]
+    try:
+        named = parsed(path.read_text(encoding="utf-8"))["kind"]
+    except (OSError, ValueError, KeyError, TypeError):
+        named = None
+    kind = next((kind for kind in kinds if kind.__name__ == named), None)
+    if kind is None:
+        raise LyapunovPruneError(f"{path} holds no result that this program prints; give a .json file of a run")
+    return kind.load(path)
 
 
 def write_report(run: str | Path) -> Path:

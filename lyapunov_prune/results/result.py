@@ -160,6 +160,10 @@ class Result:
         """The rows that matter, at most `ROWS`; the first of `summary` by default."""
         return self.summary().head(ROWS)
 
+    def further(self) -> list[Result]:
+        """Further tables of this result, each with its own answer."""
+        return []
+
     def unshown(self, where: str) -> str:
         """Says how many rows `brief` leaves out and `where` they are; empty if none."""
         shown, rows = len(self.brief()), len(self.summary())

@@ -76,12 +76,19 @@ class Long(Result):
 
 @pytest.mark.parametrize("full", [False, True])
 def test_the_answer_comes_first_and_full_shows_every_row(full: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.show(Long(), False, None, full=full)
+    terminal.show(Long(), False, None, kept=Path("run/x.json"), full=full)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "remove layer 3"
     assert ("measured on tokens" in lines) == full
     assert sum(line.strip().isdigit() for line in lines) == (ROWS + 3 if full else ROWS)
-    assert (lines[-1] == f"{ROWS} of {ROWS + 3} rows; {terminal.ALL}") != full
+    assert (lines[-1] == f"{ROWS} of {ROWS + 3} rows; lyapunov-prune report run/x.json shows all") != full
+
+
+def test_a_result_that_no_file_holds_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.show(Long(), False, None)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.strip().isdigit() for line in lines) == ROWS + 3
+    assert "measured on tokens" not in lines
 
 
 class Wide(Result):

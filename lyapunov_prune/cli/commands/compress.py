@@ -19,7 +19,6 @@ from lyapunov_prune.cli.options import (
     BatchSize,
     Bits,
     Correction,
-    Full,
     GroupSize,
     Json,
     LlamaCpp,
@@ -72,7 +71,6 @@ def compress(
     resume: Resume = False,
     output: Target,
     as_json: Json = False,
-    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Compress every matrix of the layers; writes a plain transformers checkpoint with compression.json.
@@ -90,6 +88,7 @@ def compress(
     from lyapunov_prune.compression.compress import compress as compress_model
     from lyapunov_prune.compression.masks import as_pattern
     from lyapunov_prune.compression.recipe import require_amount, require_options
+    from lyapunov_prune.compression.report import REPORT
     from lyapunov_prune.export.format import Asked
     from lyapunov_prune.export.recipes import llama_cpp_overrides, llm_compressor_recipe
     from lyapunov_prune.export.streamed import compress_on_disk, require_streamed
@@ -153,7 +152,7 @@ def compress(
     amount: dict[str, Any] = {"sparsity": sparsity, "rank": rank, "bits": bits, "pattern": keep_of}
     if stream:
         report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, format=format, **how, **amount)
-        show(report, as_json, output, full=full)
+        show(report, as_json, output, kept=output / REPORT)
         return
     how["batch_size"] = batch_size
     if max_kl is None:
@@ -163,7 +162,7 @@ def compress(
         spent, done = compress_under_budget(loaded.model, batch, max_kl, **how, folder=jobs, resume=resume)
         results["amounts.json"] = spent
         if not as_json:
-            show(spent, as_json, None, full=full)
+            show(spent, as_json, None, kept=output / "amounts.json")
             say(expectation().told(float(spent.kl[spent.chosen]), "matrices compressed"))
     tokenizer, dense = loaded.tokenizer, loaded.model if stored.keeps_dense else None
     del loaded  # what was written is loaded beside what was compressed: no room for a third
@@ -172,4 +171,4 @@ def compress(
     report = stored.write(done, dense, tokenizer, output, f"{Path(model).name}, compressed", results)
     for place, text_of in recipes.items():
         write_whole(place, text_of)
-    show(report, as_json, output, full=full)
+    show(report, as_json, output, kept=output / REPORT)

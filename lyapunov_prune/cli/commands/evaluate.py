@@ -14,7 +14,6 @@ from lyapunov_prune.cli.inputs import (
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
     BatchSize,
-    Full,
     Items,
     Json,
     Model,
@@ -63,7 +62,6 @@ def evaluate(
     split: Annotated[choices.Split, text_option(help="Which half of the text.")] = "evaluation",
     output: Output = None,
     as_json: Json = False,
-    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Perplexity, and on request speed, tasks and retrieval, and what an engine makes of it; writes eval.json."""
@@ -114,10 +112,9 @@ def evaluate(
     )
     result.save(run / "eval.json")
     draw_report(run)
-    show(result, as_json, run / "eval.json", full=full)
-    for part in (result.speed, result.tasks, result.retrieval, result.engine):
-        if part and not as_json:
-            show(part, as_json, None, full=full, answered=True)
+    show(result, as_json, run / "eval.json")
+    for part in () if as_json else result.further():
+        show(part, as_json, None, kept=run / "eval.json", answered=True)
     unpacked = [name for name, m in models.items() if quantisation(m.config) and not is_packed(m)]
     if speed and unpacked and not as_json:
         say(f"The packed weights of {', '.join(unpacked)} were unpacked on loading: these are speeds of dense ones.")

@@ -11,7 +11,6 @@ from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
     BatchSize,
-    Full,
     Json,
     Model,
     ModelOptions,
@@ -45,7 +44,6 @@ def explain(
     batch_size: BatchSize = 1,
     output: Output = None,
     as_json: Json = False,
-    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Where the error of COMPRESSED comes from: layer by layer inherited, added or amplified; writes explanation.json.
@@ -80,9 +78,9 @@ def explain(
     result = measured(loaded, other, reading, profile=known, batch_size=batch_size, folder=run)
     written = result.save(run / EXPLANATION)
     draw_report(run)
-    show(result, as_json, written, full=full)
-    for part in () if as_json else result.parts_of_it():
-        show(part, as_json, None, full=full)
+    show(result, as_json, written)
+    for part in () if as_json else result.further():
+        show(part, as_json, None, kept=written)
     if not (result.adds_up and (result.sublayers is None or result.sublayers.adds_up)):
         raise CheckFailed(f"the parts of the error do not add up; see {written}")
     if result.matrices is not None and result.matrices.violations:

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 from lyapunov_prune.cli.inputs import format_for
 from lyapunov_prune.cli.options import (
-    Full,
     Json,
     Model,
     ModelOptions,
@@ -32,7 +31,6 @@ def export(
     source: ModelOptions = ModelOptions(),
     output: Target,
     as_json: Json = False,
-    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Write MODEL as it is in another format: a .gguf file for llama.cpp, or a folder.
@@ -46,4 +44,4 @@ def export(
     source.require_one_place("export")
     stored.require_target(output)
     loaded = source.load(model, text_only=text_only)
-    show(stored.export(loaded, output), as_json, output, full=full)
+    show(stored.export(loaded, output), as_json, output)

@@ -9,7 +9,6 @@ import typer
 
 from lyapunov_prune.cli.inputs import begun_run, format_for, jobs_folder, load_judge
 from lyapunov_prune.cli.options import (
-    Full,
     Json,
     Judge,
     ModelOptions,
@@ -61,7 +60,6 @@ def heal(
     quantize: Quantize = None,
     output: Target,
     as_json: Json = False,
-    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Train a pruned model to predict what the dense one predicts; writes a plain checkpoint with healing.json.
@@ -151,22 +149,23 @@ def heal(
         return
     if done.report.kept < 0:
         _clear(jobs, texts)
-        show(done.report, as_json, None, full=full)
+        show(done.report, as_json, None)
         raise CheckFailed(
             f"healing did not beat the pruned model on the windows that judged, and {output} was not written; give "
             "another text (--text), more of it (--tokens), or more steps"
         )
     if original is not None:
         save_changed(output, original, wrap(done.model, loaded.tokenizer), provenance, quantize)
-        done.report.save(begun_run(None, model, REPORT) / REPORT)
+        kept = done.report.save(begun_run(None, model, REPORT) / REPORT)
     else:
         results: dict[str, Result] = {REPORT: done.report}
         if provenance is not None:
             results[PROVENANCE] = provenance
         title = f"{Path(model).name}, healed"
         write_model(done.model, loaded.tokenizer, output, results, title, done.report.about(), KEPT)
+        kept = output / REPORT
     _clear(jobs, texts)
-    show(done.report, as_json, output, full=full)
+    show(done.report, as_json, output, kept=kept)
 
 
 def _origin(model: str, teacher: str | None) -> tuple[Provenance | None, str]:

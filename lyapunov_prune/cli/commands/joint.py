@@ -7,7 +7,6 @@ from typing import Annotated
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import draw_report, jobs_folder, load_examples
 from lyapunov_prune.cli.options import (
-    Full,
     Images,
     Json,
     Model,
@@ -51,7 +50,6 @@ def joint(
     resume: Resume = False,
     output: Target,
     as_json: Json = False,
-    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Remove attentions and activations, so many of each as a map of the score after recovery says.
@@ -95,6 +93,6 @@ def joint(
         batch_size=1 if images is None else _IMAGES,
     )
     draw_report(output)
-    show(done, as_json, output, full=full)
+    show(done, as_json, output, kept=output / "joint.json")
     if not as_json:
         say(f"Report: {output / 'report.html'}")

@@ -20,7 +20,6 @@ from lyapunov_prune.cli.inputs import (
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
     BatchSize,
-    Full,
     Json,
     MaxKL,
     Method,
@@ -69,7 +68,6 @@ def profile(
     batch_size: BatchSize = 1,
     output: Output = None,
     as_json: Json = False,
-    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Measure contraction and Block Influence of every layer; writes profile.json and figures.
@@ -88,7 +86,7 @@ def profile(
         found = measure_persistence(loaded.model, batch, epsilon=epsilon, seeds=range(seeds), batch_size=batch_size)
         written = found.save(run / "persistence.json")
         draw_report(run)
-        show(found, as_json, written, full=full)
+        show(found, as_json, written)
         return
     if stream:
         given.refuse(IN_MEMORY, "by_sublayer")
@@ -113,9 +111,9 @@ def profile(
     )
     if growth is None:
         draw_report(run)
-        show(result, as_json, run / "profile.json", full=full)
+        show(result, as_json, run / "profile.json")
     else:
-        parts = Parts(run, as_json, full)
+        parts = Parts(run, as_json)
         parts.add("profile", result)
         parts.add("sublayer-growth", growth)
         draw_report(run)
@@ -140,7 +138,6 @@ def rank(
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
-    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Order the layers, or their attention or MLP, for removal; with --remove N or --max-kl X writes plan.json."""
@@ -197,11 +194,11 @@ def rank(
         spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=batch_size)
         spent.save(run / "budget.json")
         written = spent.plan().save(run / "plan.json")
-        show(spent, as_json, written, full=full)
+        show(spent, as_json, written, kept=run / "budget.json")
         return
-    show(ranking, as_json, written, full=full)
-    if plan is not None and plan.stability() and not as_json:
-        say(plan.stability())
+    show(ranking, as_json, None)
+    if plan is not None and not as_json:
+        say("\n".join(filter(None, (f"Written: {written}", plan.stability()))))
 
 
 def check(
@@ -221,7 +218,6 @@ def check(
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
-    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Approximate every matrix and check its bound on every forward; writes bounds.json.
@@ -236,7 +232,7 @@ def check(
         given.refuse(alone, "compressed", "bits", "resume", "output")
         given.refuse_record(alone, ModelOptions)
         given.refuse_record(alone, TextOptions)
-        _check_engines(model, as_json, full)
+        _check_engines(model, as_json)
         return
 
     from lyapunov_prune.bounds.check import check_grid, check_written
@@ -262,19 +258,19 @@ def check(
         result = check_grid(loaded.model, batch, folder=run / "jobs" / "check", resume=resume)
     written = result.save(run / "bounds.json")
     draw_report(run)
-    show(result, as_json, written, full=full)
+    show(result, as_json, written)
     if not result.passed:
         raise CheckFailed(f"{len(result.violations)} bounds are violated; see {written}")
 
 
-def _check_engines(model: str, as_json: bool, full: bool) -> None:
+def _check_engines(model: str, as_json: bool) -> None:
     from lyapunov_prune.models.engines import check_engines
 
     found = check_engines(model)
     if found.passed and not as_json:
         say(f"{found.headline()}.")
         return
-    show(found, as_json, None, full=full)
+    show(found, as_json, None)
     if not found.passed:
         raise CheckFailed(f"{len(found.findings)} short cuts of engines meet {model}; compare outputs there before use")
 
@@ -301,7 +297,6 @@ def sensitivity(
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
-    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Change one thing at a time and measure the loss: which matrices and layers can bear it.
@@ -349,4 +344,4 @@ def sensitivity(
         if "group" in studies:
             explain_drift(run, result, profile.contraction)
     draw_report(run)
-    show(result, as_json, run / "sensitivity.json", full=full)
+    show(result, as_json, run / "sensitivity.json")

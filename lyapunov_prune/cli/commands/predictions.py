@@ -11,7 +11,6 @@ import typer
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_prompted, require_retrieval
 from lyapunov_prune.cli.options import (
     BatchSize,
-    Full,
     Items,
     Json,
     Model,
@@ -57,7 +56,6 @@ def hierarchy(
     batch_size: BatchSize = 1,
     output: Output = None,
     as_json: Json = False,
-    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Follow a change from hidden state to logits to probabilities; writes hierarchy.json and what follows.
@@ -126,7 +124,7 @@ def hierarchy(
     )
     if other is not None and not same_layers:
         probe = replace(probe, beside=identify(other.model))
-    parts = Parts(run, as_json, full)
+    parts = Parts(run, as_json)
     parts.add("hierarchy", probe)
     if other is not None:
         pair = loaded.model, other.model, reading

@@ -18,7 +18,6 @@ from lyapunov_prune.cli.inputs import (
 from lyapunov_prune.cli.options import (
     BatchSize,
     Format,
-    Full,
     Images,
     Json,
     Judge,
@@ -78,7 +77,6 @@ def prune(
     batch_size: BatchSize = 1,
     output: Target,
     as_json: Json = False,
-    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Remove layers physically, pass the gate, write a plain transformers checkpoint.
@@ -178,7 +176,7 @@ def prune(
         )
         if on_disk or stream:  # else it has said that the model does not fit there
             given.refuse("has no effect on what is pruned on disk; leave it out", "device")
-        _prune_on_disk(model, output, layers, plan_file, keep_period, source, as_json, full, why, stream, format)
+        _prune_on_disk(model, output, layers, plan_file, keep_period, source, as_json, why, stream, format)
         return
 
     # Imported here, since files are pruned in less memory than this takes.
@@ -200,7 +198,7 @@ def prune(
         classifier = wrap_any(loaded_model)
         plan = _plan_for(classifier, _read_plan(plan_file))
         written = write_pruned(classifier, None, plan, output, examples, format=format)
-        _tell(written, as_json, output, full)
+        _tell(written, as_json, output)
         return
     if mend and "text" not in given:  # see experiments/6_recovery
         text = replace(text, text=SELF)
@@ -228,7 +226,7 @@ def prune(
                 require_periods(remove, loaded.structure.num_layers, period)
         ranking = by.rank(loaded, batch, remove, batch_size, mend=mend, judge=judged)
         if by.goes_by == "best" and not as_json:
-            show(ranking, as_json, None, full=full)
+            show(ranking, as_json, None)
         if remove is not None:
             plan = ranking.plan(remove, period)
         else:
@@ -237,7 +235,7 @@ def prune(
             spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=batch_size)
             plan = spent.plan()
             if not as_json:
-                show(spent, as_json, None, full=full)
+                show(spent, as_json, None)
                 parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[by.what]
                 say(expectation().told(float(spent.kl[spent.within - 1]), parts))
     plan.require_periods(period)
@@ -252,7 +250,7 @@ def prune(
         mend=mend,
         judge=judged,
     )
-    _tell(written, as_json, output, full)
+    _tell(written, as_json, output)
 
 
 def _require_width(remove: float | None, given: Given) -> None:
@@ -284,11 +282,18 @@ def _plan_for(model: Decoder | ModelIdentity, given: PruningPlan | MergekitSlice
     return given.plan(model if isinstance(model, ModelIdentity) else model.identity)
 
 
-def _tell(provenance: Provenance, as_json: bool, output: Path, full: bool) -> None:
-    show(provenance, as_json, output, full=full)
+def _tell(provenance: Provenance, as_json: bool, output: Path) -> None:
+    show(provenance, as_json, output, kept=_record(output))
     if not as_json:
         dense = shlex.quote(provenance.source)
         say(f"Next: lyapunov-prune eval {shlex.quote(str(output))} --against {dense}")
+
+
+def _record(output: Path) -> Path | None:
+    """The file that holds the provenance; a .gguf file has it in its header."""
+    from lyapunov_prune.pruning.provenance import PROVENANCE
+
+    return output / PROVENANCE if output.is_dir() else None
 
 
 def _prune_on_disk(
@@ -299,7 +304,6 @@ def _prune_on_disk(
     keep_period: bool,
     source: ModelOptions,
     as_json: bool,
-    full: bool,
     why: str,
     stream: bool,
     format: str,
@@ -356,6 +360,6 @@ def _prune_on_disk(
     if not as_json:
         say(f"Pruned on disk ({why}); the gate's checks {read}:")
     if checkpoint is None:
-        _tell(provenance, as_json, output, full)
+        _tell(provenance, as_json, output)
     else:  # it may not load here, so that no eval of it is named
-        show(provenance, as_json, output, full=full)
+        show(provenance, as_json, output, kept=_record(output))

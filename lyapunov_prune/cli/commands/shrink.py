@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from lyapunov_prune.cli.inputs import begun_run, draw_report, jobs_folder, load_beside
 from lyapunov_prune.cli.options import (
     BatchSize,
-    Full,
     Json,
     Judge,
     Model,
@@ -26,9 +24,6 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
-
-if TYPE_CHECKING:
-    from lyapunov_prune.results.result import Result
 
 
 def shrink(
@@ -69,7 +64,6 @@ def shrink(
     quantize: Quantize = None,
     output: Target,
     as_json: Json = False,
-    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Make a smaller model: choose layers, remove them, mend, heal, check, evaluate; writes a plain checkpoint.
@@ -154,25 +148,9 @@ def shrink(
         done.report.save(report / REPORT)
         done.report.evaluation.save(report / "eval.json")
     draw_report(report)
-    show(done.report, as_json, None, full=full)
+    show(done.report, as_json, None, kept=report / REPORT)
     if not as_json:
-        if full:
-            show_parts(report)
         say(f"Report: {report / 'report.html'}")
-
-
-def show_parts(output: Path) -> None:
-    """What `--full` shows beside the steps: every set of layers that was tried, the scores, the commands by hand."""
-    from lyapunov_prune.evaluation.evaluation import Evaluation
-    from lyapunov_prune.ranking.tried import BestRemoval
-    from lyapunov_prune.shrinking.report import REPORT, Shrinking
-
-    parts: tuple[tuple[type[Result], str], ...] = ((BestRemoval, "best.json"), (Evaluation, "eval.json"))
-    for kind, name in parts:
-        if not (output / name).is_file():  # of a .gguf file the search is not kept
-            continue
-        show(kind.load(output / name), False, None, full=True, answered=True)
-    say("\n".join(["By hand:", *Shrinking.load(output / REPORT).commands]))
 
 
 def _words(text: TextOptions, judge: str | None, own: bool) -> tuple[str, ...]:
