@@ -23,14 +23,15 @@ from lyapunov_prune.progress import track
 def token_weights(
     reading: Reading, projections: Sequence[Projection], batch_size: int = 1
 ) -> dict[str, list[torch.Tensor]]:
-    """`‖∂ℓ/∂y_t‖²` at the output `y_t` of every product, scaled to mean 1 over its tokens: (tokens,) float64 a call.
+    """`‖∂ℓ/∂y_t‖²` at the output `y_t` of every product, scaled to mean 1 over its tokens: (tokens,) float64 per call.
 
-    Experts that a router chooses between have one output, the sum of theirs, so that a token has a weight whichever of
-    them the compressed model sends it to.
+    The experts of a router share one output, their sum, so that a token has a weight whichever experts the compressed
+    model sends it to.
 
-    `ℓ = −Σ_s log p_s(v_s)` over all positions s, with `v_s ~ p_s` drawn from the model's own prediction. So the mean
-    over draws is the trace of the Fisher information at `y_t`, the second derivative of `KL(p‖q)` by an error there.
-    One draw a position (seeded by the window), one forward and one backward of the model; weights are untouched.
+    `ℓ = −Σ_s log p_s(v_s)` over all positions s, with `v_s ~ p_s` drawn from the model's own prediction. The
+    expectation over draws is thus the trace of the Fisher information at `y_t`, the second derivative of `KL(p‖q)` with
+    respect to an error there. Takes one draw per position (seeded by the window), one forward and one backward; weights
+    are unchanged.
 
     Raises LyapunovPruneError for a streamed model, and for gradients that are zero or not finite.
     """
@@ -69,7 +70,7 @@ def token_weights(
 
 
 def _drawn_loss(logits: torch.Tensor, first: int) -> torch.Tensor:
-    """`−Σ log p(v)` over positions, `v` drawn from p; `logits` windows × tokens × vocabulary, of windows `first` on."""
+    """`−Σ log p(v)` over positions, `v ~ p`; `logits`: windows × tokens × vocabulary, from window `first` on."""
     count, tokens, _ = logits.shape
     draws = draws_of(0, range(first, first + count), tokens)
     labels = [drawn(u.unsqueeze(1))(0, z.detach()).to(z.device) for u, z in zip(draws, logits, strict=True)]

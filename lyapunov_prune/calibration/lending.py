@@ -1,4 +1,4 @@
-"""Tokens for experts that the router sends too few: the first ones of the layer, whichever experts they went to."""
+"""Tokens for experts that get too few: the first tokens of the layer, whichever experts they went to."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lyapunov_prune.models.hooked import hooked
 
 
 class Lender:
-    """The first `size` tokens that enter `module`, which holds experts, and what is known of them.
+    """The first `size` tokens that enter `module`, which holds experts, with what is needed to run an expert on them.
 
-    A token is lent with the root mean square of the router's weights in the layer, with its own weight in the
-    calibration where tokens are weighted (`energy`), and with the gradient at the output of the module where gradients
-    are gathered. Where the router acts outside the module (Llama 4, JetMoE) nothing is kept.
+    A lent token has the root mean square of the router's weights in the layer; its own weight, if tokens are weighted
+    (`energy`); and the gradient at the module's output, if gradients are gathered. Nothing is stored if the router acts
+    outside the module (Llama 4, JetMoE).
     """
 
     def __init__(self, module: nn.Module, size: int) -> None:
@@ -26,14 +26,14 @@ class Lender:
         self.tokens: list[torch.Tensor] = []
         self.energies: list[torch.Tensor] = []
         self.gradients: list[torch.Tensor] = []
-        self.output: torch.Tensor | None = None  # of the last call, where gradients are gathered and it was kept of
-        self.energy: torch.Tensor | None = None  # of the tokens of the running call
-        self._like = torch.zeros(0)  # in dtype and device the router's weights
+        self.output: torch.Tensor | None = None  # of the last call with stored tokens, if gradients are gathered
+        self.energy: torch.Tensor | None = None  # of the tokens of the current call
+        self._like = torch.zeros(0)  # empty, with dtype and device of the router's weights
         self._squares, self._choices = 0.0, 0
 
     @contextmanager
     def watching(self, energies: Iterator[torch.Tensor] | None) -> Iterator[None]:
-        """Keep tokens of the forwards inside the block; `energies` are the weights of the tokens of each call."""
+        """Store tokens of the forwards inside the block; `energies` yields the weights of the tokens of each call."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             routing = Routing.of(args, kwargs)
@@ -55,7 +55,7 @@ class Lender:
             yield
 
     def keep_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Keep the gradient at `output` for the tokens that were kept of that call."""
+        """Store the gradient at `output` for the stored tokens of that call."""
         assert self.output is not None
         g = torch.zeros_like(self.output) if gradient is None else gradient
         self.gradients.append(g.reshape(-1, g.shape[-1])[: len(self.tokens[-1])])
@@ -64,7 +64,7 @@ class Lender:
         """The output of `expert` for at most `count` of the tokens, by the module's own forward."""
         tokens = torch.cat(self.tokens)[:count]
         self.energy = torch.cat(self.energies)[:count] if self.energies else None
-        # A second choice that counts nothing: LongCat's forward takes no single one.
+        # A second choice with weight zero: LongCat's forward does not accept a single one.
         chosen = torch.full((len(tokens), 2), expert, device=tokens.device)
         weights = self._like.new_zeros(chosen.shape)
         weights[:, 0] = (self._squares / max(1, self._choices)) ** 0.5

@@ -1,7 +1,7 @@
-"""What enters and leaves a matrix: when its module is called, and when its weight is multiplied without that.
+"""The input and output of a matrix, whether its module is called or its weight is multiplied directly.
 
-Mamba multiplies by the weight of `dt_proj` and never calls it, so that a hook on the module sees nothing. Experts and
-heads that a family stacks in one parameter are parts of that, and have no module of their own.
+Mamba multiplies by the weight of `dt_proj` without calling it, so a hook on the module sees nothing. Experts and heads
+stacked in one parameter have no module of their own.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lyapunov_prune.models.projections import Projection
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """`output = x Wᵀ` of the matrix that is called `name` (`Projection.product`); `x` is … × n.
+    """`output = x Wᵀ` for the matrix called `name` (`Projection.product`); `x` is … × n.
 
-    `rows_are_features`: the output is m × tokens. For an expert whose module is given the router's choice, `routed` are
-    the rows of its tokens among those that enter the module, and the router's weights of them.
+    `rows_are_features`: the output is m × tokens. For an expert whose module gets the router's choice, `routed` holds
+    the indices of its tokens among the module's inputs, and the router's weights of them.
     """
 
     name: str
@@ -43,11 +43,11 @@ _MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 @contextmanager
 def watched_products(model: nn.Module, projections: Sequence[Projection], seen: Seen) -> Iterator[None]:
-    """Every product with one of `projections` inside the block is handed to `seen`.
+    """Call `seen` with every product of one of `projections` inside the block.
 
-    A weight is told by being the module's own parameter, or a view of its memory where it is part of a stack: a cast of
-    it, and what a fused kernel does, are not seen. Experts and heads run one after the other for as long. Raises
-    LyapunovPruneError where an expert is given other tokens than the router says.
+    A weight is recognised as the module's own parameter, or, in a stack, by its memory: casts of it and fused kernels
+    are not seen. Experts and heads run one by one inside the block. Raises LyapunovPruneError if an expert gets other
+    tokens than the router says.
     """
     modules = {p.module: model.get_submodule(p.module) for p in projections if not p.stack}
     called: list[str] = []
@@ -89,7 +89,7 @@ def watched_products(model: nn.Module, projections: Sequence[Projection], seen: 
 
 @dataclass(frozen=True, eq=False)
 class _Bare:
-    """A parameter of `module` that stacks `pieces` matrices; `names` are those of the watched ones, by position."""
+    """A parameter of `module` that stacks `pieces` matrices; `names` are the watched ones, by index."""
 
     module: nn.Module
     key: str
@@ -98,7 +98,7 @@ class _Bare:
     names: dict[int, str] = field(default_factory=dict)
 
     def position(self, weight: Any) -> int | None:
-        """The position in the stack at which `weight`, a view of the parameter, begins; None for any other tensor."""
+        """The index in the stack of the matrix `weight`, a view of the parameter; None for any other tensor."""
         own: Any = self.module._parameters[self.key]
         if not isinstance(weight, torch.Tensor) or weight.dtype != own.dtype or weight.device != own.device:
             return None
@@ -107,9 +107,9 @@ class _Bare:
 
 
 def _bare(model: nn.Module, projections: Sequence[Projection]) -> dict[str, list[_Bare]]:
-    """The bare parameters of the modules that multiply by `projections`, by the name of the module.
+    """The bare parameters of the modules that multiply by `projections`, by the module's name.
 
-    Also those that hold none of them: the first product of an expert shows which tokens it is given.
+    Includes parameters without projections, since the first product of an expert shows which tokens it gets.
     """
     runs: dict[str, list[_Bare]] = {}
     for p in projections:
@@ -149,7 +149,7 @@ class _Running:
 
 
 class _Products(TorchFunctionMode):
-    """Products with a weight whose module is not `called` now, and with bare parameters of what is `running`."""
+    """Watches products with weights of modules that are not `called`, and bare parameters of those `running`."""
 
     def __init__(self, modules: dict[str, nn.Module], called: list[str], running: list[_Running], seen: Seen) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class _Products(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         for weight, x, rows_are_features in _factors(function, args):
-            plain = rows_are_features or function is nn.functional.linear  # otherwise x W, which is no product of W
+            plain = rows_are_features or function is nn.functional.linear  # x W is not a product of W as such
             if plain and (name := self._name(weight)):
                 output = function(*args, **(kwargs or {}))
                 self.seen(Product(name, x.mT if rows_are_features else x, output, rows_are_features))
@@ -186,12 +186,12 @@ class _Products(TorchFunctionMode):
         return next((name for name in own if name not in self.called), None)
 
     def _one_by_one(self, bare: _Bare, weight: torch.Tensor, x: torch.Tensor, rows_are_features: bool) -> torch.Tensor:
-        """The products of all matrices of a stack; of an expert with the tokens that are not zero."""
+        """The products of all matrices of a stack, one by one; those of experts use only nonzero tokens."""
         every: list[torch.Tensor] = []
         for position, (W, own) in enumerate(zip(weight, x, strict=True)):
             given = own
             if bare.routed:
-                sent = own.any(-1)  # what is not sent to an expert reaches it as zeros (Llama 4)
+                sent = own.any(-1)  # tokens not sent to an expert reach it as zeros (Llama 4)
                 given = own[sent]
             output = W @ own if rows_are_features else given @ W
             if name := bare.names.get(position):
@@ -203,7 +203,7 @@ class _Products(TorchFunctionMode):
 
 
 def _factors(function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[tuple[Any, Any, bool]]:
-    """What may be the weight in a product, the other factor, and whether the product is weight times that."""
+    """Yields (possible weight, other factor, whether the product is weight times factor) for a call of `function`."""
     if function in _MATMUL:
         yield args[0], args[1], True
         yield args[1], args[0], False

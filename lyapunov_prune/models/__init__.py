@@ -1,39 +1,38 @@
 """Everything that depends on a model family; no other room asks for a model's name or `model_type`.
 
-- `decoder`: the handle that every room takes; `structure`: where a decoder keeps its layers; which model it is;
-- `loading`: a model by any name, in memory; by `from_folder`, `hub` and `gguf`, the built-in one among the last;
-  `folder`, `weight_files`, `adapter_folder`, `expansion`: what a checkpoint, its weights, an adapter's folder and a
-  tokenizer must be before transformers reads them; `cache`: what GGUF files were dequantised to; `packed`: which packed
-  integers are unpacked on loading; `quantised`: those that stay packed, and what may be asked of them;
-  `quantised_names`: the layers that a quantisation's settings name;
-- `gguf_header`, `gguf_layers`: what a GGUF file says, and what of it speaks of single layers; `gguf_copy`,
-  `gguf_tensors`: such a file written, of the bytes of another and of tensors in memory; `gguf_metadata`,
-  `gguf_vocabulary`: what its header says of a model and of a tokenizer;
-- `device`: the CPU or a GPU, and the memory there; `dispatched`: several of them, and the disk; `launched`: several
-  processes; `kernels`: by which attention and experts are computed;
-- `digest`, `settings`: what tells a model's weights and its forward from others; `tokenizers`: what tells two that read
-  alike;
-- `adapters`, `plain`, `wrappers`: what a model must be for its weights to be changed; `pictures`: a prompt with a
-  picture, for one that reads them;
-- `stored_names`, `left_out`: which tensor of the files fills which of the model, and which of them it was loaded
-  without;
-- `projections`, `roles`: its matrices, and what each does; `experts`: those kept in one tensor, and what the router
-  sends them; `left_alone`: what else layers hold, and why no method takes it; `mixtures`: experts and router of every
-  layer, and how some leave; `feedforward`: the block between attention and the next layer, `width`: its hidden
-  channels; `kinds`: which layers are alike; `positions`: at which lengths of a text its positions change;
-- `streamed`: what has to be known of a model whose layers are read from its files one at a time;
-- `held`, `hooked`: a model for one thread, and hooks on it, for as long as a block lasts;
-  `sharing`: two models that hold the same numbers hold them once;
-- `compact`, `modeling_compact`: models without some attentions, with merged blocks, with two factors a matrix;
+- `decoder`: the handle that every room takes; `structure`: where a decoder keeps its layers, and which model it is;
+- `loading`: a model in memory by any name, through `from_folder`, `hub` and `gguf` (which has the built-in model);
+  `folder`, `weight_files`, `adapter_folder`, `expansion`: checks of a checkpoint, its weights, a folder of adapters and
+  a tokenizer before transformers reads them; `cache`: dequantised GGUF files; `packed`: packed integers that are
+  unpacked on loading; `quantised`: weights that stay packed, and what they can be used for; `quantised_names`: the
+  layers named in quantisation settings;
+- `gguf_header`, `gguf_layers`: the header of a GGUF file, and its parts about single layers; `gguf_copy`,
+  `gguf_tensors`: writing such a file, from another one's bytes or from tensors; `gguf_metadata`, `gguf_vocabulary`: the
+  model and the tokenizer in its header;
+- `device`: the CPU or a GPU, and its memory; `dispatched`: several devices, and the disk; `launched`: several
+  processes; `kernels`: the kernels for attention and experts;
+- `digest`, `settings`: identify a model by its weights and by the settings of its forward; `tokenizers`: whether two
+  models tokenise alike;
+- `adapters`, `plain`, `wrappers`: conditions for changing a model's weights; `pictures`: a prompt with a picture, for a
+  model that reads them;
+- `stored_names`, `left_out`: which tensor in the files fills which one of the model, and which ones were left out;
+- `projections`, `roles`: the matrices of a model, and what each does; `experts`: those stacked in one parameter, and
+  the tokens that the router sends them; `left_alone`: other weights in the layers, and why no method takes them;
+  `mixtures`: experts and router of every layer, and removing some; `feedforward`: the feed-forward block of a layer,
+  `width`: its hidden channels; `kinds`: which layers are alike; `positions`: the lengths of a text at which its
+  positions change;
+- `streamed`: what other rooms need to know about a model whose layers are read from files one at a time;
+- `held`, `hooked`: a model reserved for one thread, and hooks on it, inside a block; `sharing`: two models with equal
+  weights share their memory;
+- `compact`, `modeling_compact`: models without some attentions, with merged blocks, or with matrices factored in two;
   `deci`: those that engines know;
 - `recurrence`: the states that layers carry from token to token, in a cache or in modules;
-- `classifiers`, `classifier_loading`: models of images;
-- `engines`: what serving engines would take its layers for;
-- `layer_settings`, `adaptations`, `held_together`, `families`: what removing layers asks of a config and of a family.
+- `classifiers`, `classifier_loading`: image classifiers;
+- `engines`: what serving engines would do wrong with its layers;
+- `layer_settings`, `adaptations`, `held_together`, `families`: what removing layers requires of a config and a family.
 
-A new family usually needs nothing. If the gate refuses it, its row goes into `families` and its rule into
-`adaptations`, or `held_together` where layers read one another; tests/families puts every family through every
-contract.
+A new family usually needs nothing. If the gate refuses it, add its row to `families` and its rule to `adaptations`, or
+to `held_together` if layers read from one another; tests/families puts every family through every contract.
 """
 
 import lazy_loader

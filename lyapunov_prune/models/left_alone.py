@@ -1,4 +1,4 @@
-"""Weights inside the layers that no method takes as matrices, and why."""
+"""Weights inside the layers that no method treats as matrices, and why."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CONVOLUTIONS = "convolutions, whose inputs are windows of tokens"
 EMBEDDINGS = "embeddings, whose rows are looked up"
 STREAMS = "weights of hyper-connections, which mix the parallel states of a token"
 UNKNOWN = "weights of a form that is not known, with no row in models/experts.py"
-# Parameters of more than one dimension whose entries multiply or add to features one by one, as vectors do.
+# Parameters of more than one dimension that multiply or add to features entry by entry, like vectors.
 _VECTORS = ("A_log", "D", "scale", "query", "seg_embed", "time_mix_key", "time_mix_value", "time_mix_receptance")
 
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """Weights of a model that stay as they are: `why`, the names of the parameters, and how many entries they have."""
+    """Weights of a model that stay unchanged: the reason, the names of the parameters, and their number of entries."""
 
     why: str
     names: tuple[str, ...]
@@ -32,10 +32,10 @@ class LeftAlone:
 
 
 def left_alone(structure: Structure) -> tuple[LeftAlone, ...]:
-    """What the layers hold beside their matrices and vectors, by reason; `structure` may be on the meta device.
+    """The weights in the layers besides matrices and vectors, by reason; `structure` may be on the meta device.
 
-    Vectors (norms, biases, decays) are not listed, also where they are stacked by head or expert. A weight that layers
-    share counts once.
+    Vectors (norms, biases, decays) are not listed, even if stacked by head or expert. A weight shared by layers counts
+    once.
     """
     found: dict[str, dict[str, int]] = {}
     seen: set[nn.Parameter] = set()
@@ -54,7 +54,7 @@ def left_alone(structure: Structure) -> tuple[LeftAlone, ...]:
 
 
 def left_alone_lines(left: Sequence[LeftAlone]) -> list[str]:
-    """The line that a report says it in; none where nothing was left alone."""
+    """The line for a report; no line if nothing was left alone."""
     return [f"Left as they are: {'; '.join(map(str, left))}."] if left else []
 
 

@@ -1,12 +1,12 @@
-"""Where a decoder keeps the matrices of its layers, and how fused ones come apart.
+"""Where a decoder keeps the matrices of its layers, and how fused ones are split.
 
-General rule: every `nn.Linear` and every `Conv1D` (GPT-2's, whose weight is stored transposed) inside a
-layer is one matrix. A fused projection is split by its row in the table below, or stays one matrix, for
-which every bound holds just as well. Experts and heads that a family stacks in one parameter are one matrix
-each, and so is a bare parameter that a module multiplies by (`models.experts.stacks`).
+General rule: every `nn.Linear` and every `Conv1D` (GPT-2's, stored transposed) inside a layer is one matrix. A fused
+projection is split by its row in the table below, or else stays one matrix, for which all bounds hold as well. Experts
+and heads stacked in one parameter are one matrix each, and so is a bare parameter that a module multiplies by
+(`models.experts.stacks`).
 
-Left out: embeddings and the language-model head (often one tied tensor, and part of no layer), and in the layers what
-`models.left_alone` lists with the reason: routers, convolutions and everything that is no matrix.
+Left out: embeddings and the language-model head (often one tied tensor, and outside the layers), and in the layers what
+`models.left_alone` lists with the reason: routers, convolutions and everything that is not a matrix.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from lyapunov_prune.models.quantised import require_readable
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import Structure
 
-# Part of a fused matrix: its role, its head (or None), its rows.
+# Part of a fused matrix: its role, its head (or None), and the start and stop of its rows.
 Part = tuple[str, int | None, int, int]
 
 
 @dataclass(frozen=True)
 class Projection:
-    """One matrix of a layer, output × input: rows `start … stop` of a parameter, or of one of those it stacks.
+    """One matrix of a layer, output × input: rows `start … stop` of a parameter, or of a matrix stacked in it.
 
-    `head` counts the parts of a fused matrix, and the matrices of a stack without a router (heads, shared experts).
+    `head` numbers the parts of a fused matrix, and the matrices of a stack without a router (heads, shared experts).
     """
 
-    name: str  # of the module, with `:part` when it is part of one
+    name: str  # of the module, with `:part` for a part of one
     layer: int
     component: str  # its role: the path inside the layer, and the part
     head: int | None
@@ -50,17 +50,17 @@ class Projection:
     start: int
     stop: int
     transposed: bool  # stored input × output
-    stack: int = 0  # how many matrices a bare parameter holds; 0: the parameter is its module's weight
-    routed: str = ""  # of an expert: the module that is given tokens and the router's choice
+    stack: int = 0  # number of matrices in a bare parameter; 0 for the weight of a module
+    routed: str = ""  # for an expert: the module that gets tokens and the router's choice
 
     @property
     def product(self) -> str:
-        """Names the product that the matrix takes part in: parts of a fused matrix share one, stacked ones do not."""
+        """The name of the product that uses the matrix; parts of a fused matrix share one, stacked matrices do not."""
         return self.name if self.stack else self.module
 
     @property
     def position(self) -> int | None:
-        """Where the matrix is in the stack of its parameter; None for the weight of a module."""
+        """The matrix's index in the stack of its parameter; None for the weight of a module."""
         return (self.expert if self.expert is not None else self.head or 0) if self.stack else None
 
     def stored(self, model: nn.Module) -> nn.Parameter:
@@ -73,12 +73,12 @@ class Projection:
         return self.rows(self.stored(model).detach())
 
     def bias(self, model: nn.Module) -> torch.Tensor | None:
-        """A view of what the module adds to the product (output,), detached; None where it adds nothing."""
+        """A view of the module's bias for this matrix (output,), detached; None if it has none."""
         bias = getattr(model.get_submodule(self.module), "bias", None)
         return None if bias is None else bias.detach()[self.start : self.stop]
 
     def rows(self, stored: torch.Tensor) -> torch.Tensor:
-        """The view of this matrix in a tensor that is laid out like its parameter."""
+        """A view of this matrix in a tensor with the layout of its parameter."""
         own = stored
         if self.position is not None:
             own = (stored if stored.ndim == 3 else stored.unflatten(0, (self.stack, -1)))[self.position]
@@ -86,9 +86,9 @@ class Projection:
 
 
 def find_projections(decoder: Decoder) -> tuple[Projection, ...]:
-    """Every matrix of every layer, in order; of a streamed model as well, whose numbers `weights_of` reads.
+    """Every matrix of every layer, in order; also for a streamed model, whose weights `weights_of` reads.
 
-    Raises LyapunovPruneError for weights that are no plain matrices (quantised, parametrised) or have adapters.
+    Raises LyapunovPruneError for weights that are not plain matrices (quantised, parametrised) or have adapters.
     """
     require_no_adapters(decoder.model)
     require_readable(decoder.model)
@@ -101,14 +101,14 @@ def find_projections(decoder: Decoder) -> tuple[Projection, ...]:
 
 
 def weights_of(model: PreTrainedModel, projections: Iterable[Projection]) -> Iterator[tuple[Projection, torch.Tensor]]:
-    """`projections`, in the order of the model, each with its weight, in memory until the next one is asked for."""
+    """`projections`, sorted by layer, each with its weight, which stays in memory until the next one is requested."""
     for layer, here in groupby(projections, lambda p: p.layer):
         with layer_held(model, layer):
             yield from ((p, p.weight(model)) for p in here)
 
 
 def by_layer(projections: Iterable[Projection]) -> dict[int, list[Projection]]:
-    """The matrices of each layer that has some."""
+    """The matrices of each layer that has any."""
     found: dict[int, list[Projection]] = {}
     for p in projections:
         found.setdefault(p.layer, []).append(p)
@@ -116,7 +116,7 @@ def by_layer(projections: Iterable[Projection]) -> dict[int, list[Projection]]:
 
 
 def structure_projections(structure: Structure) -> tuple[Projection, ...]:
-    """Every matrix of every layer of a decoder, or of a classifier of images, in order.
+    """Every matrix of every layer of a decoder or image classifier, in order.
 
     Raises LyapunovPruneError for weights that are not in memory as plain matrices.
     """
@@ -128,12 +128,12 @@ def structure_projections(structure: Structure) -> tuple[Projection, ...]:
 
 
 def without_numbers(path: str) -> str:
-    """The path of a module inside its layer, the same for all experts of a mixture."""
+    """The path of a module inside its layer without numbers, the same for all experts of a mixture."""
     return ".".join(part for part in path.split(".") if not part.isdigit())
 
 
 def layer_projections(layer: nn.Module, index: int, name: str, model_type: str, config: Any) -> Iterator[Projection]:
-    """Every matrix of the layer that is called `name` inside its model, in order; of no name, as inside the layer.
+    """Every matrix of the layer called `name` in its model, in order; an empty name gives paths inside the layer.
 
     Raises LyapunovPruneError for weights that are not in memory as plain matrices.
     """
@@ -180,7 +180,7 @@ def layer_projections(layer: nn.Module, index: int, name: str, model_type: str, 
 
 
 def routes(layer: nn.Module, path: str) -> bool:
-    """Whether the module at `path` inside the layer is a router or a part of one."""
+    """Whether the module at `path` inside the layer is a router or part of one."""
     names = path.split(".")
     for i, name in enumerate(names):
         beside = layer.get_submodule(".".join(names[:i]))
@@ -190,7 +190,7 @@ def routes(layer: nn.Module, path: str) -> bool:
 
 
 def _parts_by_head(config: Any, rows: int) -> Iterator[Part]:
-    """All queries, all keys, all values, each head after head."""
+    """All queries, all keys, all values, each by head."""
     heads = config.num_attention_heads
     size = rows // (3 * heads)
     for p, part in enumerate("qkv"):
@@ -200,7 +200,7 @@ def _parts_by_head(config: Any, rows: int) -> Iterator[Part]:
 
 
 def _heads_by_part(config: Any, rows: int) -> Iterator[Part]:
-    """Head after head, each its query, key and value."""
+    """By head: its query, key and value."""
     heads = config.num_attention_heads
     size = rows // (3 * heads)
     for head in range(heads):
@@ -224,7 +224,7 @@ def _gate_up(config: Any, rows: int) -> Iterator[Part]:
     yield "up", None, rows // 2, rows
 
 
-# model_type -> last name of the module -> how its rows come apart.
+# model_type -> last part of the module's name -> how its rows are split.
 FUSED: dict[str, dict[str, Callable[[Any, int], Iterator[Part]]]] = {
     "bloom": {"query_key_value": _heads_by_part},
     "glm": {"gate_up_proj": _gate_up},
@@ -244,14 +244,14 @@ def _parts(model_type: str, config: Any, path: str, module: nn.Module) -> Iterat
 
 
 def _require_plain(name: str, module: nn.Module) -> None:
-    """Raise unless the module multiplies by its weight: not quantised."""
+    """Raise LyapunovPruneError unless the module only multiplies by its weight, which must not be quantised."""
     weight: Any = module.weight
     if not weight.is_floating_point() or weight.ndim != 2:
         raise LyapunovPruneError(f"{name} holds no plain matrix ({weight.dtype}); load the model without quantisation")
     if type(module).forward in (nn.Linear.forward, Conv1D.forward):
         return
     held: dict[str, torch.Tensor] = dict(module.named_parameters())
-    if weight.is_meta:  # of a streamed model, and any numbers show what the module does with them
+    if weight.is_meta:  # streamed weights; any numbers show what the module does
         held = {key: torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view(p.shape) for key, p in held.items()}
     weight = held["weight"]
     x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device).unsqueeze(0)
@@ -267,7 +267,7 @@ def _require_plain(name: str, module: nn.Module) -> None:
 
 
 def groups(projections: tuple[Projection, ...]) -> dict[tuple[str, int], tuple[str, ...]]:
-    """Matrices by (component, layer): the paper's compression groups."""
+    """Names of matrices by (component, layer): the paper's compression groups."""
     members: dict[tuple[str, int], list[str]] = {}
     for p in projections:
         members.setdefault((p.component, p.layer), []).append(p.name)

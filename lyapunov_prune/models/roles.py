@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Role -> ends of a component's path; the longest end that fits decides. What fits none is `other`: fused
-# projections that stay whole, latent attention, state spaces, adapters.
+# Role -> ends of a component's path; the longest matching end decides. All others are `other`: fused projections that
+# stay whole, latent attention, state spaces, adapters.
 NAMES: dict[str, tuple[str, ...]] = {
     "query": ("q_proj", "query_proj", "self.query", "c_attn.q", "qkv_proj.q", "query_key_value.q", "Wqkv.q"),
     "key": ("k_proj", "key_proj", "self.key", "c_attn.k", "qkv_proj.k", "query_key_value.k", "Wqkv.k"),
@@ -20,7 +20,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "down_proj", "mlp.c_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp.Wo", "w2", "shared_mlp.output_linear",
         "output.dense",
     ),
-    # Names of the above on something else: gates of attention, routers, linear attention, token embeddings.
+    # Names as above with another meaning: gates of attention, routers, linear attention, token embeddings.
     "other": (
         "self_attn.gate_proj", "gate.down_proj", "router_mlp.fc1", "router_mlp.fc2", "linear_attn.q_proj",
         "linear_attn.k_proj", "linear_attn.v_proj", "linear_attn.o_proj", "linear_attn.out_proj", "ple.key_proj",

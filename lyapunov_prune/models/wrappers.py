@@ -1,4 +1,4 @@
-"""A decoder inside a model with more than text: how it is told, loaded again, and judged on text alone."""
+"""A decoder inside a multimodal model: recognising it, reloading it, and judging it on text alone."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def auto_class(config: PreTrainedConfig, *, text_only: bool = False) -> Any:
     """The auto class that loads a checkpoint with this config whole.
 
     For some types (Qwen 3.5, Llama 4, Mllama, …) `AutoModelForCausalLM` builds the text model and drops the vision
-    tower, and for others (Qwen 2.5 VL, Llava, …) it has no class. Those are loaded as `AutoModelForMultimodalLM`,
-    unless the config names the text class as its architecture or `text_only` asks for it.
+    tower, and for others (Qwen 2.5 VL, Llava, …) it has no class. Those are loaded with `AutoModelForMultimodalLM`,
+    unless the config names the text class as its architecture or `text_only` is given.
 
-    Raises LyapunovPruneError where `text_only` asks for a class that transformers does not have.
+    Raises LyapunovPruneError if `text_only` needs a class that transformers does not have.
     """
     text, whole = (_class_of(config, m) for m in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING))
     apart = text is not None and text is not whole
@@ -43,9 +43,9 @@ def _class_of(config: PreTrainedConfig, mapping: Any) -> Any:
 def loading_class(model: PreTrainedModel) -> Any:
     """The class that loads `model` again with plain transformers.
 
-    `AutoModelForCausalLM`, unless transformers itself defines `model`'s class and the auto class would build
-    another one from its config, or none: a decoder inside a multimodal model comes back as that model. A class with
-    code of its own, as a compact model's, names its auto class.
+    `AutoModelForCausalLM`, unless transformers itself defines `model`'s class and the auto class would build another
+    one from its config, or none: a decoder inside a multimodal model is reloaded as that model. A class with its own
+    code, such as a compact model's, names its auto class.
     """
     if model._auto_class is not None:
         return getattr(transformers, model._auto_class)
@@ -57,7 +57,7 @@ def loading_class(model: PreTrainedModel) -> Any:
 
 @torch.no_grad()
 def require_text_alone(decoder: Decoder, removed: tuple[int, ...]) -> None:
-    """Raise LyapunovPruneError for a wrapped decoder whose removal token ids alone cannot show to be right."""
+    """Raise LyapunovPruneError for a wrapped decoder whose removal cannot be checked on token ids alone."""
     model, structure, kind = decoder.model, decoder.structure, type(decoder.model).__name__
     run: set[int] = set()
 
@@ -76,7 +76,7 @@ def require_text_alone(decoder: Decoder, removed: tuple[int, ...]) -> None:
 
 
 def require_levels_stay(model: PreTrainedModel, removed: tuple[int, ...]) -> None:
-    """Raise LyapunovPruneError for a removed layer that takes in a level of the image, as Qwen 3 VL's first ones do."""
+    """Raise LyapunovPruneError if a removed layer adds a level of image features, as Qwen 3 VL's first ones do."""
     kind = type(model).__name__
     levels = len(getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
     early = [i for i in removed if i < levels]
