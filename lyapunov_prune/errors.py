@@ -44,7 +44,7 @@ _RENAMED = {
 
 
 def in_python(message: str) -> str:
-    """`message` with command-line options as Python parameters: `--batch-size 2` becomes `batch_size=2`."""
+    """`message` with command-line options as Python parameters: `--new-tokens 2` becomes `steps=2`."""
 
     def parameter(found: re.Match[str]) -> str:
         negated, name, value = found.groups()

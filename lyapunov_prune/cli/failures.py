@@ -45,9 +45,9 @@ def as_refusal(error: BaseException, arguments: list[str]) -> LyapunovPruneError
         return LyapunovPruneError(f"{_short(told)}{_meant(told)}; see lyapunov-prune COMMAND --help")
     if type(error).__name__ == "OutOfMemoryError":  # torch's own, and torch may not have been imported
         told = str(error).partition(". ")[0]
-        return LyapunovPruneError(f"{told}; lower {_lowered(arguments)}, or give --device cpu")
+        return LyapunovPruneError(f"{told}; lower --context, or give --device cpu")
     if isinstance(error, MemoryError):
-        return LyapunovPruneError(f"the memory is full; lower {_lowered(arguments)}, or give a smaller model")
+        return LyapunovPruneError("the memory is full; lower --context, or give a smaller model")
     if isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)):
         return LyapunovPruneError("another process failed, see its line; mend that and start all of them again")
     file = getattr(error, "filename", None)
@@ -107,11 +107,6 @@ def interrupted(error: KeyboardInterrupt) -> str:
     if folder is None:
         return "stopped; nothing is kept of what was not finished"
     return f"stopped; {folder} keeps what is finished, give the same line with --resume to go on"
-
-
-def _lowered(arguments: list[str]) -> str:
-    """The options that lower what a forward needs."""
-    return "--batch-size or --context" if "--batch-size" in arguments else "--context"
 
 
 def _meant(told: str) -> str:

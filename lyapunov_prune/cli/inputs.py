@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.pruning.plan import PruningPlan
     from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
+_AT_ONCE = 4096  # tokens of a forward on a GPU
 _JACOBIAN_TOKENS = 64
 _JACOBIAN = {"steps": 12, "probes": 8, "seed": 0}
 
@@ -36,7 +37,6 @@ def load_inputs(
     split: Split = "calibration",
     *,
     stream: bool = False,
-    given: Given = Given(),
     plan: PruningPlan | MergekitSlices | None = None,
 ) -> tuple[Decoder, TokenBatch]:
     """The model and its text; a `plan` has to be for that model, of which the text says nothing."""
@@ -46,12 +46,21 @@ def load_inputs(
     require_source(text.text)  # before minutes of loading
     if stream:
         source.require_one_place("--stream")
-        given.refuse("has no effect on --stream, which takes all windows together; leave it out", "batch_size")
     loaded = source.load(model, stream=stream)
     if plan is not None:
         plan.require_model(loaded.identity)
     require_context(loaded.structure, text.context)
     return loaded, text.load(loaded, split)
+
+
+def windows_at_once(loaded: Decoder, context: int) -> int:
+    """How many windows go through the model together: one on a CPU, and on a GPU as many as fill it.
+
+    A streamed model takes all of them by itself.
+    """
+    if loaded.stream is not None or loaded.model.device.type == "cpu":
+        return 1
+    return max(1, _AT_ONCE // context)
 
 
 def format_for(output: Path, format: str, given: Given) -> str:
@@ -121,7 +130,7 @@ def load_examples(
         return loaded.model, loaded.tokenizer, batch
 
     source.require_one_place("--images")
-    given.refuse_record("is of a text, and --images is in its place; leave it out", TextOptions, also="batch_size")
+    given.refuse_record("is of a text, and --images is in its place; leave it out", TextOptions)
 
     from lyapunov_prune.data.image_files import load_images
     from lyapunov_prune.models.classifier_loading import load_classifier

@@ -163,7 +163,6 @@ class TextOptions:
         return checked_batch(loaded.structure, batch)
 
 
-BatchSize = Annotated[int, text_option(min=1, help="Windows in a forward.")]
 IN_MEMORY = "needs the model in memory; leave it out, or --stream"
 Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in).")]
 Format = Annotated[

@@ -137,7 +137,6 @@ def test_an_unknown_split(run_bad: Callable[..., str]) -> None:
         (["profile", "tiny", "--tokens", "many"], "'--tokens'"),
         (["profile", "tiny", "--tokens", "1"], "'--tokens'"),
         (["profile", "tiny", "--seeds", "0"], "'--seeds'"),
-        (["profile", "tiny", "--batch-size", "0"], "'--batch-size'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

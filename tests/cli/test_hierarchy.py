@@ -81,9 +81,9 @@ def test_hierarchy_decodes_each_text_once_and_by_the_batch(run: Any, monkeypatch
 
     for module in (decoding, generation_module):
         monkeypatch.setattr(module, "walk", counted)
-    few = ["--tokens", "64", "--context", "16", "--new-tokens", "3", "--batch-size", "2"]
+    few = ["--tokens", "64", "--context", "16", "--new-tokens", "3"]
     assert run("hierarchy", "tiny", "rounded", *few).code == 0
-    assert Counter(walks) == {("tiny", 2): 4, ("rounded", 2): 4}  # four prompts, twice
+    assert Counter(walks) == {("tiny", 1): 8, ("rounded", 1): 8}  # four prompts, twice
 
 
 def test_hierarchy_gives_a_verdict_by_kind_of_task(run: Any) -> None:

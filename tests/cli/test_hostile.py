@@ -168,7 +168,7 @@ STRANGE = os.fsdecode(b"a\xffb")
         ["profile", "tiny", "--seeds", str(2**31)],  # a list of them is larger than memory
         ["rank", "tiny", "--criterion", "rho", "--seeds", str(2**31)],
         ["heal", "tiny", "--teacher", "tiny", "--per-step", str(2**31), "-o", "out"],
-        ["profile", "tiny", "--batch-size", str(10**30)],
+        ["profile", "tiny", "--tokens", str(10**30)],
         ["heal", "tiny", "--teacher", "tiny", "--steps", str(10**30), "-o", "out"],
         ["prune", "tiny", "--layers", str(10**30), "-o", "out"],
     ],

@@ -136,7 +136,7 @@ IMAGES = "is of a text, and --images is in its place"
         *(
             has_no_effect("rank --profile p.json", option, MEASURED)
             for option in (
-                *("--text x", "--device cpu", "--tokens 999", "--dtype bfloat16", "--batch-size 2"),
+                *("--text x", "--device cpu", "--tokens 999", "--dtype bfloat16"),
                 *("--criterion blend --seeds 9", "--criterion blend --resume"),
             )
         ),

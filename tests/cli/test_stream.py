@@ -77,7 +77,6 @@ def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> No
     ("arguments", "message"),
     [
         (["profile", "tiny", "--by-sublayer"], "--by-sublayer needs the model in memory"),
-        (["profile", "tiny", "--batch-size", "2"], "--batch-size has no effect on --stream"),
         (["rank", "tiny", "--criterion", "kl", "--what", "mlp"], "criterion kl runs the model once for every layer"),
         (["rank", "tiny", "--criterion", "bi", "--max-kl", "0.5"], "--max-kl needs the model in memory"),
         (["eval", "tiny", "--speed"], "--speed needs the model in memory"),
@@ -88,7 +87,6 @@ def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> No
             [*COMPRESS, "--sparsity", "0.5", "--allocation", "atp-search"],
             "atp-search changes .* once a trial",
         ),
-        ([*COMPRESS, "--sparsity", "0.5", "--batch-size", "2"], "--batch-size has no effect"),
         (["profile", "model.gguf"], "is no safetensors file, and only those are streamed"),
     ],
 )

@@ -12,11 +12,11 @@ from lyapunov_prune.cli.inputs import (
     load_inputs,
     profile_for,
     reads_text,
+    windows_at_once,
 )
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
     Allocation,
-    BatchSize,
     Bits,
     Correction,
     GroupSize,
@@ -67,7 +67,6 @@ def compress(
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
-    batch_size: BatchSize = 1,
     resume: Resume = False,
     output: Target,
     as_json: Json = False,
@@ -121,7 +120,6 @@ def compress(
         given.refuse_record(
             f"has no effect: {method} by {allocation} looks at weights alone; leave it out",
             TextOptions,
-            also="batch_size",
         )
     format = format_for(output, format, given)
     stored = FORMATS.make(format)
@@ -132,10 +130,9 @@ def compress(
     asked = Asked(method, schedule, rank, bits, keep_of, group_size, stored.symmetric)
     stored.require_method(asked)
     loaded, batch = (
-        load_inputs(model, source, text, stream=stream, given=given)
-        if reads
-        else (source.load(model, stream=stream), None)
+        load_inputs(model, source, text, stream=stream) if reads else (source.load(model, stream=stream), None)
     )
+    batch_size = windows_at_once(loaded, text.context)
     require_unquantised(loaded.model)  # before anything is measured
     require_whole(loaded.model)
     stored.require_model(loaded.model, asked)

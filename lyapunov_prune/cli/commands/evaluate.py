@@ -10,10 +10,10 @@ from lyapunov_prune.cli.inputs import (
     draw_report,
     load_inputs,
     require_retrieval,
+    windows_at_once,
 )
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
-    BatchSize,
     Items,
     Json,
     Model,
@@ -58,7 +58,6 @@ def evaluate(
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
-    batch_size: BatchSize = 1,
     split: Annotated[choices.Split, text_option(help="Which half of the text.")] = "evaluation",
     output: Output = None,
     as_json: Json = False,
@@ -85,7 +84,8 @@ def evaluate(
     run = begun_run(output, model, "eval.json")
     chosen = load_tasks(tasks.split(","), few_shot=few_shot) if tasks is not None else None
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
-    first, batch = load_inputs(names[0], source, text, split, stream=stream, given=given)
+    first, batch = load_inputs(names[0], source, text, split, stream=stream)
+    batch_size = windows_at_once(first, text.context)
     prompt = prompt_for(first.structure)
     models = {names[0]: first.model}
     for name in names[1:]:

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs
+from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, windows_at_once
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
-    BatchSize,
     Json,
     Model,
     ModelOptions,
@@ -41,7 +40,6 @@ def explain(
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=2048, context=256),
-    batch_size: BatchSize = 1,
     output: Output = None,
     as_json: Json = False,
     given: Given = Given(),
@@ -67,7 +65,7 @@ def explain(
         given.refuse(IN_MEMORY, "kv_bits")
     known = None if profile is None else LayerProfile.load(profile).contraction
     run = begun_run(output, dense, EXPLANATION)
-    loaded, batch = load_inputs(dense, source, text, "evaluation", stream=stream, given=given)
+    loaded, batch = load_inputs(dense, source, text, "evaluation", stream=stream)
     other = source.load(compressed, stream=stream) if compressed else with_rounded_cache(loaded, kv_bits or 0)
     for model in (loaded.model, other.model):
         require_unseen(model, batch)
@@ -75,7 +73,9 @@ def explain(
     require_same_ids(loaded.tokenizer, other.tokenizer, (dense, compressed or dense), reading.scorer.vocabulary)
     if not as_json:
         note(told_cost(reading))
-    result = measured(loaded, other, reading, profile=known, batch_size=batch_size, folder=run)
+    result = measured(
+        loaded, other, reading, profile=known, batch_size=windows_at_once(loaded, text.context), folder=run
+    )
     written = result.save(run / EXPLANATION)
     draw_report(run)
     show(result, as_json, written)

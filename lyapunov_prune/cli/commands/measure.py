@@ -16,10 +16,10 @@ from lyapunov_prune.cli.inputs import (
     load_inputs,
     require_studies,
     run_folder,
+    windows_at_once,
 )
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
-    BatchSize,
     Json,
     MaxKL,
     Method,
@@ -65,7 +65,6 @@ def profile(
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
-    batch_size: BatchSize = 1,
     output: Output = None,
     as_json: Json = False,
     given: Given = Given(),
@@ -82,8 +81,9 @@ def profile(
         from lyapunov_prune.profiles.persistence import measure_persistence
 
         run = begun_run(output, model, "persistence.json")
-        loaded, batch = load_inputs(model, source, text, given=given)
-        found = measure_persistence(loaded.model, batch, epsilon=epsilon, seeds=range(seeds), batch_size=batch_size)
+        loaded, batch = load_inputs(model, source, text)
+        at_once = windows_at_once(loaded, text.context)
+        found = measure_persistence(loaded.model, batch, epsilon=epsilon, seeds=range(seeds), batch_size=at_once)
         written = found.save(run / "persistence.json")
         draw_report(run)
         show(found, as_json, written)
@@ -95,7 +95,8 @@ def profile(
     from lyapunov_prune.profiles.sublayer_growth import sublayer_growth
 
     run = begun_run(output, model, "profile.json", *(["sublayer-growth.json"] if by_sublayer else []))
-    loaded, batch = load_inputs(model, source, text, stream=stream, given=given)
+    loaded, batch = load_inputs(model, source, text, stream=stream)
+    batch_size = windows_at_once(loaded, text.context)
     drawn = range(seeds)
     growth = None
     if by_sublayer:  # first: not every family has branches to tell apart
@@ -134,7 +135,6 @@ def rank(
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
-    batch_size: BatchSize = 1,
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
@@ -157,7 +157,7 @@ def rank(
         measured_already = "is of a MODEL to measure, which --profile FILE was; leave it out"
         given.refuse(measured_already, "seeds", "resume", "stream")
         given.refuse_record(measured_already, ModelOptions)
-        given.refuse_record(measured_already, TextOptions, also="batch_size")
+        given.refuse_record(measured_already, TextOptions)
     if stream:
         given.refuse(IN_MEMORY, "max_kl")
 
@@ -183,7 +183,8 @@ def rank(
         assert model is not None
         run = run_folder(output, model)
         require_writable(run)
-        loaded, batch = load_inputs(model, source, text, stream=stream, given=given)
+        loaded, batch = load_inputs(model, source, text, stream=stream)
+        batch_size = windows_at_once(loaded, text.context)
         ranking = by.rank(loaded, batch, remove, batch_size, seeds=seeds, seed=seed, folder=run, resume=resume)
     plan = written = None
     if remove is not None:
@@ -293,7 +294,6 @@ def sensitivity(
     ] = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=1024, context=256),
-    batch_size: BatchSize = 1,
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
@@ -321,6 +321,7 @@ def sensitivity(
     run = begun_run(output, model, "sensitivity.json", "sensitivity/profile.json", *explained)
     loaded, calibration = load_inputs(model, source, text)
     batch = text.load(loaded, "evaluation")
+    batch_size = windows_at_once(loaded, text.context)
     processes_of(loaded.model)  # of two models nothing is kept
     # run/profile.json is of `profile`, and as a rule by more tokens and seeds.
     beside = run / "sensitivity" / "profile.json"

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lyapunov_prune.cli.inputs import begun_run, draw_report, load_prompted, require_retrieval
+from lyapunov_prune.cli.inputs import begun_run, draw_report, load_prompted, require_retrieval, windows_at_once
 from lyapunov_prune.cli.options import (
-    BatchSize,
     Items,
     Json,
     Model,
@@ -53,7 +52,6 @@ def hierarchy(
     ] = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=128, context=32),
-    batch_size: BatchSize = 1,
     output: Output = None,
     as_json: Json = False,
     given: Given = Given(),
@@ -92,6 +90,7 @@ def hierarchy(
     asked = [name for name, wanted in (("choices", choices), ("retrieval", retrieval)) if wanted]
     run = begun_run(output, dense, *(f"{name}.json" for name in ("hierarchy", *of_two, *asked)))
     loaded, batch = load_prompted(dense, source, text, prompts, chat, given)
+    batch_size = windows_at_once(loaded, batch.context)
     most = loaded.structure.max_context
     if most and batch.context + new_tokens - 1 > most:
         raise LyapunovPruneError(

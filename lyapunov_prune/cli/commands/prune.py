@@ -14,9 +14,9 @@ from lyapunov_prune.cli.inputs import (
     load_examples,
     load_inputs,
     load_judge,
+    windows_at_once,
 )
 from lyapunov_prune.cli.options import (
-    BatchSize,
     Format,
     Images,
     Json,
@@ -74,7 +74,6 @@ def prune(
     images: Images = None,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
-    batch_size: BatchSize = 1,
     output: Target,
     as_json: Json = False,
     given: Given = Given(),
@@ -172,7 +171,6 @@ def prune(
             f"has no effect where files are pruned ({why}): --layers or --plan says which layers go, and the gate "
             f"compares {read}; leave it out, and score what was written with eval",
             TextOptions,
-            also="batch_size",
         )
         if on_disk or stream:  # else it has said that the model does not fit there
             given.refuse("has no effect on what is pruned on disk; leave it out", "device")
@@ -204,6 +202,7 @@ def prune(
         text = replace(text, text=SELF)
     given_plan = None if plan_file is None else _read_plan(plan_file)
     loaded, batch = load_inputs(model, source, text, plan=given_plan)
+    batch_size = windows_at_once(loaded, text.context)
     require_unquantised(loaded.model)  # before anything is measured
     require_whole(loaded.model)
     period = find_kinds(loaded.structure).require_period() if keep_period else 1

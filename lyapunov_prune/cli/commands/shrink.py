@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from lyapunov_prune.cli.inputs import begun_run, draw_report, jobs_folder, load_beside
+from lyapunov_prune.cli.inputs import begun_run, draw_report, jobs_folder, load_beside, windows_at_once
 from lyapunov_prune.cli.options import (
-    BatchSize,
     Json,
     Judge,
     Model,
@@ -55,7 +54,6 @@ def shrink(
     ] = None,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(text="self", tokens=25600, context=256),
-    batch_size: BatchSize = 1,
     judge: Judge = None,
     dry_run: Annotated[
         bool, output_option("--dry-run", help="Say what would be done and its cost; write nothing.")
@@ -132,7 +130,7 @@ def shrink(
         replace(texts, judge=second),
         items=items,
         minutes=minutes,
-        batch_size=batch_size,
+        batch_size=windows_at_once(loaded, text.context),
         folder=folder,
         resume=resume,
         words=_words(text, judge, own),
