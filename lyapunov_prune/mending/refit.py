@@ -22,14 +22,15 @@ from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.width import find_blocks, last_matrices
 
-_DAMPING = 1.0  # below, a fit on fewer tokens than channels learns their noise (experiments/2_criteria/width)
+_DAMPING = 1.0  # a smaller one fits noise if there are fewer tokens than channels (experiments/2_criteria/width)
 
 
 def refitted(W: torch.Tensor, gram: torch.Tensor, kept: torch.Tensor, damping: float = _DAMPING) -> torch.Tensor:
     """`Ŵ = W_K + (W G_:K − W_K G_KK) (G_KK + λI)⁻¹`, d × kept channels, float64.
 
-    Of all matrices on the channels K that are `kept` it has the least `Σ_t ‖W h_t − Ŵ h_t,K‖² + λ ‖Ŵ − W_K‖²`. `W` (d ×
-    channels) and `G = Σ_t h_t h_tᵀ` are float64, `λ = damping · mean(diag G)`. For large λ it is the plain cut.
+    It minimises `Σ_t ‖W h_t − Ŵ h_t,K‖² + λ ‖Ŵ − W_K‖²` over all matrices on the channels K that are `kept`. `W` (d ×
+    channels) and `G = Σ_t h_t h_tᵀ` are float64, and `λ = damping · mean(diag G)`. For large λ the result is the plain
+    cut.
     """
     inner, cut = gram[kept][:, kept], W[:, kept]
     H = inner + damping * gram.diagonal().mean() * torch.eye(len(inner)).to(gram)
@@ -41,13 +42,13 @@ def refitted(W: torch.Tensor, gram: torch.Tensor, kept: torch.Tensor, damping: f
 def judged_refits(
     model: Model, kept: torch.Tensor, batch: Readable, judge: Tokens | None = None
 ) -> tuple[tuple[torch.Tensor, ...], MendReport]:
-    """The last matrix of every block, refitted to its channels `kept` (layers × channels); none where it does not pay.
+    """Refit the last matrix of every block to its channels `kept` (layers × channels); no matrices if it does not pay.
 
     Each is d × kept channels, in the model's dtype. They are fitted on every second window of `batch`, layer by layer
-    on what the refitted layers before it make, and judged against the plain cut on the other windows and on `judge`,
+    on the outputs of the refitted layers before, and judged against the plain cut on the other windows and on `judge`,
     another text; with None the dense model writes one. `model` is not changed.
 
-    Raises LyapunovPruneError for a batch of one window, as `find_blocks`, and for a matrix beyond the model's dtype.
+    Raises LyapunovPruneError for a batch of one window, like `find_blocks`, and for a matrix beyond the model's dtype.
     """
     reading = read(in_memory(model), batch)
     fitting, *judges = fitting_and_judges(reading, judge)
