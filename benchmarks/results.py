@@ -23,6 +23,7 @@ COMMANDS = (
     "streamed",
     "healing",
     "explaining",
+    "experts",
     "gpu",
 )
 

@@ -98,7 +98,7 @@ class Gathering:
             self._tokens[name] = self._tokens[leader]
             for sums in (self.energy, self.grams, self.magnitudes, self.drifts):
                 if leader in sums:
-                    sums[name] = sums[leader]
+                    sums[name] = sums[leader].clone()
         return self._leader[name] == name
 
     def _require_alike(self, name: str) -> None:
@@ -113,10 +113,14 @@ class Gathering:
         name, root = product.name, self._roots(product, x)
         self._tokens[name] = self._tokens.get(name, 0) + len(x)
         if self.needs == "norms":
-            self._sum(self.energy, name, feature_energy(x if root is None else lift(x) * root))
+            energy = feature_energy(x) if root is None else root.square().mT @ lift(x).square()
+            self._sum(self.energy, name, energy.reshape(-1))
             return
         rows = lift(x) if root is None else lift(x) * root
-        self._sum(self.grams, name, _gram(rows))
+        if name in self.grams:
+            self.grams[name].addmm_(rows.T, rows)
+        else:
+            self.grams[name] = rows.T @ rows
         if self.needs == "magnitudes":
             self._sum(self.magnitudes, name, rows.abs().sum(0))
         if self.dense is not None:
@@ -158,19 +162,21 @@ class Gathering:
         self._outputs = []
 
     def _lend(self, held: Callable[[int], AbstractContextManager[None]]) -> None:
-        """Run every expert with fewer tokens than inputs on tokens of its layer."""
-        given = dict(self._tokens)
+        """Run every expert with fewer tokens than inputs on tokens of its layer, which add nothing to its drift."""
+        given, dense, self.dense = dict(self._tokens), self.dense, None
         few: dict[tuple[str, int, int], list[Projection]] = {}
         for p in self.projections:
-            if p.expert is not None and self._sent(p) < self._inputs[p.product] and self._lenders[p.routed].tokens:
-                few.setdefault((p.routed, p.expert, self._inputs[p.product]), []).append(p)
-        for (routed, expert, count), here in few.items():
+            if p.expert is not None and self._lenders[p.routed].tokens:
+                missing = self._inputs[p.product] - self._sent(p)
+                if missing > 0:
+                    few.setdefault((p.routed, p.expert, missing), []).append(p)
+        for (routed, expert, missing), here in few.items():
             lender = self._lenders[routed]
             with held(here[0].layer), watched_products(self.model, here, self._seen):
-                output = lender.run(expert, count)
+                output = lender.run(expert, missing)
             if self.needs == "sensitivity":
                 self._back(output, torch.cat(lender.gradients)[: len(output)])
-        self._tokens = given
+        self._tokens, self.dense = given, dense
 
     def _sent(self, p: Projection) -> int:
         """How many tokens have entered the matrix."""
@@ -205,6 +211,9 @@ class Gathering:
                 raise LyapunovPruneError(
                     f"NaN or infinite activations in the calibration enter {p.name}; check the weights"
                 )
+            drift = self.drifts.get(leader)
+            if self.dense is not None and drift is None and gram is not None:  # every token was lent
+                drift = torch.zeros_like(gram)
             sensitivity = self.sensitivities.get(p.product)
             if sensitivity is not None:
                 sensitivity = sensitivity[p.start : p.stop, p.start : p.stop]
@@ -212,7 +221,7 @@ class Gathering:
                 energy.sqrt(),
                 gram,
                 sensitivity,
-                self.drifts.get(leader),
+                drift,
                 self.magnitudes.get(leader),
                 self._sent(p) if p.expert is not None else None,
             )

@@ -27,8 +27,8 @@ class Statistics:
       `J_st = ∂h_s/∂y_t`: how far the layer's output at every token s moves with the matrix's output at t. It does not
       depend on a loss. For experts, `g_t` already contains the router's weight;
     - `tokens`: the number of tokens that the router sent to the expert; None if the matrix is not an expert's. If it is
-      below n, all sums also include the first n tokens of the layer, run through the expert (`lending.Lender`) with the
-      root mean square of the router's weights in the layer.
+      below n, all sums but the drift also include the first n − `tokens` tokens of the layer, run through the expert
+      (`lending.Lender`) with the root mean square of the router's weights in the layer.
     """
 
     norms: torch.Tensor

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.gathering import Gathering
@@ -14,6 +16,8 @@ from lyapunov_prune.forward.layers import each_layer, in_order
 from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.experts import Routing
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, by_layer
 
 # Gets a layer's matrices and their statistics, and changes the layer's weights in place.
@@ -42,19 +46,15 @@ def stream(
     statistics of a layer do not depend on which other layers are requested.
 
     `weights` of the tokens (`token_weights`, with the same `batch_size`) enter all sums. With `dense`, a reading of the
-    same batch by the unchanged model, the `drift` is gathered too; the layers of that model run once alongside.
+    same batch by the unchanged model, the `drift` is gathered too; the layers of that model run once alongside. While a
+    layer's statistics are gathered, its experts are then sent the tokens that the unchanged model sends them, with its
+    router's weights: the compressed model may route otherwise, and a drift compares the same tokens.
 
     Memory: that of `each_layer`, and the statistics of one layer.
 
-    Raises LyapunovPruneError for a matrix that no token reaches, for activations that are not finite, and for experts
-    with `dense`, because the compressed model may send other tokens to an expert.
+    Raises LyapunovPruneError for a matrix that no token reaches, for activations that are not finite, and with `dense`
+    for experts whose router acts outside their module.
     """
-    expert = next((p.name for p in projections if p.expert is not None), None)
-    if dense is not None and expert:
-        raise LyapunovPruneError(
-            f"{expert} is sent other tokens in the dense than in the compressed model, and a correction compares the "
-            "same ones; leave out --correction"
-        )
     reading = read(wrap(model), batch)
     matrices = by_layer(projections)
 
@@ -62,10 +62,15 @@ def stream(
     runs = None if dense is None else in_order(dense, matrices, batch_size)
 
     def visit(layer: int, outputs: Iterator[torch.Tensor]) -> None:
-        here, inputs = matrices[layer], None
-        if dense is not None and runs is not None:
-            inputs, outputs = _beside(dense.model, here, next(runs)[1], outputs)
-        change(here, _gathered(reading.model, here, needs, outputs, each_call, inputs))
+        here = matrices[layer]
+        if dense is None or runs is None:
+            change(here, _gathered(reading.model, here, needs, outputs, each_call, None))
+            return
+        beside = _Beside(dense.model, here)
+        with hooked(before=[(reading.model.get_submodule(name), beside.reroute(name)) for name in beside.experts]):
+            both = beside.outputs(next(runs)[1], outputs)
+            statistics = _gathered(reading.model, here, needs, both, each_call, beside.inputs)
+        change(here, statistics)
 
     each_layer(reading, matrices, visit, batch_size, "calibration")
 
@@ -88,24 +93,49 @@ def _gathered(
     return gathering.statistics()
 
 
-def _beside(
-    dense: PreTrainedModel, here: Sequence[Projection], ahead: Iterator[torch.Tensor], outputs: Iterator[torch.Tensor]
-) -> tuple[dict[str, list[torch.Tensor]], Iterator[torch.Tensor]]:
-    """The inputs of a layer's matrices in the dense model, by module, for the piece of `outputs` that runs next.
+class _Beside:
+    """A layer of the dense model that runs one piece of the batch ahead of the same layer of the compressed model.
 
-    The dense layer runs one piece ahead, while its outputs `ahead` are consumed.
+    `inputs` are those of its matrices for the piece that the compressed layer runs next, by `Projection.product`.
     """
-    inputs: dict[str, list[torch.Tensor]] = {}
 
-    def keep(product: Product) -> None:
-        inputs.setdefault(product.name, []).append(product.x.detach())
+    def __init__(self, dense: PreTrainedModel, here: Sequence[Projection]) -> None:
+        self.dense, self.here = dense, here
+        self.inputs: dict[str, list[torch.Tensor]] = {}
+        self.experts = sorted({p.routed for p in here if p.routed})
+        self._routings: dict[str, list[Routing]] = {}
 
-    def pieces() -> Iterator[torch.Tensor]:
+    def outputs(self, ahead: Iterator[torch.Tensor], outputs: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """`outputs` of the compressed layer; before each, the dense layer runs while `ahead` is consumed."""
+        hooks = [(self.dense.get_submodule(name), self._note(name)) for name in self.experts]
         while True:
-            inputs.clear()
-            with watched_products(dense, here, keep):
+            self.inputs.clear()
+            with hooked(before=hooks), watched_products(self.dense, self.here, self._keep):
                 if next(ahead, None) is None:
                     return
             yield next(outputs)
 
-    return inputs, pieces()
+    def reroute(self, name: str) -> Callable[..., Any]:
+        """A hook on the experts of the compressed model that sends them what the dense router chose for this call."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            routings = self._routings.get(name)
+            return routings.pop(0).sent(args, kwargs) if routings else None  # a call with lent tokens stays as it is
+
+        return hook
+
+    def _keep(self, product: Product) -> None:
+        if product.x.numel():
+            self.inputs.setdefault(product.name, []).append(product.x.detach())
+
+    def _note(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            routing = Routing.of(args, kwargs)
+            if routing is None:
+                raise LyapunovPruneError(
+                    f"the router of {name} acts outside it, so that the compressed model cannot be made to send its "
+                    "experts the tokens that the dense model sends; leave out --correction"
+                )
+            self._routings.setdefault(name, []).append(routing)
+
+        return hook

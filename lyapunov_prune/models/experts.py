@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,10 +77,25 @@ class Routing:
         tokens, experts, weights = tensors
         return cls(tokens.reshape(-1, tokens.shape[-1]), experts, weights)
 
+    def sent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call of the module, with the experts and weights of this routing in place of their own."""
+        own = Routing.of(args, kwargs)
+        assert own is not None
+        other = {id(own.experts): self.experts, id(own.weights): self.weights}
+        return tuple(other.get(id(x), x) for x in args), {key: other.get(id(x), x) for key, x in kwargs.items()}
+
     def of_expert(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Which tokens the expert is given, in the order in which transformers hands them to it, and their weights."""
-        choice, rows = torch.where(self.experts.T.eq(expert))
-        return rows, self.weights[rows, choice]
+        rows, weights, ends = self._sorted
+        start, end = (ends[min(i, len(ends) - 1)] for i in (expert, expert + 1))
+        return rows[start:end], weights[start:end]
+
+    @cached_property
+    def _sorted(self) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """Rows and weights of all choices, sorted by expert, and where those of each begin and the last ends."""
+        chosen, weights = self.experts.T.flatten(), self.weights.T.flatten()
+        order = chosen.argsort(stable=True)
+        return order % len(self.experts), weights[order], [0, *chosen.bincount().cumsum(0).tolist()]
 
     def holds(self, rows: torch.Tensor, x: torch.Tensor) -> bool:
         """Whether `x` are these tokens."""

@@ -133,8 +133,9 @@ def reference(model: Any, text: torch.Tensor, needs: str = "gram") -> dict[str, 
     for key, linears in module.linears.items():
         for expert, linear in enumerate(linears):  # type: ignore[arg-type]
             n = linear.in_features
-            if given.get((key, expert), 0) < n:
-                lent, module.notes, kept = list(zip(module.tokens, gradients, strict=True))[:n], {}, module.notes
+            if (missing := n - given.get((key, expert), 0)) > 0:
+                lent = list(zip(module.tokens, gradients, strict=True))[:missing]
+                module.notes, kept = {}, module.notes
                 out = torch.stack([module.expert(expert, x, mean) for x, _ in lent])
                 mine = {(key, expert): module.notes[key, expert]}
                 gradients_of(out, torch.stack([g for _, g in lent]), mine)
@@ -200,6 +201,36 @@ def test_compressed_experts_are_those_of_the_unfused_model(kind: str, text: torc
             torch.testing.assert_close(p.weight(small.model), compressed, rtol=0, atol=limit, msg=f"{method} {p.name}")
             assert not torch.equal(p.weight(small.model), p.weight(model))
             assert told[p.name].tokens == wanted[p.name].tokens
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(("method", "amount"), [("gptq", 3), ("sparsegpt", 0.5)])
+def test_a_correction_compares_the_tokens_that_the_dense_router_sends(kind: str, method: str, amount: float) -> None:
+    model = mixture(kind)
+    text = torch.randint(3, 90, (2, 120), generator=torch.Generator().manual_seed(0))
+    of_amount: Any = {"bits" if method == "gptq" else "sparsity": amount}
+    small = compress(model, text, method=method, correction=0.5, **of_amount).model
+    partly = copy.deepcopy(model)
+    find_layers(partly).layers[0].load_state_dict(find_layers(small).layers[0].state_dict())
+    (dense, before, _), (changed, after, _) = unfused(model), unfused(partly)
+    calls: list[Any] = []
+    before.register_forward_pre_hook(lambda m, args: calls.append(args[1:]))
+    after.register_forward_pre_hook(lambda m, args: (args[0], *calls.pop(0)))
+    with torch.no_grad():
+        dense(text, use_cache=False)
+        changed(text, use_cache=False)
+    compared, by = 0, METHODS.make(method, correction=0.5)
+    for p in find_projections(wrap(model)):
+        rows = [note.get((p.component.split(".")[-1], p.expert), []) for note in (before.notes, after.notes)]
+        if p.layer != LAYER or p.expert is None or len(rows[0]) < p.weight(model).shape[1]:
+            continue
+        roots = torch.stack([w for _, w, _ in rows[0]])[:, None]
+        x0, x = (torch.stack([x for x, _, _ in row]) * roots for row in rows)
+        assert not torch.allclose(x0, x)
+        wanted = by(p.weight(model), amount, Statistics(x.norm(dim=0), x.T @ x, None, (x0 - x).T @ x))
+        torch.testing.assert_close(p.weight(small), wanted, rtol=0, atol=1e-8, msg=p.name)
+        compared += 1
+    assert compared > 2
 
 
 def test_planted_fault_the_weights_of_another_expert_are_seen(

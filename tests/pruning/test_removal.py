@@ -154,12 +154,15 @@ def test_layers_and_experts_go_together(dtype: torch.dtype) -> None:
     assert verify_removal(model, pruned, expert_plan(model)).failure()
 
 
+@pytest.mark.parametrize("part", ["experts", "router"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_two_experts_that_are_swapped_fail_the_gate(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_experts_that_are_swapped_fail_the_gate(
+    name: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def swapped(model: Any, structure: Any, gone: Any) -> None:
         drop_experts(model, structure, gone)
-        experts = structure.layers[1].get_submodule(find_mixtures(structure).layers[1].experts)
-        for parameter in experts.parameters(recurse=False):
+        mixture = find_mixtures(structure).layers[1]
+        for parameter in structure.layers[1].get_submodule(getattr(mixture, part)).parameters():
             parameter.data[[0, 1]] = parameter.data[[1, 0]]
 
     monkeypatch.setattr(surgery, "drop_experts", swapped)
