@@ -1,6 +1,7 @@
 """Remove layers or hidden channels, and show that it is right.
 
-- `plan`: the decision; `mergekit`: one in mergekit's words; `operation`: what it takes out and what stands in for it;
+- `plan`: the decision, `plan_fields`: what it may hold; `mergekit`: one in mergekit's words; `operation`: what it takes
+  out and what stands in for it;
 - `width`: which hidden channels go;
 - `surgery`, `zeroing`, `mirroring`: the cut, which proves nothing;
 - `gate`: a reference and a result held against each other; `removal_gate`: the four checks of a removal, by `counting`

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, printable
-from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.decoder import Decoder, Model, in_memory, wrap_any
 from lyapunov_prune.profiles.contraction_profile import dtype_note, floor_note
+from lyapunov_prune.pruning.plan_fields import layer_list, require_channels, require_experts, require_reduction
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ROWS, MeasuredOn, ModelIdentity, Result
@@ -75,8 +74,8 @@ class PruningPlan(Result):
     def __post_init__(self) -> None:
         layers = self.model.num_layers
         for field in _LISTS:
-            object.__setattr__(self, field, self._checked(getattr(self, field)))
-        self._require_experts()
+            object.__setattr__(self, field, layer_list(getattr(self, field), self.model))
+        require_experts(self.experts, self.routed, self.model, {*self.remove, *self.drop_mlp})
         count = layers if len(self.scores) else 0
         require_array("plan, scores", self.scores, (count,), least=-np.inf, finite=False)
         require_layers("plan, below_floor", self.below_floor, layers)
@@ -95,71 +94,18 @@ class PruningPlan(Result):
             raise LyapunovPruneError(f"the MLP of layer {twice[0]} goes, its activation with it; name it once")
         require_reduction(self.drop_activation, self.reduction)
         if self.channels or self.width:
-            self._require_channels()
+            if self.remove or self.drops_sublayers or self.experts_gone:
+                raise LyapunovPruneError(
+                    "channels leave the blocks of a model that keeps its layers; remove layers first, and channels of "
+                    "what is written then"
+                )
+            require_channels(self.channels, self.width, self.model)
         if not self.touched:
             raise LyapunovPruneError("the plan removes no layer; name one or more")
         if len(self.remove) >= layers:
             raise LyapunovPruneError(
                 f"{len(self.remove)} layers to remove and {self.model.name} has {layers}; keep at least one"
             )
-
-    def _require_experts(self) -> None:
-        """Raise LyapunovPruneError unless `experts` and `routed` fit each other and the rest of the plan."""
-        layers, counts = self.model.num_layers, {len(gone) for gone in self.experts} - {0}
-        if self.experts and len(self.experts) != layers:
-            raise LyapunovPruneError(
-                f"plan, experts: {len(self.experts)} entries and {self.model.name} has {layers} layers; give one a "
-                "layer, empty where none goes"
-            )
-        if len(counts) > 1:
-            raise LyapunovPruneError(
-                f"plan, experts: {min(counts)} go from one layer and {max(counts)} from another, and a config gives "
-                "one number for all layers; remove as many from each"
-            )
-        for layer, gone in enumerate(self.experts):
-            if any(a >= b for a, b in pairwise(gone)) or any(expert < 0 for expert in gone):
-                raise LyapunovPruneError(
-                    f"plan, experts: {list(gone)} of layer {layer}; name each once, ascending, counted from 0"
-                )
-            if gone and layer in {*self.remove, *self.drop_mlp}:
-                raise LyapunovPruneError(f"layer {layer} loses its experts with the rest of it; name it once")
-        if self.routed is not None:
-            require_array("plan, routed", self.routed, (layers,), most=1 + 1e-9, finite=False)
-
-    def _checked(self, given: tuple[int, ...]) -> tuple[int, ...]:
-        """`given` in ascending order."""
-        layers = self.model.num_layers
-        if any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in given):
-            raise LyapunovPruneError(f"layer indices must be integers, got {list(given)}")
-        outside = [i for i in given if not 0 <= i < layers]
-        if outside:
-            raise LyapunovPruneError(
-                f"layer {outside[0]} does not exist: {self.model.name} has layers 0 to {layers - 1}"
-            )
-        repeated = sorted({i for i in given if given.count(i) > 1})
-        if repeated:
-            raise LyapunovPruneError(f"layer {repeated[0]} is named more than once; name each layer once")
-        return tuple(sorted(int(i) for i in given))
-
-    def _require_channels(self) -> None:
-        """Raise LyapunovPruneError unless the same number of known channels leaves every block, and nothing else."""
-        layers, gone = self.model.num_layers, {len(block) for block in self.channels}
-        if self.remove or self.drops_sublayers or self.experts_gone:
-            raise LyapunovPruneError(
-                "channels leave the blocks of a model that keeps its layers; remove layers first, and channels of what "
-                "is written then"
-            )
-        if len(self.channels) != layers or len(gone) != 1 or not 0 < min(gone) < self.width:
-            raise LyapunovPruneError(
-                f"plan, channels: {sorted(gone)} channels of {self.width} for {len(self.channels)} of {layers} layers, "
-                "and the same number, one or more but not all, leaves each; make it again"
-            )
-        for layer, block in enumerate(self.channels):
-            if list(block) != sorted(set(block)) or not 0 <= block[0] <= block[-1] < self.width:
-                raise LyapunovPruneError(
-                    f"plan, channels: those of layer {layer} are not ascending numbers below {self.width}; make it "
-                    "again"
-                )
 
     @classmethod
     @checked
@@ -348,15 +294,6 @@ class PruningPlan(Result):
             saves = "saves no time or memory" if format == "plain" else "is gone"
             costs = f"; in a {format} checkpoint a part of a layer {saves}"
         return printable(f"Remove {'; '.join(removed)}{costs}{floor_note(self.below_floor)}{half}")
-
-
-def require_reduction(activations: Sequence[int], reduction: str | None) -> None:
-    """Raise LyapunovPruneError unless activations that go, and they alone, have one of REDUCTIONS."""
-    if reduction is not None and not activations:
-        raise LyapunovPruneError(f"reduction {reduction} is of dropped activations, and none is; name them or leave it")
-    if activations and reduction not in REDUCTIONS:
-        said = "without a reduction" if reduction is None else f"by the unknown reduction {reduction!r}"
-        raise LyapunovPruneError(f"activations cannot be dropped {said}; give one of {', '.join(REDUCTIONS)}")
 
 
 def as_plan(decoder: Decoder, plan: PruningPlan | Sequence[int]) -> PruningPlan:

@@ -1,0 +1,81 @@
+"""What the fields of a plan have to fulfil."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.merging.table import REDUCTIONS
+from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.result import ModelIdentity
+
+
+def layer_list(given: tuple[int, ...], model: ModelIdentity) -> tuple[int, ...]:
+    """`given` in ascending order; raises LyapunovPruneError unless it names layers of `model`, each once."""
+    if any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in given):
+        raise LyapunovPruneError(f"layer indices must be integers, got {list(given)}")
+    outside = [i for i in given if not 0 <= i < model.num_layers]
+    if outside:
+        raise LyapunovPruneError(
+            f"layer {outside[0]} does not exist: {model.name} has layers 0 to {model.num_layers - 1}"
+        )
+    repeated = sorted({i for i in given if given.count(i) > 1})
+    if repeated:
+        raise LyapunovPruneError(f"layer {repeated[0]} is named more than once; name each layer once")
+    return tuple(sorted(int(i) for i in given))
+
+
+def require_experts(
+    experts: Sequence[Sequence[int]], routed: np.ndarray | None, model: ModelIdentity, without: Collection[int]
+) -> None:
+    """Raise LyapunovPruneError unless `experts` and `routed` fit each other and the rest of the plan.
+
+    `without` are the layers that lose their MLP, or all.
+    """
+    layers, counts = model.num_layers, {len(gone) for gone in experts} - {0}
+    if experts and len(experts) != layers:
+        raise LyapunovPruneError(
+            f"plan, experts: {len(experts)} entries and {model.name} has {layers} layers; give one a layer, empty "
+            "where none goes"
+        )
+    if len(counts) > 1:
+        raise LyapunovPruneError(
+            f"plan, experts: {min(counts)} go from one layer and {max(counts)} from another, and a config gives "
+            "one number for all layers; remove as many from each"
+        )
+    for layer, gone in enumerate(experts):
+        if any(a >= b for a, b in pairwise(gone)) or any(expert < 0 for expert in gone):
+            raise LyapunovPruneError(
+                f"plan, experts: {list(gone)} of layer {layer}; name each once, ascending, counted from 0"
+            )
+        if gone and layer in without:
+            raise LyapunovPruneError(f"layer {layer} loses its experts with the rest of it; name it once")
+    if routed is not None:
+        require_array("plan, routed", routed, (layers,), most=1 + 1e-9, finite=False)
+
+
+def require_channels(channels: Sequence[Sequence[int]], width: int, model: ModelIdentity) -> None:
+    """Raise LyapunovPruneError unless the same number of known channels leaves every block."""
+    layers, gone = model.num_layers, {len(block) for block in channels}
+    if len(channels) != layers or len(gone) != 1 or not 0 < min(gone) < width:
+        raise LyapunovPruneError(
+            f"plan, channels: {sorted(gone)} channels of {width} for {len(channels)} of {layers} layers, and the same "
+            "number, one or more but not all, leaves each; make it again"
+        )
+    for layer, block in enumerate(channels):
+        if list(block) != sorted(set(block)) or not 0 <= block[0] <= block[-1] < width:
+            raise LyapunovPruneError(
+                f"plan, channels: those of layer {layer} are not ascending numbers below {width}; make it again"
+            )
+
+
+def require_reduction(activations: Sequence[int], reduction: str | None) -> None:
+    """Raise LyapunovPruneError unless activations that go, and they alone, have one of REDUCTIONS."""
+    if reduction is not None and not activations:
+        raise LyapunovPruneError(f"reduction {reduction} is of dropped activations, and none is; name them or leave it")
+    if activations and reduction not in REDUCTIONS:
+        said = "without a reduction" if reduction is None else f"by the unknown reduction {reduction!r}"
+        raise LyapunovPruneError(f"activations cannot be dropped {said}; give one of {', '.join(REDUCTIONS)}")
