@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from lyapunov_prune.cli.inputs import (
     format_for,
@@ -37,20 +34,14 @@ from lyapunov_prune.cli.options import (
     layer_indices,
     what_option,
 )
+from lyapunov_prune.cli.plans import plan_for, prune_files, read_plan, tell_written
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.terminal import note, say, show
+from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.table import FORMATS
 from lyapunov_prune.predictions.expectation import require_budget
 from lyapunov_prune.ranking.counts import count_of
 from lyapunov_prune.ranking.table import require_ranks
-
-if TYPE_CHECKING:
-    from lyapunov_prune.models.decoder import Decoder
-    from lyapunov_prune.pruning.mergekit import MergekitSlices
-    from lyapunov_prune.pruning.plan import PruningPlan
-    from lyapunov_prune.pruning.provenance import Provenance
-    from lyapunov_prune.results.result import ModelIdentity
 
 
 def prune(
@@ -174,7 +165,7 @@ def prune(
         )
         if on_disk or stream:  # else it has said that the model does not fit there
             given.refuse("has no effect on what is pruned on disk; leave it out", "device")
-        _prune_on_disk(model, output, layers, plan_file, keep_period, source, as_json, why, stream, format)
+        prune_files(model, output, layers, plan_file, keep_period, as_json, why, stream, format)
         return
 
     # Imported here, since files are pruned in less memory than this takes.
@@ -194,13 +185,13 @@ def prune(
         assert plan_file is not None
         loaded_model, _, examples = load_examples(model, source, text, images, given)
         classifier = wrap_any(loaded_model)
-        plan = _plan_for(classifier, _read_plan(plan_file))
+        plan = plan_for(classifier, read_plan(plan_file))
         written = write_pruned(classifier, None, plan, output, examples, format=format)
-        _tell(written, as_json, output)
+        tell_written(written, as_json, output)
         return
     if mend and "text" not in given:  # see experiments/6_recovery
         text = replace(text, text=SELF)
-    given_plan = None if plan_file is None else _read_plan(plan_file)
+    given_plan = None if plan_file is None else read_plan(plan_file)
     loaded, batch = load_inputs(model, source, text, plan=given_plan)
     batch_size = windows_at_once(loaded, text.context)
     require_unquantised(loaded.model)  # before anything is measured
@@ -214,7 +205,7 @@ def prune(
         goes: dict[str, Any] = {FIELDS[by.what]: layer_indices("--layers", layers)}
         plan = PruningPlan.given(loaded.model, **goes, reduction=reduction)
     elif given_plan is not None:
-        plan = _plan_for(loaded, given_plan)
+        plan = plan_for(loaded, given_plan)
     elif by.what == "width":
         assert remove is not None
         plan = choose_channels(loaded.model, batch, remove, batch_size=batch_size)
@@ -249,7 +240,7 @@ def prune(
         mend=mend,
         judge=judged,
     )
-    _tell(written, as_json, output)
+    tell_written(written, as_json, output)
 
 
 def _require_width(remove: float | None, given: Given) -> None:
@@ -258,107 +249,3 @@ def _require_width(remove: float | None, given: Given) -> None:
         raise LyapunovPruneError("--what width has to know how many channels go; give --remove 20% or a number with it")
     idle = "is of layers, and --what width leaves every layer in its place; leave it out"
     given.refuse_record(idle, RankOptions, but="what", also="keep_period")
-
-
-def _read_plan(path: Path) -> PruningPlan | MergekitSlices:
-    from lyapunov_prune.pruning.mergekit import MergekitSlices, read_plan
-
-    plan = read_plan(path)
-    if isinstance(plan, MergekitSlices):
-        note(
-            f"{path} has no fingerprint of its model, {plan.model}: that it is of this one is checked by the number of "
-            "layers alone"
-        )
-    return plan
-
-
-def _plan_for(model: Decoder | ModelIdentity, given: PruningPlan | MergekitSlices) -> PruningPlan:
-    from lyapunov_prune.pruning.plan import PruningPlan
-    from lyapunov_prune.results.result import ModelIdentity
-
-    if isinstance(given, PruningPlan):
-        return given
-    return given.plan(model if isinstance(model, ModelIdentity) else model.identity)
-
-
-def _tell(provenance: Provenance, as_json: bool, output: Path) -> None:
-    show(provenance, as_json, output, kept=_record(output))
-    if not as_json:
-        dense = shlex.quote(provenance.source)
-        say(f"Next: lyapunov-prune eval {shlex.quote(str(output))} --against {dense}")
-
-
-def _record(output: Path) -> Path | None:
-    """The file that holds the provenance; a .gguf file has it in its header."""
-    from lyapunov_prune.pruning.provenance import PROVENANCE
-
-    return output / PROVENANCE if output.is_dir() else None
-
-
-def _prune_on_disk(
-    model: str,
-    output: Path,
-    layers: str | None,
-    plan_file: Path | None,
-    keep_period: bool,
-    source: ModelOptions,
-    as_json: bool,
-    why: str,
-    stream: bool,
-    format: str,
-) -> None:
-    from lyapunov_prune.checkpoints.outline import read_outline
-    from lyapunov_prune.export.copied import prune_on_disk
-    from lyapunov_prune.export.gguf import gguf_identity, gguf_kinds, prune_gguf
-    from lyapunov_prune.export.quantised_copy import (
-        plan_for_quantised,
-        prune_quantised,
-        quantised,
-        read_quantised,
-        stays_quantised,
-    )
-    from lyapunov_prune.models.kinds import find_kinds
-    from lyapunov_prune.models.loading import checkpoint_folder
-    from lyapunov_prune.pruning.plan import PruningPlan
-
-    read = "on files, and on logits of streamed models" if stream else "on files"
-    checkpoint = None
-    remove: Callable[[PruningPlan, Path], Provenance]
-    if format == "gguf":
-        if stream:
-            raise LyapunovPruneError("--stream reads safetensors, and a GGUF file is copied; give --on-disk instead")
-        identity, kinds = gguf_identity(model, planned=plan_file is not None), lambda: gguf_kinds(model)
-        remove = partial(prune_gguf, model)
-    elif model.endswith(".gguf"):
-        raise LyapunovPruneError(f"{model} is pruned on disk as a GGUF file; end --output in .gguf")
-    elif stays_quantised(model):
-        if stream:
-            raise LyapunovPruneError(
-                f"--stream has no effect where bytes are copied ({quantised(model)}); leave it out"
-            )
-        checkpoint = read_quantised(checkpoint_folder(model), model)
-        identity, kinds = checkpoint.identity, lambda: find_kinds(checkpoint.decoder.structure)
-        remove = partial(prune_quantised, checkpoint)
-        read = "on bytes and settings; the logits were not compared"
-    else:
-        outline = read_outline(checkpoint_folder(model), model)
-        identity, kinds = outline.identity, lambda: find_kinds(outline.structure)
-        remove = partial(prune_on_disk, outline, stream=stream)
-    if layers is not None:
-        plan = PruningPlan.given(identity, layer_indices("--layers", layers))
-    else:
-        assert plan_file is not None
-        plan = _plan_for(identity, _read_plan(plan_file))
-        if checkpoint is not None:
-            plan = plan_for_quantised(checkpoint, plan)
-        else:
-            plan.require_model(identity)
-    if keep_period:
-        plan.require_periods(kinds().require_period())
-    provenance = remove(plan, output)
-    if not as_json:
-        say(f"Pruned on disk ({why}); the gate's checks {read}:")
-    if checkpoint is None:
-        _tell(provenance, as_json, output)
-    else:  # it may not load here, so that no eval of it is named
-        show(provenance, as_json, output, kept=_record(output))

@@ -1,0 +1,124 @@
+"""The plan that a file holds, files that are pruned by one, and what was written."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lyapunov_prune.cli.options import layer_indices
+from lyapunov_prune.cli.terminal import note, say, show
+from lyapunov_prune.errors import LyapunovPruneError
+
+if TYPE_CHECKING:
+    from lyapunov_prune.models.decoder import Decoder
+    from lyapunov_prune.pruning.mergekit import MergekitSlices
+    from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.pruning.provenance import Provenance
+    from lyapunov_prune.results.result import ModelIdentity
+
+
+def read_plan(path: Path) -> PruningPlan | MergekitSlices:
+    from lyapunov_prune.pruning.mergekit import MergekitSlices
+    from lyapunov_prune.pruning.mergekit import read_plan as read
+
+    plan = read(path)
+    if isinstance(plan, MergekitSlices):
+        note(
+            f"{path} has no fingerprint of its model, {plan.model}: that it is of this one is checked by the number of "
+            "layers alone"
+        )
+    return plan
+
+
+def plan_for(model: Decoder | ModelIdentity, given: PruningPlan | MergekitSlices) -> PruningPlan:
+    from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.results.result import ModelIdentity
+
+    if isinstance(given, PruningPlan):
+        return given
+    return given.plan(model if isinstance(model, ModelIdentity) else model.identity)
+
+
+def tell_written(provenance: Provenance, as_json: bool, output: Path) -> None:
+    show(provenance, as_json, output, kept=_record(output))
+    if not as_json:
+        dense = shlex.quote(provenance.source)
+        say(f"Next: lyapunov-prune eval {shlex.quote(str(output))} --against {dense}")
+
+
+def _record(output: Path) -> Path | None:
+    """The file that holds the provenance; a .gguf file has it in its header."""
+    from lyapunov_prune.pruning.provenance import PROVENANCE
+
+    return output / PROVENANCE if output.is_dir() else None
+
+
+def prune_files(
+    model: str,
+    output: Path,
+    layers: str | None,
+    plan_file: Path | None,
+    keep_period: bool,
+    as_json: bool,
+    why: str,
+    stream: bool,
+    format: str,
+) -> None:
+    from lyapunov_prune.checkpoints.outline import read_outline
+    from lyapunov_prune.export.copied import prune_on_disk
+    from lyapunov_prune.export.gguf import gguf_identity, gguf_kinds, prune_gguf
+    from lyapunov_prune.export.quantised_copy import (
+        plan_for_quantised,
+        prune_quantised,
+        quantised,
+        read_quantised,
+        stays_quantised,
+    )
+    from lyapunov_prune.models.kinds import find_kinds
+    from lyapunov_prune.models.loading import checkpoint_folder
+    from lyapunov_prune.pruning.plan import PruningPlan
+
+    read = "on files, and on logits of streamed models" if stream else "on files"
+    checkpoint = None
+    remove: Callable[[PruningPlan, Path], Provenance]
+    if format == "gguf":
+        if stream:
+            raise LyapunovPruneError("--stream reads safetensors, and a GGUF file is copied; give --on-disk instead")
+        identity, kinds = gguf_identity(model, planned=plan_file is not None), lambda: gguf_kinds(model)
+        remove = partial(prune_gguf, model)
+    elif model.endswith(".gguf"):
+        raise LyapunovPruneError(f"{model} is pruned on disk as a GGUF file; end --output in .gguf")
+    elif stays_quantised(model):
+        if stream:
+            raise LyapunovPruneError(
+                f"--stream has no effect where bytes are copied ({quantised(model)}); leave it out"
+            )
+        checkpoint = read_quantised(checkpoint_folder(model), model)
+        identity, kinds = checkpoint.identity, lambda: find_kinds(checkpoint.decoder.structure)
+        remove = partial(prune_quantised, checkpoint)
+        read = "on bytes and settings; the logits were not compared"
+    else:
+        outline = read_outline(checkpoint_folder(model), model)
+        identity, kinds = outline.identity, lambda: find_kinds(outline.structure)
+        remove = partial(prune_on_disk, outline, stream=stream)
+    if layers is not None:
+        plan = PruningPlan.given(identity, layer_indices("--layers", layers))
+    else:
+        assert plan_file is not None
+        plan = plan_for(identity, read_plan(plan_file))
+        if checkpoint is not None:
+            plan = plan_for_quantised(checkpoint, plan)
+        else:
+            plan.require_model(identity)
+    if keep_period:
+        plan.require_periods(kinds().require_period())
+    provenance = remove(plan, output)
+    if not as_json:
+        say(f"Pruned on disk ({why}); the gate's checks {read}:")
+    if checkpoint is None:
+        tell_written(provenance, as_json, output)
+    else:  # it may not load here, so that no eval of it is named
+        show(provenance, as_json, output, kept=_record(output))
