@@ -16,7 +16,7 @@ Derivative = Literal["difference", "jvp"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 Engine = Literal["llama.cpp"]
 Split = Literal["evaluation", "all", "calibration"]
-What = Literal["layers", "attention", "mlp", "activation", "width", "experts"]
+What = Literal["layers", "attention", "mlp", "activation", "width", "experts", "layers,width", "layers,experts"]
 
 if TYPE_CHECKING:
     Criterion = str

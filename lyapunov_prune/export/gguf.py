@@ -69,7 +69,10 @@ def require_gguf(name: str, plan: PruningPlan) -> Header:
     """
     source = source_file(name)
     if plan.drops_parts:
-        raise LyapunovPruneError("a GGUF file loses whole layers, and this plan drops parts of layers; leave those out")
+        raise LyapunovPruneError(
+            "a GGUF file loses whole layers, and this plan drops parts of layers; leave those out, or write a folder "
+            "and give that to export"
+        )
     header = read_header(source)
     values_without(header, plan.kept)
     return header
@@ -177,7 +180,7 @@ def save_gguf(
     original = original_of(decoder, plan)
     gate, in_memory = removal_gate(decoder, pruned, operation, batch)
     report = gate.report(in_memory, {}, target)
-    require_passed(report)
+    require_passed(report, plan.remedy)
     made = save_changed(target, original, pruned, _provenance(plan, report, (), mended), quantize)
     assert made is not None
     return made

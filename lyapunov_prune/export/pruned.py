@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.format import Format
 from lyapunov_prune.export.table import FORMATS, formats_of
 from lyapunov_prune.forward.hooks import require_finite
-from lyapunov_prune.mending.judge import judged_mends
+from lyapunov_prune.forward.reading import read
+from lyapunov_prune.mending.judge import judged_mends, second_text
 from lyapunov_prune.mending.mend import Mend
 from lyapunov_prune.mending.refit import judged_refits
 from lyapunov_prune.merging.merge import Merged, merge_layers
@@ -25,6 +27,7 @@ from lyapunov_prune.models.plain import PlainAny
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
+from lyapunov_prune.pruning.surgery import cut
 
 
 @takes_model
@@ -79,7 +82,10 @@ def write_pruned(
     if lesson is not None:
         mends, mended = judged_mends(model, plan.remove, lesson, judge)
     elif plan.channels and isinstance(batch, TokenBatch):
-        refits, mended = judged_refits(model, torch.from_numpy(plan.kept_channels), batch, judge)
+        shallower = cut(model, Operation(replace(plan, channels=(), width=0)), shared=True) if plan.remove else model
+        refits, mended = judged_refits(
+            shallower, torch.from_numpy(plan.kept_channels), batch, judge or second_text(read(model, batch))
+        )
     if mended is not None:
         plan = plan.seen_on(mended.measured_on)
         for each in mended.judgements:

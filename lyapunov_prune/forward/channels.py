@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,27 +10,25 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.models.width import find_blocks
 
 
 def masked(
-    structure: Structure, kept: torch.Tensor, refits: Sequence[torch.Tensor] = ()
+    structure: Structure, kept: Mapping[int, torch.Tensor], refits: Sequence[torch.Tensor] = ()
 ) -> AbstractContextManager[None]:
-    """Inside the block all hidden channels but `kept` (layers × channels) are zero where they enter the last matrix.
+    """Inside the block all hidden channels of a layer but those `kept` are zero where they enter the last matrix.
 
-    With `refits` the last matrix of layer l is `refits[l]` (d × kept channels). An empty `kept` changes nothing. Raises
-    LyapunovPruneError as `find_blocks`.
+    Layers that are not in `kept` do not change. With `refits` (d × kept channels, one for each entry of `kept`) those
+    are the last matrices. Raises LyapunovPruneError as `find_feedforward`.
     """
-    if not len(kept):
-        return hooked()
-    modules = [
-        layer.get_submodule(b.out.module) for b, layer in zip(find_blocks(structure), structure.layers, strict=True)
-    ]
+    blocks = [find_feedforward(structure, layer) for layer in kept]
+    modules = [structure.layers[b.layer].get_submodule(b.out.module) for b in blocks]
     if refits:
-        return hooked(after=[(module, _multiply(*each)) for module, *each in zip(modules, kept, refits, strict=True)])
-    return hooked(before=[(module, _mask(stays)) for module, stays in zip(modules, kept, strict=True)])
+        each = zip(modules, kept.values(), refits, strict=True)
+        return hooked(after=[(module, _multiply(stays, weight)) for module, stays, weight in each])
+    return hooked(before=[(module, _mask(stays)) for module, stays in zip(modules, kept.values(), strict=True)])
 
 
 def _mask(stays: torch.Tensor) -> Callable[..., Any]:

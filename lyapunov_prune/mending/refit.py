@@ -55,7 +55,7 @@ def judged_refits(
     changed, weights = refit_blocks(reading.decoder, kept, fitting)
     judged = []
     for each in judges:
-        with masked(reading.structure, kept):
+        with masked(reading.structure, dict(enumerate(kept))):
             cut = losses(each, ())
         judged.append(Judgement(cut, losses(Reading(changed, each.batch), ()), each.measured_on()))
     report = MendReport((), fitting.batch.ids.numel(), 0, fitting.measured_on(), *judged)

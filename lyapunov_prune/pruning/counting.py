@@ -18,10 +18,10 @@ from lyapunov_prune.checkpoints.outline import layer_of
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import saved_tensors
+from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.left_out import LeftOut, left_out
 from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.models.width import find_blocks
 from lyapunov_prune.pruning.plan import PruningPlan
 
 COUNTED = "fell by what was removed"
@@ -53,8 +53,8 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
 
 def _narrower(structure: Structure, plan: PruningPlan) -> dict[str, Fraction]:
     """The share of each tensor that is of the channels of `plan`: all but the bias behind the last matrix."""
-    share, found = Fraction(len(plan.channels[0]), plan.width), dict[str, Fraction]()
-    for block in find_blocks(structure):
+    share, found = Fraction(plan.channels_gone, plan.width), dict[str, Fraction]()
+    for block in (find_feedforward(structure, layer) for layer in plan.kept):
         inside = f"{structure.layers_path}.{block.layer}."
         found[f"{inside}{block.out.module}.weight"] = share
         for p in (block.gate, block.up):

@@ -24,7 +24,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 class Operation:
     """`plan`, a merged block for every activation that it drops, and the maps that close its gaps.
 
-    `refits` are the last matrices of all blocks, refitted to the channels that stay, in the model's dtype.
+    `refits` are the last matrices of all layers that stay, refitted to the channels that stay, in the model's dtype.
 
     Raises LyapunovPruneError unless `merged` are the blocks whose activation the plan drops.
     """
@@ -58,7 +58,8 @@ class Operation:
         silent = silenced(decoder, self.plan.drop_attention, self.plan.drop_mlp)
         replaced = hidden_replaced(decoder.layers, [(each.block, each.tau) for each in self.merged])
         skipping = skipped(decoder.structure, self.plan.remove)
-        narrower = masked(decoder.structure, torch.from_numpy(self.plan.kept_channels), self.refits)
+        kept = zip(self.plan.kept, torch.from_numpy(self.plan.kept_channels), strict=False)  # none where all stay
+        narrower = masked(decoder.structure, dict(kept), self.refits)
         fewer = masked_experts(decoder.structure, self.plan.experts_gone)
         with silent, replaced, mapped(decoder.layers, self.mends), fewer, skipping, narrower:
             yield

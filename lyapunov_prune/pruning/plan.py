@@ -40,8 +40,8 @@ class PruningPlan(Result):
     Where they rest on ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`).
     `picked` (L,) is how often the criterion takes each layer when the windows, and the seeds of a ρ, are drawn anew;
     None where that is not known. `tied` names the last that goes and the first that stays where their scores are one.
-    `channels[l]` are the hidden channels that leave the feed-forward block of layer l, which has `width` of them; the
-    same number leaves every block, and nothing else leaves with channels.
+    `channels[l]` are the hidden channels that leave the feed-forward block of layer l, which has `width` of them: the
+    same number leaves every block of a layer that stays, and none of a layer that goes.
 
     `experts` lists the experts to remove of every layer, ascending: the same number of each mixture that stays, none of
     other layers; empty where all experts stay. `routed` (L,) is the share of the router's weight that those experts had
@@ -94,12 +94,12 @@ class PruningPlan(Result):
             raise LyapunovPruneError(f"the MLP of layer {twice[0]} goes, its activation with it; name it once")
         require_reduction(self.drop_activation, self.reduction)
         if self.channels or self.width:
-            if self.remove or self.drops_sublayers or self.experts_gone:
+            if self.drops_sublayers or self.experts_gone:
                 raise LyapunovPruneError(
-                    "channels leave the blocks of a model that keeps its layers; remove layers first, and channels of "
-                    "what is written then"
+                    "channels leave beside whole layers alone; remove parts of layers first, and channels of what is "
+                    "written then"
                 )
-            require_channels(self.channels, self.width, self.model)
+            require_channels(self.channels, self.width, self.model, self.remove)
         if not self.touched:
             raise LyapunovPruneError("the plan removes no layer; name one or more")
         if len(self.remove) >= layers:
@@ -183,8 +183,46 @@ class PruningPlan(Result):
 
     @property
     def kept_channels(self) -> np.ndarray:
-        """The hidden channels that stay in every block (layers × channels), ascending."""
-        return np.array([np.setdiff1d(np.arange(self.width), block) for block in self.channels], dtype=np.int64)
+        """The hidden channels that stay in each block of the layers `kept` (those × channels), ascending."""
+        blocks = [self.channels[layer] for layer in self.kept] if self.channels else []
+        return np.array([np.setdiff1d(np.arange(self.width), block) for block in blocks], dtype=np.int64)
+
+    @property
+    def channels_gone(self) -> int:
+        """How many hidden channels leave each block of the layers that stay."""
+        return len(self.channels[self.kept[0]]) if self.channels else 0
+
+    @property
+    def remedy(self) -> str:
+        """What to do where this plan cannot be carried out."""
+        if self.channels:
+            return "keep the width, and remove whole layers alone"
+        if self.experts_gone:
+            return "keep all experts, and remove whole layers alone"
+        return "keep those parts, and remove whole layers alone" if self.drops_sublayers else "remove other layers"
+
+    def followed_by(self, further: PruningPlan) -> PruningPlan:
+        """This plan of whole layers and `further`, of channels or experts of the model without them."""
+        if self.drops_parts or further.remove or further.model.num_layers != len(self.kept):
+            raise LyapunovPruneError(
+                "layers leave first, and channels or experts of the model without them; give plans of those two"
+            )
+        layers = range(self.model.num_layers)
+        place = {layer: i for i, layer in enumerate(self.kept)}
+        routed = further.routed
+        if routed is not None:
+            routed = np.array([routed[place[i]] if i in place else np.nan for i in layers])
+        both = replace(
+            self,
+            criterion=f"{self.criterion}, then {further.criterion}",
+            channels=tuple(further.channels[place[i]] if i in place else () for i in layers) if further.width else (),
+            width=further.width,
+            experts=tuple(further.experts[place[i]] if i in place else () for i in layers) if further.experts else (),
+            routed=routed,
+        )
+        for text in further.measured_on:
+            both = both.seen_on(text)
+        return both
 
     def require_model(self, identity: ModelIdentity) -> None:
         """Raise LyapunovPruneError unless the plan was made for this model."""
@@ -207,7 +245,7 @@ class PruningPlan(Result):
         layers = np.arange(self.model.num_layers)
         frame = pd.DataFrame({"layer": layers, "removed": np.isin(layers, self.remove)})
         if self.channels:
-            frame["channels_removed"] = len(self.channels[0])
+            frame["channels_removed"] = list(map(len, self.channels))
         elif self.drops_sublayers:
             frame["no_attention"] = np.isin(layers, self.drop_attention)
             frame["no_mlp"] = np.isin(layers, self.drop_mlp)
@@ -234,7 +272,8 @@ class PruningPlan(Result):
 
     def seen_on(self, text: MeasuredOn) -> PruningPlan:
         """This plan, to whose texts `text` belongs: merged blocks or mended gaps were fitted on it."""
-        return self if text in self.measured_on else replace(self, measured_on=(*self.measured_on, text))
+        known = text.text_hash in {each.text_hash for each in self.measured_on}
+        return self if known else replace(self, measured_on=(*self.measured_on, text))
 
     def headline(self) -> str:
         return "\n".join(filter(None, (self.sentence(), self.stability())))
@@ -262,12 +301,6 @@ class PruningPlan(Result):
 
     def sentence(self, format: str = "plain") -> str:
         """What goes and by what, in a line, with what parts of layers save in a checkpoint of `format`."""
-        if self.channels:
-            gone = len(self.channels[0])
-            return printable(
-                f"Remove {gone} of {self.width} hidden channels from each of {self.model.num_layers} feed-forward "
-                f"blocks of {self.model.name} by {self.criterion}; {self.width - gone} stay"
-            )
         blend = f" (alpha {self.alpha:g})" if self.alpha is not None else ""
         parts = {
             "": self.remove,
@@ -288,6 +321,11 @@ class PruningPlan(Result):
             removed.append(
                 f"{count} expert{'s' * (count > 1)} of each of {len(self.experts_gone)} layers of {self.model.name} by "
                 f"{self.criterion}{share}"
+            )
+        if gone := self.channels_gone:
+            removed.append(
+                f"{gone} of {self.width} hidden channels from each of {len(self.kept)} feed-forward blocks of "
+                f"{self.model.name} by {self.criterion}, of which {self.width - gone} stay"
             )
         costs = ""
         if self.drops_sublayers:

@@ -57,16 +57,21 @@ def require_experts(
         require_array("plan, routed", routed, (layers,), most=1 + 1e-9, finite=False)
 
 
-def require_channels(channels: Sequence[Sequence[int]], width: int, model: ModelIdentity) -> None:
-    """Raise LyapunovPruneError unless the same number of known channels leaves every block."""
-    layers, gone = model.num_layers, {len(block) for block in channels}
+def require_channels(
+    channels: Sequence[Sequence[int]], width: int, model: ModelIdentity, removed: Collection[int]
+) -> None:
+    """Raise LyapunovPruneError unless the same number of known channels leaves every block that is not `removed`."""
+    layers, gone = model.num_layers, {len(block) for i, block in enumerate(channels) if i not in removed}
     if len(channels) != layers or len(gone) != 1 or not 0 < min(gone) < width:
         raise LyapunovPruneError(
             f"plan, channels: {sorted(gone)} channels of {width} for {len(channels)} of {layers} layers, and the same "
             "number, one or more but not all, leaves each; make it again"
         )
     for layer, block in enumerate(channels):
-        if list(block) != sorted(set(block)) or not 0 <= block[0] <= block[-1] < width:
+        if layer in removed:
+            if block:
+                raise LyapunovPruneError(f"layer {layer} loses its channels with the rest of it; name it once")
+        elif list(block) != sorted(set(block)) or not 0 <= block[0] <= block[-1] < width:
             raise LyapunovPruneError(
                 f"plan, channels: those of layer {layer} are not ascending numbers below {width}; make it again"
             )

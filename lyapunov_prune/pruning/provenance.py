@@ -96,24 +96,29 @@ def made_by(name: str) -> Provenance | None:
     return None if told is None else Provenance.parse(str(told).encode(), name)
 
 
-def save(pruned: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """`save_files`; a model that cannot be saved fails the gate."""
+def save(
+    pruned: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    remedy: str = "remove other layers",
+) -> None:
+    """`save_files`; a model that cannot be saved fails the gate, which names the `remedy`."""
     try:
         save_files(pruned, tokenizer, folder)
     except (OSError, SafetensorError, LyapunovPruneError):
         raise  # the disk, or a part that would be lost
     except Exception as error:
-        raise _refused(GateReport((crashed(RELOADED, error),))) from error
+        raise _refused(GateReport((crashed(RELOADED, error),)), remedy) from error
 
 
-def require_passed(gate: GateReport) -> None:
-    """Raise CheckFailed, with the first check that failed, unless all passed."""
+def require_passed(gate: GateReport, remedy: str = "remove other layers") -> None:
+    """Raise CheckFailed, with the first check that failed and a `remedy`, unless all passed."""
     if not gate.passed:
-        raise _refused(gate)
+        raise _refused(gate, remedy)
 
 
-def _refused(gate: GateReport) -> CheckFailed:
-    return CheckFailed(f"nothing written: the pruned model fails the gate, {gate.failure()}; remove other layers")
+def _refused(gate: GateReport, remedy: str) -> CheckFailed:
+    return CheckFailed(f"nothing written: the pruned model fails the gate, {gate.failure()}; {remedy}")
 
 
 def describe(
@@ -168,12 +173,16 @@ def describe(
 
 def _kind(plan: PruningPlan) -> tuple[str, str]:
     """The kind of the pruning, for a tag, and what is left or gone, for a title."""
+    depth, experts = f"with {len(plan.kept)} of {plan.model.num_layers} layers", plan.experts_gone
+    kind, parts = "depth", ""
     if plan.channels:
-        left = plan.kept_channels.shape[1]
-        return "width", f"with {left} of {plan.width} hidden channels in every feed-forward block"
-    if plan.touched == tuple(plan.experts_gone):
-        return "expert", f"without {len(plan.experts[plan.touched[0]])} experts a layer"
-    return "depth", f"with {len(plan.kept)} of {plan.model.num_layers} layers"
+        kind = "width"
+        parts = f"{plan.width - plan.channels_gone} of {plan.width} hidden channels in every feed-forward block"
+        parts = f" and {parts}" if plan.remove else f"with {parts}"
+    elif experts and not plan.drops_sublayers:
+        kind, parts = "expert", f"without {len(next(iter(experts.values())))} experts a layer"
+        parts = f", {parts}" if plan.remove else parts
+    return kind, depth + parts if plan.remove or kind == "depth" else parts
 
 
 def _by_hand(commands: tuple[str, ...]) -> str:
@@ -188,8 +197,8 @@ def _removed(plan: PruningPlan, stored: Stored) -> str:
         lines.append(f"Layers of the original, counted from 0: {', '.join(map(str, plan.remove))}.")
     if plan.channels:
         lines.append(
-            f"{len(plan.channels[0])} hidden channels of every feed-forward block; which of each layer says `channels` "
-            f"in the plan (`{PROVENANCE}`)."
+            f"{plan.channels_gone} hidden channels of every feed-forward block of a layer that stays; which of each "
+            f"says `channels` in the plan (`{PROVENANCE}`)."
         )
     activation = f"Activation of the feed-forward block (reduction {plan.reduction})"
     for part, told, layers in (

@@ -27,6 +27,7 @@ from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.mending.mend import Mend, products
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.models.decoder import Decoder, InMemory, Model, takes_model, wrap
+from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.width import find_blocks
@@ -112,8 +113,11 @@ def _same(gate: Gate, operation: Operation) -> GateCheck:
     There only stored weights are rounded; in half precision rounding alone may choose other experts.
     """
     plan = operation.plan
-    goes = "channels masked" if plan.channels else "experts masked" if plan.experts_gone else "layers skipped"
-    detail = f"logits against the original with the {goes}"
+    parts = {"channels masked": plan.channels, "experts masked": plan.experts_gone}
+    goes = [done for done, gone in parts.items() if gone]
+    if plan.remove or not goes:
+        goes.insert(0, "layers skipped")
+    detail = f"logits against the original with the {' and '.join(goes)}"
     found = gate.same(detail)
     retried = operation.mends or plan.channels or plan.experts_gone
     if not found.passed and retried and (wide := gate.in_float32()):
@@ -152,11 +156,11 @@ def _within_rounding(gate: Gate, operation: Operation) -> GateCheck:
 def _copied(gate: Gate, operation: Operation) -> GateCheck:
     """Whether every block holds the numbers of the channels that stay, in their order, or the refitted ones."""
     before, after, refits = gate.reference, gate.result, operation.refits
-    blocks = zip(find_blocks(before.structure), find_blocks(after.structure), operation.plan.kept_channels, strict=True)
-    differ = 0
-    for old, new, kept in blocks:
+    plan, differ = operation.plan, 0
+    olds = [find_feedforward(before.structure, layer) for layer in plan.kept]
+    for old, new, kept in zip(olds, find_blocks(after.structure), plan.kept_channels, strict=True):
         whole, narrow = old.parts(before.layers[old.layer]), new.parts(after.layers[new.layer])
-        last = refits[old.layer].to(narrow.out[0]) if refits else whole.out[0][:, kept]
+        last = refits[new.layer].to(narrow.out[0]) if refits else whole.out[0][:, kept]
         pairs = [(last, narrow.out[0]), (whole.out[1], narrow.out[1])]
         for wide, slim in ((whole.gate, narrow.gate), (whole.up, narrow.up)):
             if wide is not None and slim is not None:

@@ -53,7 +53,6 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
     """
     plan = operation.plan
     require_mirrored(decoder.structure, plan.drop_activation)
-    blocks = find_blocks(decoder.structure) if plan.channels else ()
     if plan.experts_gone:
         find_mixtures(decoder.structure).require(plan.experts, plan.remove)
     with held(decoder.model):  # what a measurement has put on it would be copied too
@@ -62,6 +61,7 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
         memo = shared_memo(decoder.model) if shared else {}
         made = without_layers(decoder, plan, memo) if plan.remove else copy.deepcopy(decoder.model, memo)
     pruned = Decoder(made, find_structure(made))
+    blocks = find_blocks(pruned.structure) if plan.channels else ()
     if blocks:
         narrow(made, pruned.structure, blocks, torch.from_numpy(plan.kept_channels))
     for block, layer, weight in zip(blocks, pruned.layers, operation.refits, strict=False):

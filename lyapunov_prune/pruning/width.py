@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -12,13 +13,14 @@ from lyapunov_prune.calibration.gram import damped
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.width import find_blocks, last_matrices, width_of
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.results.result import MeasuredOn
 
 _DAMPING = 0.01
 # What stays is a multiple of 64 where a block has 512 channels or more, which kernels like, else of 8.
@@ -51,43 +53,72 @@ SCORES: Final[dict[str, tuple[str, Callable[[torch.Tensor, Statistics], torch.Te
 DEFAULT: Final = "energy"
 
 
-@takes_model
+@dataclass(frozen=True, eq=False)
+class ChannelCosts:
+    """What leaving out each hidden channel costs its block, (L, channels) by `score`; the cheapest go first."""
+
+    score: str
+    costs: torch.Tensor
+    measured_on: MeasuredOn
+
+    @property
+    def width(self) -> int:
+        return self.costs.shape[1]
+
+    def plan(self, remove: int | float) -> PruningPlan:
+        """The plan that leaves every block without `remove` channels, or that share of them (`staying`)."""
+        gone = self.width - staying(self.width, remove)
+        first = self.costs.argsort(stable=True)[:, :gone].tolist()
+        return PruningPlan(
+            remove=(),
+            criterion=self.score,
+            alpha=None,
+            scores=np.empty(0),
+            model=self.measured_on.model,
+            measured_on=(self.measured_on,),
+            channels=tuple(tuple(sorted(block)) for block in first),
+            width=self.width,
+        )
+
+
 @in_eval_mode
 @torch.no_grad()
+def channel_costs(reading: Reading, score: str = DEFAULT, batch_size: int = 1) -> ChannelCosts:
+    """Measure `score`, a name of SCORES, of every channel. Two forwards of the layers, and for `surgeon` the memory of
+    the Gram matrix of one block.
+
+    Raises LyapunovPruneError as `find_blocks`, and for activations that are not finite.
+    """
+    structure = reading.structure
+    found: list[torch.Tensor] = []
+    needs, cost = SCORES[score]
+
+    def measure(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
+        (last,) = here
+        found.append(cost(lift(last.weight(reading.model)), statistics[last.name]).cpu())
+
+    lasts = last_matrices(structure, find_blocks(structure))
+    stream(reading.model, reading, lasts, needs, measure, batch_size=batch_size)
+    return ChannelCosts(score, torch.stack(found), reading.measured_on())
+
+
+@takes_model
 def choose_channels(
     model: InMemory, batch: Readable, remove: int | float, *, score: str = DEFAULT, batch_size: int = 1
 ) -> PruningPlan:
     """The plan that leaves every feed-forward block without the channels of smallest `score` (a name of SCORES).
 
     `remove` is how many go, or as a float below 1 which share. The number that stays is rounded to a multiple of 64, in
-    narrow blocks of 8. Two forwards of the layers over `batch`; memory for `surgeon`: the Gram matrix of one block.
-
-    Raises LyapunovPruneError for a number that leaves none or all, as `find_blocks`, and for activations that are not
-    finite.
+    narrow blocks of 8. Raises LyapunovPruneError for a number that leaves none or all, and as `channel_costs`.
     """
-    reading, structure = read(model, batch), model.structure
-    blocks = find_blocks(structure)
-    width = width_of(structure, blocks)
-    gone = width - staying(width, remove)
-    chosen: list[tuple[int, ...]] = []
-    needs, cost = SCORES[score]
+    reading = read(model, batch)
+    staying(width_of(reading.structure, find_blocks(reading.structure)), remove)  # refused before it is measured
+    return channel_costs(reading, score, batch_size).plan(remove)
 
-    def choose(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
-        (last,) = here
-        costs = cost(lift(last.weight(model.model)), statistics[last.name])
-        chosen.append(tuple(sorted(costs.argsort(stable=True)[:gone].tolist())))
 
-    stream(model.model, reading, last_matrices(structure, blocks), needs, choose, batch_size=batch_size)
-    return PruningPlan(
-        remove=(),
-        criterion=score,
-        alpha=None,
-        scores=np.empty(0),
-        model=model.identity,
-        measured_on=(reading.measured_on(),),
-        channels=tuple(chosen),
-        width=width,
-    )
+def multiple_of(width: int) -> int:
+    """What the number of channels that stay is a multiple of."""
+    return next((m for least, m in _MULTIPLES if width >= least), 1)
 
 
 def staying(width: int, remove: int | float) -> int:
@@ -96,7 +127,7 @@ def staying(width: int, remove: int | float) -> int:
     Raises LyapunovPruneError where none would stay, or none go.
     """
     wanted = width - (remove if isinstance(remove, int) else remove * width)
-    multiple = next((m for least, m in _MULTIPLES if width >= least), 1)
+    multiple = multiple_of(width)
     stay = round(wanted / multiple) * multiple
     if not 0 < stay < width:
         raise LyapunovPruneError(

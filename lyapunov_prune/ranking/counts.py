@@ -8,6 +8,7 @@ from numbers import Integral
 from lyapunov_prune.errors import LyapunovPruneError
 
 PARTS = ("layers", "attention", "mlp", "activation", "width", "experts")
+SPLITS = {"layers,width": "width", "layers,experts": "experts"}  # what shares a budget with whole layers
 
 
 def count_of(remove: int | float, of: int, what: str = "layers") -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.ranking.counts import PARTS
+from lyapunov_prune.ranking.counts import PARTS, SPLITS
 from lyapunov_prune.ranking.criterion import Criterion
 from lyapunov_prune.registry import Registry
 
@@ -44,7 +44,7 @@ def default_criterion(
     """
     if what == "experts":
         return "reap"
-    return "best" if remove is not None and what == "layers" and not periods else DEFAULT
+    return "best" if remove is not None and what in ("layers", *SPLITS) and not periods else DEFAULT
 
 
 def require_ranks(
@@ -62,6 +62,8 @@ def require_ranks(
     model cannot give, or need more than a saved profile (`profiled`).
     """
     known = CRITERIA[criterion]
+    if what in SPLITS:
+        raise LyapunovPruneError(f"two kinds of parts have no one order; they share a budget in prune --what {what}")
     if what not in PARTS:
         raise LyapunovPruneError(f"unknown --what {what!r}; give one of {', '.join(PARTS)}")
     if what == "activation":

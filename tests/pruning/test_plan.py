@@ -10,14 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import LAYERS, as_batch, make_tiny
+from helpers import LAYERS, as_batch, make_mixture, make_tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from lyapunov_prune import LyapunovPruneError, PruningPlan, measure_contraction, rank_layers, remove_layers
+from lyapunov_prune import (
+    CheckFailed,
+    LyapunovPruneError,
+    PruningPlan,
+    measure_contraction,
+    rank,
+    rank_layers,
+    remove_layers,
+    verify_removal,
+)
+from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.width import narrow
+from lyapunov_prune.pruning import surgery
 from lyapunov_prune.pruning.plan import as_plan
+from lyapunov_prune.pruning.width import choose_channels
 
 
 @pytest.mark.parametrize(
@@ -190,3 +203,54 @@ def test_a_plan_says_how_much_of_the_routed_weight_goes(tmp_path: Path) -> None:
     assert "20.0% of the router's weight" in plan.sentence()
     again = PruningPlan.load(plan.save(tmp_path / "plan.json"))
     assert (again.experts, str(again)) == (plan.experts, str(plan))
+
+
+def test_layers_and_channels_of_the_others_are_one_plan(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    first = PruningPlan.given(llama, [1, 4])
+    further = choose_channels(remove_layers(llama, first), ids, 8)
+    both = first.followed_by(further)
+    assert (both.remove, both.channels[1], both.channels[4]) == ((1, 4), (), ())
+    assert (both.kept_channels == further.kept_channels).all()
+    assert both.measured_on == further.measured_on
+    assert verify_removal(llama, remove_layers(llama, both), both, ids).passed
+    other = replace(both, channels=(both.channels[2], *both.channels[1:]))
+    assert not verify_removal(llama, remove_layers(llama, other), both, ids).passed
+    for wrong in (first, choose_channels(llama, ids, 8)):
+        with pytest.raises(LyapunovPruneError, match="layers leave first"):
+            first.followed_by(wrong)
+    with pytest.raises(LyapunovPruneError, match="layer 1 loses its channels"):
+        replace(both, channels=tuple(both.channels[0] for _ in range(6)))
+    with pytest.raises(LyapunovPruneError, match="layer 0 of the same period"):
+        both.require_periods(2)
+
+
+def test_layers_and_experts_of_the_others_are_one_plan(ids: torch.Tensor) -> None:
+    model = make_mixture("qwen3_moe")
+    first = PruningPlan.given(model, [0])
+    further = rank(remove_layers(model, first), ids, what="experts").plan(2)
+    both = first.followed_by(further)
+    assert both.experts == ((), *further.experts)
+    assert both.routed is not None
+    assert further.routed is not None
+    np.testing.assert_array_equal(both.routed, [np.nan, *further.routed])
+    assert verify_removal(model, remove_layers(model, both), both, ids).passed
+
+
+def test_the_remedy_is_of_what_goes(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
+    """Of channels it was `remove other layers`."""
+    plans = {
+        "remove other layers": PruningPlan.given(llama, [1]),
+        "keep those parts": PruningPlan.given(llama, drop_mlp=[1]),
+        "keep all experts": PruningPlan.given(make_mixture("qwen3_moe"), experts={i: [0] for i in range(3)}),
+        "keep the width": choose_channels(llama, ids, 8),
+    }
+    for said, plan in plans.items():
+        assert plan.remedy.startswith(said)
+    plan = plans["keep the width"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            surgery, "narrow", lambda model, structure, blocks, kept: narrow(model, structure, blocks, kept - 1)
+        )
+        with pytest.raises(CheckFailed, match=plan.remedy):
+            write_pruned(llama, None, replace(plan, channels=(tuple(range(8)),) * 6), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

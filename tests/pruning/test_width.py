@@ -137,6 +137,7 @@ def test_a_plan_of_channels_saves_and_loads(llama: PreTrainedModel, ids: torch.T
         {"width": 2},
         {"channels": ()},
         {"remove": (1,)},
+        {"remove": (1,), "channels": ((0, 1), (), (0, 1), (), (0, 1), (0, 1))},
         {"drop_mlp": (1,)},
     ],
 )
@@ -168,7 +169,7 @@ def test_from_the_command_line_to_a_smaller_checkpoint(run: Callable[..., Done],
         (("--remove", "25%", "--format", "compact"), "--format"),
         (("--remove", "25%", "--on-disk"), "--remove needs the model in memory"),
         (("--remove", "1"), "48 channels"),
-        (("--max-kl", "0.1"), "--remove"),
+        (("--max-kl", "1e-9"), "no width can go"),
         (("--layers", "1"), "--remove"),
     ):
         assert said in run_bad("prune", "tiny", "--what", "width", *given, *text, "-o", "other")

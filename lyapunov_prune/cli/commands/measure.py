@@ -146,8 +146,6 @@ def rank(
     by = by.settled(None if stream or profile_file is not None else remove)
     by.require(given)
     require_ranks(by.goes_by, by.what, remove=remove, streamed=stream, profiled=profile_file is not None)
-    if by.what == "experts":
-        given.refuse("is not spent on experts yet; give --remove", "max_kl")
     if max_kl is not None:
         require_budget(max_kl)
         given.refuse("does not go with --max-kl; give one of the two", "remove", "profile_file")
@@ -165,6 +163,7 @@ def rank(
     from lyapunov_prune.ranking.budget import remove_under_budget
     from lyapunov_prune.ranking.measured import rank_layers
     from lyapunov_prune.ranking.ranking import LayerRanking
+    from lyapunov_prune.ranking.within import most_within
     from lyapunov_prune.results.files import require_writable
 
     ranking: Ranking
@@ -185,6 +184,11 @@ def rank(
         require_writable(run)
         loaded, batch = load_inputs(model, source, text, stream=stream)
         batch_size = windows_at_once(loaded, text.context)
+        if max_kl is not None and by.what == "experts":
+            weighed = most_within(loaded, batch, by.what, max_kl, criterion=by.goes_by, batch_size=batch_size)
+            kept = weighed.save(run / "weighed.json")
+            show(weighed, as_json, weighed.plan().save(run / "plan.json"), kept=kept)
+            return
         ranking = by.rank(loaded, batch, remove, batch_size, seeds=seeds, seed=seed, folder=run, resume=resume)
     plan = written = None
     if remove is not None:

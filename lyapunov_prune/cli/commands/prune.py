@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lyapunov_prune.cli.inputs import (
     format_for,
@@ -40,15 +42,21 @@ from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.table import FORMATS
 from lyapunov_prune.predictions.expectation import require_budget
-from lyapunov_prune.ranking.counts import count_of
+from lyapunov_prune.ranking.counts import SPLITS, count_of
 from lyapunov_prune.ranking.table import require_ranks
+
+if TYPE_CHECKING:
+    from lyapunov_prune.data.batch import TokenBatch
+    from lyapunov_prune.models.decoder import Decoder
+    from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.results.result import Result
 
 
 def prune(
     model: Model,
     *,
     remove: Annotated[
-        float | None, what_option(help="How many layers, or channels, or experts of each layer.", **counted)
+        float | None, what_option(help="How many layers, or channels, or experts of each layer; or a share.", **counted)
     ] = None,
     max_kl: MaxKL = None,
     layers: Annotated[str | None, what_option(help="Layers by hand, as 3,7 or 3-7 (counted from 0).")] = None,
@@ -75,6 +83,8 @@ def prune(
     faster plain checkpoint of as many layers. What stays is a multiple of 64, in narrow blocks of 8. The last matrix of
     every block is refitted on one half of the text, if the other half and a second text (--judge) say that it pays.
     With --what experts the same number of experts leaves every layer that has some: a smaller plain checkpoint.
+    With --what layers,width or layers,experts both share one budget, --remove 20% of the parameters of the layers: five
+    ways to share it, each alone among them, are compared by their measured KL on windows that did not choose.
     With another --what only a part of each layer goes. In a plain checkpoint that costs what it cost: attention and
     MLP are zeroed, an activation is cancelled. With --format compact attentions are gone, and a block without
     activation is one matrix; the checkpoint is smaller and faster, and loads with this package or by the module beside
@@ -96,15 +106,17 @@ def prune(
         )
     if on_disk or stream:
         source.require_one_place("--on-disk" if on_disk else "--stream")
-    if by.what == "experts":
-        given.refuse(
-            "says nothing of experts, of which --remove N leave every layer; give that or --plan", "layers", "max_kl"
-        )
+    parts, together = by.what in ("width", "experts"), by.what in SPLITS
+    if parts or together:
+        given.refuse(f"is of layers alone, and --what {by.what} of more; give --remove or --plan", "layers")
+    if together and not isinstance(remove, float):
+        raise LyapunovPruneError(f"--what {by.what} shares the parameters of the layers; give --remove 20% with it")
     if remove is None and max_kl is None:
         chosen = "is of layers that a criterion chooses; give --remove or --max-kl with it"
         given.refuse_record(chosen, RankOptions, but="what")
     if by.what == "width":
-        _require_width(remove, given)
+        idle = "is of layers, and --what width leaves every layer in its place; leave it out"
+        given.refuse_record(idle, RankOptions, but="what", also="keep_period")
     else:
         by = by.settled(remove, periods=keep_period)
         by.require(given)
@@ -112,15 +124,17 @@ def prune(
         require_budget(max_kl)
         given.refuse("does not go with --max-kl; give one of the two", "keep_period")
     if by.what != "width" and (remove is not None or max_kl is not None):
-        require_ranks(by.goes_by, by.what, remove=remove, periods=keep_period)
+        require_ranks(by.goes_by, "layers" if together else by.what, remove=remove, periods=keep_period)
     if (by.what == "activation") != (reduction is not None):
         raise LyapunovPruneError("--what activation and --reduction go together; give both or neither")
     format = format_for(output, format, given)
     if not mend:
         given.refuse("is of what --mend changes; the rest of a .gguf file is copied; leave it out", "quantize")
     stored = FORMATS.make(format, **({} if quantize is None else {"quantize": quantize}))
-    if by.what in ("width", "experts") and format != "plain":
-        raise LyapunovPruneError(f"--what {by.what} writes a plain checkpoint; leave out --format")
+    if (parts or together) and format != "plain":
+        raise LyapunovPruneError(
+            f"--what {by.what} writes a plain checkpoint; leave out --format, and give what is written to export"
+        )
     if by.what != "layers" and stored.card is not None and not stored.card.parts:
         raise LyapunovPruneError(f"--format {format} holds whole layers; leave out --what, or give another format")
     if mend and (by.what != "layers" or not stored.mends):
@@ -128,10 +142,11 @@ def prune(
             "--mend closes the gaps of whole layers in a plain checkpoint; leave out --what and --format"
         )
     unjudged = "is the text that --mend and --what width are judged by; give one of them, or leave it out"
-    if not mend and by.what != "width" and plan_file is None:
+    narrower = "width" in by.what
+    if not (mend or narrower or plan_file):
         given.refuse(unjudged, "judge")
     if by.what != "layers":
-        given.refuse(f"is of whole layers, and {by.what} alone leaves each in its place; leave it out", "keep_period")
+        given.refuse(f"is of whole layers alone, and --what {by.what} is of more; leave it out", "keep_period")
 
     from lyapunov_prune.export.copied import too_large
     from lyapunov_prune.export.quantised_copy import quantised
@@ -175,11 +190,7 @@ def prune(
     from lyapunov_prune.models.kinds import find_kinds
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_unquantised
-    from lyapunov_prune.predictions.expectation import expectation
     from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
-    from lyapunov_prune.pruning.width import choose_channels
-    from lyapunov_prune.ranking.budget import remove_under_budget
-    from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
 
     if images is not None:
         assert plan_file is not None
@@ -197,7 +208,7 @@ def prune(
     require_unquantised(loaded.model)  # before anything is measured
     require_whole(loaded.model)
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
-    narrower = by.what == "width" or (isinstance(given_plan, PruningPlan) and bool(given_plan.channels))
+    narrower = narrower or (isinstance(given_plan, PruningPlan) and bool(given_plan.channels))
     if not (mend or narrower):
         given.refuse(unjudged, "judge")
     judged = load_judge(judge, loaded, batch, text) if mend or narrower else None
@@ -206,28 +217,9 @@ def prune(
         plan = PruningPlan.given(loaded.model, **goes, reduction=reduction)
     elif given_plan is not None:
         plan = plan_for(loaded, given_plan)
-    elif by.what == "width":
-        assert remove is not None
-        plan = choose_channels(loaded.model, batch, remove, batch_size=batch_size)
     else:
-        if remove is not None and by.what != "experts":
-            remove = count_of(remove, loaded.structure.num_layers)
-            if keep_period:
-                require_periods(remove, loaded.structure.num_layers, period)
-        ranking = by.rank(loaded, batch, remove, batch_size, mend=mend, judge=judged)
-        if by.goes_by == "best" and not as_json:
-            show(ranking, as_json, None)
-        if remove is not None:
-            plan = ranking.plan(remove, period)
-        else:
-            assert isinstance(ranking, LayerRanking)  # the others ask for --remove
-            assert max_kl is not None
-            spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=batch_size)
-            plan = spent.plan()
-            if not as_json:
-                show(spent, as_json, None)
-                parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[by.what]
-                say(expectation().told(float(spent.kl[spent.within - 1]), parts))
+        shown = None if as_json else partial(show, as_json=False, written=None)
+        plan = _chosen(loaded, batch, by, remove, max_kl, period, mend, judged, batch_size, shown)
     plan.require_periods(period)
     written = write_pruned(
         loaded.model,
@@ -243,9 +235,64 @@ def prune(
     tell_written(written, as_json, output)
 
 
-def _require_width(remove: float | None, given: Given) -> None:
-    """Raise LyapunovPruneError for options beside --what width that are of layers."""
-    if remove is None:
-        raise LyapunovPruneError("--what width has to know how many channels go; give --remove 20% or a number with it")
-    idle = "is of layers, and --what width leaves every layer in its place; leave it out"
-    given.refuse_record(idle, RankOptions, but="what", also="keep_period")
+def _chosen(
+    loaded: Decoder,
+    batch: TokenBatch,
+    by: RankOptions,
+    remove: float | None,
+    max_kl: float | None,
+    period: int,
+    mend: bool,
+    judged: TokenBatch | None,
+    batch_size: int,
+    shown: Callable[[Result], None] | None,
+) -> PruningPlan:
+    """What goes by a measurement; `shown` is called with searches."""
+    from lyapunov_prune.predictions.expectation import expectation
+    from lyapunov_prune.pruning.width import choose_channels
+    from lyapunov_prune.ranking.budget import remove_under_budget
+    from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
+    from lyapunov_prune.ranking.split import split_removal
+    from lyapunov_prune.ranking.within import most_within
+
+    model, weighed = loaded.model, None
+    if by.what in SPLITS:
+        assert remove is not None
+        weighed = split_removal(
+            model,
+            batch,
+            remove,
+            by.what,
+            criterion=by.goes_by,
+            protect=by.protected(),
+            search=by.search,
+            judge=judged,
+            batch_size=batch_size,
+        )
+    elif max_kl is not None and by.what in ("width", "experts"):
+        weighed = most_within(model, batch, by.what, max_kl, criterion=by.criterion, batch_size=batch_size)
+    if weighed is not None:
+        if shown is not None:
+            shown(weighed)
+        return weighed.plan()
+    if by.what == "width":
+        assert remove is not None
+        return choose_channels(model, batch, remove, batch_size=batch_size)
+    if remove is not None and by.what != "experts":
+        remove = count_of(remove, loaded.structure.num_layers)
+        if period > 1:
+            require_periods(int(remove), loaded.structure.num_layers, period)
+    ranking = by.rank(loaded, batch, remove, batch_size, mend=mend, judge=judged)
+    if by.goes_by == "best" and shown is not None:
+        shown(ranking)
+    if remove is not None:
+        return ranking.plan(remove, period)
+    assert isinstance(ranking, LayerRanking)  # the others ask for --remove
+    assert max_kl is not None
+    spent = remove_under_budget(model, batch, ranking, max_kl, batch_size=batch_size)
+    plan = spent.plan()
+    if shown is not None:
+        shown(spent)
+        parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[by.what]
+        say(expectation().told(float(spent.kl[spent.within - 1]), parts))
+    return plan

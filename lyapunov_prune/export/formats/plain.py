@@ -69,9 +69,9 @@ class Plain(Format):
         from lyapunov_prune.results.history import HISTORY, history_of
 
         assert not isinstance(batch, ImageBatch)  # `require_plan`
-        save(pruned.model, tokenizer, folder)
+        save(pruned.model, tokenizer, folder, operation.plan.remedy)
         gate = check_removal(decoder, pruned, operation, batch, folder)
-        require_passed(gate)
+        require_passed(gate, operation.plan.remedy)
         history_of(pruned.model).save(folder / HISTORY)
         return gate
 

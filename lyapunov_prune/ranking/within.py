@@ -1,0 +1,75 @@
+"""As many hidden channels, or experts of every layer, as a divergence allows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from lyapunov_prune.arguments import Positive
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.judging import apart
+from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.mixtures import find_mixtures
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.pruning.operation import Operation
+from lyapunov_prune.pruning.width import ChannelCosts, channel_costs, multiple_of
+from lyapunov_prune.ranking.rank import rank
+from lyapunov_prune.ranking.ranking import Ranking
+from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of, leaving
+
+
+@takes_model
+@in_eval_mode
+@torch.no_grad()
+def most_within(
+    model: InMemory, batch: Readable, what: str, max_kl: Positive, *, criterion: str | None = None, batch_size: int = 1
+) -> WeighedPlans:
+    """The most of `what`, `width` or `experts`, that can go with `KL(p‖q)` of at most `max_kl`, by bisection.
+
+    Every second window of `batch` orders the channels, or the experts by `criterion`; the KL is measured on the others,
+    with the last matrices as they are. It is taken to rise with the number that goes: where it does not, more may be
+    within `max_kl` too.
+
+    Raises LyapunovPruneError where the smallest number costs more, for another `what`, for a batch of one window, and
+    as `channel_costs` and `rank`.
+    """
+    reading = read(model, batch)
+    choosing, judging = apart(reading, every=2, most=None)
+    order: ChannelCosts | Ranking
+    if what == "width":
+        order = channel_costs(choosing, batch_size=batch_size)
+        step, most = multiple_of(order.width), order.width
+        counts = range(order.width % step or step, most, step)
+    elif what == "experts":
+        order = rank(model, choosing, criterion=criterion, what=what, batch_size=batch_size)
+        router = find_mixtures(reading.structure).router
+        router.require_removed(router.groups)
+        counts = range(router.groups, router.most + 1, router.groups)
+    else:
+        raise LyapunovPruneError(f"most_within is of width or experts, not of {what!r}; give one of them")
+    tried: dict[int, tuple[Operation, np.ndarray]] = {}
+    low, high = -1, len(counts)  # `low` is within, `high` is not
+    at = 0
+    while high - low > 1:
+        operation = Operation(order.plan(counts[at]))
+        (kl,) = costs_of(judging, [operation])
+        tried[at] = operation, kl
+        low, high = (at, high) if kl.mean() <= max_kl else (low, at)
+        at = (low + high) // 2
+    if low < 0:
+        raise LyapunovPruneError(
+            f"no {what} can go within {max_kl:g} nats a token: {counts[0]} of every layer cost "
+            f"{tried[0][1].mean():.3g}; raise the budget"
+        )
+    rows = sorted(tried)
+    plans = tuple(tried[n][0].plan for n in rows)
+    return WeighedPlans(
+        aim=f"stay within {max_kl:g} nats a token",
+        plans=plans,
+        kl=np.array([tried[n][1] for n in rows]),
+        refitted=(False,) * len(rows),
+        left=tuple(reading.model.num_parameters() - leaving(reading, plan) for plan in plans),
+        chosen=rows.index(low),
+        measured_on=judging.measured_on(),
+    )
