@@ -10,8 +10,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from lyapunov_prune.errors import LyapunovPruneError
+
+# What configs and modules call the number of experts, and the number chosen for a token.
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 # Families whose experts are stored experts × input × output and whose module does not say so (`is_transposed`).
 _TRANSPOSED = ("llama4", "llama4_text")
+
+
+def chosen_by(config: Any) -> tuple[int, ...]:
+    """How many experts each token takes, by layer where the config has a list; empty where it says nothing."""
+    told = next((value for name in CHOSEN if (value := getattr(config, name, None))), ())
+    return tuple(map(int, told)) if isinstance(told, list | tuple) else (int(told),)
+
+
+def require_choosable(config: Any) -> None:
+    """Raise LyapunovPruneError where the config has a token take more experts than there are."""
+    count = next((value for name in COUNTS if isinstance(value := getattr(config, name, None), int)), None)
+    chosen = max(chosen_by(config), default=0)
+    if count is not None and chosen > count:
+        raise LyapunovPruneError(
+            f"by its config each token takes {chosen} of {count} experts; correct config.json, or fetch it again"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,12 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.experts import stacks
+from lyapunov_prune.models.experts import CHOSEN, COUNTS, chosen_by, stacks
 from lyapunov_prune.models.structure import Structure
 
-# What configs and modules call the number of experts, the number chosen for a token, and the groups chosen first.
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+# What configs call the groups that are chosen first.
 _GROUPS = ("n_group", "num_expert_group")
 _ROUTERS = ("gate", "router")
 
@@ -132,11 +130,16 @@ def find_mixtures(structure: Structure) -> Mixtures:
                 f"layers {owner} and {i} share their experts; an expert would leave both: remove whole layers"
             )
     config = structure.config
-    chosen = next((int(value) for name in _CHOSEN if (value := getattr(config, name, None))), 0)
-    if not 1 <= chosen <= counts[first]:
+    chosen = max(chosen_by(config), default=0)
+    if min(chosen_by(config), default=0) != chosen:
+        raise LyapunovPruneError(
+            f"layers take {min(chosen_by(config))} to {chosen} experts for each token; experts are removed where all "
+            "take as many: remove whole layers"
+        )
+    if chosen < 1:
         raise LyapunovPruneError(
             f"the config of {type(structure.backbone).__name__} does not say how many experts each token takes "
-            f"({' or '.join(_CHOSEN)}); not supported"
+            f"({' or '.join(CHOSEN)}); not supported"
         )
     groups = next((int(value) for name in _GROUPS if (value := getattr(config, name, None))), 1)
     picked = getattr(config, "topk_group", None) or groups
@@ -220,6 +223,6 @@ def drop_experts(model: PreTrainedModel, structure: Structure, gone: Mapping[int
 
 
 def _set_counts(holder: Any, before: int, after: int) -> None:
-    for name in _COUNTS:
+    for name in COUNTS:
         if vars(holder).get(name) == before:
             setattr(holder, name, after)

@@ -17,6 +17,7 @@ from lyapunov_prune.errors import LyapunovPruneError, in_short
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.dispatched import bring_weights
+from lyapunov_prune.models.experts import require_choosable
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation
 from lyapunov_prune.models.settings import forward_settings
@@ -135,7 +136,8 @@ def _backbone(model: PreTrainedModel, layers_path: str) -> nn.Module:
 def require_causal(model: PreTrainedModel) -> None:
     """Raise LyapunovPruneError if an output depends on a later token, or if there is none without an image.
 
-    The last of four tokens is changed and the logits before it are compared, so no list of families is needed.
+    The last of four tokens is changed and the logits before it are compared, so no list of families is needed. Raises
+    it too for a router that should choose more experts than there are.
     """
     kind = type(model).__name__
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -147,6 +149,9 @@ def require_causal(model: PreTrainedModel) -> None:
         raise LyapunovPruneError(
             f"{kind} does not run on text alone ({in_short(error, 120)}); give its text model alone"
         ) from None
+    except RuntimeError:
+        require_choosable(model.config.get_text_config(decoder=True))
+        raise
     if not torch.equal(logits[0].isfinite(), logits[1].isfinite()) or not torch.allclose(
         logits[0].nan_to_num(), logits[1].nan_to_num(), rtol=1e-2, atol=1e-4
     ):

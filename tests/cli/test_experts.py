@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers import TEXT, VOCABULARY, Done, make_mixture
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from lyapunov_prune import load
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.ranking.table import CRITERIA
@@ -83,6 +86,27 @@ def test_options_that_do_not_apply_are_refused(
     options: list[str], said: str, mixture: str, run_bad: Callable[..., str]
 ) -> None:
     assert said in run_bad("prune", mixture, *EXPERTS, *options, "-o", "out", *TEXT)
+
+
+def test_a_config_that_chooses_more_experts_than_there_are(mixture: str, run_bad: Callable[..., str]) -> None:
+    """It ended in a trace."""
+    path = Path(mixture) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_experts_per_tok": 12}))
+    for command in (["profile"], ["prune", *EXPERTS, "--remove", "1", "-o", "out"]):
+        assert "each token takes 12 of 8 experts" in run_bad(command[0], mixture, *command[1:], *TEXT)
+
+
+def test_a_checkpoint_of_unequal_experts(mixture: str, run_bad: Callable[..., str]) -> None:
+    path = Path(mixture) / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(path).items() if ".1.mlp.experts.7." not in name}
+    save_file(kept, path, {"format": "pt"})
+    assert "model.layers.1.mlp.experts" in run_bad("prune", mixture, *EXPERTS, "--remove", "1", "-o", "out", *TEXT)
+
+
+def test_a_plan_that_leaves_fewer_experts_than_each_token_takes(mixture: str, run_bad: Callable[..., str]) -> None:
+    model = load(mixture).model
+    PruningPlan.given(model, experts={layer: range(7) for layer in range(3)}).save("plan.json")
+    assert "give 1 to 6" in run_bad("prune", mixture, "--plan", "plan.json", "-o", "out", *TEXT)
 
 
 def test_a_model_without_experts_is_refused_in_one_line(run_bad: Callable[..., str]) -> None:

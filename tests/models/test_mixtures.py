@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import MIXTURES, from_settings, make_mixture, make_tiny
+from helpers.tiny_models import SMALL
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
@@ -79,9 +80,19 @@ def test_other_models_are_refused_by_name() -> None:
         (shared(make_mixture("mixtral")), "layers 0 and 2 share"),
         (unstacked(make_mixture("mixtral")), "layer 1 .*not known .*stacked"),
         (unsaid(make_mixture("mixtral")), "how many experts each token takes"),
+        (hunyuan([2, 3, 2]), "layers take 2 to 3 experts"),
     ):
         with pytest.raises(LyapunovPruneError, match=said):
             find_mixtures(find_structure(model))
+
+
+def hunyuan(chosen: list[int]) -> PreTrainedModel:
+    small = {**SMALL, "num_hidden_layers": 3, "num_experts": 8}
+    return from_settings("hunyuan_v1_moe", **small, moe_topk=chosen)
+
+
+def test_a_list_with_the_same_number_for_every_layer_is_that_number() -> None:
+    assert find_mixtures(find_structure(hunyuan([2, 2, 2]))).router == Router(8, 2)
 
 
 def unequal(model: PreTrainedModel) -> PreTrainedModel:

@@ -61,6 +61,16 @@ def test_best_is_searched_anew_for_every_number_of_layers() -> None:
     assert not any(0 in plan.remove for plan in found.plans)
 
 
+def test_an_expert_that_gets_no_token_is_among_those_that_go() -> None:
+    model: Any = make_mixture("gpt_oss")
+    for layer in model.model.layers:
+        layer.mlp.router.bias.data[6] = -1e4
+    found = split_removal(model, IDS, 0.2, "layers,experts", criterion="bi")
+    for plan in found.plans:
+        assert all(6 in gone for gone in plan.experts_gone.values())
+        assert verify_removal(model, remove_layers(model, plan), plan, IDS).passed
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
