@@ -1,4 +1,4 @@
-"""Hidden channels of feed-forward blocks taken out by hooks: the reference for a model without them."""
+"""Hidden channels of feed-forward blocks masked by hooks: the reference for a model without them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lyapunov_prune.models.structure import Structure
 def masked(
     structure: Structure, kept: Mapping[int, torch.Tensor], refits: Sequence[torch.Tensor] = ()
 ) -> AbstractContextManager[None]:
-    """Inside the block all hidden channels of a layer but those `kept` are zero where they enter the last matrix.
+    """Inside the block, all hidden channels of a layer except those in `kept` are zero at the input of the last matrix.
 
-    Layers that are not in `kept` do not change. With `refits` (d × kept channels, one for each entry of `kept`) those
-    are the last matrices. Raises LyapunovPruneError as `find_feedforward`.
+    Layers that are not in `kept` do not change. `refits` (d × kept channels, one per entry of `kept`), if given,
+    replace the last matrices. Raises LyapunovPruneError as `find_feedforward` does.
     """
     blocks = [find_feedforward(structure, layer) for layer in kept]
     modules = [structure.layers[b.layer].get_submodule(b.out.module) for b in blocks]

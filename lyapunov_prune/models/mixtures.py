@@ -1,9 +1,9 @@
-"""Where a decoder keeps its routed experts and their router, and how some of them leave.
+"""Where a decoder keeps its routed experts and their router, and removing some of the experts.
 
 One form is known, that of transformers' fused experts: a module `experts` with `num_experts` parameters stacked along
-their first axis, which is called with tokens, the experts chosen for each, and the router's weights; beside it a router
-with one matrix of a row an expert. Biases that the router adds to its scores may lie in either, or in the block around
-both. Shared experts belong to no router and are left as they are.
+their first axis, called with tokens, the experts chosen for each, and the router's weights; beside it a router with one
+matrix of one row per expert. Biases that the router adds to its scores may be in either, or in their parent. Shared
+experts have no router and stay unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.experts import CHOSEN, COUNTS, chosen_by, stacks
 from lyapunov_prune.models.structure import Structure
 
-# What configs call the groups that are chosen first.
+# Names of the number of groups of experts.
 _GROUPS = ("n_group", "num_expert_group")
 _ROUTERS = ("gate", "router")
 
@@ -36,13 +36,13 @@ class Router:
 
     @property
     def most(self) -> int:
-        """The largest number of experts that can go, as many from every group."""
-        # A group is scored by its best two experts.
+        """The largest number of experts that can be removed, equally many from every group."""
+        # A group is scored by its two best experts.
         stay = self.chosen if self.groups == 1 else max(2, -(-self.chosen // self.picked))
         return max(0, self.groups * (self.experts // self.groups - stay))
 
     def require_removed(self, count: int) -> None:
-        """Raise LyapunovPruneError unless `count` experts of a layer can go."""
+        """Raise LyapunovPruneError unless `count` experts of a layer can be removed."""
         if not 1 <= count <= self.most:
             why = f"each token takes {self.chosen}"
             if self.groups > 1:
@@ -56,14 +56,14 @@ class Router:
             )
 
     def groups_of(self, experts: Sequence[int]) -> list[list[int]]:
-        """`experts` by the group that each is in."""
+        """`experts` sorted by group."""
         size = self.experts // self.groups
         return [[e for e in experts if e // size == group] for group in range(self.groups)]
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """A layer's routed experts, by names inside the layer; `stacked` are the tensors with an entry an expert."""
+    """A layer's routed experts, by names inside the layer; `stacked` are the tensors with one entry per expert."""
 
     block: str
     experts: str
@@ -73,13 +73,13 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Mixtures:
-    """The mixtures of a model, by layer. All have the same `router`, since the config gives one."""
+    """The mixtures of a model, by layer; all share `router`, because the config has one setting for all."""
 
     layers: Mapping[int, Mixture]
     router: Router
 
     def require(self, experts: Sequence[Sequence[int]], removed: Sequence[int] = ()) -> None:
-        """Raise LyapunovPruneError unless `experts` of each layer can go, beside the layers `removed` whole."""
+        """Raise LyapunovPruneError unless `experts` of each layer can go, besides the whole layers `removed`."""
         for layer, gone in enumerate(experts):
             if gone and layer not in self.layers:
                 raise LyapunovPruneError(f"layer {layer} has no experts; name those of {_some(self.layers)}")
@@ -106,7 +106,7 @@ def find_mixtures(structure: Structure) -> Mixtures:
     """The mixtures of a decoder, whose weights may be on the meta device.
 
     Raises LyapunovPruneError for a model without experts, for experts or a router of another form, for layers with
-    different numbers of experts, and for experts that layers share.
+    different numbers of experts, and for experts shared by layers.
     """
     found = {i: mixture for i, layer in enumerate(structure.layers) if (mixture := _mixture(layer, i)) is not None}
     if not found:
@@ -147,7 +147,7 @@ def find_mixtures(structure: Structure) -> Mixtures:
 
 
 def _mixture(layer: nn.Module, index: int) -> Mixture | None:
-    """The mixture of a layer; None of a dense one."""
+    """The mixture of a layer; None for a dense layer."""
     named = [name for name, _ in layer.named_modules() if name.rpartition(".")[2] == "experts"]
     if not named:
         return None
@@ -170,10 +170,10 @@ def _mixture(layer: nn.Module, index: int) -> Mixture | None:
 
 
 def _count(experts: nn.Module) -> int:
-    """How many experts the module holds stacked; 0 where it holds them in another way."""
+    """Number of experts stacked in the module; 0 if it stores them differently."""
     stacked = {len(p) for p in experts.parameters(recurse=False) if p.ndim == 3}
     counts = {stack.count for stack in stacks(experts, "") if stack.routed}
-    return counts.pop() if stacked == counts and len(counts) == 1 else 0  # LongCat stacks others with them
+    return counts.pop() if stacked == counts and len(counts) == 1 else 0  # LongCat stacks more
 
 
 def _tensors(layer: nn.Module, path: str, *, recurse: bool = False) -> dict[str, torch.Tensor]:
@@ -194,9 +194,9 @@ def _some(layers: Mapping[int, Mixture]) -> str:
 
 @torch.no_grad()
 def drop_experts(model: PreTrainedModel, structure: Structure, gone: Mapping[int, Sequence[int]]) -> None:
-    """Take the experts `gone` of each layer out of `model`, in place: what is stacked by expert, and the counts.
+    """Remove the experts `gone` of each layer from `model`, in place: their entries in stacked tensors, and the counts.
 
-    `structure` is that of `model`, and every mixture loses as many (`Mixtures.require`).
+    `structure` is that of `model`; every mixture must lose equally many (`Mixtures.require`).
     """
     mixtures = find_mixtures(structure)
     count = mixtures.router.experts
