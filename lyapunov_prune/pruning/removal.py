@@ -41,7 +41,7 @@ def _proven(decoder: Decoder, operation: Operation) -> PreTrainedModel:
         report = check_removal(decoder, pruned, operation)
         if not report.passed:
             raise LyapunovPruneError(
-                f"this plan for {type(decoder.model).__name__} cannot be carried out correctly: {report.failure()}; "
+                f"these parts of {type(decoder.model).__name__} cannot be removed correctly: {report.failure()}; "
                 f"{operation.plan.remedy}"
             )
     return pruned.model
