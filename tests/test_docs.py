@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import typer
-from helpers import QUICK, TEXT, VOCABULARY, Done, make_tiny, write_gguf
+from helpers import TEXT, VOCABULARY, Done, make_tiny, write_gguf
 from transformers import PreTrainedModel
 
 import lyapunov_prune
@@ -197,7 +197,7 @@ def test_the_rooms_stand_in_their_order() -> None:
         ),
         (
             "rank MODEL --criterion blend --remove 2",
-            ["rank", "tiny", "--criterion", "blend", "--remove", "2", "-o", "run", *QUICK],
+            ["rank", "tiny", "--criterion", "blend", "--remove", "2", "-o", "run", *TEXT],
         ),
         ("hierarchy DENSE PRUNED", ["hierarchy", "tiny", "made", "--new-tokens", "2", "-o", "run", *TEXT]),
     ],

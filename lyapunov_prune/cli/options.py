@@ -271,9 +271,8 @@ class RankOptions:
         """Raise LyapunovPruneError, before torch is waited for, for options that the criterion does not take."""
         takes = CRITERIA[self.goes_by].options()
         idle = f"has no effect on --criterion {self.goes_by}; leave it out"
-        for option in ("seeds", "seed", "search"):
-            if option not in takes and not (option == "seed" and "seeds" in takes):
-                given.refuse(idle, option)
+        if "search" not in takes:
+            given.refuse(idle, "search")
         if self.what == "experts":
             given.refuse("is of layers, and as many experts leave every layer; leave it out", "protect")
         CRITERIA.make(self.goes_by, **({"search": self.search} if "search" in takes else {}))
@@ -286,8 +285,6 @@ class RankOptions:
         remove: float | None,
         batch_size: int,
         *,
-        seeds: int = 4,
-        seed: int = 0,
         mend: bool = False,
         judge: TokenBatch | None = None,
         folder: Path | None = None,
@@ -301,8 +298,6 @@ class RankOptions:
             criterion=self.goes_by,
             what=self.what,
             remove=remove,
-            seeds=range(seed, seed + seeds),
-            seed=seed,
             batch_size=batch_size,
             protect=self.protected(),
             search=self.search,
@@ -358,8 +353,7 @@ Written = Annotated[
 Quantize = Annotated[
     str | None,
     output_option(
-        help="Type of the matrices of a .gguf file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0. If not given f16 for "
-        "export; else, of what changed, the type that it had."
+        help="Type of the matrices of a .gguf file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0; f16 if not given."
     ),
 ]
 Target = Annotated[Path, output_option("--output", "-o", help="Folder of the checkpoint; must be empty.")]

@@ -168,11 +168,10 @@ def save_gguf(
     operation: Operation,
     batch: TokenBatch | None,
     mended: MendReport | None,
-    quantize: str | None = None,
 ) -> Provenance:
     """Write `pruned`, which `operation` made of `decoder`, to the file `target`: its file without the layers that went.
 
-    Tensors that differ from those of `decoder` are rounded as the file rounds them, or to `quantize`, in `pruned` too.
+    Tensors that differ from those of `decoder` are rounded as the file rounds them, in `pruned` too.
     Raises CheckFailed when the removal or the file fails the gate, and LyapunovPruneError for a target that exists, or
     where the disk refuses; either way nothing is left there.
     """
@@ -181,23 +180,21 @@ def save_gguf(
     gate, in_memory = removal_gate(decoder, pruned, operation, batch)
     report = gate.report(in_memory, {}, target)
     require_passed(report, plan.remedy)
-    made = save_changed(target, original, pruned, _provenance(plan, report, (), mended), quantize)
+    made = save_changed(target, original, pruned, _provenance(plan, report, (), mended))
     assert made is not None
     return made
 
 
 @in_eval_mode
 @torch.no_grad()
-def save_changed(
-    target: str | Path, original: Original, made: Decoder, draft: Provenance | None, quantize: str | None = None
-) -> Provenance | None:
+def save_changed(target: str | Path, original: Original, made: Decoder, draft: Provenance | None) -> Provenance | None:
     """Write `made` to the file `target`: the bytes of `original`, but for the tensors that are not equal any more.
 
-    These are rounded as the file rounds them, or to `quantize`, in `made` too. `draft` says where the model came from,
+    These are rounded as the file rounds them, in `made` too. `draft` says where the model came from,
     None if that is not known; returned is what the file says, with the checks of the file. Raises as `save_gguf`.
     """
     require_file(target)
-    anew = _anew(original, made, quantize)
+    anew = _anew(original, made)
     checks: dict[str, OnFiles] = {RELOADED: partial(file_reloads, made)}
     if installed():
         ids = compared_text(made, made.tokenizer)
@@ -252,7 +249,7 @@ def as_json(result: Result) -> str:
     return json.dumps(result.to_json(), separators=(",", ":"), allow_nan=False)
 
 
-def _anew(original: Original, made: Decoder, quantize: str | None) -> dict[str, Anew]:
+def _anew(original: Original, made: Decoder) -> dict[str, Anew]:
     """What `made` does not hold as `original` does, as it will stand in the file. Rounds it in `made` too."""
     after, header = made.model.state_dict(), original.header
     changed = {
@@ -263,13 +260,13 @@ def _anew(original: Original, made: Decoder, quantize: str | None) -> dict[str, 
     if not changed:
         return {}
     before = {piece.name: piece.source for piece in pieces_of(header, original.kept, {})}
-    stored = rounded(made.model, changed, before, quantize)
+    stored = rounded(made.model, changed, before)
     for own, each in zip(changed, stored, strict=True):
         changed[own].copy_(each.back)
     kinds = Counter(each.quantisation for each in stored)
     other = sum(each.quantisation != before[each.name].quantisation for each in stored)
     told = ", ".join(f"{count} as {kind}" for kind, count in kinds.items())
-    if other and quantize is None:
+    if other:
         told += f"; {other} of them had a quantisation that is not written here (llama-quantize writes it)"
     warn(f"{len(stored)} tensors changed and are written anew: {told}; the others are copied byte for byte")
     return {each.name: each.anew for each in stored}

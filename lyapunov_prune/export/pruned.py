@@ -39,7 +39,6 @@ def write_pruned(
     batch: Examples | Tokens | None = None,
     *,
     format: str = "plain",
-    quantize: str | None = None,
     mend: bool = False,
     judge: TokenBatch | None = None,
 ) -> Provenance:
@@ -52,7 +51,7 @@ def write_pruned(
     `mend` the gaps of whole layers are closed on every second window of `batch`, which costs no parameter, if the
     others and the text `judge` say that it pays (`mending.judge.judged_mends`); else the cut model is written as it is,
     and the provenance says so. Where channels leave and there is a `batch`, the last matrices are refitted in the same
-    way (`mending.refit.judged_refits`). `quantize` is the type of the tensors of a .gguf file that this changes. A
+    way (`mending.refit.judged_refits`). A
     classifier of images, whose `batch` holds images and which has no tokenizer, is written compact.
 
     The folder loads with `AutoModelForCausalLM.from_pretrained` (a decoder inside a multimodal model: with the
@@ -61,7 +60,7 @@ def write_pruned(
     LyapunovPruneError for a format that cannot hold the plan, for activations or mending without a `batch`, for gaps
     that cannot be mended, when the target is not empty or the disk refuses; either way nothing is left at `target`.
     """
-    stored = FORMATS.make(format, **({} if quantize is None else {"quantize": quantize}))
+    stored = FORMATS.make(format)
     stored.require_names(model.model.config._name_or_path, Path(target))
     require_whole(model.model)
     plan.require_model(model.identity)

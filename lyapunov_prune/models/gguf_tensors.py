@@ -43,13 +43,12 @@ def rounded(
     model: PreTrainedModel,
     changed: Mapping[str, torch.Tensor],
     before: Mapping[str, Tensor],
-    quantisation: str | None = None,
 ) -> list[Rounded]:
     """The tensors `changed` (keyed by the model's names), each in the quantisation that it has in `before`.
 
-    `before` is keyed by the names in a GGUF file of this model. `quantisation`, if given, is used for matrices. Types
-    that the gguf package cannot write (K-quants) become Q8_0, or float16 if rows are not whole blocks. Raises
-    LyapunovPruneError for a tensor that such a file does not hold as one tensor.
+    `before` is keyed by the names in a GGUF file of this model. Types that the gguf package cannot write (K-quants)
+    become Q8_0, or float16 if rows are not whole blocks. Raises LyapunovPruneError for a tensor that such a file does
+    not hold as one tensor.
     """
     architecture = model.config.model_type.removesuffix("_text")
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
@@ -63,10 +62,7 @@ def rounded(
         order, shift = _reading(processor, name, shape)
         stored = np.empty(order.size, dtype=np.float32)
         stored[order.ravel()] = values.detach().float().cpu().numpy().ravel() - shift
-        wanted = before[name].kind
-        if quantisation is not None and len(shape) > 1:
-            wanted = int(gguf.GGMLQuantizationType[quantisation.upper()])
-        kind, data = _quantised(stored.reshape(shape), wanted)
+        kind, data = _quantised(stored.reshape(shape), before[name].kind)
         again = gguf.quants.dequantize(data, kind).reshape(shape).astype(np.float32)
         back = torch.from_numpy(again.ravel()[order.ravel()] + np.float32(shift)).reshape(values.shape)
         made.append(Rounded(name, kind.name, Anew(int(kind), data.tobytes()), back.to(values.dtype)))

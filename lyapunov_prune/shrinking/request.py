@@ -33,7 +33,7 @@ class Request:
     `items` are the items of the target's task: those that choose layers, and those that are held out. `search` is the
     number of forwards that the choice may spend, `steps` the number of healing steps; None derives both from the model
     and the minutes. `words` are the command-line options that name the texts, `source` those that say how the model is
-    loaded. `quantize` is the type of the changed tensors of a .gguf file.
+    loaded.
     """
 
     model: PreTrainedModel
@@ -50,7 +50,6 @@ class Request:
     resume: bool = False
     words: tuple[str, ...] = ()
     source: tuple[str, ...] = ()
-    quantize: str | None = None
 
     def require(self) -> None:
         """Raise LyapunovPruneError for every request that can be refused before anything is measured."""

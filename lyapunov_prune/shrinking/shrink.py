@@ -69,7 +69,6 @@ def shrink(
     batch_size: int = 1,
     folder: str | Path | None = None,
     resume: bool = False,
-    quantize: str | None = None,
 ) -> Shrunk:
     """A smaller model made from `model`, which stays untouched, and a report; written to `output` if that is given.
 
@@ -91,7 +90,7 @@ def shrink(
     work is kept in `folder`, and with `resume` not repeated.
 
     An `output` that ends in .gguf is the GGUF file that `model` was read from without the layers, copied byte for byte
-    but for the tensors that changed; their type is `quantize`, if not given the one they had.
+    but for the tensors that changed; they keep their type.
 
     Raises LyapunovPruneError for no target or two, for one that cannot be met, with how near it comes, for texts too
     short to judge by or that share tokens, for minutes in which no layers can be chosen, an `output` that is not empty,
@@ -112,7 +111,6 @@ def shrink(
         batch_size=batch_size,
         folder=place,
         resume=resume,
-        quantize=quantize,
     )
     return carry_out(request, None if output is None else Path(output))
 
@@ -120,7 +118,7 @@ def shrink(
 def carry_out(request: Request, output: Path | None, told: Callable[[Estimate], Any] = lambda _: None) -> Shrunk:
     """`shrink` as requested; `told` is called with the estimate before anything is written."""
     if output is not None:
-        require_output(model_name(request.model), output, request.quantize)
+        require_output(model_name(request.model), output)
     request.require()
     texts = request.texts
     about = {"model": identify(request.model).weights, "target": request.target.option(), "seed": request.seed}
@@ -273,7 +271,7 @@ def _write_gguf(
     """The bytes of the original's file, and of the one that was written."""
     plan = choice.plan
     made = Provenance(plan.model.name, plan.kept, plan, gate, versions(), (), "gguf", choice.report, report.commands)
-    return write_shrunk_gguf(request.model, wrap(smaller, request.tokenizer), output, made, request.quantize)
+    return write_shrunk_gguf(request.model, wrap(smaller, request.tokenizer), output, made)
 
 
 def _write(

@@ -15,7 +15,6 @@ from lyapunov_prune.checkpoints.reloading import RELOADED, reload_check
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.export.gguf import SUFFIX, original_of, require_file, save_changed, source_file
-from lyapunov_prune.export.gguf_whole import require_quantisation
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.mending.report import MendReport
@@ -36,15 +35,11 @@ def is_gguf(output: Path) -> bool:
     return output.suffix == SUFFIX
 
 
-def require_output(name: str, output: Path, quantize: str | None) -> None:
+def require_output(name: str, output: Path) -> None:
     """Raise LyapunovPruneError unless the shrunk model of `name` can be written to `output`, a folder or a file."""
     if not is_gguf(output):
-        if quantize is not None:
-            raise LyapunovPruneError(f"{quantize} is a type of a .gguf file; end the output in .gguf, or leave it out")
         require_empty(output)
         return
-    if quantize is not None:
-        require_quantisation(quantize)
     require_file(output)
     header = read_header(source_file(name))
     values_without(header, tuple(range(header.layers)))
@@ -55,15 +50,13 @@ def require_output(name: str, output: Path, quantize: str | None) -> None:
         )
 
 
-def write_shrunk_gguf(
-    model: PreTrainedModel, smaller: Decoder, target: Path, made: Provenance, quantize: str | None
-) -> tuple[int, int]:
+def write_shrunk_gguf(model: PreTrainedModel, smaller: Decoder, target: Path, made: Provenance) -> tuple[int, int]:
     """Write `smaller` to the GGUF file `target`; returns the bytes of the original's file, and of this one.
 
     Raises as `export.gguf.save_changed`.
     """
     original = original_of(wrap(model), made.plan)
-    save_changed(target, original, smaller, made, quantize)
+    save_changed(target, original, smaller, made)
     return sum(part.stat().st_size for part in original.header.parts), target.stat().st_size
 
 

@@ -163,12 +163,10 @@ STRANGE = os.fsdecode(b"a\xffb")
         ["rank", "tiny", f"--{STRANGE}"],
         [STRANGE],
         ["profile", "a\0b"],
-        ["rank", "tiny", "--criterion", "random", "--seed", str(10**20)],
+        ["heal", "tiny", "--seed", str(10**20), "-o", "out"],
         ["profile", "tiny", "--seeds", str(10**30)],
         ["profile", "tiny", "--seeds", str(2**31)],  # a list of them is larger than memory
-        ["rank", "tiny", "--criterion", "rho", "--seeds", str(2**31)],
         ["heal", "tiny", "--teacher", "tiny", "--per-step", str(2**31), "-o", "out"],
-        ["profile", "tiny", "--tokens", str(10**30)],
         ["heal", "tiny", "--teacher", "tiny", "--steps", str(10**30), "-o", "out"],
         ["prune", "tiny", "--layers", str(10**30), "-o", "out"],
     ],

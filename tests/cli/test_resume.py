@@ -31,16 +31,16 @@ def test_sensitivity_leaves_the_profile_as_it_is(run: Callable[..., Done]) -> No
 
 
 def test_rank_replaces_no_profile_of_other_settings(run: Callable[..., Done]) -> None:
-    run("profile", "tiny", "-o", "run", *TEXT, "--seeds", "3")
+    run("profile", "tiny", "-o", "run", *TEXT)
     before = Path("run/profile.json").read_bytes()
     rho = ["rank", "tiny", "--criterion", "rho", "-o", "run", *TEXT]
-    done = run(*rho, "--seeds", "2")
+    done = run(*rho, "--tokens", "192")
     assert done.code == 2
     assert "run/profile.json was measured" in done.err
     assert Path("run/profile.json").read_bytes() == before
     assert run("rank", "--profile", "run/profile.json").code == 0
     for resume in ([], ["--resume"]):
-        assert run(*rho, "--seeds", "3", *resume).code == 0
+        assert run(*rho, *resume).code == 0
         assert Path("run/profile.json").read_bytes() == before
 
 

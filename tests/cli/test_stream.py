@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import QUICK, TEXT, make_tiny
+from helpers import TEXT, make_tiny
 
 from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.evaluation.evaluation import Evaluation
@@ -26,8 +26,8 @@ PACKED = ["--method", "rtn", "--bits", "4", "--format", "packed", "-o", "out"]
 
 def test_ranked_pruned_and_scored_as_in_memory(run: Callable[..., Any]) -> None:
     for flags, folder in ((["--stream"], "apart"), ([], "whole")):
-        assert run("profile", "tiny", *flags, *QUICK, "-o", folder).code == 0
-        assert run("rank", "tiny", *flags, "--criterion", "blend", "--remove", "2", *QUICK, "-o", folder).code == 0
+        assert run("profile", "tiny", *flags, *TEXT, "-o", folder).code == 0
+        assert run("rank", "tiny", *flags, "--criterion", "blend", "--remove", "2", *TEXT, "-o", folder).code == 0
     a, b = (LayerProfile.load(Path(folder) / "profile.json") for folder in ("apart", "whole"))
     np.testing.assert_allclose(a.contraction.rho, b.contraction.rho, rtol=1e-5)
     apart, whole = (PruningPlan.load(Path(folder) / "plan.json") for folder in ("apart", "whole"))

@@ -43,12 +43,8 @@ def test_changed_tensors_are_read_back_as_they_were_rounded(name: str, tmp_path:
     assert all(torch.equal(after[key], before[key]) for key in before.keys() - own)
 
 
-@pytest.mark.parametrize(
-    ("kind", "asked", "stored"), [("Q4_K", None, "Q8_0"), ("Q4_K", "q4_0", "Q4_0"), ("Q8_0", None, "Q8_0")]
-)
-def test_what_the_gguf_package_does_not_quantise_to_takes_8_bits(
-    kind: str, asked: str | None, stored: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
+def test_what_the_gguf_package_does_not_quantise_to_takes_8_bits(kind: str, tmp_path: Path) -> None:
     file = write_gguf(make_tiny("llama", vocab_size=len(VOCABULARY)), tmp_path / "x.gguf")
     dense = read_gguf(file, {"dtype": torch.float32, "device_map": "cpu"})
     before = {t.name: t for t in read_header(file).tensors}
@@ -57,4 +53,4 @@ def test_what_the_gguf_package_does_not_quantise_to_takes_8_bits(
     before[name] = replace(before[name], kind=int(gguf.GGMLQuantizationType[kind]))
     norm = f"{dense.structure.layers_path}.0.input_layernorm.weight"
     changed = {key: dense.model.state_dict()[key] for key in (own, norm)}
-    assert [each.quantisation for each in rounded(dense.model, changed, before, asked)] == [stored, "F32"]
+    assert [each.quantisation for each in rounded(dense.model, changed, before)] == ["Q8_0", "F32"]

@@ -12,7 +12,6 @@ from lyapunov_prune.cli.options import (
     Json,
     Judge,
     ModelOptions,
-    Quantize,
     Resume,
     Seed,
     Target,
@@ -57,7 +56,6 @@ def heal(
     text: TextOptions = TextOptions(text="self", tokens=25600, context=256),
     judge: Judge = None,
     resume: Resume = False,
-    quantize: Quantize = None,
     output: Target,
     as_json: Json = False,
     given: Given = Given(),
@@ -94,7 +92,7 @@ def heal(
     from lyapunov_prune.pruning.surgery import share_memory
     from lyapunov_prune.results.files import require_disk
 
-    stored = FORMATS.make(format_for(output, "plain", given), **({} if quantize is None else {"quantize": quantize}))
+    stored = FORMATS.make(format_for(output, "plain", given))
     stored.require_target(output)
     jobs = jobs_folder("heal", model, output)
     # Before the dense model writes for minutes.
@@ -155,7 +153,7 @@ def heal(
             "another text (--text), more of it (--tokens), or more steps"
         )
     if original is not None:
-        save_changed(output, original, wrap(done.model, loaded.tokenizer), provenance, quantize)
+        save_changed(output, original, wrap(done.model, loaded.tokenizer), provenance)
         kept = done.report.save(begun_run(None, model, REPORT) / REPORT)
     else:
         results: dict[str, Result] = {REPORT: done.report}

@@ -28,7 +28,6 @@ from lyapunov_prune.cli.options import (
     Output,
     RankOptions,
     Resume,
-    Seed,
     Seeds,
     Stream,
     TextOptions,
@@ -130,8 +129,6 @@ def rank(
     ] = None,
     max_kl: MaxKL = None,
     by: RankOptions = RankOptions(),
-    seeds: Seeds = 4,
-    seed: Seed = 0,
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
@@ -153,7 +150,7 @@ def rank(
         given.refuse(f"has no effect on --criterion {by.goes_by}; leave it out", "resume")
     if profile_file is not None:
         measured_already = "is of a MODEL to measure, which --profile FILE was; leave it out"
-        given.refuse(measured_already, "seeds", "resume", "stream")
+        given.refuse(measured_already, "resume", "stream")
         given.refuse_record(measured_already, ModelOptions)
         given.refuse_record(measured_already, TextOptions)
     if stream:
@@ -175,7 +172,6 @@ def rank(
             measured.contraction,
             measured.influence,
             criterion=by.goes_by,
-            seed=seed,
             protect=by.protected(),
         )
     else:
@@ -189,7 +185,7 @@ def rank(
             kept = weighed.save(run / "weighed.json")
             show(weighed, as_json, weighed.plan().save(run / "plan.json"), kept=kept)
             return
-        ranking = by.rank(loaded, batch, remove, batch_size, seeds=seeds, seed=seed, folder=run, resume=resume)
+        ranking = by.rank(loaded, batch, remove, batch_size, folder=run, resume=resume)
     plan = written = None
     if remove is not None:
         plan = ranking.plan(remove)

@@ -26,7 +26,6 @@ from lyapunov_prune.cli.options import (
     Model,
     ModelOptions,
     OnDisk,
-    Quantize,
     RankOptions,
     Reduction,
     Stream,
@@ -65,7 +64,6 @@ def prune(
     by: RankOptions = RankOptions(),
     reduction: Reduction = None,
     format: Format = "plain",
-    quantize: Quantize = None,
     mend: Mend = False,
     judge: Judge = None,
     on_disk: OnDisk = False,
@@ -128,9 +126,7 @@ def prune(
     if (by.what == "activation") != (reduction is not None):
         raise LyapunovPruneError("--what activation and --reduction go together; give both or neither")
     format = format_for(output, format, given)
-    if not mend:
-        given.refuse("is of what --mend changes; the rest of a .gguf file is copied; leave it out", "quantize")
-    stored = FORMATS.make(format, **({} if quantize is None else {"quantize": quantize}))
+    stored = FORMATS.make(format)
     if (parts or together) and format != "plain":
         raise LyapunovPruneError(
             f"--what {by.what} writes a plain checkpoint; leave out --format, and give what is written to export"
@@ -228,7 +224,6 @@ def prune(
         output,
         batch,
         format=format,
-        quantize=quantize,
         mend=mend,
         judge=judged,
     )

@@ -11,7 +11,6 @@ from lyapunov_prune.cli.options import (
     Judge,
     Model,
     ModelOptions,
-    Quantize,
     Resume,
     Target,
     TextOptions,
@@ -59,7 +58,6 @@ def shrink(
         bool, output_option("--dry-run", help="Say what would be done and its cost; write nothing.")
     ] = False,
     resume: Resume = False,
-    quantize: Quantize = None,
     output: Target,
     as_json: Json = False,
     given: Given = Given(),
@@ -86,7 +84,7 @@ def shrink(
     from lyapunov_prune.shrinking.written import is_gguf, require_output
 
     wanted = Wanted.of(remove, params, speedup, max_kl, max_drop)
-    require_output(model, output, quantize)
+    require_output(model, output)
     report = begun_run(None, model, REPORT, "eval.json") if is_gguf(output) else output
     folder = jobs_folder("shrink", model, output)
     own = text.text == SELF
@@ -135,7 +133,6 @@ def shrink(
         resume=resume,
         words=_words(text, judge, own),
         source=_source(source),
-        quantize=quantize,
     )
     if dry_run:
         request.require()

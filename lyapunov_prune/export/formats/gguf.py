@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class GGUF(Plain):
     """In a pruned .gguf file, unchanged tensors keep the original's bytes, whatever their quantisation; mended ones are
-    rounded anew. `quantize` is the type that matrices are rounded to: the changed ones of a pruned model (by default
-    their former type), all of an exported model (by default float16)."""
+    rounded anew. `quantize` is the type that the matrices of an exported model are rounded to, float16 by default."""
 
     name = "gguf"
     help = "a .gguf file; of a pruned one what stays is copied byte for byte"
@@ -69,7 +68,7 @@ class GGUF(Plain):
         from lyapunov_prune.export.gguf import save_gguf
 
         assert not isinstance(batch, ImageBatch)  # image classifiers do not come as GGUF files
-        return save_gguf(target, decoder, pruned, operation, batch, mended, self.quantize)
+        return save_gguf(target, decoder, pruned, operation, batch, mended)
 
     def export(self, decoder: Decoder, target: Path) -> Exported:
         from lyapunov_prune.export.gguf_whole import write_gguf
