@@ -164,18 +164,21 @@ class Gathering:
     def _lend(self, held: Callable[[int], AbstractContextManager[None]]) -> None:
         """Run every expert with fewer tokens than inputs on tokens of its layer, which add nothing to its drift."""
         given, dense, self.dense = dict(self._tokens), self.dense, None
-        few: dict[tuple[str, int, int], list[Projection]] = {}
+        few: dict[tuple[int, str, int], dict[int, int]] = {}  # of an input size: how many tokens each expert lacks
+        lacking: dict[tuple[int, str, int], list[Projection]] = {}
         for p in self.projections:
             if p.expert is not None and self._lenders[p.routed].tokens:
-                missing = self._inputs[p.product] - self._sent(p)
-                if missing > 0:
-                    few.setdefault((p.routed, p.expert, missing), []).append(p)
-        for (routed, expert, missing), here in few.items():
+                size = self._inputs[p.product]
+                if (missing := size - self._sent(p)) > 0:
+                    few.setdefault((p.layer, p.routed, size), {})[p.expert] = missing
+                    lacking.setdefault((p.layer, p.routed, size), []).append(p)
+        for place, missing_of in few.items():
+            layer, routed, _ = place
             lender = self._lenders[routed]
-            with held(here[0].layer), watched_products(self.model, here, self._seen):
-                output = lender.run(expert, missing)
-            if self.needs == "sensitivity":
-                self._back(output, torch.cat(lender.gradients)[: len(output)])
+            with held(layer), watched_products(self.model, lacking[place], self._seen):
+                for output in lender.outputs(missing_of):
+                    if self.needs == "sensitivity":
+                        self._back(output, torch.cat(lender.gradients)[: len(output)])
         self._tokens, self.dense = given, dense
 
     def _sent(self, p: Projection) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import nn
 
 from lyapunov_prune.models.experts import Routing
 from lyapunov_prune.models.hooked import hooked
+
+_AT_ONCE = 16  # experts that run on lent tokens in one forward
 
 
 class Lender:
@@ -60,13 +62,22 @@ class Lender:
         g = torch.zeros_like(self.output) if gradient is None else gradient
         self.gradients.append(g.reshape(-1, g.shape[-1])[: len(self.tokens[-1])])
 
-    def run(self, expert: int, count: int) -> torch.Tensor:
-        """The output of `expert` for at most `count` of the tokens, by the module's own forward."""
-        tokens = torch.cat(self.tokens)[:count]
-        self.energy = torch.cat(self.energies)[:count] if self.energies else None
-        # A second choice with weight zero: LongCat's forward does not accept a single one.
-        chosen = torch.full((len(tokens), 2), expert, device=tokens.device)
-        weights = self._like.new_zeros(chosen.shape)
-        weights[:, 0] = (self._squares / max(1, self._choices)) ** 0.5
-        output: torch.Tensor = self.module(tokens, chosen, weights)
-        return output.reshape(len(tokens), -1)
+    def outputs(self, missing: Mapping[int, int]) -> Iterator[torch.Tensor]:
+        """The outputs of the experts in `missing`, each for as many of the first tokens, by the module's own forward.
+
+        Some experts at once: their number times that of all experts times that of tokens is what a forward allocates.
+        """
+        kept, energies = torch.cat(self.tokens), torch.cat(self.energies) if self.energies else None
+        weight = (self._squares / max(1, self._choices)) ** 0.5
+        every = list(missing)
+        for part in (every[i : i + _AT_ONCE] for i in range(0, len(every), _AT_ONCE)):
+            counts = torch.tensor([missing[expert] for expert in part], device=kept.device)
+            tokens = kept[: int(counts.max())]
+            self.energy = None if energies is None else energies[: len(tokens)]
+            chosen = torch.tensor(part, device=kept.device).expand(len(tokens), -1)
+            sent = torch.arange(len(tokens), device=kept.device).unsqueeze(1) < counts
+            weights = sent.to(self._like) * weight
+            if len(part) == 1:  # a second choice that counts nothing: LongCat's forward takes no single one
+                chosen, weights = chosen.repeat(1, 2), torch.cat([weights, torch.zeros_like(weights)], 1)
+            output: torch.Tensor = self.module(tokens, chosen.contiguous(), weights)
+            yield output.reshape(len(tokens), -1)

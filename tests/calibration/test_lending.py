@@ -34,7 +34,7 @@ def test_an_expert_without_tokens_is_lent_the_first_of_its_layer(mixtral: Any) -
     handle = experts.register_forward_pre_hook(lambda m, a: x.append(a))
     norms = input_norms(mixtral, ids, find_projections(wrap(mixtral)))
     handle.remove()
-    calls = [a for a in x if (a[1][:, 0] != a[1][:, 1]).all()]  # not those with lent tokens
+    calls = [a for a in x if a[1].shape[1] == 2]  # those with lent tokens go to all experts at once
     assert not any((a[1] == 3).any() for a in calls)
     weight = torch.cat([a[2] for a in calls]).double().square().mean().sqrt()
     wanted = torch.cat([a[0] for a in calls])[:32].double().norm(dim=0) * weight
