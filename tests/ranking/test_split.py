@@ -108,7 +108,7 @@ def test_from_the_command_line_to_one_checkpoint(run: Callable[..., Done], run_b
         (("--remove", "20%", "--keep-period"), "--keep-period"),
         (("--remove", "20%", "--mend"), "--mend"),
         (("--remove", "20%", "--format", "compact"), "--format"),
-        (("--remove", "20%", "--on-disk"), "--remove needs the model in memory"),
+        (("--remove", "20%", "--on-disk"), "--what needs the model in memory"),
         (("--remove", "20%", "--criterion", "reap"), "reap is defined for experts"),
     ):
         assert told in run_bad(*asked, *given, *TEXT, "-o", "other")

@@ -155,9 +155,9 @@ def prune(
         why = packed or too_large(model, resolve_device(source.device))
     if why:
         refused = {
+            "--what": by.what != "layers",
             "--remove": remove is not None,
             "--max-kl": max_kl is not None,
-            "--what": by.what != "layers",
             "--format": "prune" not in stored.streamed,
             "--mend": mend,
             "--dtype": source.dtype,
