@@ -58,6 +58,7 @@ def test_as_many_as_a_divergence_allows(mixture: str, run: Callable[..., Done]) 
     assert run("rank", *asked, "-o", "run").code == 0
     weighed, plan = WeighedPlans.load("run/weighed.json"), PruningPlan.load("run/plan.json")
     assert weighed.kl[weighed.chosen].mean() <= 0.05
+    assert "chosen" in run("report", "run/weighed.json").out
     done = run("prune", *asked, "-o", "out")
     assert done.code == 0, done.err
     assert Provenance.load("out/provenance.json").plan.experts == plan.experts
