@@ -336,15 +336,6 @@ Stored = Annotated[
     output_option("--format", help=one_of(formats_of("compress"), "What is written.")),
 ]
 
-LLMCompressor = Annotated[
-    Path | None,
-    output_option("--llm-compressor", help="File for a recipe of llm-compressor, bits by layer."),
-]
-LlamaCpp = Annotated[
-    Path | None,
-    output_option("--llama-cpp", help="File for options of llama-quantize, bits by layer."),
-]
-
 Output = Annotated[Path | None, output_option("--output", "-o", help="Folder for results; runs/MODEL if not given.")]
 Written = Annotated[
     choices.Written,

@@ -9,13 +9,30 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.bit_widths import DENSE
+from lyapunov_prune.checkpoints.beside import RECIPES
 from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.progress import warn
 
+LLM_COMPRESSOR, LLAMA_CPP = RECIPES
 # The llama.cpp type for a number of bits per weight, not counting its scales.
 _TYPES = {2: "q2_k", 3: "q3_k", 4: "q4_k", 5: "q5_k", 6: "q6_k", 7: "q8_0", 8: "q8_0", DENSE: "f16"}
+
+
+def recipes_of(model: PreTrainedModel, report: CompressionReport) -> dict[str, str]:
+    """The content of both files by name; a line on stderr says why one that cannot be written is left out."""
+    found = {}
+    for name, write in (
+        (LLM_COMPRESSOR, lambda: llm_compressor_recipe(model, report)),
+        (LLAMA_CPP, lambda: llama_cpp_overrides(report)),
+    ):
+        try:
+            found[name] = write()
+        except LyapunovPruneError as error:
+            warn(f"{name} is not written: {error.message}")
+    return found
 
 
 def llm_compressor_recipe(model: PreTrainedModel, report: CompressionReport) -> str:

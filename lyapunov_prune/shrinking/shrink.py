@@ -55,7 +55,6 @@ def shrink(
     output: str | Path | None = None,
     *,
     remove: int | float | None = None,
-    params: float | None = None,
     speedup: float | None = None,
     max_kl: float | None = None,
     max_drop: str | None = None,
@@ -72,12 +71,11 @@ def shrink(
 ) -> Shrunk:
     """A smaller model made from `model`, which stays untouched, and a report; written to `output` if that is given.
 
-    One target says how much goes: `remove` layers (a float below 1: a share of them), as many as leave at most
-    `params` of the parameters, as many as make a forward `speedup` times as fast on this machine, or the most that
-    keep KL(dense ‖ pruned) within `max_kl` nats a token, on windows that no step learns from, or that let the score of
-    a task fall by no more than `max_drop` says, as `gsm8k:0.02`, by name or by file as `evaluation.load_tasks` takes
-    them: every second item chooses, the others are reported. Multiple choice hides what arithmetic loses; a task with
-    generated answers shows it.
+    One target says how much goes: `remove` layers (a float below 1: a share of them), as many as make a forward
+    `speedup` times as fast on this machine, or the most that keep KL(dense ‖ pruned) within `max_kl` nats a token,
+    on windows that no step learns from, or that let the score of a task fall by no more than `max_drop` says, as
+    `gsm8k:0.02`, by name or by file as `evaluation.load_tasks` takes them: every second item chooses, the others
+    are reported. Multiple choice hides what arithmetic loses; a task with generated answers shows it.
 
     Layers are chosen by criterion `best` (`ranking.best`), their gaps mended (`mending`), the result healed from
     `model` (`healing`). Mending and healing are kept only where windows that they did not learn from say that they pay,
@@ -99,7 +97,7 @@ def shrink(
     model = model_of(model)
     place = None if folder is None else Path(folder)
     texts = Texts(batch, judge, evaluation, tokens, context)
-    target = Target.of(remove, params, speedup, max_kl, max_drop)
+    target = Target.of(remove, speedup, max_kl, max_drop)
     request = Request(
         model,
         tokenizer,

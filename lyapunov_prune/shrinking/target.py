@@ -21,7 +21,6 @@ from lyapunov_prune.ranking.counts import count_of, require_count
 
 OPTIONS = {
     "remove": "--remove 25%",
-    "params": "--params 0.8",
     "speedup": "--speedup 1.2",
     "max_kl": "--max-kl 0.5",
     "max_drop": "--max-drop gsm8k:0.02",
@@ -33,7 +32,7 @@ _REPEATS = 3  # timed forwards of each model
 class Target:
     """The target: `by` is one of OPTIONS, `value` its value; `max_drop` also names the `task` that is scored."""
 
-    by: Literal["remove", "params", "speedup", "max_kl", "max_drop"]
+    by: Literal["remove", "speedup", "max_kl", "max_drop"]
     value: float
     task: str | None = None
 
@@ -41,13 +40,12 @@ class Target:
     def of(
         cls,
         remove: int | float | None = None,
-        params: float | None = None,
         speedup: float | None = None,
         max_kl: float | None = None,
         max_drop: str | None = None,
     ) -> Target:
         """The one target that is given. Raises LyapunovPruneError for none, for two, and for a value out of range."""
-        given = {"remove": remove, "params": params, "speedup": speedup, "max_kl": max_kl, "max_drop": max_drop}
+        given = {"remove": remove, "speedup": speedup, "max_kl": max_kl, "max_drop": max_drop}
         named = [name for name, value in given.items() if value is not None]
         if len(named) != 1:
             both = " and ".join(OPTIONS[name].split()[0] for name in named)
@@ -61,10 +59,6 @@ class Target:
                     f"a share of {remove:.0%} of the layers cannot go; give less than 100%, as 25%, or a whole number"
                 )
             return cls("remove", remove)
-        if params is not None:
-            if not 0 < params < 1:
-                raise LyapunovPruneError(f"{params:g} is no share of the parameters to keep; give one below 1, as 0.8")
-            return cls("params", params)
         if speedup is not None:
             if not 1 < speedup < math.inf:
                 raise LyapunovPruneError(f"a speed of {speedup:g} times the dense one is no gain; give more than 1")
@@ -86,14 +80,13 @@ class Target:
     @property
     def is_counted(self) -> bool:
         """Whether the number of layers follows from the model alone, before any layer is chosen."""
-        return self.by in ("remove", "params", "speedup")
+        return self.by in ("remove", "speedup")
 
     def told(self) -> str:
         """The target as a phrase, for example `25% of the layers`."""
         layers = f"{self.value:.0%} of the layers" if self.value < 1 else f"{self.value:g} layers"
         return {
             "remove": "1 layer" if self.value == 1 else layers,
-            "params": f"at most {self.value:.4g} of the parameters left",
             "speedup": f"{self.value:g} times the speed",
             "max_kl": f"at most {self.value:g} nats a token from the dense predictions",
             "max_drop": f"a score of {self.task} at most {self.value:g} lower",
@@ -118,22 +111,7 @@ def count_for(target: Target, model: PreTrainedModel) -> int:
         require_count(count, layers)
         return count
     require_count(1, layers)
-    return for_params(target.value, model) if target.by == "params" else for_speed(target.value, model)
-
-
-def for_params(share: float, model: PreTrainedModel) -> int:
-    """The least number of layers whose removal leaves at most `share` of the parameters, whichever layers go."""
-    total = model.num_parameters()
-    sizes = sorted(sum(p.numel() for p in layer.parameters()) for layer in find_structure(model).layers)
-    left = total
-    for count, size in enumerate(sizes[:-1], start=1):
-        left -= size
-        if left <= share * total:
-            return count
-    raise LyapunovPruneError(
-        f"{share:.4g} of the parameters cannot be reached by removing layers: with one layer left it is "
-        f"{left / total:.4g}, the rest are embeddings and head; give that or more"
-    )
+    return for_speed(target.value, model)
 
 
 def for_speed(speedup: float, model: PreTrainedModel) -> int:

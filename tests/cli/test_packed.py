@@ -90,9 +90,9 @@ def test_a_packed_checkpoint_is_made_ranked_pruned_and_scored_a_layer_at_a_time(
         assert done.code == 0, done.err
 
 
-def test_bits_by_layer_are_packed_and_told_to_others(run: Callable[..., Any], run_bad: Callable[..., str]) -> None:
+def test_bits_by_layer_are_packed_and_told_to_others(run: Callable[..., Any]) -> None:
     """What others are told is the allocation of the checkpoint, which plain transformers loads."""
-    more = ("--bits", "4.5", "--allocation", "bits-kl", "--llm-compressor", "recipe.yaml", "--llama-cpp", "types.txt")
+    more = ("--bits", "4.5", "--allocation", "bits-kl")
     done = run(*PACK, *more, *TEXT)
     assert done.code == 0, done.err
     allocation = CompressionReport.load("small/compression.json").allocation
@@ -104,12 +104,10 @@ def test_bits_by_layer_are_packed_and_told_to_others(run: Callable[..., Any], ru
         done = run(command, "tiny", "small", *TEXT)
         assert done.code == 0, done.err
     assert run("eval", "small", "--against", "tiny", *TEXT).code == 0
-    assert len(Path("types.txt").read_text().splitlines()) == len(widths)
-    told = yaml.safe_load(Path("recipe.yaml").read_text())
+    assert len(Path("small/llama-quantize.txt").read_text().splitlines()) == len(widths)
+    told = yaml.safe_load(Path("small/llm-compressor.yaml").read_text())
     groups = told["quantization_stage"]["quantization_modifiers"]["QuantizationModifier"]["config_groups"]
     assert {group["weights"]["num_bits"] for group in groups.values()} == widths - {16}
-    sparse = ("compress", "tiny", "--sparsity", "0.5", "-o", "sparse", *TEXT)
-    assert "--llama-cpp writes bits" in run_bad(*sparse, "--llama-cpp", "types.txt")
 
 
 def test_the_matrices_of_a_gguf_file_are_checked(run: Callable[..., Any], reader: PreTrainedModel) -> None:

@@ -265,7 +265,7 @@ def test_minutes_bound_the_healing(
         ({"tokens": 512 * 64, "context": 512}, "context 512 is longer"),
         ({"minutes": 0.0}, "0 minutes"),
         ({"remove": None}, r"remove=0\.25.*max_drop='gsm8k:0\.02'"),
-        ({"params": 0.5}, "remove and params are 2 targets"),
+        ({"speedup": 1.5}, "remove and speedup are 2 targets"),
         ({"remove": 6}, "cannot remove 6"),
         ({"remove": 1.0}, "less than 100%"),
     ],

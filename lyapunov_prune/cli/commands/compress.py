@@ -21,8 +21,6 @@ from lyapunov_prune.cli.options import (
     Correction,
     GroupSize,
     Json,
-    LlamaCpp,
-    LLMCompressor,
     Method,
     Model,
     ModelOptions,
@@ -62,8 +60,6 @@ def compress(
     weighted: Weighted = False,
     correction: Correction = 0.0,
     format: Stored = "plain",
-    llm_compressor: LLMCompressor = None,
-    llama_cpp: LlamaCpp = None,
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
@@ -89,7 +85,7 @@ def compress(
     from lyapunov_prune.compression.recipe import require_amount, require_options
     from lyapunov_prune.compression.report import REPORT
     from lyapunov_prune.export.format import Asked
-    from lyapunov_prune.export.recipes import llama_cpp_overrides, llm_compressor_recipe
+    from lyapunov_prune.export.recipes import recipes_of
     from lyapunov_prune.export.streamed import compress_on_disk, require_streamed
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_unquantised
@@ -113,8 +109,6 @@ def compress(
     METHODS.make(method, **{option: value for option, value in errors_used.items() if value})
     if sparsity == 0:
         raise LyapunovPruneError("--sparsity 0 removes nothing; give more than 0")
-    if METHODS[method].unit != "bits":
-        given.refuse(f"writes bits, and {method} leaves none; give --method rtn", "llm_compressor", "llama_cpp")
     reads = max_kl is not None or reads_text(method, schedule)
     if not reads:
         given.refuse_record(
@@ -124,7 +118,7 @@ def compress(
     format = format_for(output, format, given)
     stored = FORMATS.make(format)
     if stream:
-        given.refuse(IN_MEMORY, "max_kl", "weighted", "correction", "llm_compressor", "llama_cpp")
+        given.refuse(IN_MEMORY, "max_kl", "weighted", "correction")
         require_streamed(schedule)
         require_streamed_format(format, "compress")
     asked = Asked(method, schedule, rank, bits, keep_of, group_size, stored.symmetric)
@@ -163,9 +157,9 @@ def compress(
             say(expectation().told(float(spent.kl[spent.chosen]), "matrices compressed"))
     tokenizer, dense = loaded.tokenizer, loaded.model if stored.keeps_dense else None
     del loaded  # what was written is loaded beside what was compressed: no room for a third
-    recipes = {llm_compressor: llm_compressor_recipe(done.model, done.report)} if llm_compressor is not None else {}
-    recipes |= {llama_cpp: llama_cpp_overrides(done.report)} if llama_cpp is not None else {}
+    by_layer = isinstance(schedule, str) and schedule.startswith("bits-")
+    recipes = recipes_of(done.model, done.report) if by_layer else {}
     report = stored.write(done, dense, tokenizer, output, f"{Path(model).name}, compressed", results)
-    for place, text_of in recipes.items():
-        write_whole(place, text_of)
+    for name, recipe in recipes.items():
+        write_whole(output / name, recipe)
     show(report, as_json, output, kept=output / REPORT)

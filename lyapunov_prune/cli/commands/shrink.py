@@ -14,9 +14,7 @@ from lyapunov_prune.cli.options import (
     Resume,
     Target,
     TextOptions,
-    count_or_share,
     counted,
-    output_option,
     what_option,
 )
 from lyapunov_prune.cli.records import Given
@@ -28,10 +26,6 @@ def shrink(
     model: Model,
     *,
     remove: Annotated[float | None, what_option(help="How many layers go.", **counted)] = None,
-    params: Annotated[
-        float | None,
-        what_option(help="Instead: the share of the parameters left.", parser=count_or_share, metavar="0.8|80%"),
-    ] = None,
     speedup: Annotated[
         float | None, what_option(help="Instead: how many times as fast a forward gets, measured here.")
     ] = None,
@@ -54,9 +48,6 @@ def shrink(
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(text="self", tokens=25600, context=256),
     judge: Judge = None,
-    dry_run: Annotated[
-        bool, output_option("--dry-run", help="Say what would be done and its cost; write nothing.")
-    ] = False,
     resume: Resume = False,
     output: Target,
     as_json: Json = False,
@@ -83,7 +74,7 @@ def shrink(
     from lyapunov_prune.shrinking.texts import Texts, wide_context
     from lyapunov_prune.shrinking.written import is_gguf, require_output
 
-    wanted = Wanted.of(remove, params, speedup, max_kl, max_drop)
+    wanted = Wanted.of(remove, speedup, max_kl, max_drop)
     require_output(model, output)
     report = begun_run(None, model, REPORT, "eval.json") if is_gguf(output) else output
     folder = jobs_folder("shrink", model, output)
@@ -134,10 +125,6 @@ def shrink(
         words=_words(text, judge, own),
         source=_source(source),
     )
-    if dry_run:
-        request.require()
-        show(request.estimate(request.count()), as_json, None)
-        return
     done = carry_out(request, output, lambda expected: note("\n".join(expected.answer())))
     if report != output:
         done.report.save(report / REPORT)
