@@ -261,6 +261,12 @@ class RankOptions:
             self if self.criterion else replace(self, criterion=default_criterion(remove, self.what, periods=periods))
         )
 
+    def of_model(self, loaded: Decoder, given: Given) -> RankOptions:
+        """These options with the default of an encoder, which has no loss of the next token for `best` to go by."""
+        if loaded.encoder and "criterion" not in given:
+            return replace(self, criterion=default_criterion(None, self.what))
+        return self
+
     @property
     def goes_by(self) -> str:
         """The criterion, which is settled."""

@@ -42,9 +42,9 @@ def plan_for(model: Decoder | ModelIdentity, given: PruningPlan | MergekitSlices
     return given.plan(model if isinstance(model, ModelIdentity) else model.identity)
 
 
-def tell_written(provenance: Provenance, as_json: bool, output: Path) -> None:
+def tell_written(provenance: Provenance, as_json: bool, output: Path, *, scored: bool = True) -> None:
     show(provenance, as_json, output, kept=_record(output))
-    if not as_json:
+    if not as_json and scored:
         dense = shlex.quote(provenance.source)
         say(f"Next: lyapunov-prune eval {shlex.quote(str(output))} --against {dense}")
 

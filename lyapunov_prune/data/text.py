@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -75,7 +76,7 @@ def load_text(
     if (flat[1:] == flat[:-1]).float().mean() > 0.5:
         raise LyapunovPruneError(f"{source} ({split}) is one token over and over, no text to measure on; give another")
     if bos:
-        matrix = torch.cat([torch.full((windows, 1), tokenizer.bos_token_id), matrix], dim=1)
+        matrix = torch.cat([torch.full((windows, 1), _start_token(tokenizer)), matrix], dim=1)
     return TokenBatch(matrix, text=whole.name, split=split, bos=bos)
 
 
@@ -158,12 +159,17 @@ def _require_new(source: str, first: str, second: str, left: str) -> None:
 def begins_with_bos(tokenizer: PreTrainedTokenizerBase, bos: bool | None) -> bool:
     """`bos`, or the tokenizer's default if it is None. Raises LyapunovPruneError if there is no BOS token."""
     begins = adds_bos(tokenizer) if bos is None else bos
-    if begins and tokenizer.bos_token_id is None:
+    if begins and _start_token(tokenizer) is None:
         raise LyapunovPruneError("this tokenizer has no BOS token; use bos=False")
     return begins
 
 
+def _start_token(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The BOS token, or that of encoders, CLS."""
+    return tokenizer.cls_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer starts every text with its BOS token."""
+    """Whether the tokenizer starts every text with its BOS token, or with CLS if it has none."""
     ids = token_ids(tokenizer, "a", special=True)
-    return tokenizer.bos_token_id is not None and bool(ids) and ids[0] == tokenizer.bos_token_id
+    return _start_token(tokenizer) is not None and bool(ids) and ids[0] == _start_token(tokenizer)

@@ -18,7 +18,7 @@ from lyapunov_prune.evaluation.perplexity import of_windows, require_finite_loss
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import loss_sum
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import InMemoryAny, takes_model
+from lyapunov_prune.models.decoder import InMemoryAny, takes_model, wrap
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
@@ -84,7 +84,7 @@ def score(model: InMemoryAny, examples: TokenBatch | ImageBatch, *, batch_size: 
     examples = as_examples(model, examples)
     if isinstance(examples, ImageBatch):
         return _of_images(model.model, examples, batch_size)
-    reading = read(model, examples)
+    reading = read(wrap(model), examples)
     losses, correct = of_windows(reading, _loss_and_correct, batch_size, "score").T.numpy().copy()
     require_finite_losses(reading, losses)
     return ItemScores(losses, correct, reading.measured_on())

@@ -21,6 +21,7 @@ from lyapunov_prune.mending.refit import judged_refits
 from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.merging.table import require_reduction
 from lyapunov_prune.models.decoder import Decoder, takes_model
+from lyapunov_prune.models.encoders import require_no_encoder
 from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import PlainAny
@@ -63,6 +64,8 @@ def write_pruned(
     stored = FORMATS.make(format)
     stored.require_names(model.model.config._name_or_path, Path(target))
     require_whole(model.model)
+    if mend or plan.channels:
+        require_no_encoder(model.model)
     plan.require_model(model.identity)
     batch = None if batch is None else as_examples(model, batch)
     _require_held(stored, model, plan, batch)

@@ -76,8 +76,9 @@ def random_images(model: PreTrainedModel, number: int = 2) -> torch.Tensor:
 
 
 def uncached_logits(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tensor:
-    """The logits for token ids or images, without a cache."""
-    return model(inputs).logits if inputs.is_floating_point() else model(inputs, use_cache=False).logits
+    """The logits for token ids or images; of an encoder without logits its first output, the final state."""
+    output = model(inputs) if inputs.is_floating_point() else model(inputs, use_cache=False)
+    return output.logits if "logits" in output else output[0]
 
 
 def last_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,11 @@ class Scorer:
     def __init__(self, decoder: Decoder, ids: torch.Tensor) -> None:
         self.model, self.structure = model, structure = decoder.model, decoder.structure
         self.head: Any = model.get_output_embeddings()
+        if self.head is None:
+            raise LyapunovPruneError(
+                f"{type(model).__name__} has no language-model head, so there are no predictions to compare; rank by "
+                "hidden states (--criterion bi), or give the model with its head"
+            )
         self.vocabulary = len(self.head.weight)
         self._rows = rows_at_once(self.vocabulary)
         ids = ids[:1, : min(_TOKENS, max(8, self._rows // 4))]

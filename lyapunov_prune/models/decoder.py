@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import Parsed, checked
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.dispatched import bring_all
+from lyapunov_prune.models.encoders import is_encoder, require_no_encoder
 from lyapunov_prune.models.families import Family, family_entry
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.quantised import is_packed
@@ -62,6 +63,11 @@ class Decoder:
         return is_packed(self.model)
 
     @property
+    def encoder(self) -> bool:
+        """Whether it reads a text in both directions."""
+        return is_encoder(self.model)
+
+    @property
     def wrapped(self) -> bool:
         """Whether it is the text part of a larger model."""
         return is_wrapped(self.model)
@@ -87,6 +93,7 @@ def wrap(model: Model, tokenizer: PreTrainedTokenizerBase | None = None) -> Deco
     `meta`.
     """
     if isinstance(model, Decoder):
+        require_no_encoder(model.model)
         return model
     with held(model):
         if stream_of(model) is None:
@@ -95,10 +102,20 @@ def wrap(model: Model, tokenizer: PreTrainedTokenizerBase | None = None) -> Deco
         return Decoder(model, find_structure(model), tokenizer)
 
 
+def wrap_text(model: Model) -> Decoder:
+    """`wrap`, which also takes encoders."""
+    return wrap_layers(model) if is_encoder(model_of(model)) else wrap(model)
+
+
 def wrap_any(model: Model) -> Decoder:
-    """`wrap`, which also takes image classifiers: they have layers but no language head."""
-    if isinstance(model, Decoder) or not looks_at_images(model):
-        return wrap(model)
+    """`wrap_text`, which also takes image classifiers: they have layers but no language head."""
+    return wrap_layers(model) if looks_at_images(model_of(model)) else wrap_text(model)
+
+
+def wrap_layers(model: Model) -> Decoder:
+    """The handle of any transformer with one stack of layers."""
+    if isinstance(model, Decoder):
+        return model
     bring_all(model)
     return Decoder(model, find_layers(model))
 
@@ -112,7 +129,9 @@ def in_memory(model: Model, handle: Callable[[Model], Decoder] = wrap) -> Decode
 # Annotations of public functions: the caller gives a `Model`, the function receives the handle.
 Streamable = Annotated[Decoder, Parsed(Model, wrap)]
 InMemory = Annotated[Decoder, Parsed(Model, in_memory)]
-InMemoryAny = Annotated[Decoder, Parsed(Model, partial(in_memory, handle=wrap_any))]  # image classifiers too
+StreamableText = Annotated[Decoder, Parsed(Model, wrap_text)]  # encoders too
+InMemoryText = Annotated[Decoder, Parsed(Model, partial(in_memory, handle=wrap_text))]
+InMemoryAny = Annotated[Decoder, Parsed(Model, partial(in_memory, handle=wrap_any))]  # and image classifiers
 
 
 def takes_model(function: Callable[Concatenate[Decoder, P], T]) -> Callable[Concatenate[Model, P], T]:

@@ -46,6 +46,7 @@ FAMILIES: dict[str, Family] = {
     "big_bird": Family(adapt=adapt.random_blocks),
     "diffllama": Family(adapt=adapt.diffllama, changes=lambda config: True),
     "ernie4_5_moe": Family(adapt=adapt.ernie_experts),
+    "esm": Family(tables=(("regression", 1),)),  # of its contact head, which reads the attention of every layer
     "gemma3n_text": Family(adapt=together.shared_keys, tables=_PER_LAYER_INPUTS),
     "gemma4_text": Family(adapt=together.gemma4, tables=_PER_LAYER_INPUTS),
     "gemma4_unified_text": Family(adapt=together.gemma4),
@@ -60,6 +61,7 @@ FAMILIES: dict[str, Family] = {
     "longcat_flash": Family(adapt=adapt.longcat),
     "minicpm3": Family(adapt=adapt.residual_scale),
     "minimax": Family(adapt=adapt.first_has_attention),
+    "modernbert": Family(adapt=adapt.first_layer_stays("has no norm before its attention")),
     "modernbert-decoder": Family(adapt=adapt.first_layer_stays("has no norm before its attention")),
     "olmo_hybrid": Family(adapt=adapt.has_linear_attention),
     "qwen4_exp_text": Family(adapt=adapt.ngram_layers),

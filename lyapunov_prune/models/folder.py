@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, compact_classes, family_of
+from lyapunov_prune.models.encoders import encoder_class
 from lyapunov_prune.models.quantised import UNPACK, quantisation
 from lyapunov_prune.models.structure import LAYER_COUNTS
 from lyapunov_prune.models.weight_files import weight_files
@@ -135,8 +136,15 @@ def _require_decoder(folder: Path, config: PreTrainedConfig) -> None:
         raise LyapunovPruneError(
             f"{folder} is an image classifier ({architectures}), and text needs a decoder; give images, or a decoder"
         )
+    if encoder_class(config):
+        return
+    if config.is_encoder_decoder:
+        raise LyapunovPruneError(
+            f"{folder} is an encoder-decoder ({architectures}), whose two stacks are neither measured nor cut; give a "
+            "decoder or an encoder"
+        )
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys()
-    if config.is_encoder_decoder or family_of(config) not in known:
+    if family_of(config) not in known:
         raise LyapunovPruneError(f"{folder} is no causal language model ({architectures}); give a decoder")
 
 

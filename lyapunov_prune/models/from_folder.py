@@ -31,7 +31,7 @@ from lyapunov_prune.models.packed import is_loadable, is_unpacked, require_scale
 from lyapunov_prune.models.quantised import is_packed, quantisation, remedy, require_kernels
 from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
 from lyapunov_prune.models.stored_names import targets_of
-from lyapunov_prune.models.structure import find_layers, find_structure
+from lyapunov_prune.models.structure import find_layers, find_structure, text_structure
 from lyapunov_prune.models.weight_files import stored_names, weight_files
 from lyapunov_prune.models.wrappers import auto_class
 from lyapunov_prune.progress import warn
@@ -92,7 +92,7 @@ def load_whole(
 ) -> Decoder:
     """Model and tokenizer; refused if any weight would have to be initialised. `wanted` names the remedy."""
     model = load_weights(auto, where, folder, source | LOCAL | options, wanted)
-    return Decoder(model.eval(), find_structure(model), _load_tokenizer(where, folder, source))
+    return Decoder(model.eval(), text_structure(model), _load_tokenizer(where, folder, source))
 
 
 def load_bare(folder: Path) -> Decoder:

@@ -76,7 +76,8 @@ def load(
                 loaded = load_folder(folder, options, text_only=text_only)
         loaded.model.config._name_or_path = name
         settle(loaded.model)
-        require_causal(loaded.model)
+        if not loaded.encoder:
+            require_causal(loaded.model)
     return loaded
 
 

@@ -17,6 +17,7 @@ from lyapunov_prune.errors import LyapunovPruneError, in_short
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.dispatched import bring_weights
+from lyapunov_prune.models.encoders import is_encoder, require_no_encoder
 from lyapunov_prune.models.experts import require_choosable
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation
@@ -56,6 +57,11 @@ class Structure:
     def max_context(self) -> int | None:
         """Longest context that the positions allow; None if the config names none, or −1 as XLNet's."""
         most: int | None = getattr(self.config, "max_position_embeddings", None)
+        # RoBERTa and ESM number positions from behind the padding token's id.
+        if most and any(
+            hasattr(m, "position_embeddings") and hasattr(m, "padding_idx") for m in self.backbone.children()
+        ):
+            most -= self.config.pad_token_id + 1
         return most if most and most > 0 else None
 
     def at_most(self, length: int) -> int:
@@ -68,6 +74,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
 
     Raises LyapunovPruneError for an encoder, an encoder-decoder, or a model without a list of layers.
     """
+    require_no_encoder(model)
     kind = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise LyapunovPruneError(f"{kind} is an encoder-decoder; give a decoder-only language model")
@@ -84,6 +91,11 @@ def find_structure(model: PreTrainedModel) -> Structure:
             "a checkpoint whose layers alone are"
         )
     return find_layers(model)
+
+
+def text_structure(model: PreTrainedModel) -> Structure:
+    """The structure of a decoder or an encoder; raises as `find_structure` for other models."""
+    return (find_layers if is_encoder(model) else find_structure)(model)
 
 
 def find_layers(model: PreTrainedModel) -> Structure:
@@ -123,12 +135,15 @@ def find_layers(model: PreTrainedModel) -> Structure:
             )
     length = list(lengths.values())[-1]
     raise LyapunovPruneError(
-        f"{kind} ({config.model_type}) keeps no module list of its {length} layers; this decoder is not supported"
+        f"{kind} ({config.model_type}) keeps no module list of its {length} layers; this "
+        f"{'encoder' if is_encoder(model) else 'decoder'} is not supported"
     )
 
 
 def _backbone(model: PreTrainedModel, layers_path: str) -> nn.Module:
     """`model` without its head; for Llama 4 and Mllama, which name no base model, the module that holds the layers."""
+    if is_encoder(model):  # one without a head is its own base model
+        return model.base_model
     return model.base_model if model.base_model is not model else model.get_submodule(layers_path.rpartition(".")[0])
 
 

@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.encoders import encoder_class
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import require_causal
 
@@ -24,6 +25,8 @@ def auto_class(config: PreTrainedConfig, *, text_only: bool = False) -> Any:
 
     Raises LyapunovPruneError if `text_only` needs a class that transformers does not have.
     """
+    if encoder := encoder_class(config):
+        return encoder
     text, whole = (_class_of(config, m) for m in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING))
     apart = text is not None and text is not whole
     if whole is None or (apart and (text_only or text.__name__ in (config.architectures or ()))):

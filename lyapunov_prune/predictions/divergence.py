@@ -14,7 +14,7 @@ from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change, changed_finals, finals_without_each
 from lyapunov_prune.forward.sublayers import find_sublayers, require_kind, silent
-from lyapunov_prune.models.decoder import Model, Streamable, in_memory, takes_model
+from lyapunov_prune.models.decoder import Model, StreamableText, in_memory, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.tiles import MEASURES, measures
 from lyapunov_prune.results.arrays import require_array
@@ -89,7 +89,7 @@ class SublayerDivergence(SkipDivergence):
 @in_eval_mode
 @torch.no_grad()
 def skip_divergence(
-    model: Streamable,
+    model: StreamableText,
     batch: Readable,
     *,
     temperature: float = 1.0,

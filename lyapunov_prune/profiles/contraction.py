@@ -15,7 +15,7 @@ from lyapunov_prune.arguments import Seed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.rounding import roughness
-from lyapunov_prune.models.decoder import Streamable, takes_model
+from lyapunov_prune.models.decoder import StreamableText, takes_model
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING, require_derivatives
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import (
@@ -46,7 +46,7 @@ FLOOR_TOKENS = 128
 @in_eval_mode
 @torch.no_grad()
 def measure_contraction(
-    model: Streamable,
+    model: StreamableText,
     batch: Readable,
     *,
     epsilon: float = 1e-2,

@@ -12,7 +12,7 @@ from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import token_energy, widen
-from lyapunov_prune.models.decoder import Streamable, takes_model
+from lyapunov_prune.models.decoder import StreamableText, takes_model
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
@@ -67,7 +67,7 @@ class InfluenceProfile(Result):
 @takes_model
 @in_eval_mode
 @torch.no_grad()
-def block_influence(model: Streamable, batch: Readable, *, batch_size: int = 1) -> InfluenceProfile:
+def block_influence(model: StreamableText, batch: Readable, *, batch_size: int = 1) -> InfluenceProfile:
     """Measure Block Influence of every layer in one forward per window.
 
     `1 − cos(a, b)` is computed as `½ ‖a/‖a‖ − b/‖b‖‖²`, which avoids cancellation when a layer barely turns the state.

@@ -15,7 +15,7 @@ from lyapunov_prune.arguments import Seed
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.models.decoder import Streamable, takes_model
+from lyapunov_prune.models.decoder import StreamableText, takes_model
 from lyapunov_prune.profiles.contraction import Derivative, measure_contraction
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling, dtype_note
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
@@ -143,7 +143,7 @@ class LayerProfile(Result):
 
 @takes_model
 def profile_layers(
-    model: Streamable,
+    model: StreamableText,
     batch: Readable,
     *,
     epsilon: float = 1e-2,

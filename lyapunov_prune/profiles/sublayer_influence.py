@@ -17,7 +17,7 @@ from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, Sublayers, find_sublayers
 from lyapunov_prune.linalg import widen
-from lyapunov_prune.models.decoder import Streamable, takes_model
+from lyapunov_prune.models.decoder import StreamableText, takes_model
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.influence import turned, unit_and_norm
@@ -75,7 +75,7 @@ class SublayerInfluence(Result):
 @takes_model
 @in_eval_mode
 @torch.no_grad()
-def sublayer_influence(model: Streamable, batch: Readable, *, batch_size: int = 1) -> SublayerInfluence:
+def sublayer_influence(model: StreamableText, batch: Readable, *, batch_size: int = 1) -> SublayerInfluence:
     """Measure both sublayers of every layer in one forward per window.
 
     The stream after the first sublayer is read at the input of the second, so residual multipliers are included;

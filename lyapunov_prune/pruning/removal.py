@@ -11,7 +11,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.mending.mend import fit_mends
 from lyapunov_prune.models.decoder import Decoder, takes_model
 from lyapunov_prune.models.families import TRUSTED
-from lyapunov_prune.models.plain import Plain
+from lyapunov_prune.models.plain import Plain, PlainText
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.removal_gate import check_removal
@@ -19,7 +19,7 @@ from lyapunov_prune.pruning.surgery import cut
 
 
 @takes_model
-def remove_layers(model: Plain, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
+def remove_layers(model: PlainText, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
     """A new model without the layers of `plan` (or a plain list of indices); `model` is untouched.
 
     How is said at `surgery.cut`. The result saves with `save_pretrained` and loads with plain transformers. A

@@ -26,7 +26,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.mending.mend import Mend, products
 from lyapunov_prune.merging.merge import Merged
-from lyapunov_prune.models.decoder import Decoder, InMemory, Model, takes_model, wrap
+from lyapunov_prune.models.decoder import Decoder, InMemoryText, Model, takes_model, wrap_text
 from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.models.structure import in_eval_mode
@@ -43,7 +43,7 @@ COPIED = "channels are the original's"
 
 @takes_model
 def verify_removal(
-    original: InMemory,
+    original: InMemoryText,
     pruned: Model,
     plan: PruningPlan | Sequence[int],
     batch: Tokens | None = None,
@@ -64,7 +64,7 @@ def verify_removal(
     """
     operation = Operation(as_plan(original, plan), merged, mends)
     try:
-        result = wrap(pruned)
+        result = wrap_text(pruned)
     except LyapunovPruneError as error:  # no decoder any more
         return GateReport((crashed(RELOADED, error),))
     return check_removal(original, result, operation, batch, checkpoint)
@@ -98,6 +98,8 @@ def removal_gate(
         batch=batch,
     )
     checks: dict[str, Check] = {SKIPPED: lambda: _same(gate, operation), CACHED: gate.cached}
+    if original.encoder:
+        del checks[CACHED]
     if original.wrapped or reads_pictures(original.model):
         checks[PICTURED] = lambda: _same_with_picture(gate, operation)
     if operation.merged or operation.mends:

@@ -22,7 +22,7 @@ from lyapunov_prune.models.layer_settings import require_attention, slice_settin
 from lyapunov_prune.models.left_out import forget_heads
 from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
-from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.structure import Structure, text_structure
 from lyapunov_prune.models.width import find_blocks, narrow
 from lyapunov_prune.models.wrappers import require_text_alone
 from lyapunov_prune.progress import warn
@@ -60,7 +60,7 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
             require_text_alone(decoder, plan.remove)
         memo = shared_memo(decoder.model) if shared else {}
         made = without_layers(decoder, plan, memo) if plan.remove else copy.deepcopy(decoder.model, memo)
-    pruned = Decoder(made, find_structure(made))
+    pruned = Decoder(made, text_structure(made))
     blocks = find_blocks(pruned.structure) if plan.channels else ()
     if blocks:
         narrow(made, pruned.structure, blocks, torch.from_numpy(plan.kept_channels))

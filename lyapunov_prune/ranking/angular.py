@@ -15,7 +15,7 @@ from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.states import room_for
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import Streamable, takes_model
+from lyapunov_prune.models.decoder import StreamableText, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
@@ -111,7 +111,7 @@ class AngularDistance(Ranking):
 @in_eval_mode
 @torch.no_grad()
 def angular_distance(
-    model: Streamable,
+    model: StreamableText,
     batch: Readable,
     *,
     batch_size: int = 1,

@@ -16,7 +16,7 @@ from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change
 from lyapunov_prune.forward.sublayers import named_branches, silent
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import InMemoryText, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.profiles.contraction_profile import floor_note
@@ -92,7 +92,7 @@ class BudgetedRemoval(Result):
 @in_eval_mode
 @torch.no_grad()
 def remove_under_budget(
-    model: InMemory,
+    model: InMemoryText,
     batch: Readable,
     ranking: LayerRanking,
     max_kl: Positive,

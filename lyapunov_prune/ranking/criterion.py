@@ -53,7 +53,8 @@ class Criterion(Choice):
     `parts` are what it can rank: whole layers, their attention or MLP, the experts of each. `streamed` are the parts
     that it can rank in a model which is read one layer at a time. `profiled` says whether a saved LayerProfile holds
     all that it needs, `resumes` whether an interrupted measurement continues. `chooses` says in words how it chooses a
-    number of layers together; it is empty if layers have scores, which give an order.
+    number of layers together; it is empty if layers have scores, which give an order. `next_token` says whether it goes
+    by the loss of the next token, which encoders do not predict.
     """
 
     parts: ClassVar[tuple[str, ...]] = ("layers",)
@@ -61,6 +62,7 @@ class Criterion(Choice):
     profiled: ClassVar[bool] = False
     resumes: ClassVar[bool] = False
     chooses: ClassVar[str] = ""
+    next_token: ClassVar[bool] = False
 
     def rank(self, asked: Asked) -> Ranking:
         """Measure, rank, and save what was measured."""

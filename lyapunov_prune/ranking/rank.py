@@ -9,7 +9,7 @@ from lyapunov_prune.arguments import Seed
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.models.decoder import Streamable, takes_model
+from lyapunov_prune.models.decoder import StreamableText, takes_model
 from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import listed
@@ -23,7 +23,7 @@ from lyapunov_prune.ranking.table import CRITERIA, default_criterion, require_ra
 @takes_model
 @in_eval_mode
 def rank(
-    model: Streamable,
+    model: StreamableText,
     batch: Readable,
     *,
     criterion: str | None = None,
@@ -61,7 +61,7 @@ def rank(
     """
     streamed = model.stream is not None
     if criterion is None:
-        criterion = default_criterion(None if streamed else remove, what)
+        criterion = default_criterion(None if streamed or model.encoder else remove, what)
     given = {"alpha": alpha, "seeds": listed(seeds), "seed": seed, "search": search, "judge": judge}
     options = {option: given[option] for option in CRITERIA[criterion].options() if option in given}
     if mend or "mend" in CRITERIA[criterion].options():
@@ -70,6 +70,11 @@ def rank(
         options["temperature"] = temperature
     made = CRITERIA.make(criterion, **options)
     require_ranks(criterion, what, remove=remove)
+    if model.encoder and CRITERIA[criterion].next_token:
+        raise LyapunovPruneError(
+            f"criterion {criterion} goes by the loss of the next token, which an encoder does not predict; give "
+            "--criterion bi"
+        )
     reading = read(model, batch)
     if streamed:
         require_ranks(criterion, what, remove=remove, streamed=True)

@@ -17,7 +17,7 @@ from lyapunov_prune.pruning import removal
 
 # Model of the zoo, and layers that its entry removes correctly or refuses. GPT-Neo is not here: its entry
 # corrects a second notation of the same fact, which transformers 5 writes but does not read; and what that of
-# Granite 4 Vision does only an image shows (models/test_wrappers.py).
+# Granite 4 Vision does only an image shows (models/test_wrappers.py). Encoders are in models/test_encoders.py.
 ENTRIES: dict[str, tuple[str, list[int]]] = {
     "beam": ("beam", [0]),
     "big_bird": ("big_bird", [0]),
@@ -46,7 +46,7 @@ ENTRIES: dict[str, tuple[str, list[int]]] = {
 
 
 def test_every_entry_is_tried() -> None:
-    assert set(ENTRIES) | {"gpt_neo", "granite4_vision_text"} == set(FAMILIES)
+    assert set(ENTRIES) | {"gpt_neo", "granite4_vision_text", "esm", "modernbert"} == set(FAMILIES)
 
 
 @pytest.mark.slow

@@ -179,6 +179,7 @@ def rank(
         run = run_folder(output, model)
         require_writable(run)
         loaded, batch = load_inputs(model, source, text, stream=stream)
+        by = by.of_model(loaded, given)
         batch_size = windows_at_once(loaded, text.context)
         if max_kl is not None and by.what == "experts":
             weighed = most_within(loaded, batch, by.what, max_kl, criterion=by.goes_by, batch_size=batch_size)

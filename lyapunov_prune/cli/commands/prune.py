@@ -215,6 +215,7 @@ def prune(
         plan = plan_for(loaded, given_plan)
     else:
         shown = None if as_json else partial(show, as_json=False, written=None)
+        by = by.of_model(loaded, given)
         plan = _chosen(loaded, batch, by, remove, max_kl, period, mend, judged, batch_size, shown)
     plan.require_periods(period)
     written = write_pruned(
@@ -227,7 +228,7 @@ def prune(
         mend=mend,
         judge=judged,
     )
-    tell_written(written, as_json, output)
+    tell_written(written, as_json, output, scored=not loaded.encoder)
 
 
 def _chosen(
@@ -289,5 +290,6 @@ def _chosen(
     if shown is not None:
         shown(spent)
         parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[by.what]
-        say(expectation().told(float(spent.kl[spent.within - 1]), parts))
+        if not loaded.encoder:
+            say(expectation().told(float(spent.kl[spent.within - 1]), parts))
     return plan

@@ -26,6 +26,7 @@ class Best(Criterion):
     help = "what those propose, checked by the loss, and swaps"
     reference = "measured, see experiments/2_criteria"
     resumes = True
+    next_token = True
     chooses = "searches among sets"
 
     def rank(self, asked: Asked) -> BestRemoval:

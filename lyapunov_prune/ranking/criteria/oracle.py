@@ -20,6 +20,7 @@ class Oracle(Criterion):
     help = "one by one, each time the least loss"
     reference = "SLEB, ICML 2024, arXiv:2402.09025"
     resumes = True
+    next_token = True
     chooses = "searches step by step"
 
     def rank(self, asked: Asked) -> GreedyRemoval:

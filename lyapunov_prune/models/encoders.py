@@ -1,0 +1,42 @@
+"""Encoders, which read a text in both directions (BERT, RoBERTa, DeBERTa, ModernBERT, ELECTRA, …): which models are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+
+def is_encoder(model: PreTrainedModel) -> bool:
+    """Whether `model` is an encoder, with any head or none.
+
+    It is one if transformers has a masked language model for its config, and `model` is not the causal class of it.
+    """
+    return _encodes(model.config, type(model))
+
+
+def encoder_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that the config of an encoder names as its architecture; None for other configs."""
+    named = config.architectures or []
+    found = getattr(transformers, named[0], None) if len(named) == 1 else None
+    return found if isinstance(found, type) and _encodes(config, found) else None
+
+
+def require_no_encoder(model: PreTrainedModel) -> None:
+    """Raise LyapunovPruneError for an encoder."""
+    if is_encoder(model):
+        raise LyapunovPruneError(
+            f"{type(model).__name__} reads a text in both directions; profile, rank and prune take its layers, and "
+            "this needs a causal decoder"
+        )
+
+
+def _encodes(config: Any, kind: type) -> bool:
+    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING or config.is_encoder_decoder:
+        return False
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return not getattr(config, "is_decoder", False) and kind is not causal
