@@ -1,6 +1,7 @@
 """Everything that depends on a model family; no other room asks for a model's name or `model_type`.
 
 - `decoder`: the handle that every room takes; `structure`: where a decoder keeps its layers, and which model it is;
+- `encoders`: which models read a text in both directions, and by which class they are loaded.
 - `loading`: a model in memory by any name, through `from_folder`, `hub` and `gguf` (which has the built-in model);
   `folder`, `weight_files`, `adapter_folder`, `expansion`: checks of a checkpoint, its weights, a folder of adapters and
   a tokenizer before transformers reads them; `cache`: dequantised GGUF files; `packed`: packed integers that are
