@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import Done, with_large_weights
+from helpers import SMALL, Done, with_large_weights
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import (
@@ -33,17 +33,13 @@ from lyapunov_prune.models.encoders import is_encoder
 from lyapunov_prune.models.structure import find_layers
 
 LAYERS = 4
-SMALL: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+TINY: dict[str, Any] = {
+    **SMALL,
     "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
     "max_position_embeddings": 64,
-    "pad_token_id": 0,
     "local_attention": 8,
-    **dict.fromkeys(("bos_token_id", "cls_token_id"), 1),
-    **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
+    "cls_token_id": 1,
+    "sep_token_id": 2,
 }
 FAMILIES = (
     "bert",
@@ -62,7 +58,7 @@ FAMILIES = (
 def config_of(family: str, **changes: Any) -> Any:
     kind = CONFIG_MAPPING[family]
     known = {field.name for field in dataclasses.fields(kind)} | kind.attribute_map.keys()
-    return kind(**{name: value for name, value in {**SMALL, **changes}.items() if name in known})
+    return kind(**{name: value for name, value in {**TINY, **changes}.items() if name in known})
 
 
 def make_encoder(family: str = "bert", auto: Any = AutoModelForMaskedLM, **changes: Any) -> PreTrainedModel:
