@@ -63,9 +63,9 @@ class Lender:
         self.gradients.append(g.reshape(-1, g.shape[-1])[: len(self.tokens[-1])])
 
     def outputs(self, missing: Mapping[int, int]) -> Iterator[torch.Tensor]:
-        """The outputs of the experts in `missing`, each for as many of the first tokens, by the module's own forward.
+        """The outputs of experts for the first tokens, as many as `missing` gives, by the module's own forward.
 
-        Some experts at once: their number times that of all experts times that of tokens is what a forward allocates.
+        Experts run in groups, since a forward allocates (experts in the group) × (all experts) × tokens.
         """
         kept, energies = torch.cat(self.tokens), torch.cat(self.energies) if self.energies else None
         weight = (self._squares / max(1, self._choices)) ** 0.5
@@ -77,7 +77,7 @@ class Lender:
             chosen = torch.tensor(part, device=kept.device).expand(len(tokens), -1)
             sent = torch.arange(len(tokens), device=kept.device).unsqueeze(1) < counts
             weights = sent.to(self._like) * weight
-            if len(part) == 1:  # a second choice that counts nothing: LongCat's forward takes no single one
+            if len(part) == 1:  # plus one of weight 0: LongCat's forward rejects a single choice
                 chosen, weights = chosen.repeat(1, 2), torch.cat([weights, torch.zeros_like(weights)], 1)
             output: torch.Tensor = self.module(tokens, chosen.contiguous(), weights)
             yield output.reshape(len(tokens), -1)

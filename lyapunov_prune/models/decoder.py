@@ -64,7 +64,7 @@ class Decoder:
 
     @property
     def encoder(self) -> bool:
-        """Whether it reads a text in both directions."""
+        """Whether it is an encoder, which attends in both directions."""
         return is_encoder(self.model)
 
     @property

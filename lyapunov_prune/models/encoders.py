@@ -12,9 +12,9 @@ from lyapunov_prune.errors import LyapunovPruneError
 
 
 def is_encoder(model: PreTrainedModel) -> bool:
-    """Whether `model` is an encoder, with any head or none.
+    """Whether `model` is an encoder, with or without a head.
 
-    It is one if transformers has a masked language model for its config, and `model` is not the causal class of it.
+    It is one if transformers has a masked language model for its config, and `model` is not the causal class for it.
     """
     return _encodes(model.config, type(model))
 

@@ -46,7 +46,7 @@ FAMILIES: dict[str, Family] = {
     "big_bird": Family(adapt=adapt.random_blocks),
     "diffllama": Family(adapt=adapt.diffllama, changes=lambda config: True),
     "ernie4_5_moe": Family(adapt=adapt.ernie_experts),
-    "esm": Family(tables=(("regression", 1),)),  # of its contact head, which reads the attention of every layer
+    "esm": Family(tables=(("regression", 1),)),  # its contact head reads the attention of every layer
     "gemma3n_text": Family(adapt=together.shared_keys, tables=_PER_LAYER_INPUTS),
     "gemma4_text": Family(adapt=together.gemma4, tables=_PER_LAYER_INPUTS),
     "gemma4_unified_text": Family(adapt=together.gemma4),

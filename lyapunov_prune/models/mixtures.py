@@ -56,7 +56,7 @@ class Router:
             )
 
     def groups_of(self, experts: Sequence[int]) -> list[list[int]]:
-        """`experts` sorted by group."""
+        """`experts` split by group."""
         size = self.experts // self.groups
         return [[e for e in experts if e // size == group] for group in range(self.groups)]
 

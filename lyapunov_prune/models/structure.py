@@ -57,7 +57,7 @@ class Structure:
     def max_context(self) -> int | None:
         """Longest context that the positions allow; None if the config names none, or −1 as XLNet's."""
         most: int | None = getattr(self.config, "max_position_embeddings", None)
-        # RoBERTa and ESM number positions from behind the padding token's id.
+        # In RoBERTa and ESM, positions start after the padding token's id.
         if most and any(
             hasattr(m, "position_embeddings") and hasattr(m, "padding_idx") for m in self.backbone.children()
         ):
@@ -142,7 +142,7 @@ def find_layers(model: PreTrainedModel) -> Structure:
 
 def _backbone(model: PreTrainedModel, layers_path: str) -> nn.Module:
     """`model` without its head; for Llama 4 and Mllama, which name no base model, the module that holds the layers."""
-    if is_encoder(model):  # one without a head is its own base model
+    if is_encoder(model):  # without a head, it is its own base model
         return model.base_model
     return model.base_model if model.base_model is not model else model.get_submodule(layers_path.rpartition(".")[0])
 
