@@ -1,0 +1,145 @@
+"""Layers and hidden channels under one budget: every way of `prune --what layers,width`, held against each alone.
+
+    python experiments/2_criteria/width_and_depth/run.py [--model MODEL] [--text FILE] [--criterion NAME]
+
+`split_removal` chooses on one half of a text, as the command does; KL from the dense model and the loss of all its ways
+are measured on the other half. Writes MODEL-TEXT.json beside this file, one a text; what all of them say goes into
+README.md by `make tables`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pandas as pd
+import torch
+import typer
+
+from experiments.common import BUILT_IN, Device, DType, Inputs, inputs, run_command
+from experiments.statements import bullets, ratio, short, table
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.mending.judge import losses, second_text
+from lyapunov_prune.mending.refit import judged_refits
+from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.pruning.operation import Operation
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.ranking.split import split_removal
+from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class WidthAndDepth(Result):
+    """The ways of `weighed` on windows that chose nothing: KL and loss (ways × windows), and the dense loss."""
+
+    weighed: WeighedPlans
+    kl: np.ndarray
+    windows: np.ndarray
+    dense: np.ndarray
+    measured_on: MeasuredOn
+
+    def to_frame(self) -> pd.DataFrame:
+        frame = self.weighed.to_frame()
+        return frame.assign(held_out_kl=self.kl.mean(1), loss=self.windows.mean(1))
+
+    def headline(self) -> str:
+        return f"{self.measured_on.line()}; chosen and compared on {self.weighed.plan().measured_on[0].line()}"
+
+
+def main(
+    model: str = BUILT_IN,
+    device: Device = "auto",
+    dtype: DType = None,
+    text: Annotated[list[str] | None, typer.Option()] = None,
+    tokens: int = 4096,
+    context: int = 512,
+    remove: float = 0.2,
+    criterion: str = "best",
+) -> None:
+    for source in text or ["builtin"]:
+        found = measure(inputs(model, source, tokens, context, device=device, dtype=dtype), remove, criterion)
+        found.save(HERE / f"{found.measured_on.model.name}-{Path(found.measured_on.text).stem}.json")
+        print(found)
+
+
+@torch.no_grad()
+def measure(given: Inputs, remove: float, criterion: str) -> WidthAndDepth:
+    decoder, held_out = given.loaded, read(given.loaded, given.evaluation)
+    calibration = read(decoder, given.calibration)
+    judge = second_text(calibration)
+    weighed = split_removal(decoder, calibration, remove, "layers,width", criterion=criterion, judge=judge)
+    print(weighed, flush=True)
+    made = [
+        Operation(plan, refits=refits_of(decoder, plan, calibration, judge) if refitted else ())
+        for plan, refitted in zip(weighed.plans, weighed.refitted, strict=True)
+    ]
+    shorter = [Reading(cut(decoder, each, shared=True), held_out.batch) for each in made]
+    return WidthAndDepth(
+        weighed=weighed,
+        kl=costs_of(held_out, made),
+        windows=np.array([losses(each, ()) for each in shorter]),
+        dense=losses(held_out, ()),
+        measured_on=held_out.measured_on(),
+    )
+
+
+def refits_of(decoder: Decoder, plan: PruningPlan, calibration: Reading, judge: TokenBatch) -> tuple[torch.Tensor, ...]:
+    """The last matrices that `split_removal` has measured `plan` with."""
+    layers = PruningPlan.given(decoder, plan.remove) if plan.remove else None
+    shallow = decoder if layers is None else cut(decoder, Operation(layers), shared=True)
+    return judged_refits(shallow, torch.from_numpy(plan.kept_channels), calibration.batch, judge)[0]
+
+
+def written() -> dict[str, str]:
+    results = [WidthAndDepth.load(path) for path in sorted(HERE.glob("*.json"))]
+    head = (
+        "model, text",
+        "layers that go",
+        "channels",
+        "last matrix",
+        "parameters left",
+        "KL that chose",
+        "KL held out",
+    )
+    head += ("perplexity", "over the dense")
+    return {
+        "setting": bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in results)),
+        "table": table(head, [row for r in results for row in _rows(r)]),
+        "beside layers": beside_layers(results[0]),
+    }
+
+
+def beside_layers(result: WidthAndDepth) -> str:
+    """The held-out KL of the chosen way over that of layers alone, paired by window."""
+    alone = next(n for n, plan in enumerate(result.weighed.plans) if not plan.channels)
+    return ratio(np.log(result.kl[result.weighed.chosen]) - np.log(result.kl[alone]))
+
+
+def _rows(result: WidthAndDepth) -> Iterator[tuple[object, ...]]:
+    weighed = result.weighed
+    name = f"{result.measured_on.model.name}, {Path(result.measured_on.text).stem}"
+    for n, plan in enumerate(weighed.plans):
+        chosen = "**" if n == weighed.chosen else ""
+        yield (
+            name,
+            f"{chosen}{len(plan.remove)} of {plan.model.num_layers}{chosen}",
+            f"{plan.channels_gone} of {plan.width:,}" if plan.channels else "none",
+            "refitted" if weighed.refitted[n] else "cut",
+            f"{weighed.left[n]:,}",
+            short(float(weighed.kl[n].mean())),
+            short(float(result.kl[n].mean())),
+            short(float(np.exp(result.windows[n].mean()))),
+            ratio(result.windows[n] - result.dense),
+        )
+
+
+if __name__ == "__main__":
+    run_command(main, HERE / "{model}-{text}.json", written)
