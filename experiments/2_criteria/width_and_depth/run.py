@@ -51,7 +51,8 @@ class WidthAndDepth(Result):
         return frame.assign(held_out_kl=self.kl.mean(1), loss=self.windows.mean(1))
 
     def headline(self) -> str:
-        return f"{self.measured_on.line()}; chosen and compared on {self.weighed.plan().measured_on[0].line()}"
+        chose, compared = self.weighed.plan().measured_on[0], self.weighed.measured_on
+        return f"{self.measured_on.line()}; chosen on {chose.line()}; compared on {compared.line()}"
 
 
 def main(
