@@ -15,9 +15,9 @@ from lyapunov_prune.checkpoints.reloading import GateCheck, reload_check
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.decoder import takes_model, wrap
+from lyapunov_prune.models.decoder import takes_model, wrap_text
 from lyapunov_prune.models.left_out import require_whole
-from lyapunov_prune.models.plain import Plain
+from lyapunov_prune.models.plain import PlainText
 from lyapunov_prune.models.structure import in_eval_mode, model_name
 from lyapunov_prune.results.files import RETRY, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
@@ -25,7 +25,7 @@ from lyapunov_prune.results.result import Result
 
 
 @takes_model
-def save(model: Plain, tokenizer: PreTrainedTokenizerBase | None, target: str | Path) -> GateCheck:
+def save(model: PlainText, tokenizer: PreTrainedTokenizerBase | None, target: str | Path) -> GateCheck:
     """Write `model`, changed in memory, to the folder `target`, with tokenizer, history and model card.
 
     The folder loads with plain transformers. Raises LyapunovPruneError for a model that cannot be written whole (with
@@ -61,7 +61,7 @@ def write_model(
     with whole_folder(target, remedy) as folder:
         save_files(model, tokenizer, folder)
         with torch.no_grad():
-            decoder = wrap(model)
+            decoder = wrap_text(model)
             inputs = sample_inputs(decoder, None)
             check = in_eval_mode(reload_check)(decoder, folder, inputs)
             if check.passed and is_compact(model):

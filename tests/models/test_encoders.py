@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import SMALL, Done, with_large_weights
+from helpers import SMALL, Done, edit_json, with_large_weights
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import (
@@ -173,6 +173,18 @@ def test_other_commands_refuse_an_encoder(saved: Callable[..., str], run_bad: Ca
     folder = saved("BertForMaskedLM")
     assert "both directions" in run_bad("eval", folder, "--tokens", "64", "--context", "16")
     assert "both directions" in run_bad("prune", folder, "--layers", "1", "--mend", "--context", "16", "-o", "out")
+
+
+def test_heads_without_a_place_can_be_left_out(
+    saved: Callable[..., str], tmp_path: Path, run: Callable[..., Done]
+) -> None:
+    """The first BERT holds a second head, which the class in its config has no place for."""
+    folder = saved("BertForPreTraining")
+    edit_json(Path(folder) / "config.json", architectures=["BertForMaskedLM"])
+    command = ("--layers", "1", "--tokens", "64", "--context", "16", "-o", str(tmp_path / "pruned"))
+    assert "export --text-only" in run("prune", folder, *command).err
+    assert run("export", folder, "--text-only", "-o", str(tmp_path / "alone")).code == 0
+    assert run("prune", str(tmp_path / "alone"), *command).code == 0
 
 
 def test_an_encoder_decoder_is_refused(saved: Callable[..., str]) -> None:
