@@ -49,7 +49,7 @@ from lyapunov_prune.report.bounds import bounds_figure, ratios_figure
 from lyapunov_prune.report.compression import compression_figure
 from lyapunov_prune.report.drawing import COLOURS
 from lyapunov_prune.report.healing import healing_figure
-from lyapunov_prune.report.page import SECTIONS, write_report
+from lyapunov_prune.report.page import SECTIONS, load_result, write_report
 from lyapunov_prune.report.predictions import divergence_figure
 from lyapunov_prune.report.profiles import activation_figure, jacobian_figure
 from lyapunov_prune.report.ranking import oracle_figure
@@ -390,3 +390,10 @@ def test_amounts_are_told_apart_and_what_all_rows_share_is_not_repeated() -> Non
     both = compressions_figure(rows(("wanda", "owl", "rank", 4.0), ("svd", "atp", "rank", 4.0)))
     assert {"wanda, owl, rank 4", "svd, atp, rank 4"} <= set(words_of(both))
     assert "70 %" in words_of(compressions_figure(rows(("wanda", "owl", "sparsity", 0.7))))
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"kind": "Unknown"}', "no json"])
+def test_a_file_without_a_result_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(LyapunovPruneError, match=r"x\.json holds no result"):
+        load_result(tmp_path / "x.json")
