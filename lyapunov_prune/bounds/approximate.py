@@ -8,7 +8,7 @@ theorem. At the end of the block every module is restored bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -46,23 +46,24 @@ class Records(dict[str, Record]):
                 stack.callback(swap.install)
             yield
 
-    def watching_bare(self, model: nn.Module, exact: bool) -> AbstractContextManager[None]:
-        """Inside the block, record errors on the inputs of matrices stacked in bare parameters.
+    def watching_uncalled(self, model: nn.Module, exact: bool) -> AbstractContextManager[None]:
+        """Inside the block, record errors on the inputs of matrices whose module is not called.
 
         `exact`: the model runs with its own weights.
         """
-        residuals = {name: r for swap in self.swaps if isinstance(swap, _Bare) for name, r in swap.residuals.items()}
+        residuals = {name: r for swap in self.swaps for name, r in swap.by_product.items()}
 
         def seen(product: Product) -> None:
-            if not self.watched or not product.x.numel():
+            if not self.watched or product.called or not product.x.numel():
                 return
             x = product.x.detach().reshape(1, -1, product.x.shape[-1])
             residuals[product.name].account(x, x)
-            if exact:
-                self[product.name].output += float(token_energy(product.output.detach()).sum())
+            y = widen(product.output.detach())
+            for record in residuals[product.name].records if exact else ():
+                rows = slice(record.projection.start, record.projection.stop)
+                record.output += float((y[..., rows, :] if product.rows_are_features else y[..., rows]).square().sum())
 
-        bare = [self[name].projection for name in residuals]
-        return watched_products(model, bare, seen) if bare else nullcontext()
+        return watched_products(model, [record.projection for record in self.values()], seen)
 
 
 Choice = torch.Tensor | Approximation | None
@@ -76,9 +77,8 @@ def approximate(model: InMemory, approximations: Approximations, *, cache_radius
 
     `approximations` maps names (`models.projections.find_projections`) to `Ŵ` (output × input), or is a function of a
     projection and its matrix that returns `Ŵ` or None. Matrices stacked in a bare parameter (experts) have no cache.
-    Weights that a module multiplies by directly are approximated too, but their inputs are not recorded: they are
-    checked on the probes alone. At the end of the block the probes are taken and the model is restored; after an
-    exception it is restored without probes.
+    Weights that a module multiplies by directly are approximated and recorded too, without a cache. At the end of the
+    block the probes are taken and the model is restored; after an exception it is restored without probes.
 
     Raises LyapunovPruneError for an unknown name, a wrong shape, NaN, or a matrix that is approximated already.
     """
@@ -90,7 +90,7 @@ def approximate(model: InMemory, approximations: Approximations, *, cache_radius
         for swap in records.swaps:
             swap.install()
             stack.callback(swap.remove)
-        with records.watching_bare(model.model, exact=False):
+        with records.watching_uncalled(model.model, exact=False):
             yield records
         for record in records.values():
             record.take_probes()
@@ -108,7 +108,7 @@ def observe(model: Streamable, approximations: Approximations) -> Iterator[Recor
         stack.enter_context(held(model.model))
         records = _chosen(model, approximations, 0.0)
         watched = [(swap.module, swap.observe) for swap in records.swaps if isinstance(swap, _Forward)]
-        with hooked(after=watched), records.watching_bare(model.model, exact=True):
+        with hooked(after=watched), records.watching_uncalled(model.model, exact=True):
             yield records
         for record in records.values():
             record.take_probes()
@@ -154,6 +154,7 @@ class _Forward:
 
     def __init__(self, name: str, module: nn.Module, replacement: ApproxLinear) -> None:
         self.name, self.module, self.replacement = name, module, replacement
+        self.by_product = {name: replacement.residuals}
 
     def install(self) -> None:
         self.before = self.module.__dict__.get("forward")
@@ -179,12 +180,12 @@ class _Forward:
 
 
 class _Bare(Replacement):
-    """Approximates the matrices stacked in a bare parameter; `residuals` holds the residual of each, by name."""
+    """Approximates the matrices stacked in a bare parameter; `by_product` holds the residual of each, by name."""
 
     def __init__(self, module: nn.Module, key: str, records: list[Record]) -> None:
         super().__init__(module, key, {r.projection: r.approximation.weight for r in records})
         before, after = self.before.detach(), self.after.detach()
-        self.residuals = {
+        self.by_product = {
             r.projection.name: Residuals(r.projection.rows(before), r.projection.rows(after), [r], cached=False)
             for r in records
         }

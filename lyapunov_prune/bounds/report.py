@@ -66,10 +66,9 @@ class BoundsReport(Result):
     The inputs are those of the approximated model, including its errors; for a checkpoint, those of its own forward.
     `compressed` names the checkpoint, and `settings` is then empty; `shared` are its embeddings (and head) that differ,
     which both models then ran with. `ratio` (K, M) is the largest error / bound of any token, NaN where no input was
-    recorded (`unseen`: experts that no token reached, weights that a module multiplies by directly, modules that did
-    not run). `attained` (K, M) is the same for the top right singular vector of the residual, near 1 when the bound is
-    tight. `composition`, `contraction`, `decisions`, `distribution`, `alignment` and `phases` exist for a single
-    setting or a checkpoint.
+    recorded (`unseen`: experts that no token reached, modules that did not run). `attained` (K, M) is the same for the
+    top right singular vector of the residual, near 1 when the bound is tight. `composition`, `contraction`,
+    `decisions`, `distribution`, `alignment` and `phases` exist for a single setting or a checkpoint.
     """
 
     method: str

@@ -14,6 +14,7 @@ from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.linalg import feature_energy, lift
+from lyapunov_prune.models.left_alone import why_unseen
 from lyapunov_prune.models.projections import Projection
 
 # The remedy where the inputs of a matrix cannot be recorded; more text would not help.
@@ -197,14 +198,9 @@ class Gathering:
         result: dict[str, Statistics] = {}
         for p in self.projections:
             if p.product not in self._leader:
-                why = (
-                    "the router sends this expert no token: give more text"
-                    if p.expert is not None
-                    else "text alone does not use it (attention to an encoder, an adapter of another layer), or a "
-                    "fused kernel multiplies by it"
-                )
                 raise LyapunovPruneError(
-                    f"no product with {p.name} is seen in a forward of the calibration text: {why}; {_UNCALIBRATED}"
+                    f"no product with {p.name} is seen in a forward of the calibration text: {why_unseen(p)}; "
+                    f"{_UNCALIBRATED}"
                 )
             self._require_alike(p.product)
             leader = self._leader[p.product]

@@ -27,7 +27,8 @@ class Product:
     """`output = x Wᵀ` for the matrix called `name` (`Projection.product`); `x` is … × n.
 
     `rows_are_features`: the output is m × tokens. For an expert whose module gets the router's choice, `routed` holds
-    the indices of its tokens among the module's inputs, and the router's weights of them.
+    the indices of its tokens among the module's inputs, and the router's weights of them. `called`: the module of the
+    matrix was called, and the output has its bias.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Product:
     output: torch.Tensor
     rows_are_features: bool = False
     routed: tuple[torch.Tensor, torch.Tensor] | None = None
+    called: bool = False
 
 
 Seen = Callable[[Product], None]
@@ -59,7 +61,7 @@ def watched_products(model: nn.Module, projections: Sequence[Projection], seen: 
     def leave(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
             called.remove(name)
-            seen(Product(name, args[0], output))
+            seen(Product(name, args[0] if args else kwargs["input"], output, called=True))
 
         return hook
 

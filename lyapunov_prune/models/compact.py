@@ -128,6 +128,7 @@ def compact_class(model: PreTrainedModel) -> Any:
             )
         known = ", ".join(sorted(c.__bases__[1].__name__ for c in compact_classes().values()))
         raise LyapunovPruneError(
-            f"the compact format does not know {type(model).__name__} of {model.config.model_type}; give one of {known}"
+            f"the compact format has no row for {type(model).__name__} (LAYOUTS in models/compact.py), which would say "
+            f"what is attention, block and norms in a layer; give one of {known}"
         )
     return found

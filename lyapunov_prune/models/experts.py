@@ -52,15 +52,23 @@ class Stack:
     routed: bool
 
 
-# Class of a module -> path of a parameter that it multiplies by -> (transposed, routed).
-_BARE: dict[str, dict[str, tuple[bool, bool]]] = {
-    "DbrxExperts": {"mlp.w1": (False, True), "mlp.v1": (False, True), "mlp.w2": (True, True)},
-    "InklingRelativeLogits": {"proj": (True, False)},
-    "Inkling2RelativeLogits": {"proj": (True, False)},
-    "InklingSharedExperts": dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (False, False)),
-    "RecurrentGemmaRglru": dict.fromkeys(("input_gate_weight", "recurrent_gate_weight"), (True, False)),
-    "ZambaMambaMixer": dict.fromkeys(("x_proj_weight", "dt_proj_weight"), (False, False)),
+_EXPERTS = "num_experts"
+# Class of a module -> path of a parameter that it multiplies by -> whether its matrices are stored transposed, and the
+# attribute that counts them where the parameter has no axis for them.
+_BARE: dict[str, dict[str, tuple[bool, str]]] = {
+    "DbrxExperts": {"mlp.w1": (False, _EXPERTS), "mlp.v1": (False, _EXPERTS), "mlp.w2": (True, _EXPERTS)},
+    "DeepseekV4GroupedLinear": {"weight": (False, "n_groups")},
+    "InklingRelativeLogits": {"proj": (True, "")},
+    "Inkling2RelativeLogits": {"proj": (True, "")},
+    "InklingSharedExperts": dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (False, "")),
+    "RecurrentGemmaRglru": dict.fromkeys(("input_gate_weight", "recurrent_gate_weight"), (True, "")),
+    "ZambaMambaMixer": dict.fromkeys(("x_proj_weight", "dt_proj_weight"), (False, "")),
 }
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Whether the module multiplies by parts of its parameters in a way of its own."""
+    return type(module).__name__ in _BARE
 
 
 def stacks(module: nn.Module, model_type: str) -> Iterator[Stack]:
@@ -69,11 +77,11 @@ def stacks(module: nn.Module, model_type: str) -> Iterator[Stack]:
     Experts are the parameters of 3 dimensions with an entry for each; LongCat's hold rows for experts that do nothing,
     after those that multiply.
     """
-    for path, (transposed, routed) in _BARE.get(type(module).__name__, {}).items():
+    for path, (transposed, counted) in _BARE.get(type(module).__name__, {}).items():
         owner, _, key = path.rpartition(".")
         parameter = module.get_parameter(path)
-        count: Any = module.num_experts if routed else len(parameter) if parameter.ndim == 3 else 1
-        yield Stack(owner, key, parameter, count, transposed, routed)
+        count: Any = getattr(module, counted) if counted else len(parameter) if parameter.ndim == 3 else 1
+        yield Stack(owner, key, parameter, count, transposed, counted == _EXPERTS)
     count = getattr(module, "num_routed_experts", getattr(module, "num_experts", 0))
     transposed = bool(getattr(module, "is_transposed", False)) or model_type in _TRANSPOSED
     for key, parameter in module.named_parameters(recurse=False):

@@ -154,9 +154,11 @@ def _matrices(layer: nn.Module, where: str, projections: Sequence[Projection]) -
         )
     if not into or not outs:
         missing = "into" if not into else "out of"
+        missing = (
+            f"{missing} a feed-forward block" if into or outs else "of a feed-forward block (state spaces have none)"
+        )
         raise LyapunovPruneError(
-            f"{where} has no matrix {missing} a feed-forward block whose name is known; {_OTHERS}, or name it in "
-            "models/roles.py"
+            f"{where} has no matrix {missing} by a name that is known; {_OTHERS}, or name it in models/roles.py"
         )
     hidden, width = outs[0].weight(layer).shape[1], into[0].weight(layer).shape[1]
     shapes = [tuple(p.weight(layer).shape) for p in into]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lyapunov_prune.models.projections import layer_projections, routes
+from lyapunov_prune.models.projections import Projection, layer_projections, routes
 from lyapunov_prune.models.structure import Structure
 
 ROUTERS = "routers, whose errors change which expert a token gets"
@@ -56,6 +56,17 @@ def left_alone(structure: Structure) -> tuple[LeftAlone, ...]:
 def left_alone_lines(left: Sequence[LeftAlone]) -> list[str]:
     """The line for a report; no line if nothing was left alone."""
     return [f"Left as they are: {'; '.join(map(str, left))}."] if left else []
+
+
+def why_unseen(p: Projection) -> str:
+    """Why no input of a matrix is seen while the model runs on text."""
+    if p.expert is not None:
+        return "the router sends this expert no token: give more text"
+    if any(part in p.module for part in ("encoder_attn", "cross_attn", "crossattention")):
+        return "attention to an encoder or to images, which text alone does not use"
+    if "adapter_list" in p.module:
+        return "the layer holds the adapters of other layers too, and uses its own alone"
+    return "the model does not run it on text, or multiplies by it in a fused kernel"
 
 
 def _why(layer: nn.Module, path: str, module: nn.Module) -> str:

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.experts import stacks
+from lyapunov_prune.models.experts import is_bare, stacks
 from lyapunov_prune.models.plain import require_no_adapters, require_parameters
 from lyapunov_prune.models.quantised import require_readable
 from lyapunov_prune.models.streamed import layer_held
@@ -140,7 +140,7 @@ def layer_projections(layer: nn.Module, index: int, name: str, model_type: str, 
     for path, module in layer.named_modules():
         place = f"{name}.{path}" if name and path else name or path
         role = without_numbers(path)
-        if isinstance(module, nn.Linear | Conv1D) and not routes(layer, path):
+        if isinstance(module, nn.Linear | Conv1D) and not is_bare(module) and not routes(layer, path):
             _require_plain(place, module)
             for part, head, start, stop in _parts(model_type, config, path, module):
                 suffix = f"{part}{'' if head is None else head}"

@@ -96,9 +96,9 @@ def narrow(model: PreTrainedModel, structure: Structure, blocks: Sequence[FeedFo
             if getattr(module, "bias", None) is not None:
                 _select(module, "bias", rows, axis=0)
         _select(layer.get_submodule(block.out.module), "weight", channels, axis=0 if block.out.transposed else 1)
-        for path in {"", block.block}:  # OPT's layer and Llama's block store the width as well
+        for path in {"", block.block}:  # OPT's and GPT BigCode's layer and Llama's block store the width as well
             noted = vars(layer.get_submodule(path))
-            noted.update({key: left for key in SETTINGS if noted.get(key) == width})
+            noted.update({key: left for key in (*SETTINGS, "inner_dim") if noted.get(key) == width})
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     for config in (structure.config, *configs.values()):
         for name in settings if type(config) is type(structure.config) else ():

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.bounds import approximate
 from lyapunov_prune.bounds.approx_linear import ApproxLinear, Record, _look_up
-from lyapunov_prune.bounds.approximate import Records, _Forward
+from lyapunov_prune.bounds.approximate import Records, _Forward, observe
 from lyapunov_prune.bounds.approximation import approximation, certify_difference
 from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.errors import LyapunovPruneError
@@ -146,6 +146,33 @@ def test_what_a_module_multiplies_by_itself_is_approximated_too(name: str, ids: 
                 assert torch.equal(model(ids, use_cache=False).logits, dense)
     assert not torch.allclose(expected, dense, rtol=0, atol=1e-3)
     assert trace(model) == before
+
+
+@pytest.mark.parametrize("watch", [approximate, observe])
+@pytest.mark.parametrize("name", ["jamba", "mamba", "falcon_mamba"])
+def test_what_enters_a_weight_that_no_one_calls_is_recorded(name: str, watch: Any, ids: torch.Tensor) -> None:
+    """Errors of `dt_proj`, whose input is the first part of what `x_proj` gives, against float64 products by hand."""
+    model = make_zoo(name)
+    last = [p for p in find_projections(wrap(model)) if p.module.endswith("dt_proj")][-1]
+    place = last.module.rpartition(".")[0]
+    mixer: Any = model.get_submodule(place)
+    W = last.weight(model)
+    E = W.double() - half(last, W).double()
+    entering: list[torch.Tensor] = []
+    source = mixer.dt_layernorm if name == "jamba" else mixer.x_proj
+    with torch.no_grad(), watch(model, {last.name: half(last, W)}) as records:
+        handle = source.register_forward_hook(lambda m, a, y: entering.append(y[..., : mixer.time_step_rank]))
+        model(ids, use_cache=False)
+        handle.remove()
+    x = entering[0].double().flatten(0, 1)
+    if name == "falcon_mamba":  # normalised in between, without a module
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + mixer.rms_eps)
+    record = records[last.name]
+    assert record.check is not None
+    assert record.check.holds
+    assert record.energy == pytest.approx(float((x @ E.T).square().sum()), rel=1e-4)
+    if watch is observe:
+        assert record.output == pytest.approx(float((x @ W.double().T).square().sum()), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["jamba", "falcon_mamba"])

@@ -23,7 +23,7 @@ from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal_gate import COPIED
 from lyapunov_prune.pruning.width import choose_channels, staying
 
-OTHERS = ("olmo2", "granite")
+OTHERS = ("gpt_bigcode", "granite", "olmo2")
 
 
 def make(family: str, **changes: Any) -> PreTrainedModel:
