@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from families.verdicts import PAGE, WRONG, YES, judge, load_table, page
-from families.zoo import ZOO, model_type_of
+from families.features import FEATURES, NONE, WRONG, YES, judge_features
+from families.verdicts import PAGE, judge, load_table, page
+from families.zoo import ZOO, make_zoo, model_type_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lyapunov_prune.models.families import JUDGED
@@ -21,6 +22,21 @@ def test_on_disk_only_families_of_the_table_are_taken() -> None:
 
 def test_the_page_shows_the_table() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(load_table()), "run python tests/families/verdicts.py"
+
+
+# All families take minutes: `verdicts.py` judges them, and the table is what it wrote.
+@pytest.mark.parametrize("name", ["bart", "dbrx", "falcon_mamba", "llama"])
+def test_features_are_as_the_table_says(name: str) -> None:
+    assert judge_features(lambda: make_zoo(name)) == load_table()[name]["features"]
+
+
+def test_no_feature_is_wrong() -> None:
+    rows = load_table()
+    assert all(list(row["features"]) == list(FEATURES) for row in rows.values())
+    verdicts = {(name, label): found for name, row in rows.items() for label, found in row["features"].items()}
+    assert not [key for key, found in verdicts.items() if found.startswith(WRONG)]
+    untried = {name for name, row in rows.items() if set(row["features"].values()) == {NONE}}
+    assert untried == {name for name, row in rows.items() if row["control"] != YES}
 
 
 @pytest.mark.slow

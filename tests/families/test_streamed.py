@@ -95,6 +95,8 @@ def test_every_decoder_is_compressed_as_in_memory_or_refused_as_there(
         try:
             wanted = lp.compress(whole, ids, **how).model.state_dict()
         except LyapunovPruneError as error:
+            if "several states a token" in str(error):  # DeepSeek V4: streamed, its layers run in its own forward
+                continue
             with pytest.raises(LyapunovPruneError, match=re.escape(str(error)[:20])):
                 compress_on_disk(loaded.model, loaded.tokenizer, tmp_path / method, ids, **how)
             continue

@@ -15,6 +15,7 @@ from typing import TypedDict
 import numpy as np
 import torch
 from families.control import verify_intact
+from families.features import FEATURES, NONE, WRONG, YES, judge_features
 from families.zoo import LAYERS, VOCABULARY, ZOO, make_zoo, model_type_of
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -37,6 +38,16 @@ from lyapunov_prune.profiles import sublayer_growth
 
 TABLE = Path(__file__).with_name("results.json")
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+TRIED = {
+    "calibration": "`compress --method wanda` on every matrix ([compression.md](compression.md))",
+    "compact": "one attention leaves for a checkpoint in the compact format",
+    "joint": "`joint`: attentions and activations are chosen together ([joint.md](joint.md))",
+    "width": "`prune --what width`",
+    "experts": '`prune --what experts`; "-" where there are none',
+    "low-rank healing": "`heal --rank` of a model that lost a layer",
+    "mending": "`prune --mend`",
+    "streamed": "`--stream`: logits and Block Influence with one layer in memory",
+}
 REMOVALS = {
     "one (3)": [3],
     "two apart (2, 5)": [2, 5],
@@ -44,18 +55,18 @@ REMOVALS = {
     "layer 0": [0],
     "all but one (2)": [i for i in range(LAYERS) if i != 2],
 }
-YES, WRONG = "yes", "WRONG"
 EPSILON = 1e-2
 
 
 class Row(TypedDict):
-    """`control`, `measured`, `checked` and every removal are "yes" or the reason why not."""
+    """`control`, `measured`, `checked`, every removal and every feature are "yes" or the reason why not."""
 
     model_class: str
     control: str
     removals: dict[str, str]
     measured: str
     checked: str
+    features: dict[str, str]
 
 
 def judge(name: str) -> Row:
@@ -66,6 +77,7 @@ def judge(name: str) -> Row:
         removals={},
         measured="-",
         checked="-",
+        features=dict.fromkeys(FEATURES, NONE),
     )
     try:
         model = make_zoo(name)
@@ -180,12 +192,15 @@ def page(table: dict[str, Row]) -> str:
     verdicts = [verdict for row in passed.values() for verdict in row["removals"].values()]
     removed = verdicts.count(YES)
     wrong = sum(verdict.startswith(WRONG) for verdict in verdicts)
+    tried = {label: [row["features"][label] for row in passed.values()] for label in FEATURES}
     lines = [
         "# Families",
         "",
         "Written by `python tests/families/verdicts.py`, checked by `make test`. A tiny random model of every",
         "model type that `AutoModelForCausalLM` of transformers 5.23 lists, eight layers each, with every kind of",
-        "layer that the family mixes. [removing-layers.md](removing-layers.md) says what the verdicts mean.",
+        "layer that the family mixes. [removing-layers.md](removing-layers.md) says what the verdicts mean. A cell is",
+        '"yes" where the feature was tried and its gate or check held, "-" where the family has nothing of the kind,',
+        "or the number of a reason.",
         "",
         f"- {len(table)} rows: {len(set(map(model_type_of, table)))} model types, some in a second variant",
         f"- {len(passed)} pass their own intact control: causal, finite, every layer matters, cached decoding like",
@@ -198,8 +213,15 @@ def page(table: dict[str, Row]) -> str:
         f"- in {measured} of the {len(passed)} ρ, Block Influence and the list of matrices are measured; in {checked}",
         "  the bound of every matrix is checked",
         "",
-        f"| model type | class | intact control | {' | '.join(REMOVALS)} | measured | checked |",
-        f"| --- | --- | --- | {' | '.join('---' for _ in REMOVALS)} | --- | --- |",
+        "| feature | what is tried | yes | refused |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {label} | {TRIED[label]} | {found.count(YES)} | {len(found) - found.count(YES) - found.count(NONE)} |"
+            for label, found in tried.items()
+        ),
+        "",
+        f"| model type | class | intact control | {' | '.join([*REMOVALS, 'measured', 'checked', *FEATURES])} |",
+        f"| {' | '.join(['---'] * (5 + len(REMOVALS) + len(FEATURES)))} |",
     ]
     notes: list[str] = []
 
@@ -212,7 +234,7 @@ def page(table: dict[str, Row]) -> str:
 
     for name, row in table.items():
         cells = [row["control"], *(row["removals"].get(label, "-") for label in REMOVALS)]
-        cells += [row["measured"], row["checked"]]
+        cells += [row["measured"], row["checked"], *row["features"].values()]
         lines.append(f"| {name} | {row['model_class']} | {' | '.join(map(cell, cells))} |")
     lines += ["", "## Reasons", ""]
     lines += [
@@ -225,10 +247,17 @@ def _start() -> None:
     torch.set_num_threads(1)
 
 
+def _row(name: str) -> Row:
+    row = judge(name)
+    if row["control"] == YES:
+        row["features"] = judge_features(lambda: make_zoo(name))
+    return row
+
+
 def main() -> None:
     names = sys.argv[1:] or list(ZOO)
     with multiprocessing.get_context("spawn").Pool(2, initializer=_start) as pool:
-        rows = dict(zip(names, pool.map(judge, names, chunksize=1), strict=True))
+        rows = dict(zip(names, pool.map(_row, names, chunksize=1), strict=True))
     kept = load_table() if TABLE.exists() else {}
     table = {name: rows.get(name) or kept[name] for name in ZOO}
     TABLE.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
