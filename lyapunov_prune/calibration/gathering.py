@@ -17,19 +17,19 @@ from lyapunov_prune.linalg import feature_energy, lift
 from lyapunov_prune.models.left_alone import why_unseen
 from lyapunov_prune.models.projections import Projection
 
-# The remedy where the inputs of a matrix cannot be recorded; more text would not help.
+# The remedy if the inputs of a matrix cannot be recorded; more text would not help.
 _UNCALIBRATED = "use a method without calibration (--method magnitude, --allocation uniform)"
 
 
 class Gathering:
     """Sums over the input tokens of `projections`, and over the gradients at their outputs.
 
-    `needs` is `norms`, `gram`, `magnitudes` or `sensitivity`, as in `stream`. Matrices that are given the same tensors
-    share a sum. With `weights` (by module, of the tokens of each of its calls in order) tokens count by these, and no
-    sum is shared. `dense`, for the drift, gives by module what has entered it in the dense model for the same tokens.
+    `needs` is `norms`, `gram`, `magnitudes` or `sensitivity`, as in `stream`. Matrices that get the same tensors share
+    a sum. `weights` (by module, for the tokens of each of its calls in order) weight the tokens; sums are then not
+    shared. `dense`, for the drift, holds by module the inputs in the dense model for the same tokens.
 
-    The tokens of an expert count by the square of the router's weight, see `Statistics`. An expert that is given fewer
-    tokens than its matrix has inputs is run on tokens of its layer as well, see `Lender`.
+    Tokens of an expert are weighted by the square of the router's weight (`Statistics`). An expert that gets fewer
+    tokens than its matrix has inputs is run on tokens of its layer as well (`Lender`).
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Gathering:
         self.magnitudes: dict[str, torch.Tensor] = {}
         self.sensitivities: dict[str, torch.Tensor] = {}
         self._tokens: dict[str, int] = {}
-        self._leader: dict[str, str] = {}  # the matrix whose sums are this one's too
-        self._calls: dict[str, list[int]] = {}  # numbers of the tensors that have entered
+        self._leader: dict[str, str] = {}  # the matrix whose sums this one shares
+        self._calls: dict[str, list[int]] = {}  # numbers of the input tensors so far
         self._last: torch.Tensor | None = None
-        self._number = 0  # of the last tensor
-        self._added: list[str] = []  # the matrices in whose sums the last tensor is
-        # What layers share is called more often than what is beside it.
+        self._number = 0  # of the last input tensor
+        self._added: list[str] = []  # the matrices whose sums include the last tensor
+        # A parameter shared by layers is called more often than other matrices, so its sums are its own.
         holders = {p.product: (p.stored(model), p.position) for p in projections}
         names = Counter(holders.values())
         self._alone = {name for name, holder in holders.items() if weights is not None or names[holder] > 1}
@@ -74,7 +74,7 @@ class Gathering:
 
     def _seen(self, product: Product) -> None:
         name, x = product.name, product.x
-        if not x.numel():  # an expert without tokens, which some families run all the same
+        if not x.numel():  # an expert without tokens, which some families still call
             return
         if x is not self._last:
             self._last, self._added = x, []
@@ -88,12 +88,12 @@ class Gathering:
             self._outputs.append((name, output, product.rows_are_features))
 
     def _leads(self, name: str) -> bool:
-        """Whether the tensor that enters `name` now has to be added to sums of its own."""
+        """Whether the current input of `name` has to be added to sums of its own."""
         leader = self._leader.get(name)
         if leader is None:
             alike = (o for o in self._added if o not in self._alone and self._calls[o] == [self._number])
             self._leader[name] = leader = name if name in self._alone else next(alike, name)
-        if leader != name and leader not in self._added:  # they have parted
+        if leader != name and leader not in self._added:  # their inputs differ from now on
             self._require_alike(name)
             self._leader[name] = name
             self._tokens[name] = self._tokens[leader]
@@ -130,7 +130,7 @@ class Gathering:
             self._sum(self.drifts, name, ((before if root is None else before * root) - rows).T @ rows)
 
     def _roots(self, product: Product, x: torch.Tensor) -> torch.Tensor | None:
-        """`√a_t` of the tokens `x` (tokens × 1); None where all are 1."""
+        """`√a_t` of the tokens `x` (tokens × 1); None if all are 1."""
         if product.routed is not None:
             rows, router = product.routed
             energy = self._lenders[self._module[product.name]].energy
@@ -145,8 +145,8 @@ class Gathering:
         sums[name] = sums[name] + more if name in sums else more
 
     def differentiate(self, output: torch.Tensor, generator: torch.Generator) -> None:
-        """Add the gradients, at the outputs of the matrices, of a random product with the layer's output."""
-        # One window at a time, so that the random numbers do not depend on the batch size.
+        """Add the gradients at the matrices' outputs of the inner product of the layer's output with a random `v`."""
+        # By window, so that the random numbers do not depend on the batch size.
         v = torch.stack([torch.randn(window.shape, generator=generator) for window in output]).to(output)
         self._back(output, v, [lender for lender in self._lenders.values() if lender.output is not None])
 
@@ -163,9 +163,9 @@ class Gathering:
         self._outputs = []
 
     def _lend(self, held: Callable[[int], AbstractContextManager[None]]) -> None:
-        """Run every expert with fewer tokens than inputs on tokens of its layer, which add nothing to its drift."""
+        """Run experts that got fewer tokens than inputs on tokens of their layer, which add nothing to the drift."""
         given, dense, self.dense = dict(self._tokens), self.dense, None
-        few: dict[tuple[int, str, int], dict[int, int]] = {}  # of an input size: how many tokens each expert lacks
+        few: dict[tuple[int, str, int], dict[int, int]] = {}  # tokens that each expert lacks, by input size
         lacking: dict[tuple[int, str, int], list[Projection]] = {}
         for p in self.projections:
             if p.expert is not None and self._lenders[p.routed].tokens:
@@ -183,13 +183,13 @@ class Gathering:
         self._tokens, self.dense = given, dense
 
     def _sent(self, p: Projection) -> int:
-        """How many tokens have entered the matrix."""
+        """The number of tokens that have entered the matrix."""
         return self._tokens.get(self._leader.get(p.product, p.product), 0)
 
     def statistics(
         self, held: Callable[[int], AbstractContextManager[None]] = lambda layer: nullcontext()
     ) -> dict[str, Statistics]:
-        """The statistics of every matrix, by name; `held` has the weights of a layer in memory.
+        """The statistics of every matrix, by name; `held` brings the weights of a layer into memory.
 
         Raises LyapunovPruneError for a matrix without an observed product, and for activations that are not finite.
         """
@@ -228,7 +228,7 @@ class Gathering:
 
 
 def _of_tokens(name: str, x: torch.Tensor, dense: torch.Tensor | None) -> torch.Tensor:
-    """`dense`, found in the dense model, on the device of `x`; LyapunovPruneError unless it is of the same tokens."""
+    """`dense`, from the dense model, on the device of `x`; LyapunovPruneError unless it has the same tokens."""
     if dense is None or len(dense) != len(x):
         raise LyapunovPruneError(
             f"{name} is not given the same tokens in the dense and in the compressed model, as an expert that they are "

@@ -1,4 +1,4 @@
-"""Matrices that a family keeps in bare parameters, and which tokens a router sends to each expert."""
+"""Matrices stored in bare parameters, such as experts, and which tokens a router sends to each expert."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 
-# What configs and modules call the number of experts, and the number chosen for a token.
+# Names in configs and modules for the number of experts, and for the number chosen per token.
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-# Families whose experts are stored experts × input × output and whose module does not say so (`is_transposed`).
+# Families that store experts as experts × input × output although their module does not say so (`is_transposed`).
 _TRANSPOSED = ("llama4", "llama4_text")
 
 
 def chosen_by(config: Any) -> tuple[int, ...]:
-    """How many experts each token takes, by layer where the config has a list; empty where it says nothing."""
+    """The number of experts that each token takes, one per layer if the config has a list; empty if it gives none."""
     told = next((value for name in CHOSEN if (value := getattr(config, name, None))), ())
     return tuple(map(int, told)) if isinstance(told, list | tuple) else (int(told),)
 
 
 def require_choosable(config: Any) -> None:
-    """Raise LyapunovPruneError where the config has a token take more experts than there are."""
+    """Raise LyapunovPruneError if the config has a token take more experts than there are."""
     count = next((value for name in COUNTS if isinstance(value := getattr(config, name, None), int)), None)
     chosen = max(chosen_by(config), default=0)
     if count is not None and chosen > count:
@@ -37,11 +37,11 @@ def require_choosable(config: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """`count` matrices of one size along the first axis of a parameter; 1 where the parameter is one matrix.
+    """`count` matrices of one size along the first axis of a parameter; 1 if the parameter is one matrix.
 
-    `owner` is the path of the module that holds `parameter` as `key`, from the module that is asked. `transposed`: each
-    matrix is stored input × output. `routed`: a router sends each of them tokens; otherwise all tokens pass all, each
-    with its own part of their features.
+    `owner` is the path, relative to the module searched, of the module that holds `parameter` as `key`. `transposed`:
+    each matrix is stored input × output. `routed`: a router sends tokens to each of them; otherwise all tokens pass
+    through all, each with its own part of their features.
     """
 
     owner: str
@@ -53,8 +53,8 @@ class Stack:
 
 
 _EXPERTS = "num_experts"
-# Class of a module -> path of a parameter that it multiplies by -> whether its matrices are stored transposed, and the
-# attribute that counts them where the parameter has no axis for them.
+# Class of a module -> path of a parameter that it multiplies by -> whether the matrices are stored transposed, and the
+# attribute with their number if the parameter has no axis for them.
 _BARE: dict[str, dict[str, tuple[bool, str]]] = {
     "DbrxExperts": {"mlp.w1": (False, _EXPERTS), "mlp.v1": (False, _EXPERTS), "mlp.w2": (True, _EXPERTS)},
     "DeepseekV4GroupedLinear": {"weight": (False, "n_groups")},
@@ -67,15 +67,15 @@ _BARE: dict[str, dict[str, tuple[bool, str]]] = {
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Whether the module multiplies by parts of its parameters in a way of its own."""
+    """Whether the module has its own way to multiply by parts of its parameters."""
     return type(module).__name__ in _BARE
 
 
 def stacks(module: nn.Module, model_type: str) -> Iterator[Stack]:
-    """The matrices that `module` multiplies by without calling a module for each: experts, heads, and single ones.
+    """The matrices that `module` multiplies by without a module for each: experts, heads, and single ones.
 
-    Experts are the parameters of 3 dimensions with an entry for each; LongCat's hold rows for experts that do nothing,
-    after those that multiply.
+    Experts are 3-D parameters with one entry per expert. LongCat's also have rows for experts that do nothing, after
+    those that multiply.
     """
     for path, (transposed, counted) in _BARE.get(type(module).__name__, {}).items():
         owner, _, key = path.rpartition(".")
@@ -91,7 +91,7 @@ def stacks(module: nn.Module, model_type: str) -> Iterator[Stack]:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """What a module of experts is given: its tokens (T × d), and for each k experts and their weights (T × k)."""
+    """The input of a module of experts: tokens (T × d), and for each token k experts and their weights (T × k)."""
 
     tokens: torch.Tensor
     experts: torch.Tensor
@@ -99,7 +99,7 @@ class Routing:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routing | None:
-        """The routing among the arguments of the module; None where the router acts outside it (Llama 4, JetMoE)."""
+        """The routing in the module's arguments; None if the router acts outside of it (Llama 4, JetMoE)."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         if len(tensors) != 3 or tensors[1].is_floating_point() or tensors[1].shape != tensors[2].shape:
             return None
@@ -114,18 +114,18 @@ class Routing:
         return tuple(other.get(id(x), x) for x in args), {key: other.get(id(x), x) for key, x in kwargs.items()}
 
     def of_expert(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which tokens the expert is given, in the order in which transformers hands them to it, and their weights."""
+        """The indices of the tokens that the expert gets, in the order of transformers' forward, and their weights."""
         rows, weights, ends = self._sorted
         start, end = (ends[min(i, len(ends) - 1)] for i in (expert, expert + 1))
         return rows[start:end], weights[start:end]
 
     @cached_property
     def _sorted(self) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """Rows and weights of all choices, sorted by expert, and where those of each begin and the last ends."""
+        """Token indices and weights of all choices, sorted by expert, and the offset of each expert (and the end)."""
         chosen, weights = self.experts.T.flatten(), self.weights.T.flatten()
         order = chosen.argsort(stable=True)
         return order % len(self.experts), weights[order], [0, *chosen.bincount().cumsum(0).tolist()]
 
     def holds(self, rows: torch.Tensor, x: torch.Tensor) -> bool:
-        """Whether `x` are these tokens."""
+        """Whether `x` are the tokens `rows`."""
         return len(rows) == len(x) and torch.equal(self.tokens[rows], x)
