@@ -109,8 +109,9 @@ def written() -> dict[str, str]:
         "parameters left",
         "KL that chose",
         "KL held out",
+        "perplexity",
+        "over the dense",
     )
-    head += ("perplexity", "over the dense")
     return {
         "setting": bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in results)),
         "table": table(head, [row for r in results for row in _rows(r)]),
