@@ -1,7 +1,7 @@
-"""GGUF to GGUF: what stays of a model is copied byte for byte out of the file that it was read from.
+"""GGUF to GGUF: unchanged tensors are copied byte for byte from the file that the model was read from.
 
-Only tensors that mending or healing changed are written anew, each in its own quantisation. The header follows the
-layers (`models.gguf_layers`), and says where the file came from.
+Only tensors that mending or healing changed are written anew, each in its own quantisation. The header is adapted to
+the remaining layers (`models.gguf_layers`) and says where the file came from.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from lyapunov_prune.results.history import History, Step, history_of
 from lyapunov_prune.results.result import ModelIdentity, Result, versions
 
 SUFFIX = ".gguf"
-_ROOM = 8192  # bytes for what the checks of the file will say
+_ROOM = 8192  # bytes reserved for the results of the file's checks
 
 
 def source_file(name: str) -> Path:
@@ -88,7 +88,7 @@ def require_file(target: str | Path) -> None:
 def gguf_identity(name: str, *, planned: bool) -> ModelIdentity:
     """Which model the GGUF file of `name` holds, from its header; for a plan by its weights.
 
-    Weights are known of what was dequantised before, as ranking does: raises LyapunovPruneError where it was not.
+    The weights are known if the file was dequantised before, as ranking does; raises LyapunovPruneError if it was not.
     """
     source = source_file(name)
     if planned:
@@ -112,7 +112,7 @@ def gguf_identity(name: str, *, planned: bool) -> ModelIdentity:
 
 
 def gguf_kinds(name: str) -> LayerKinds:
-    """The kinds of the layers in the GGUF file of `name`, as its header tells them."""
+    """The kinds of the layers in the GGUF file of `name`, according to its header."""
     header = read_header(source_file(name))
     full = full_attention(header) or (True,) * header.layers
     return LayerKinds(tuple(int(each) for each in full))
@@ -121,7 +121,7 @@ def gguf_kinds(name: str) -> LayerKinds:
 def prune_gguf(name: str, plan: PruningPlan, target: str | Path) -> Provenance:
     """Remove the layers of `plan` from the GGUF file of the model `name` into the file `target`, with no model loaded.
 
-    Raises as `save_gguf`. The provenance names the checks that ask for logits, which are not made.
+    Raises as `save_gguf`. The provenance names the checks of logits, which are not made.
     """
     require_file(target)
     header = require_gguf(name, plan)
@@ -136,9 +136,9 @@ def prune_gguf(name: str, plan: PruningPlan, target: str | Path) -> Provenance:
 
 @dataclass(frozen=True, eq=False)
 class Original:
-    """The GGUF file that another is made of, with the layers `kept` alone.
+    """The GGUF file from which another is made, with only the layers `kept`.
 
-    `before` are the tensors of the model in it, by the names that they have without the other layers.
+    `before` holds the tensors of its model under the names that they have without the other layers.
     """
 
     header: Header
@@ -169,11 +169,11 @@ def save_gguf(
     batch: TokenBatch | None,
     mended: MendReport | None,
 ) -> Provenance:
-    """Write `pruned`, which `operation` made of `decoder`, to the file `target`: its file without the layers that went.
+    """Write `pruned`, made from `decoder` by `operation`, to `target`: the original file without the removed layers.
 
-    Tensors that differ from those of `decoder` are rounded as the file rounds them, in `pruned` too.
-    Raises CheckFailed when the removal or the file fails the gate, and LyapunovPruneError for a target that exists, or
-    where the disk refuses; either way nothing is left there.
+    Tensors that differ from those of `decoder` are rounded as the file rounds them, in `pruned` too. Raises CheckFailed
+    if the removal or the file fails the gate, and LyapunovPruneError if the target exists or writing fails. In both
+    cases nothing is left there.
     """
     plan = operation.plan
     original = original_of(decoder, plan)
@@ -188,10 +188,10 @@ def save_gguf(
 @in_eval_mode
 @torch.no_grad()
 def save_changed(target: str | Path, original: Original, made: Decoder, draft: Provenance | None) -> Provenance | None:
-    """Write `made` to the file `target`: the bytes of `original`, but for the tensors that are not equal any more.
+    """Write `made` to the file `target`: the bytes of `original`, except for tensors that have changed.
 
-    These are rounded as the file rounds them, in `made` too. `draft` says where the model came from,
-    None if that is not known; returned is what the file says, with the checks of the file. Raises as `save_gguf`.
+    Changed tensors are rounded as the file rounds them, in `made` too. `draft` says where the model came from, None if
+    that is not known. Returns the provenance in the file, with the checks of the file. Raises as `save_gguf`.
     """
     require_file(target)
     anew = _anew(original, made)
@@ -219,10 +219,10 @@ def _written(
     draft: Provenance | None,
     checks: Mapping[str, OnFiles],
 ) -> Provenance | None:
-    """Write `target`, put the file through its own checks and these, and let it say how they went."""
+    """Write `target`, put the file through its own checks and the given ones, and record their results in it."""
     values = values_without(header, kept) | {HISTORY_KEY: text(as_json(history))}
     values.pop(PROVENANCE_KEY, None)
-    if draft is not None:  # filled when the checks are made
+    if draft is not None:  # filled in after the checks
         values[PROVENANCE_KEY] = text(" " * (len(as_json(draft)) + _ROOM))
     pieces = pieces_of(header, kept, anew)
     size = sum(piece.size for piece in pieces)
@@ -250,7 +250,7 @@ def as_json(result: Result) -> str:
 
 
 def _anew(original: Original, made: Decoder) -> dict[str, Anew]:
-    """What `made` does not hold as `original` does, as it will stand in the file. Rounds it in `made` too."""
+    """The tensors in which `made` differs from `original`, as the file will store them. Rounds them in `made` too."""
     after, header = made.model.state_dict(), original.header
     changed = {
         name: after[name]
@@ -273,13 +273,13 @@ def _anew(original: Original, made: Decoder) -> dict[str, Anew]:
 
 
 def file_reloads(made: Decoder, file: Path, within: float = 1e-12) -> GateCheck:
-    """Whether what is read from `file`, as any GGUF file is, is the model `made`; floats of settings up to `within`."""
+    """Whether `file`, read like any GGUF file, is the model `made`; float settings may differ by up to `within`."""
     model = made.model
     again = read_gguf(file, {"dtype": model.dtype, "device_map": str(model.device)})
     limit, wrong = SAME_LIMIT[model.dtype], changed_setting(made.layers, again.layers, within)
     if wrong:
         return GateCheck(RELOADED, False, float("inf"), limit, wrong)
-    inputs = sample_inputs(again, None)  # its context may be shorter
+    inputs = sample_inputs(again, None)  # the context in the file may be shorter
     worst = KeptLogits(again, inputs).deviation(KeptLogits(made, inputs))
     return GateCheck(RELOADED, worst <= limit, worst, limit, "logits of what is read from the file")
 
@@ -291,7 +291,7 @@ def _keys_check(written: Header, values: Mapping[str, Value]) -> GateCheck:
 
 
 def _places_check(header: Header, written: Header, kept: tuple[int, ...], anew: Mapping[str, Anew]) -> GateCheck:
-    """Whether every tensor that was written holds the bytes of the layer that it was, and none is missing."""
+    """Whether every written tensor holds the bytes of its layer in the original, and none is missing."""
     was = {tensor.name: tensor for tensor in header.tensors}
     stay = {name for name, tensor in was.items() if tensor.layer is None or tensor.layer in kept}
     wrong, found = [], set()

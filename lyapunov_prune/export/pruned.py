@@ -45,21 +45,23 @@ def write_pruned(
 ) -> Provenance:
     """Cut what `plan` names out of `model`, pass the gate on the saved files, and write the folder `target`.
 
-    `format` is a name in `table.FORMATS`. Whole layers leave. Of layers that stay, `plain` stores what goes at its full
-    size, which saves no time or memory: zero output projections for attention and MLP, and for an activation matrices
-    that cancel it (`mirroring`). In `compact` attentions are gone and blocks without activation are one matrix
-    (`make_compact`). A reduction is fitted on `batch`, in `model` as it is, so both formats hold the same maps. With
-    `mend` the gaps of whole layers are closed on every second window of `batch`, which costs no parameter, if the
-    others and the text `judge` say that it pays (`mending.judge.judged_mends`); else the cut model is written as it is,
-    and the provenance says so. Where channels leave and there is a `batch`, the last matrices are refitted in the same
-    way (`mending.refit.judged_refits`). A
-    classifier of images, whose `batch` holds images and which has no tokenizer, is written compact.
+    `format` is a name in `table.FORMATS`. Whole layers, channels and experts are removed. A removed attention, MLP or
+    activation of a kept layer keeps its full size in `plain`, which saves no time or memory: output projections become
+    zero, and an activation is cancelled (`mirroring`). In `compact`, attentions are gone and blocks without activation
+    are one matrix (`make_compact`). A reduction is fitted on `batch` in the unchanged `model`, so both formats hold the
+    same maps.
 
-    The folder loads with `AutoModelForCausalLM.from_pretrained` (a decoder inside a multimodal model: with the
-    class of that), a compact one as its card says, and holds the tokenizer, a model
-    card (README.md), `provenance.json` and `history.json`. Raises CheckFailed when the gate fails and
-    LyapunovPruneError for a format that cannot hold the plan, for activations or mending without a `batch`, for gaps
-    that cannot be mended, when the target is not empty or the disk refuses; either way nothing is left at `target`.
+    With `mend`, maps that close the gaps of whole layers are fitted on every second window of `batch`. They add no
+    parameter, and are kept if the other windows and the text `judge` say that they pay (`mending.judge.judged_mends`);
+    else the cut model is written, and the provenance says so. If channels are removed and there is a `batch`, the last
+    matrices are refitted and judged in the same way (`mending.refit.judged_refits`). An image classifier, whose `batch`
+    holds images and which has no tokenizer, is written compact.
+
+    The folder loads with `AutoModelForCausalLM.from_pretrained` (a multimodal model with its own class, a compact one
+    as its card says). It holds the tokenizer, a model card (README.md), `provenance.json` and `history.json`. Raises
+    CheckFailed if the gate fails. Raises LyapunovPruneError for a format that cannot hold the plan, for activations or
+    mending without a `batch`, for gaps that cannot be mended, and if the target is not empty or writing fails. In both
+    cases nothing is left at `target`.
     """
     stored = FORMATS.make(format)
     stored.require_names(model.model.config._name_or_path, Path(target))
@@ -72,7 +74,7 @@ def write_pruned(
     lesson = _mended_by(plan, batch, stored) if mend else None
     if batch is not None:
         first = batch.take([0])
-        # Else the gate would blame the removal.
+        # A broken original would otherwise be blamed on the removal.
         require_finite(model.structure, model_inputs(model.model, first, 1)[0], first.measured_on(model.model).text)
     merged: tuple[Merged, ...] = ()
     if batch is not None and plan.reduction is not None:
@@ -94,13 +96,13 @@ def write_pruned(
             plan = plan.seen_on(each.measured_on)
     operation = Operation(plan, merged, mends, refits)
     pruned = stored.cut(model, operation)
-    # Had the cut written into what both share, the gate would hold the fault against itself.
+    # If the cut had written into shared tensors, the gate would compare the fault with itself.
     plan.require_model(model.identity)
     return stored.write_cut(Path(target), model, pruned, tokenizer, operation, batch, mended)
 
 
 def _mended_by(plan: PruningPlan, batch: Examples | None, stored: Format) -> TokenBatch:
-    """The text to mend the gaps of `plan` by; raises LyapunovPruneError for what cannot be mended."""
+    """The text to mend the gaps of `plan` on; raises LyapunovPruneError if they cannot be mended."""
     plan.require_gaps()
     if not stored.mends:
         raise LyapunovPruneError(
@@ -112,12 +114,12 @@ def _mended_by(plan: PruningPlan, batch: Examples | None, stored: Format) -> Tok
 
 
 def _require_held(stored: Format, decoder: Decoder, plan: PruningPlan, batch: Examples | None) -> None:
-    """Raise LyapunovPruneError, before anything is fitted, where the format cannot hold `plan`."""
+    """Raise LyapunovPruneError, before anything is fitted, if the format cannot hold `plan`."""
     if stored.card is None:
         raise LyapunovPruneError(
             f"format {stored.name} holds no pruned model; give one of {', '.join(formats_of('prune'))}"
         )
-    stored.require_plan(decoder, plan)  # first: a block that is merged already has no parts to find
+    stored.require_plan(decoder, plan)  # before parts are looked up, which a merged block does not have
     if plan.reduction is not None:
         for layer in plan.drop_activation:
             require_reduction(plan.reduction, find_feedforward(decoder.structure, layer))

@@ -1,13 +1,13 @@
 """Remove layers or hidden channels, and show that it is right.
 
-- `plan`: the decision, `plan_fields`: what it may hold; `mergekit`: one in mergekit's words; `operation`: what it takes
-  out and what stands in for it;
-- `width`: which hidden channels go;
-- `surgery`, `zeroing`, `mirroring`: the cut, which proves nothing;
-- `gate`: a reference and a result held against each other; `removal_gate`: the four checks of a removal, by `counting`
-  and `merge_gate` (merged and mended matrices);
-- `removal`: cut and proven, in memory; `provenance`: what a pruned checkpoint says of itself,
-  `stored`: in which words of its format;
+- `plan`: the decision; `plan_fields`: the checks of its fields; `mergekit`: a plan from a mergekit file; `operation`:
+  what a plan removes and what replaces it;
+- `width`: which hidden channels are removed;
+- `surgery`, `zeroing`, `mirroring`: the cut, not checked yet;
+- `gate`: compares a reference with a result; `removal_gate`: the four checks of a removal, with `counting` and
+  `merge_gate` (merged and mended matrices);
+- `removal`: cut and check in memory; `provenance`: the record of a pruned checkpoint, `stored`: the words of its
+  format;
 - `curve`: perplexity over layers removed.
 """
 

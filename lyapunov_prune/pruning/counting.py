@@ -1,7 +1,7 @@
-"""What leaves with the layers of a plan, counted by one rule for a model in memory and for one on disk.
+"""Count what a plan removes, by one rule for models in memory and on disk.
 
-The rule goes by names and shapes, which the `meta` device has too. How many bytes stand for a name is asked of whoever
-holds them: the model, or the headers of its files.
+The rule needs only names and shapes, which meta tensors have too. The bytes of a name come from the model, or from the
+headers of its files.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.pruning.plan import PruningPlan
 
 COUNTED = "fell by what was removed"
-Sizes = Sequence[tuple[str, int]]  # names of tensors in a model, and the bytes that its checkpoint holds of each
+Sizes = Sequence[tuple[str, int]]  # names of a model's tensors, and the bytes of each in its checkpoint
 
 
 def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
-    """How much of each tensor leaves with the layers of `plan`, by every name in the state dict of the model.
+    """The share of each tensor that `plan` removes, for every name in the state dict of the model.
 
-    All of what removed layers alone hold, and of what a family lets go with them (`Family.leaves`); the blocks of
-    removed layers of a table that has one a layer (`Family.tables`); nothing of what a kept layer uses, but the share
-    of its channels or experts that leave.
+    It is one for tensors that only removed layers hold and for those that a family removes with them (`Family.leaves`).
+    From a table with one block per layer the blocks of removed layers go (`Family.tables`). From a tensor of a kept
+    layer only the share of its removed channels or experts goes.
     """
     structure, family = decoder.structure, decoder.family
     places = {
@@ -52,7 +52,7 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
 
 
 def _narrower(structure: Structure, plan: PruningPlan) -> dict[str, Fraction]:
-    """The share of each tensor that is of the channels of `plan`: all but the bias behind the last matrix."""
+    """The share of each tensor that belongs to the channels of `plan`; the bias of the last matrix has none."""
     share, found = Fraction(plan.channels_gone, plan.width), dict[str, Fraction]()
     for block in (find_feedforward(structure, layer) for layer in plan.kept):
         inside = f"{structure.layers_path}.{block.layer}."
@@ -64,7 +64,7 @@ def _narrower(structure: Structure, plan: PruningPlan) -> dict[str, Fraction]:
 
 
 def _fewer(structure: Structure, plan: PruningPlan) -> dict[str, Fraction]:
-    """The share of each tensor that is stacked by expert that is of the experts of `plan`."""
+    """The share of each tensor stacked by expert that belongs to the experts of `plan`."""
     gone = plan.experts_gone
     mixtures = find_mixtures(structure) if gone else None
     return {
@@ -76,25 +76,25 @@ def _fewer(structure: Structure, plan: PruningPlan) -> dict[str, Fraction]:
 
 
 def held_by(model: PreTrainedModel, sizes: Sizes, shares: Mapping[str, Fraction]) -> tuple[int, int]:
-    """The parameters and the bytes that these `shares` of all tensors are."""
+    """The number of parameters and bytes in these `shares` of all tensors."""
     parameters = sum(p.numel() * shares[name] for name, p in saved_tensors(model) if isinstance(p, nn.Parameter))
     return int(parameters), int(sum(size * shares[name] for name, size in sizes))
 
 
 def sizes_in_memory(model: PreTrainedModel) -> Sizes:
-    """What a checkpoint of `model` holds: every tensor of the state dict once, tied ones too."""
+    """The tensors that a checkpoint of `model` holds: each of the state dict once, even if names share it."""
     return list({place(t): (name, t.nbytes) for name, t in saved_tensors(model)}.values())
 
 
 def count_check(original: Decoder, sizes: Sizes, pruned: Decoder, saved: int, plan: PruningPlan) -> GateCheck:
-    """Whether layers, parameters and bytes fell by exactly what leaves with `plan`.
+    """Whether the counts of layers, parameters and bytes fell by exactly what `plan` removes.
 
-    `sizes` are those of the original, `saved` the bytes of all tensors in the pruned checkpoint.
+    `sizes` are those of the original, `saved` is the number of bytes of all tensors in the pruned checkpoint.
     """
     shares = shares_leaving(original, plan)
     check = fallen_check(original, sizes, pruned, saved, held_by(original.model, sizes, shares), len(plan.kept))
     files = left_out(original.model)
-    if files is None or not check.passed or not shares.keys() >= set(files.taken.values()):  # or another by now
+    if files is None or not check.passed or not shares.keys() >= set(files.taken.values()):  # or other files
         return check
     return _accounted(check, files, original, pruned, plan, shares)
 
@@ -107,7 +107,7 @@ def _accounted(
     plan: PruningPlan,
     shares: Mapping[str, Fraction],
 ) -> GateCheck:
-    """`check`, failed by a tensor of the original's `files` that is neither kept, nor removed by `plan`, nor named."""
+    """`check`, which fails if a tensor of the original's `files` is neither kept, nor removed by `plan`, nor named."""
     structure, after = original.structure, pruned.model.state_dict().keys()
     removed = sum(shares[name] == 1 for name in files.taken.values())
     for key, name in files.taken.items():
@@ -119,7 +119,7 @@ def _accounted(
 
 
 def renamed(name: str, structure: Structure, plan: PruningPlan) -> str | None:
-    """What the tensor or module `name` of a model is called without the layers of `plan`; None where it leaves."""
+    """The new name of the tensor or module `name` once the layers of `plan` are gone; None if it is removed."""
     layer = layer_of(name, structure)
     if layer is None:
         return name
@@ -130,7 +130,7 @@ def renamed(name: str, structure: Structure, plan: PruningPlan) -> str | None:
 def fallen_check(
     original: Decoder, sizes: Sizes, pruned: Decoder, saved: int, left: tuple[int, int], layers: int
 ) -> GateCheck:
-    """As `count_check`, for these parameters and bytes that `left`, and so many `layers` that stay."""
+    """`count_check` for given numbers: the parameters and bytes that `left`, and the `layers` that stay."""
     parameters, leave = left
     total, structure = original.model.num_parameters(), pruned.structure
     wanted = {
@@ -146,5 +146,5 @@ def fallen_check(
 
 
 def place(tensor: torch.Tensor) -> int:
-    """Where its numbers lie, which tied names share; on the meta device nowhere, and the tensor tells itself."""
+    """An identifier of the tensor's memory, which tied names share; on the meta device, of the tensor itself."""
     return tensor.data_ptr() or id(tensor)

@@ -1,4 +1,4 @@
-"""What is taken out of a model and what stands in for it: one record for the surgery and for its gate."""
+"""What is removed from a model and what replaces it: one record for the surgery and its gate."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lyapunov_prune.pruning.plan import PruningPlan
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """`plan`, a merged block for every activation that it drops, and the maps that close its gaps.
+    """`plan`, one merged block for every activation that it drops, and the maps that close its gaps.
 
-    `refits` are the last matrices of all layers that stay, refitted to the channels that stay, in the model's dtype.
+    `refits` are the last matrices of the kept layers, refitted to the kept channels, in the model's dtype.
 
     Raises LyapunovPruneError unless `merged` are the blocks whose activation the plan drops.
     """
@@ -44,21 +44,21 @@ class Operation:
             )
 
     def place(self, layer: int) -> int:
-        """The number of `layer`, which stays, in the model that is made."""
+        """The index of the kept `layer` in the new model."""
         return self.plan.kept.index(layer)
 
     def computes(self, decoder: Decoder) -> bool:
-        """Whether some products of the model made of `decoder` are of other matrices, and round otherwise."""
+        """Whether the new model computes some products with new matrices, so that rounding differs."""
         by_family = decoder.family.changes(decoder.structure.config) and bool(self.plan.remove)
         return bool(self.merged or self.mends or self.plan.channels) or by_family
 
     @contextmanager
     def standing_in(self, decoder: Decoder) -> Iterator[None]:
-        """Inside the block `decoder` computes, by hooks, what the model made of it should compute."""
+        """Within the block, `decoder` computes by hooks what the model made from it should compute."""
         silent = silenced(decoder, self.plan.drop_attention, self.plan.drop_mlp)
         replaced = hidden_replaced(decoder.layers, [(each.block, each.tau) for each in self.merged])
         skipping = skipped(decoder.structure, self.plan.remove)
-        kept = zip(self.plan.kept, torch.from_numpy(self.plan.kept_channels), strict=False)  # none where all stay
+        kept = zip(self.plan.kept, torch.from_numpy(self.plan.kept_channels), strict=False)  # may be empty
         narrower = masked(decoder.structure, dict(kept), self.refits)
         fewer = masked_experts(decoder.structure, self.plan.experts_gone)
         with silent, replaced, mapped(decoder.layers, self.mends), fewer, skipping, narrower:

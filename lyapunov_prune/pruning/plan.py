@@ -16,7 +16,7 @@ from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ROWS, MeasuredOn, ModelIdentity, Result
 
-# What a plan can take out, and the field that lists the layers, or the channels or experts of every layer.
+# What a plan can remove, and the field that lists the layers, or the channels or experts of every layer.
 FIELDS = {
     "layers": "remove",
     "attention": "drop_attention",
@@ -26,7 +26,7 @@ FIELDS = {
     "experts": "experts",
 }
 _LISTS = ("remove", "drop_attention", "drop_mlp", "drop_activation")  # the fields that list layers
-# A layer that stays, and goes as often as this when the windows are drawn anew, is named.
+# A kept layer with at least this selection frequency is named.
 OFTEN = 0.1
 
 
@@ -34,23 +34,22 @@ OFTEN = 0.1
 class PruningPlan(Result):
     """The layers to remove and those to lose their attention, MLP or activation only (ascending), with the reasons.
 
-    Indices are those of the original model. Without its activation a feed-forward block becomes one linear map, by
-    `reduction`, a name of `merging.table.REDUCTIONS`; None where no activation goes. `scores` holds the criterion of
-    every layer, smallest removed first, NaN where there is nothing to remove; empty when the layers were given by hand.
-    Where they rest on ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`).
-    `picked` (L,) is how often the criterion takes each layer when the windows, and the seeds of a ρ, are drawn anew;
-    None where that is not known. `tied` names the last that goes and the first that stays where their scores are one.
-    `channels[l]` are the hidden channels that leave the feed-forward block of layer l, which has `width` of them: the
-    same number leaves every block of a layer that stays, and none of a layer that goes.
+    Indices are those of the original model. Without its activation a feed-forward block becomes one linear map by
+    `reduction`, a name of `merging.table.REDUCTIONS`; it is None if no activation is removed. `scores` holds the score
+    of every layer (smallest removed first), NaN if there is nothing to remove; it is empty for a choice by hand. If
+    they rest on ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`). `picked` (L,)
+    is the selection frequency of each layer over bootstrap draws of the windows and of the seeds of ρ; None if unknown.
+    `tied` holds the last removed and the first kept layer if their scores are equal up to rounding.
+    `channels[l]` lists the hidden channels that leave the feed-forward block of layer l, which has `width` of them. The
+    same number leaves the block of every kept layer; for a removed layer the list is empty.
 
-    `experts` lists the experts to remove of every layer, ascending: the same number of each mixture that stays, none of
-    other layers; empty where all experts stay. `routed` (L,) is the share of the router's weight that those experts had
-    on the text, NaN where none goes; None where it was not measured.
+    `experts` lists the experts to remove from every layer, ascending: the same number from each kept mixture, none from
+    other layers; it is empty if all experts stay. `routed` (L,) is the share of the router's weight that those experts
+    had on the text, NaN if none is removed; None if it was not measured.
 
-    Raises LyapunovPruneError when an index is repeated or out of range, when a part of a removed layer or the
-    activation of a dropped MLP is named, for activations without a known reduction or a reduction without them, for
-    channels that are not as above, for experts that are not as many in each layer, and when nothing would be removed or
-    no layer left.
+    Raises LyapunovPruneError if an index is repeated or out of range, if a part of a removed layer or the activation of
+    a dropped MLP is named, for activations without a known reduction or a reduction without them, for channels or
+    experts that differ in number between layers, and if nothing would be removed or no layer left.
     """
 
     remove: tuple[int, ...]
@@ -160,7 +159,7 @@ class PruningPlan(Result):
 
     @property
     def touched(self) -> tuple[int, ...]:
-        """Every layer that goes, or of which a part goes."""
+        """Every layer that is removed, or loses a part."""
         if self.channels:
             return tuple(range(self.model.num_layers))
         lists = {*self.remove, *self.drop_attention, *self.drop_mlp, *self.drop_activation}
@@ -168,7 +167,7 @@ class PruningPlan(Result):
 
     @property
     def experts_gone(self) -> dict[int, tuple[int, ...]]:
-        """The experts that go, by the layer that they are in."""
+        """The experts to remove, by their layer."""
         return {layer: gone for layer, gone in enumerate(self.experts) if gone}
 
     @property

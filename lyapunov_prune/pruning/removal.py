@@ -1,4 +1,4 @@
-"""Layers and sublayers removed in memory: cut, and proven before the model is handed out."""
+"""Remove layers and sublayers in memory: cut, and check before the model is handed out."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from lyapunov_prune.pruning.surgery import cut
 def remove_layers(model: PlainText, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
     """A new model without the layers of `plan` (or a plain list of indices); `model` is untouched.
 
-    How is said at `surgery.cut`. The result saves with `save_pretrained` and loads with plain transformers. A
-    decoder that the tests do not vouch for is put through the gate on random tokens first (`verify_removal` is the
-    full gate, with your text), and so is every decoder inside a multimodal model, whose other parts are copied as
-    they are.
+    `surgery.cut` describes the cut. The result saves with `save_pretrained` and loads with plain transformers. A
+    family that the tests have not judged is first put through the gate on random tokens (`verify_removal` is the full
+    gate, with your text). So is every decoder inside a multimodal model, whose other parts are copied as they are.
 
     Raises LyapunovPruneError for a bad plan, a plan for another model, a removal that the family's checkpoint
     format cannot express, a decoder that fails the gate, and a model that is not its plain weights (adapters,
@@ -35,7 +34,7 @@ def remove_layers(model: PlainText, plan: PruningPlan | Sequence[int]) -> PreTra
 
 
 def _proven(decoder: Decoder, operation: Operation) -> PreTrainedModel:
-    """The model without what `operation` takes out, if it needs no gate or passes it."""
+    """The model without the removed parts of `operation`, if it needs no gate or passes it."""
     pruned = cut(decoder, operation)
     if decoder.wrapped or decoder.structure.model_type not in TRUSTED:
         report = check_removal(decoder, pruned, operation)
@@ -49,10 +48,11 @@ def _proven(decoder: Decoder, operation: Operation) -> PreTrainedModel:
 
 @takes_model
 def mend(model: Plain, plan: PruningPlan | Sequence[int], batch: Tokens) -> PreTrainedModel:
-    """As `remove_layers`, the gaps closed without training by what is left before them (`mending.mend`).
+    """Remove layers as `remove_layers` does, and close the gaps without training (`mending.mend`).
 
-    The layer before each gap learns on `batch` the linear map that brings the state nearest to what the removed layers
-    made of it, and takes it into a matrix it has: no parameter more, and plain transformers loads the result.
+    On `batch`, the linear map is fitted that brings the state before each gap nearest to the output of the removed
+    layers. The layer before the gap absorbs it into one of its matrices: no parameter is added, and plain transformers
+    loads the result.
 
     Raises as `remove_layers` and `mending.mend.fit_mends`, and for a plan that drops parts of layers.
     """

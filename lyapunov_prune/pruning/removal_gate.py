@@ -1,14 +1,14 @@
-"""The gate of a removal. Of every result it asks four questions:
+"""The gate of a removal checks four things of every result:
 
-1. Its logits are those of the original with the same layers and sublayers passed over, hidden vectors replaced, gaps
-   mended and experts kept from being chosen, by hooks.
+1. Its logits are those of the original in which hooks skip the same layers and sublayers, replace hidden vectors, mend
+   gaps and keep experts from being chosen.
 2. Decoding step by step with a cache gives the logits of the uncached forward.
 3. Saved and reloaded with plain transformers it is the same model: same keys, same logits, same settings
    in every layer.
-4. Layers, parameters and bytes on disk fell by exactly what was removed.
+4. The counts of layers, parameters and bytes on disk fell by exactly what was removed.
 
-A model that reads pictures is asked with one in the prompt too, and merged and mended matrices one by one. Where
-channels leave, every number that stays has to be the original's.
+A model that reads images is also checked with one in the prompt, and merged and mended matrices are checked one by one.
+If channels are removed, every number that stays must be the original's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def verify_removal(
     operation = Operation(as_plan(original, plan), merged, mends)
     try:
         result = wrap_text(pruned)
-    except LyapunovPruneError as error:  # no decoder any more
+    except LyapunovPruneError as error:  # the result is no decoder
         return GateReport((crashed(RELOADED, error),))
     return check_removal(original, result, operation, batch, checkpoint)
 
@@ -79,7 +79,7 @@ def check_removal(
     batch: Tokens | None = None,
     checkpoint: str | Path | None = None,
 ) -> GateReport:
-    """`verify_removal` of a model that was made by `operation`."""
+    """`verify_removal` for a model made by `operation`."""
     gate, checks = removal_gate(original, pruned, operation, batch)
     on_files: dict[str, OnFiles] = {RELOADED: gate.reloads, COUNTED: lambda folder: _counted(gate, operation, folder)}
     return gate.report(checks, on_files, checkpoint)
@@ -88,7 +88,7 @@ def check_removal(
 def removal_gate(
     original: Decoder, pruned: Decoder, operation: Operation, batch: Tokens | None
 ) -> tuple[Gate, dict[str, Check]]:
-    """The gate of a removal, and those of its checks that ask for no files."""
+    """The gate of a removal, and its checks that need no files."""
     gate = Gate(
         original,
         pruned,
@@ -110,9 +110,9 @@ def removal_gate(
 
 
 def _same(gate: Gate, operation: Operation) -> GateCheck:
-    """In half precision, what maps, masks or routers fail by is decided in float32.
+    """Whether the logits agree. If maps, masks or routers fail in half precision, float32 copies decide.
 
-    There only stored weights are rounded; in half precision rounding alone may choose other experts.
+    In float32 only the stored weights are rounded, while in half precision rounding alone may choose other experts.
     """
     plan = operation.plan
     parts = {"channels masked": plan.channels, "experts masked": plan.experts_gone}
@@ -129,7 +129,7 @@ def _same(gate: Gate, operation: Operation) -> GateCheck:
 
 
 def _same_with_picture(gate: Gate, operation: Operation) -> GateCheck:
-    """Whether what lies outside the layers is unchanged, and the logits are the same with a picture in the prompt."""
+    """Whether everything outside the layers is unchanged, and the logits agree with an image in the prompt."""
     original, after = gate.reference.model, gate.result.model.state_dict()
     stays = {name for name, share in shares_leaving(gate.reference, operation.plan).items() if not share}
     for name, tensor in original.state_dict().items():
@@ -156,7 +156,7 @@ def _within_rounding(gate: Gate, operation: Operation) -> GateCheck:
 
 
 def _copied(gate: Gate, operation: Operation) -> GateCheck:
-    """Whether every block holds the numbers of the channels that stay, in their order, or the refitted ones."""
+    """Whether every block holds the numbers of the kept channels, in order, or the refitted ones."""
     before, after, refits = gate.reference, gate.result, operation.refits
     plan, differ = operation.plan, 0
     olds = [find_feedforward(before.structure, layer) for layer in plan.kept]

@@ -1,4 +1,4 @@
-"""The cut: a new model without the layers, sublayers and channels that a plan names; `gate.py` proves it right."""
+"""The cut: a new model without the layers, sublayers, channels and experts that a plan names. `gate` checks it."""
 
 from __future__ import annotations
 
@@ -34,28 +34,26 @@ from lyapunov_prune.results.history import add_step
 
 
 def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Decoder:
-    """A new model without what `operation` takes out, not yet proven right; that of `decoder` is untouched.
+    """Make a new model without the parts that `operation` removes; it is not checked yet. `decoder` is untouched.
 
-    One rule for every decoder: drop the layers, renumber every nested `layer_idx` (caches are indexed by
-    it), slice everything in the config that speaks of single layers (some models read it while they
-    run), set the layer count. What a family needs beyond it stands in `models/families.py`. Removed
-    layers are not copied. Where the plan drops a sublayer alone, its output projection becomes zero
-    (`zeroing.py`), and where it drops an activation, the block computes what the merged block of its layer says
-    (`mirroring.py`): a plain checkpoint can say no more, and that saves no time or memory. The layers before gaps take
-    their maps into their parameters. Hidden channels leave the matrices of every block (`models/width.py`), experts
-    with their rows of the router (`models/mixtures.py`). With `shared`, what stays as it was lies where that of
-    `decoder` does: for a result that is only looked at and saved, since a later change of one in place would be one of
-    both.
+    One rule serves every decoder: drop the layers, renumber every nested `layer_idx` (caches are indexed by it), slice
+    everything in the config that describes single layers (some models read it while they run), and set the layer
+    count. `models/families.py` holds what a family needs beyond that. Removed layers are not copied. If the plan drops
+    a sublayer alone, its output projection becomes zero (`zeroing`); if it drops an activation, the block computes its
+    merged matrix (`mirroring`). A plain checkpoint can express no more, and both save no time or memory. The layers
+    before gaps absorb their maps. Hidden channels leave the matrices of every block (`models/width.py`), experts leave
+    with their rows of the router (`models/mixtures.py`). With `shared`, unchanged tensors share the memory of
+    `decoder`; use it for a result that is only read and saved, because a later in-place change would affect both.
 
     `decoder` holds its plain weights (`models.plain`). Raises LyapunovPruneError for a block that cannot hold a merged
-    matrix, experts that cannot go (`Mixtures.require`), a removal that the family's checkpoint format cannot express,
-    and a decoder inside a multimodal model that text alone cannot judge.
+    matrix, experts that cannot be removed (`Mixtures.require`), a removal that the family's checkpoint format cannot
+    express, and a decoder inside a multimodal model that text alone cannot judge.
     """
     plan = operation.plan
     require_mirrored(decoder.structure, plan.drop_activation)
     if plan.experts_gone:
         find_mixtures(decoder.structure).require(plan.experts, plan.remove)
-    with held(decoder.model):  # what a measurement has put on it would be copied too
+    with held(decoder.model):  # hooks of a running measurement would be copied too
         if decoder.wrapped:
             require_text_alone(decoder, plan.remove)
         memo = shared_memo(decoder.model) if shared else {}
@@ -83,7 +81,7 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
 
 
 def share_memory(pruned: PreTrainedModel, original: Decoder, plan: PruningPlan) -> None:
-    """Let what `pruned` keeps of `original` as it was lie where that does (`models.sharing.share_equal`)."""
+    """Let the unchanged tensors of `pruned` share the memory of `original` (`models.sharing.share_equal`)."""
     path, kept = original.structure.layers_path, {old: new for new, old in enumerate(plan.kept)}
     twins = {}
     for name, parameter in original.model.named_parameters(remove_duplicate=False):
@@ -100,12 +98,12 @@ def without_layers(
 ) -> PreTrainedModel:
     """A copy of the model, whose weights may be on the meta device, without the layers of `plan`; its sublayers stay.
 
-    `memo` says what stands for what in the copy, as that of `copy.deepcopy`.
+    `memo` maps objects to their replacements in the copy, as in `copy.deepcopy`.
 
-    Raises LyapunovPruneError when the family's checkpoint format cannot express what is left.
+    Raises LyapunovPruneError if the family's checkpoint format cannot express the remaining layers.
     """
     original, family = decoder.structure, decoder.family
-    # An entry in the memo stands for the copy: removed layers are replaced, never copied.
+    # deepcopy uses the memo's entry instead of a copy, so removed layers are never copied.
     pruned = copy.deepcopy(decoder.model, {**memo, **{id(original.layers[i]): nn.Identity() for i in plan.remove}})
     layers = pruned.get_submodule(original.layers_path)
     assert isinstance(layers, nn.ModuleList)
@@ -134,7 +132,7 @@ def without_layers(
 
 
 def _renumber(pruned: PreTrainedModel, layers: nn.ModuleList, kept: tuple[int, ...], total: int) -> None:
-    done: set[int] = set()  # layers may share a module, which must not be renumbered twice
+    done: set[int] = set()  # a module that layers share must be renumbered once
     for new, old in enumerate(kept):
         for module in layers[new].modules():
             if id(module) in done:
@@ -149,14 +147,14 @@ def _renumber(pruned: PreTrainedModel, layers: nn.ModuleList, kept: tuple[int, .
 
 
 def _rename_ties(pruned: PreTrainedModel) -> None:
-    """Where a model ties layers to each other, it keeps their old numbers; a fresh one knows the new."""
+    """Renew the names of weights that are tied between layers: the copy has the old layer numbers."""
     tied = {name: module for name, module in pruned.named_modules() if "_tied_weights_keys" in vars(module)}
     if not tied:
         return
     try:
         with torch.device("meta"):
             fresh = type(pruned)(copy.deepcopy(pruned.config))
-    except Exception as error:  # the family's own code says what it cannot build, in its own way
+    except Exception as error:  # the family's own code may raise anything
         raise LyapunovPruneError(
             f"these layers of {type(pruned).__name__} cannot be removed correctly: without them no such model can be "
             f"built ({in_short(error, 100)}); remove other layers"
@@ -167,7 +165,7 @@ def _rename_ties(pruned: PreTrainedModel) -> None:
 
 
 def _renumber_devices(pruned: PreTrainedModel, path: str, plan: PruningPlan) -> None:
-    """accelerate's note of which module lies on which device names layers by number."""
+    """Renumber the layers in accelerate's map from modules to devices."""
     before: dict[str, Any] | None = vars(pruned).get("hf_device_map")
     if before is None:
         return
@@ -186,7 +184,7 @@ def _renumber_devices(pruned: PreTrainedModel, path: str, plan: PruningPlan) -> 
 def _slice_tables(
     pruned: PreTrainedModel, tables: tuple[tuple[str, int], ...], kept: tuple[int, ...], total: int
 ) -> None:
-    """Cut the blocks of removed layers out of parameters that lie outside the layers."""
+    """Cut the blocks of removed layers out of parameters outside the layers."""
     for suffix, axis in tables:
         for path, module in list(pruned.named_modules()):
             if path.rpartition(".")[2] != suffix:

@@ -1,4 +1,4 @@
-"""Which hidden channels leave the feed-forward blocks: by what the last matrix loses without each, on a text."""
+"""Choose hidden channels to remove from the feed-forward blocks, by the error of the output without each, on a text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.result import MeasuredOn
 
 _DAMPING = 0.01
-# What stays is a multiple of 64 where a block has 512 channels or more, which kernels like, else of 8.
+# The kept number is a multiple of 64 for blocks of 512 channels or more, which suits kernels, else of 8.
 _MULTIPLES = ((512, 64), (16, 8))
 
 
@@ -36,7 +36,7 @@ def energy(W: torch.Tensor, statistics: Statistics) -> torch.Tensor:
 
 
 def surgeon(W: torch.Tensor, statistics: Statistics) -> torch.Tensor:
-    """`‖W_j‖² / [H⁻¹]_jj`: the same when the other columns are refitted to make up for it, `H` the damped Gram matrix.
+    """`‖W_j‖² / [H⁻¹]_jj`: the same error if the other columns are refitted; `H` is the damped Gram matrix.
 
     Hassibi and Stork, Second order derivatives for network pruning: Optimal Brain Surgeon (NeurIPS 1992).
     """
@@ -45,7 +45,7 @@ def surgeon(W: torch.Tensor, statistics: Statistics) -> torch.Tensor:
     return W.square().sum(0) / torch.cholesky_inverse(torch.linalg.cholesky(H)).diagonal()
 
 
-# Each with what calibration has to gather. `energy` was the better one on one model (experiments/2_criteria).
+# Each score with the sums that it needs. `energy` was the better one on one model (experiments/2_criteria).
 SCORES: Final[dict[str, tuple[str, Callable[[torch.Tensor, Statistics], torch.Tensor]]]] = {
     "energy": ("norms", energy),
     "surgeon": ("gram", surgeon),
@@ -55,7 +55,7 @@ DEFAULT: Final = "energy"
 
 @dataclass(frozen=True, eq=False)
 class ChannelCosts:
-    """What leaving out each hidden channel costs its block, (L, channels) by `score`; the cheapest go first."""
+    """The cost of removing each hidden channel of a block, (L, channels), by `score`; the cheapest go first."""
 
     score: str
     costs: torch.Tensor
@@ -66,7 +66,7 @@ class ChannelCosts:
         return self.costs.shape[1]
 
     def plan(self, remove: int | float) -> PruningPlan:
-        """The plan that leaves every block without `remove` channels, or that share of them (`staying`)."""
+        """The plan that removes `remove` channels, or that share of them (`staying`), from every block."""
         gone = self.width - staying(self.width, remove)
         first = self.costs.argsort(stable=True)[:, :gone].tolist()
         return PruningPlan(
@@ -84,7 +84,7 @@ class ChannelCosts:
 @in_eval_mode
 @torch.no_grad()
 def channel_costs(reading: Reading, score: str = DEFAULT, batch_size: int = 1) -> ChannelCosts:
-    """Measure `score`, a name of SCORES, of every channel. Two forwards of the layers, and for `surgeon` the memory of
+    """Measure `score`, a name of SCORES, for every channel, in two forwards. `surgeon` takes the memory of
     the Gram matrix of one block.
 
     Raises LyapunovPruneError as `find_blocks`, and for activations that are not finite.
@@ -106,25 +106,25 @@ def channel_costs(reading: Reading, score: str = DEFAULT, batch_size: int = 1) -
 def choose_channels(
     model: InMemory, batch: Readable, remove: int | float, *, score: str = DEFAULT, batch_size: int = 1
 ) -> PruningPlan:
-    """The plan that leaves every feed-forward block without the channels of smallest `score` (a name of SCORES).
+    """The plan that removes the channels of smallest `score` (a name of SCORES) from every feed-forward block.
 
-    `remove` is how many go, or as a float below 1 which share. The number that stays is rounded to a multiple of 64, in
-    narrow blocks of 8. Raises LyapunovPruneError for a number that leaves none or all, and as `channel_costs`.
+    `remove` is their number or, as a float below 1, their share. The number that stays is rounded to a multiple of 64,
+    in narrow blocks of 8. Raises LyapunovPruneError if none or all would stay, and as `channel_costs`.
     """
     reading = read(model, batch)
-    staying(width_of(reading.structure, find_blocks(reading.structure)), remove)  # refused before it is measured
+    staying(width_of(reading.structure, find_blocks(reading.structure)), remove)  # raises before anything is measured
     return channel_costs(reading, score, batch_size).plan(remove)
 
 
 def multiple_of(width: int) -> int:
-    """What the number of channels that stay is a multiple of."""
+    """The number of kept channels is a multiple of this."""
     return next((m for least, m in _MULTIPLES if width >= least), 1)
 
 
 def staying(width: int, remove: int | float) -> int:
-    """How many of `width` channels stay when `remove` should go (a number, or as a float a share).
+    """How many of `width` channels stay if `remove` (a number, or a float as a share) should be removed.
 
-    Raises LyapunovPruneError where none would stay, or none go.
+    Raises LyapunovPruneError if none would stay, or none would be removed.
     """
     wanted = width - (remove if isinstance(remove, int) else remove * width)
     multiple = multiple_of(width)

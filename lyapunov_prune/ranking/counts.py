@@ -1,4 +1,4 @@
-"""How many layers, or parts of layers, can go, and which. Imports neither torch nor numpy."""
+"""How many layers, or parts of layers, can be removed, and which. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from numbers import Integral
 from lyapunov_prune.errors import LyapunovPruneError
 
 PARTS = ("layers", "attention", "mlp", "activation", "width", "experts")
-SPLITS = {"layers,width": "width", "layers,experts": "experts"}  # what shares a budget with whole layers
+SPLITS = {"layers,width": "width", "layers,experts": "experts"}  # --what for a shared budget
 
 
 def count_of(remove: int | float, of: int, what: str = "layers") -> int:
-    """`remove` as a number: itself, or as a share (a float) the nearest number `of` all, 1 at least.
+    """`remove` as a number: an int is returned as it is, a float is a share of `of`, rounded, at least 1.
 
     Raises LyapunovPruneError for a share outside (0, 1).
     """
@@ -24,7 +24,7 @@ def count_of(remove: int | float, of: int, what: str = "layers") -> int:
 
 
 def require_count(remove: int, layers: int, what: str = "layers") -> None:
-    """Raise LyapunovPruneError unless `what` of `remove` of so many `layers` can go: of whole layers one stays."""
+    """Raise LyapunovPruneError unless `what` of `remove` of the `layers` can be removed; one whole layer must stay."""
     if what == "layers" and layers == 1:
         raise LyapunovPruneError("the model has one layer, and none can be removed; give one of more layers")
     most, stays = (layers - 1, ", to keep at least one") if what == "layers" else (layers, "")
@@ -33,15 +33,15 @@ def require_count(remove: int, layers: int, what: str = "layers") -> None:
 
 
 def free_layers(layers: int, protect: Sequence[int]) -> tuple[int, ...]:
-    """The layers that may go: all but `protected_layers`. Raises as that does."""
+    """The layers that may be removed: all but `protected_layers`. Raises as that does."""
     kept = protected_layers(layers, protect)
     return tuple(layer for layer in range(layers) if layer not in kept)
 
 
 def protected_layers(layers: int, protect: Sequence[int], remove: int = 1) -> tuple[int, ...]:
-    """The layers of `protect`, counted from the end if negative, ascending and once each.
+    """The layers of `protect` (counted from the end if negative), ascending, each once.
 
-    Raises LyapunovPruneError for a layer that does not exist, and where fewer than `remove` are left to go.
+    Raises LyapunovPruneError for a layer that does not exist, and if fewer than `remove` other layers are left.
     """
     outside = [layer for layer in protect if not -layers <= layer < layers]
     if outside:
@@ -56,8 +56,8 @@ def protected_layers(layers: int, protect: Sequence[int], remove: int = 1) -> tu
 
 
 def search_budget(layers: int, remove: int, mend: bool = False) -> float:
-    """Forwards that `best` may spend: ten for what proposes sets, and one for 16 of the swaps that one set has.
+    """The default budget of `best` in forwards: ten for the criteria, and one per 16 swaps that a set has.
 
-    Mending takes as much again.
+    With mending it is doubled.
     """
     return (2 if mend else 1) * (10 + remove * (layers - remove) / 16)

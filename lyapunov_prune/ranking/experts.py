@@ -1,4 +1,4 @@
-"""Scores of the experts of every layer, and the plan that removes as many from each."""
+"""Scores of the experts of every layer, and the plan that removes the same number from each."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from lyapunov_prune.results.wording import ranges
 class ExpertRanking(Ranking):
     """A score for every expert, (L, E) float64, the smallest of each layer removed first; NaN in layers without.
 
-    Experts that got no token go before all others, whatever their score. `use` says what the router makes of each,
-    `router` how it chooses.
+    Experts that got no token are removed before all others, whatever their score. `use` holds how the router uses each
+    expert, `router` how it chooses among them.
     """
 
     criterion: str
@@ -53,10 +53,10 @@ class ExpertRanking(Ranking):
 
     @checked
     def plan(self, remove: int | float, period: Count = 1) -> PruningPlan:
-        """The plan that removes `remove` experts of every layer, or that share of them, as many of each group.
+        """The plan that removes `remove` experts of every layer, or that share of them, the same number of each group.
 
-        A share is rounded to what the groups of the router allow. Raises LyapunovPruneError where there are not so
-        many, naming the largest number, and for a period.
+        A share is rounded to what the groups of the router allow. Raises LyapunovPruneError if so many cannot be
+        removed, with the largest possible number, and for a period.
         """
         self.require_no_period(period)
         groups, count = self.router.groups, count_of_experts(self.router, remove)
@@ -79,7 +79,7 @@ class ExpertRanking(Ranking):
         )
 
     def to_frame(self) -> pd.DataFrame:
-        """A row an expert, those of a layer in the order of removal: its score, its shares of tokens and weight."""
+        """One row an expert, by layer in the order of removal: score, shares of tokens and of router weight."""
         order = [(layer, expert) for layer in self.use.layers for expert in self.order(layer)]
         layers, experts = np.array(order).T
         frame = pd.DataFrame(
@@ -117,9 +117,9 @@ class ExpertRanking(Ranking):
 
 
 def count_of_experts(router: Router, remove: int | float) -> int:
-    """`remove` as a number of experts a layer; a share is rounded to as many of each group of the router.
+    """`remove` as a number of experts per layer; a share is rounded to the same number of each router group.
 
-    Raises LyapunovPruneError where so many cannot go, naming the largest number.
+    Raises LyapunovPruneError if so many cannot be removed, with the largest possible number.
     """
     share = not isinstance(remove, Integral)
     count = count_of(remove, router.experts // router.groups if share else router.experts, "experts")
@@ -131,7 +131,7 @@ def count_of_experts(router: Router, remove: int | float) -> int:
 def rank_experts(
     reading: Reading, criterion: str, score: Callable[[ExpertUse], np.ndarray], batch_size: int
 ) -> ExpertRanking:
-    """The ranking by a `score` (L, E) of what the router makes of the experts, which is measured."""
+    """Measure how the router uses the experts, and rank them by a `score` (L, E) of that."""
     use = expert_use(reading.decoder, reading, batch_size=batch_size)
     return ExpertRanking(criterion, score(use), use, find_mixtures(reading.structure).router)
 
@@ -139,10 +139,10 @@ def rank_experts(
 @in_eval_mode
 @torch.no_grad()
 def masked_divergence(reading: Reading, temperature: float, batch_size: int) -> np.ndarray:
-    """KL(p‖q) in nats, (L, E): `p` of the dense model, `q` of it with one expert's router logit at −∞.
+    """KL(p‖q) in nats, (L, E): `p` is the dense prediction, `q` the one with that expert's router logit set to −∞.
 
-    Mean over every position of a window but its last; NaN in layers without experts. Every forward begins at the state
-    that enters its layer; memory as `skip_divergence`, of one layer's experts.
+    It is the mean over every position of a window but its last, NaN in layers without experts. Every forward starts at
+    the input state of its layer; memory is that of `skip_divergence` for the experts of one layer.
     """
     mixtures = find_mixtures(reading.structure)
     kl = np.full((reading.structure.num_layers, mixtures.router.experts), np.nan)

@@ -1,4 +1,4 @@
-"""One call for every criterion: what it goes by is measured, and ranked."""
+"""One call for every criterion: measure what it needs, and rank."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def rank(
     folder: str | Path | None = None,
     resume: bool = False,
 ) -> Ranking:
-    """Measure on `batch` what a criterion of CRITERIA goes by, and rank the layers of `model` for removal by it.
+    """Measure on `batch` what a criterion of CRITERIA needs, and rank the layers of `model` for removal.
 
-    `what` goes: whole `layers`, the `attention` or `mlp` of layers, or `experts` of every layer. `remove` says how many
-    (of experts: of each layer), or as a float below 1 which share; some criteria cannot do without. If no criterion is
-    given, it is `best` where whole layers go and `remove` is known, `reap` of experts, else `bi`; for a streamed model
-    always `bi`. `alpha` is the weight of rho in a blend, `seeds` are those of the perturbations behind rho, `seed` that
-    of `random`. Layers of `protect` stay, counted from the end if negative; `search` is what `best` may spend, in
-    forwards. With `mend` it compares sets with their gaps mended too, by the text `judge` as well (`best_removal`).
-    `temperature` is that of the predictions behind `kl` and `cosine`. What was measured is kept in `folder`; with
-    `resume` a profile that is there already is taken, and an `oracle` or `best` that was interrupted goes on. Options
-    that the criterion does not have are not used, but for `mend` and `temperature`, which are refused.
+    `what` is removed: whole `layers`, the `attention` or `mlp` of layers, or `experts` of every layer. `remove` is
+    their number (for experts: per layer) or, as a float below 1, their share; some criteria need it. The default
+    criterion is `best` for whole layers if `remove` is given, `reap` for experts, else `bi`; for a streamed model it is
+    always `bi`. `alpha` is the weight of rho in a blend, `seeds` are the seeds of the perturbations behind rho, `seed`
+    is that of `random`. Layers of `protect` stay (counted from the end if negative). `search` is the number of forwards
+    that `best` may spend. With `mend`, `best` also compares the sets with their gaps mended, on the text `judge` too
+    (`best_removal`). `temperature` is that of the predictions behind `kl` and `cosine`. Measurements are saved in
+    `folder`; with `resume` a profile found there is used, and an interrupted `oracle` or `best` continues. Options that
+    the criterion does not have are ignored, except `mend` and `temperature`, which are refused.
 
     Raises LyapunovPruneError, before anything is measured, for an unknown criterion or part, a criterion that does not
     rank it, must know `remove` or has no `mend`, one that a streamed model cannot be ranked by, an alpha of a blend

@@ -1,4 +1,4 @@
-"""Whole layers and a part of every other layer under one budget: the split that costs least, by measured KL."""
+"""Split one budget between whole layers and parts of every other layer, by measured KL."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lyapunov_prune.ranking.rank import rank
 from lyapunov_prune.ranking.table import CRITERIA
 from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of, leaving
 
-_STEPS = 4  # from no whole layer to layers alone
+_STEPS = 4  # splits between no whole layer and layers alone
 _LEAST_WINDOWS = 4
 
 
@@ -48,19 +48,19 @@ def split_removal(
     judge: TokenBatch | None = None,
     batch_size: int = 1,
 ) -> WeighedPlans:
-    """The cheapest way to remove a share of the parameters of the layers of `model`: layers, and `what` beside them.
+    """Find the cheapest way to remove a share of the parameters of the layers: whole layers, and parts of the others.
 
-    `what` is `layers,width` or `layers,experts`. Five numbers of whole layers are tried, from none to as many as make
-    up the share alone. Layers are chosen by `criterion`, with what it takes of `protect` and `search`; from the model
-    without them go as many channels (`channel_costs`), or experts of each layer (`reap`), as the share still lacks. All
-    of that sees every second window of `batch`; the KL of the predictions on the others decides. Where channels leave,
-    the last matrices are refitted if that pays (`mending.refit.judged_refits`, which `judge` is for, as there). No way
-    leaves more parameters than the share allows.
+    `what` is `layers,width` or `layers,experts`. Up to five numbers of whole layers are tried, from none to as many as
+    make up the share alone. `criterion` chooses the layers, with `protect` and `search` if it takes them. From the
+    model without them, as many channels (`channel_costs`) or experts of each layer (`reap`) are removed as the share
+    still needs. All of this sees every second window of `batch`; the KL of the predictions on the other windows
+    decides. If channels are removed, the last matrices are refitted if that pays on `judge` too
+    (`mending.refit.judged_refits`). No candidate leaves more parameters than the share allows.
 
-    Layers alone and `what` alone are among the ways, where they can make up the share: on those windows the result
-    costs no more than either.
+    Layers alone and parts alone are among the candidates if they can make up the share, so the result costs no more
+    than either on the windows that decide.
 
-    Raises LyapunovPruneError for fewer than four windows, a share that no way can make up, and as `rank`,
+    Raises LyapunovPruneError for fewer than four windows, a share that no candidate can make up, and as `rank`,
     `channel_costs` and `find_mixtures`.
     """
     if what not in SPLITS:
@@ -112,7 +112,7 @@ def split_removal(
 
 
 def _fewest_layers(structure: Structure, parameters: int) -> int:
-    """How many layers hold so many `parameters`, whichever they are; all but one where that is too few."""
+    """How many layers hold at least `parameters`, whichever they are; all layers but one if even those hold fewer."""
     sizes = np.cumsum(sorted(sum(p.numel() for p in layer.parameters()) for layer in structure.layers))
     return min(int(np.searchsorted(sizes, parameters)) + 1, structure.num_layers - 1)
 
@@ -126,7 +126,7 @@ def _filled(
     judge: TokenBatch | None,
     batch_size: int,
 ) -> Operation | None:
-    """`plan`, with as many of `part` as are missing to `wanted` parameters; None where there are not so many."""
+    """`plan`, filled up with removals of `part` to `wanted` parameters; None if `part` cannot make up the rest."""
     missing = wanted - (0 if plan is None else leaving(reading, plan))
     if missing <= 0:
         assert plan is not None

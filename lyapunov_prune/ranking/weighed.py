@@ -1,4 +1,4 @@
-"""Plans for one model weighed against each other: what each leaves, and how far it moves the prediction."""
+"""Compare plans for one model: how many parameters each leaves, and how far it moves the prediction."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 class WeighedPlans(Result):
     """`plans` for one model, what each leaves and costs, and which of them is `chosen` for the `aim`.
 
-    `kl[n, w]` is KL(p‖q) in nats, the mean over every position but the last of window w, with `p` of the dense model
-    and `q` of the one that plan n makes; the windows chose none of what goes. `refitted[n]`: the last matrices of its
-    blocks were refitted, as that pays. `left[n]` is the number of parameters that stay.
+    `kl[n, w]` is KL(p‖q) in nats, the mean over every position but the last of window w, where `p` is the prediction of
+    the dense model and `q` that of the model without plan n's parts. These windows did not choose the parts.
+    `refitted[n]` says whether the last matrices of its blocks are refitted; `left[n]` is the number of parameters that
+    stay.
     """
 
     aim: str
@@ -44,11 +45,11 @@ class WeighedPlans(Result):
             raise LyapunovPruneError("the plans and what was measured of them are not as many; measure again")
 
     def plan(self) -> PruningPlan:
-        """The chosen plan, whose texts are also those that chose it."""
+        """The chosen plan; its history includes the text that chose among the plans."""
         return self.plans[self.chosen].seen_on(self.measured_on)
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a plan; `p` is how likely windows like these would favour the chosen one as much by chance."""
+        """One row a plan; `p` is the probability that chance alone favours the chosen plan this much."""
         return pd.DataFrame(
             {
                 "layers": [len(plan.remove) for plan in self.plans],
@@ -86,7 +87,7 @@ class WeighedPlans(Result):
 @in_eval_mode
 @torch.no_grad()
 def costs_of(reading: Reading, operations: Sequence[Operation]) -> np.ndarray:
-    """KL(p‖q) of the dense model and each changed one, (operations × windows), nats; as `WeighedPlans.kl`."""
+    """KL(p‖q) in nats between the dense model and each changed one, (operations × windows), as in `WeighedPlans.kl`."""
     changes = [
         (min(operation.plan.touched), partial(operation.standing_in, reading.decoder)) for operation in operations
     ]
@@ -98,5 +99,5 @@ def costs_of(reading: Reading, operations: Sequence[Operation]) -> np.ndarray:
 
 
 def leaving(reading: Reading, plan: PruningPlan) -> int:
-    """How many parameters leave with `plan`."""
+    """How many parameters `plan` removes."""
     return held_by(reading.model, (), shares_leaving(reading.decoder, plan))[0]

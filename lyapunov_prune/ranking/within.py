@@ -1,4 +1,4 @@
-"""As many hidden channels, or experts of every layer, as a divergence allows."""
+"""Remove as many hidden channels, or experts of every layer, as a divergence allows."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of, leaving
 def most_within(
     model: InMemory, batch: Readable, what: str, max_kl: Positive, *, criterion: str | None = None, batch_size: int = 1
 ) -> WeighedPlans:
-    """The most of `what`, `width` or `experts`, that can go with `KL(p‖q)` of at most `max_kl`, by bisection.
+    """Find by bisection the largest removal of `what` (`width` or `experts`) with `KL(p‖q)` of at most `max_kl`.
 
-    Every second window of `batch` orders the channels, or the experts by `criterion`; the KL is measured on the others,
-    with the last matrices as they are. It is taken to rise with the number that goes: where it does not, more may be
-    within `max_kl` too.
+    Every second window of `batch` orders the channels, or the experts by `criterion`. The KL is measured on the other
+    windows, without refitting. Bisection assumes that the KL rises with the number removed; if it does not, a larger
+    removal may be within `max_kl` too.
 
-    Raises LyapunovPruneError where the smallest number costs more, for another `what`, for a batch of one window, and
-    as `channel_costs` and `rank`.
+    Raises LyapunovPruneError if even the smallest removal costs more, for another `what`, for a batch of one window,
+    and as `channel_costs` and `rank`.
     """
     reading = read(model, batch)
     choosing, judging = apart(reading, every=2, most=None)
@@ -49,7 +49,7 @@ def most_within(
     else:
         raise LyapunovPruneError(f"most_within is of width or experts, not of {what!r}; give one of them")
     tried: dict[int, tuple[Operation, np.ndarray]] = {}
-    low, high = -1, len(counts)  # `low` is within, `high` is not
+    low, high = -1, len(counts)  # invariant: `low` is within the budget, `high` is not
     at = 0
     while high - low > 1:
         operation = Operation(order.plan(counts[at]))
