@@ -15,6 +15,7 @@ Along = Literal["depth", "time"]
 Derivative = Literal["difference", "jvp"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 Engine = Literal["llama.cpp"]
+Shrunk = Literal["layers", "layers,width", "layers,experts"]
 Split = Literal["evaluation", "all", "calibration"]
 What = Literal["layers", "attention", "mlp", "activation", "width", "experts", "layers,width", "layers,experts"]
 

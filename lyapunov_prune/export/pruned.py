@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +16,6 @@ from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.judge import judged_mends, second_text
 from lyapunov_prune.mending.mend import Mend
-from lyapunov_prune.mending.refit import judged_refits
 from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.merging.table import require_reduction
 from lyapunov_prune.models.decoder import Decoder, takes_model
@@ -28,7 +26,7 @@ from lyapunov_prune.models.plain import PlainAny
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
-from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.pruning.removal import refits_of
 
 
 @takes_model
@@ -86,10 +84,7 @@ def write_pruned(
     if lesson is not None:
         mends, mended = judged_mends(model, plan.remove, lesson, judge)
     elif plan.channels and isinstance(batch, TokenBatch):
-        shallower = cut(model, Operation(replace(plan, channels=(), width=0)), shared=True) if plan.remove else model
-        refits, mended = judged_refits(
-            shallower, torch.from_numpy(plan.kept_channels), batch, judge or second_text(read(model, batch))
-        )
+        refits, mended = refits_of(model, plan, batch, judge or second_text(read(model, batch)))
     if mended is not None:
         plan = plan.seen_on(mended.measured_on)
         for each in mended.judgements:

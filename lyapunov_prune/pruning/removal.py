@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import Tokens
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.mending.mend import fit_mends
+from lyapunov_prune.mending.refit import judged_refits
+from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.decoder import Decoder, takes_model
 from lyapunov_prune.models.families import TRUSTED
 from lyapunov_prune.models.plain import Plain, PlainText
@@ -60,3 +64,14 @@ def mend(model: Plain, plan: PruningPlan | Sequence[int], batch: Tokens) -> PreT
     plan.require_gaps()
     mends, report = fit_mends(model, plan.remove, batch)
     return _proven(model, Operation(plan.seen_on(report.measured_on), mends=mends))
+
+
+def refits_of(
+    decoder: Decoder, plan: PruningPlan, batch: Tokens, judge: Tokens | None
+) -> tuple[tuple[torch.Tensor, ...], MendReport]:
+    """Refit the last matrices of the kept layers to the kept channels of `plan`; none if that does not pay.
+
+    Takes and raises what `mending.refit.judged_refits` does.
+    """
+    shallower = cut(decoder, Operation(replace(plan, channels=(), width=0)), shared=True) if plan.remove else decoder
+    return judged_refits(shallower, torch.from_numpy(plan.kept_channels), batch, judge)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
@@ -16,9 +17,13 @@ from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.mending.judge import judged_mends
 from lyapunov_prune.mending.mend import Mend, fit_mends
 from lyapunov_prune.mending.report import Judgement, MendReport
+from lyapunov_prune.models.plain import plain
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removal import refits_of
 from lyapunov_prune.ranking.best import best_removal
+from lyapunov_prune.ranking.split import split_removal
 from lyapunov_prune.ranking.tried import BestRemoval
+from lyapunov_prune.ranking.weighed import WeighedPlans
 from lyapunov_prune.shrinking.report import Taken
 
 Mended = tuple[tuple[Mend, ...], MendReport]
@@ -26,13 +31,14 @@ Mended = tuple[tuple[Mend, ...], MendReport]
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """The layers to remove, and the maps that close their gaps; no maps if they do not pay."""
+    """What to remove, and the maps that close the gaps, or the refitted last matrices; none if they do not pay."""
 
     plan: PruningPlan
-    found: BestRemoval
+    found: BestRemoval | WeighedPlans
     mends: tuple[Mend, ...]
     report: MendReport | None
     taken: tuple[Taken, ...]
+    refits: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,29 +83,62 @@ class Chooser:
         chosen = Taken("layers chosen", True, told, time.monotonic() - began)
         if not self.mend:
             return Chosen(plan, found, (), None, (chosen, Taken("mending", False, "no time left", 0.0)))
-        mends, report, mending = self._mended(plan, found, fits.get(found.remove))
-        if report is not None:
-            for on in (report.measured_on, *(each.measured_on for each in report.judgements)):
-                plan = plan.seen_on(on)
-        return Chosen(plan, found, mends, report, (chosen, mending))
+        fitted = fits.get(found.remove)
+        judged = None if fitted is None else (fitted[0], _judged(found, fitted[1]))
+        mends, report, mending = self._mended(plan, judged)
+        return Chosen(_taught(plan, report), found, mends, report, (chosen, mending))
 
-    def _mended(
-        self, plan: PruningPlan, found: BestRemoval, fitted: Mended | None
-    ) -> tuple[tuple[Mend, ...], MendReport | None, Taken]:
-        """The maps that pay. They were `fitted` by the search, which has judged them too if it got that far."""
+    def split(self, remove: float, what: str) -> Chosen:
+        """Remove a share of the parameters of the layers by `split_removal`; mend layers alone, refit the rest."""
+        began = time.monotonic()
+        found = split_removal(
+            self.model,
+            self.batch,
+            remove,
+            what,
+            search=self.search,
+            judge=self.judge,
+            batch_size=self.batch_size,
+        )
+        plan = found.plan()
+        told = f"best of {len(found.plans)} ways to share the parameters, by KL"
+        chosen = Taken("layers and parts chosen", True, told, time.monotonic() - began)
+        if not plan.drops_parts and self.mend:
+            mends, report, mending = self._mended(plan, None)
+            return Chosen(_taught(plan, report), found, mends, report, (chosen, mending))
+        if not plan.channels:
+            return Chosen(plan, found, (), None, (chosen,))
+        began = time.monotonic()
+        refits, report = refits_of(plain(self.model), plan, self.batch, self.judge)
+        refitting = Taken("refitting", bool(refits), _told(report), time.monotonic() - began)
+        return Chosen(_taught(plan, report), found, (), report, (chosen, refitting), refits)
+
+    def _mended(self, plan: PruningPlan, judged: Mended | None) -> tuple[tuple[Mend, ...], MendReport | None, Taken]:
+        """The maps that pay; `judged` are those of a search that has fitted and judged them."""
         began = time.monotonic()
         try:
-            if fitted is None:
+            if judged is None:
                 mends, report = judged_mends(self.model, plan.remove, self.batch, self.judge)
             else:
-                report = _judged(found, fitted[1])
-                mends = fitted[0] if report.kept else ()
+                report = judged[1]
+                mends = judged[0] if report.kept else ()
         except LyapunovPruneError as error:  # not every layer can take a map
             return (), None, Taken("mending", False, str(error), time.monotonic() - began)
-        assert report.check is not None
-        assert report.other is not None
-        told = f"{report.check.comparison.told()}, {np.expm1(report.other.comparison.change):+.1%} on another text"
-        return mends, report, Taken("mending", bool(mends), told, time.monotonic() - began)
+        return mends, report, Taken("mending", bool(mends), _told(report), time.monotonic() - began)
+
+
+def _told(report: MendReport) -> str:
+    assert report.check is not None
+    assert report.other is not None
+    return f"{report.check.comparison.told()}, {np.expm1(report.other.comparison.change):+.1%} on another text"
+
+
+def _taught(plan: PruningPlan, report: MendReport | None) -> PruningPlan:
+    """`plan`, whose history includes the texts that fitted and judged."""
+    if report is not None:
+        for on in (report.measured_on, *(each.measured_on for each in report.judgements)):
+            plan = plan.seen_on(on)
+    return plan
 
 
 def _judged(found: BestRemoval, report: MendReport) -> MendReport:

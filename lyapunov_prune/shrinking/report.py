@@ -71,10 +71,9 @@ class Shrinking(Result):
     def answer(self) -> list[str]:
         """At most eight lines: what is left, its speed and quality, what was dropped, and how to load it."""
         (before, after), (large, small) = self.parameters, self.size
-        gone = ", ".join(map(str, self.plan.remove))
         lines = [
-            f"{self.plan.model.name} without {len(self.plan.remove)} of {self.plan.model.num_layers} layers ({gone}): "
-            f"{before:,} → {after:,} parameters, {_bytes(large)} → {_bytes(small)}",
+            f"{self.plan.model.name} without {self._gone()}: {before:,} → {after:,} parameters, "
+            f"{_bytes(large)} → {_bytes(small)}",
             self._speed(),
             self._worth(),
             self._kept(),
@@ -89,6 +88,17 @@ class Shrinking(Result):
                 f"  tokenizer = AutoTokenizer.from_pretrained({self.folder!r})",
             ]
         return [printable(line) for line in lines if line]
+
+    def _gone(self) -> str:
+        plan, gone = self.plan, []
+        if plan.remove:
+            layers = ", ".join(map(str, plan.remove))
+            gone.append(f"{len(plan.remove)} of {plan.model.num_layers} layers ({layers})")
+        if plan.channels:
+            gone.append(f"{plan.channels_gone} of {plan.width:,} channels of each feed-forward block")
+        if plan.experts:
+            gone.append(f"{max(map(len, plan.experts))} experts of each layer that has some")
+        return " and ".join(gone)
 
     def _speed(self) -> str:
         speed = self.evaluation.speed

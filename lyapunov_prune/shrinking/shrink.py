@@ -35,6 +35,7 @@ from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.ranking.best import clear_search
+from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.files import require_disk
 from lyapunov_prune.results.result import versions
 from lyapunov_prune.results.store import Store, clear_results
@@ -58,6 +59,7 @@ def shrink(
     speedup: float | None = None,
     max_kl: float | None = None,
     max_drop: str | None = None,
+    what: str = "layers",
     minutes: float | None = None,
     batch: TokenBatch | None = None,
     judge: TokenBatch | None = None,
@@ -76,6 +78,10 @@ def shrink(
     on windows that no step learns from, or that let the score of a task fall by no more than `max_drop` says, as
     `gsm8k:0.02`, by name or by file as `evaluation.load_tasks` takes them: every second item chooses, the others
     are reported. Multiple choice hides what arithmetic loses; a task with generated answers shows it.
+
+    `what` is removed: whole `layers`; or `layers,width` or `layers,experts`, and then `remove` is a share of the
+    parameters of the layers, split between layers and channels or experts of the others by measured KL
+    (`ranking.split`). The last matrices are refitted if channels go, and the choice is made anew by a run that resumes.
 
     Layers are chosen by criterion `best` (`ranking.best`), their gaps mended (`mending`), the result healed from
     `model` (`healing`). Mending and healing are kept only where windows that they did not learn from say that they pay,
@@ -97,7 +103,7 @@ def shrink(
     model = model_of(model)
     place = None if folder is None else Path(folder)
     texts = Texts(batch, judge, evaluation, tokens, context)
-    target = Target.of(remove, speedup, max_kl, max_drop)
+    target = Target.of(remove, speedup, max_kl, max_drop, what)
     request = Request(
         model,
         tokenizer,
@@ -116,7 +122,7 @@ def shrink(
 def carry_out(request: Request, output: Path | None, told: Callable[[Estimate], Any] = lambda _: None) -> Shrunk:
     """`shrink` as requested; `told` is called with the estimate before anything is written."""
     if output is not None:
-        require_output(model_name(request.model), output)
+        require_output(model_name(request.model), output, request.target.what)
     request.require()
     texts = request.texts
     about = {"model": identify(request.model).weights, "target": request.target.option(), "seed": request.seed}
@@ -154,7 +160,7 @@ def _run(
         batch_size=request.batch_size,
     )
     choice = _chosen(request, chooser, remove, None if items is None else items[0])
-    decoder, operation = plain(model), Operation(choice.plan, mends=choice.mends)
+    decoder, operation = plain(model), Operation(choice.plan, mends=choice.mends, refits=choice.refits)
     made = cut(decoder, operation, shared=True)
     pruned, gate = made.model, check_removal(decoder, made, operation, learn)
     if not gate.passed:
@@ -167,6 +173,7 @@ def _run(
     heals = None if healed is None else _heal_words(request, expected, minutes)
     commands = by_hand(
         choice.plan,
+        request.target,
         mended=choice.report,
         search=search,
         healed=heals,
@@ -175,7 +182,6 @@ def _run(
         choose=choose,
         learn=learn,
         held_out=held_out,
-        task=request.target.task,
         output="OUT" if output is None else str(output),
     )
     report = Shrinking(
@@ -198,7 +204,9 @@ def _run(
 
 
 def _chosen(request: Request, chooser: Chooser, remove: int | None, task: Task | None) -> Chosen:
-    """The layers that go: so many, or as many as the target allows to lose."""
+    """The layers to remove: as many as asked, as many as the target allows to lose, or layers and parts of others."""
+    if request.target.what != "layers":
+        return chooser.split(request.target.value, request.target.what)
     if remove is not None:
         return chooser.choose(remove)
     lost: Loss = partial(divergence, request.model, chooser)
@@ -282,7 +290,8 @@ def _write(
     healed: Healed | None,
     learn: TokenBatch,
 ) -> None:
-    results: dict[str, Any] = {REPORT: report, "best.json": choice.found, "eval.json": report.evaluation}
+    found = "best.json" if isinstance(choice.found, BestRemoval) else "weighed.json"
+    results: dict[str, Any] = {REPORT: report, found: choice.found, "eval.json": report.evaluation}
     if healed is not None:
         results[HEALING] = healed.report
     write_shrunk(

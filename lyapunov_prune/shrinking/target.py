@@ -17,7 +17,7 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import cut
-from lyapunov_prune.ranking.counts import count_of, require_count
+from lyapunov_prune.ranking.counts import SPLITS, count_of, require_count
 
 OPTIONS = {
     "remove": "--remove 25%",
@@ -30,11 +30,16 @@ _REPEATS = 3  # timed forwards of each model
 
 @dataclass(frozen=True)
 class Target:
-    """The target: `by` is one of OPTIONS, `value` its value; `max_drop` also names the `task` that is scored."""
+    """The target: `by` is one of OPTIONS, `value` its value; `max_drop` also names the `task` that is scored.
+
+    `what` is removed: whole `layers`, or a name of SPLITS (layers and parts of the others); `remove` is then a share of
+    the parameters of the layers.
+    """
 
     by: Literal["remove", "speedup", "max_kl", "max_drop"]
     value: float
     task: str | None = None
+    what: str = "layers"
 
     @classmethod
     def of(
@@ -43,8 +48,15 @@ class Target:
         speedup: float | None = None,
         max_kl: float | None = None,
         max_drop: str | None = None,
+        what: str = "layers",
     ) -> Target:
         """The one target that is given. Raises LyapunovPruneError for none, for two, and for a value out of range."""
+        if what != "layers" and what not in SPLITS:
+            raise LyapunovPruneError(f"shrinking removes no {what} alone; give layers or one of {', '.join(SPLITS)}")
+        if what in SPLITS and not isinstance(remove, float):
+            raise LyapunovPruneError(
+                f"--what {what} shares the parameters of the layers; give a share of them, --remove 25%"
+            )
         given = {"remove": remove, "speedup": speedup, "max_kl": max_kl, "max_drop": max_drop}
         named = [name for name, value in given.items() if value is not None]
         if len(named) != 1:
@@ -58,7 +70,7 @@ class Target:
                 raise LyapunovPruneError(
                     f"a share of {remove:.0%} of the layers cannot go; give less than 100%, as 25%, or a whole number"
                 )
-            return cls("remove", remove)
+            return cls("remove", remove, what=what)
         if speedup is not None:
             if not 1 < speedup < math.inf:
                 raise LyapunovPruneError(f"a speed of {speedup:g} times the dense one is no gain; give more than 1")
@@ -80,10 +92,12 @@ class Target:
     @property
     def is_counted(self) -> bool:
         """Whether the number of layers follows from the model alone, before any layer is chosen."""
-        return self.by in ("remove", "speedup")
+        return self.by in ("remove", "speedup") and self.what == "layers"
 
     def told(self) -> str:
         """The target as a phrase, for example `25% of the layers`."""
+        if self.what in SPLITS:
+            return f"{self.value:.0%} of the parameters of the layers, by layers and {SPLITS[self.what]}"
         layers = f"{self.value:.0%} of the layers" if self.value < 1 else f"{self.value:g} layers"
         return {
             "remove": "1 layer" if self.value == 1 else layers,
@@ -95,7 +109,8 @@ class Target:
     def option(self) -> list[str]:
         """The target as command-line options."""
         name = f"--{self.by.replace('_', '-')}"
-        return [name, f"{self.task}:{self.value:g}" if self.task else f"{self.value:g}"]
+        option = [name, f"{self.task}:{self.value:g}" if self.task else f"{self.value:g}"]
+        return option if self.what == "layers" else ["--what", self.what, *option]
 
 
 def count_for(target: Target, model: PreTrainedModel) -> int:

@@ -29,17 +29,20 @@ from lyapunov_prune.pruning.provenance import Provenance, describe, require_pass
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 from lyapunov_prune.results.result import Result
+from lyapunov_prune.shrinking.target import Target
 
 
 def is_gguf(output: Path) -> bool:
     return output.suffix == SUFFIX
 
 
-def require_output(name: str, output: Path) -> None:
+def require_output(name: str, output: Path, what: str = "layers") -> None:
     """Raise LyapunovPruneError unless the shrunk model of `name` can be written to `output`, a folder or a file."""
     if not is_gguf(output):
         require_empty(output)
         return
+    if what != "layers":
+        raise LyapunovPruneError(f"a .gguf file loses whole layers; leave out --what {what}, or export what is written")
     require_file(output)
     header = read_header(source_file(name))
     values_without(header, tuple(range(header.layers)))
@@ -115,6 +118,7 @@ def _healed(healing: Healing | None) -> dict[str, Any]:
 
 def by_hand(
     plan: PruningPlan,
+    target: Target,
     *,
     mended: MendReport | None,
     search: float | None,
@@ -124,7 +128,6 @@ def by_hand(
     choose: TokenBatch,
     learn: TokenBatch,
     held_out: TokenBatch,
-    task: str | None,
     output: str,
 ) -> tuple[str, ...]:
     """The commands that make the same model by hand, into `output`.
@@ -136,7 +139,9 @@ def by_hand(
     chosen = ["--remove", f"{len(plan.remove)}", "--criterion", "best"]
     if search is not None:
         chosen += ["--search", f"{search:g}"]
-    if mended is None:  # without --mend, `best` would compare the sets with open gaps
+    if target.what != "layers":
+        chosen = [*target.option(), *chosen[2:]]
+    elif mended is None:  # without --mend, `best` would compare the sets with open gaps
         chosen = ["--layers", ",".join(map(str, plan.remove))]
     else:
         chosen.append("--mend")
@@ -145,7 +150,7 @@ def by_hand(
     if healed is not None:
         taught = _without_judge(text) or ["--text", "self"]
         commands.append(["heal", cut, "--teacher", name, *healed, *source, *taught, *_size(learn), "-o", output])
-    asked = [] if task is None else ["--tasks", task]
+    asked = [] if target.task is None else ["--tasks", target.task]
     commands.append(
         ["eval", output, "--against", name, "--speed", *asked, *source, *_without_judge(text), *_size(held_out)]
     )

@@ -20,6 +20,7 @@ TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "derivative": (choices.Derivative, get_args(contraction.Derivative)),
     "dtype": (choices.DType, _DTYPES),
     "split": (choices.Split, get_args(batch.Split)),
+    "shrunk": (choices.Shrunk, ("layers", *SPLITS)),
     "what": (choices.What, (*FIELDS, *SPLITS)),
 }
 

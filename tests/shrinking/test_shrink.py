@@ -6,6 +6,7 @@ import json
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import make_tiny
+from helpers import VOCABULARY, make_mixture, make_tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
@@ -27,13 +28,16 @@ from lyapunov_prune.healing.heal import heal
 from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.provenance import Provenance
+from lyapunov_prune.ranking.split import split_removal
 from lyapunov_prune.ranking.tried import BestRemoval
+from lyapunov_prune.ranking.weighed import WeighedPlans
 from lyapunov_prune.results.history import history_of
 from lyapunov_prune.shrinking import choosing, request, texts
 from lyapunov_prune.shrinking import shrink as module
 from lyapunov_prune.shrinking.report import Shrinking
 
 SMALL: dict[str, Any] = {"tokens": 32 * 24, "context": 24}
+WORDS = {"vocab_size": len(VOCABULARY)}
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +76,43 @@ def test_what_is_written_is_what_is_returned(
     after = state(reader)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert history_of(reader).steps == ()
+
+
+@pytest.mark.parametrize("what", ["layers,width", "layers,experts"])
+def test_layers_and_parts_of_the_others_share_one_budget(
+    what: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, healing_kept: None
+) -> None:
+    experts = what == "layers,experts"
+    model = (make_mixture("mixtral", **WORDS) if experts else make_tiny("llama", **WORDS)).eval()
+    before, out = state(model), tmp_path / "out"
+    done = lp.shrink(model, tokenizer, out, remove=0.3, what=what, **SMALL)
+    plan = done.report.plan
+    weighed = WeighedPlans.load(out / "weighed.json")
+    assert weighed.plans[weighed.chosen].remove == plan.remove
+    assert weighed.plans[weighed.chosen].channels == plan.channels
+    assert weighed.plans[weighed.chosen].experts == plan.experts
+    layers = sum(p.numel() for p in find_structure(model).layers.parameters())
+    assert done.report.parameters[0] - done.report.parameters[1] >= 0.3 * layers
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in done.model.state_dict().items())
+    assert Healing.load(out / "healing.json").steps == 3
+    assert f"prune {plan.model.name} --what {what} --remove 0.3" in done.report.commands[0]
+    assert Shrinking.load(out / "shrink.json").to_json() == done.report.to_json()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_layers_alone_are_mended_where_they_win(
+    reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alone(*given: Any, **how: Any) -> WeighedPlans:
+        found = split_removal(*given, **how)
+        return replace(found, chosen=next(n for n, plan in enumerate(found.plans) if not plan.drops_parts))
+
+    monkeypatch.setattr(choosing, "split_removal", alone)
+    report = lp.shrink(reader, tokenizer, remove=0.3, what="layers,width", **SMALL).report
+    assert report.plan.remove
+    assert not report.plan.channels
+    assert [step.name for step in report.steps] == ["layers and parts chosen", "mending", "healing"]
 
 
 def test_a_step_that_does_not_pay_is_dropped_and_named(
@@ -295,6 +336,11 @@ def test_a_folder_that_is_not_empty_is_refused(
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(LyapunovPruneError, match="not empty"):
         lp.shrink(reader, tokenizer, tmp_path, remove=1, **SMALL)
+
+
+def test_a_gguf_file_loses_whole_layers(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(LyapunovPruneError, match="whole layers"):
+        lp.shrink(reader, tokenizer, "small.gguf", remove=0.2, what="layers,width", **SMALL)
 
 
 def test_the_report_is_strict_json(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:

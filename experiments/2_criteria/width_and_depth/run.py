@@ -21,13 +21,10 @@ import typer
 
 from experiments.common import BUILT_IN, Device, DType, Inputs, inputs, run_command
 from experiments.statements import bullets, ratio, short, table
-from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.mending.judge import losses, second_text
-from lyapunov_prune.mending.refit import judged_refits
-from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.pruning.operation import Operation
-from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removal import refits_of
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.ranking.split import split_removal
 from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of
@@ -79,7 +76,7 @@ def measure(given: Inputs, remove: float, criterion: str) -> WidthAndDepth:
     weighed = split_removal(decoder, calibration, remove, "layers,width", criterion=criterion, judge=judge)
     print(weighed, flush=True)
     made = [
-        Operation(plan, refits=refits_of(decoder, plan, calibration, judge) if refitted else ())
+        Operation(plan, refits=refits_of(decoder, plan, calibration.batch, judge)[0] if refitted else ())
         for plan, refitted in zip(weighed.plans, weighed.refitted, strict=True)
     ]
     shorter = [Reading(cut(decoder, each, shared=True), held_out.batch) for each in made]
@@ -90,13 +87,6 @@ def measure(given: Inputs, remove: float, criterion: str) -> WidthAndDepth:
         dense=losses(held_out, ()),
         measured_on=held_out.measured_on(),
     )
-
-
-def refits_of(decoder: Decoder, plan: PruningPlan, calibration: Reading, judge: TokenBatch) -> tuple[torch.Tensor, ...]:
-    """The last matrices that `split_removal` has measured `plan` with."""
-    layers = PruningPlan.given(decoder, plan.remove) if plan.remove else None
-    shallow = decoder if layers is None else cut(decoder, Operation(layers), shared=True)
-    return judged_refits(shallow, torch.from_numpy(plan.kept_channels), calibration.batch, judge)[0]
 
 
 def written() -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
+from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import begun_run, draw_report, jobs_folder, load_beside, windows_at_once
 from lyapunov_prune.cli.options import (
     Json,
@@ -42,6 +43,13 @@ def shrink(
             "reported. Take one with generated answers first, as gsm8k: multiple choice hides what arithmetic loses.",
         ),
     ] = None,
+    what: Annotated[
+        choices.Shrunk,
+        what_option(
+            help="Whole layers; or layers and hidden channels, or layers and experts, split by measured loss, with "
+            "--remove 25% of the parameters of the layers."
+        ),
+    ] = "layers",
     minutes: Annotated[
         float | None, what_option(help="Minutes for all of it; if not given, what 100 steps of healing take.")
     ] = None,
@@ -74,8 +82,8 @@ def shrink(
     from lyapunov_prune.shrinking.texts import Texts, wide_context
     from lyapunov_prune.shrinking.written import is_gguf, require_output
 
-    wanted = Wanted.of(remove, speedup, max_kl, max_drop)
-    require_output(model, output)
+    wanted = Wanted.of(remove, speedup, max_kl, max_drop, what)
+    require_output(model, output, what)
     report = begun_run(None, model, REPORT, "eval.json") if is_gguf(output) else output
     folder = jobs_folder("shrink", model, output)
     own = text.text == SELF
