@@ -18,7 +18,7 @@ from lyapunov_prune.models.width import find_blocks
     ("family", "reason"),
     [
         ("mixtral", "has experts .*--what experts"),
-        ("mamba", "no matrix into a feed-forward block"),
+        ("mamba", "no matrix of a feed-forward block"),
         ("recurrent_gemma", "no setting that is the width"),
         ("bloom", "does not run on a state alone"),
     ],
