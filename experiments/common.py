@@ -157,12 +157,26 @@ def on_each_text(measure: Callable[[Inputs], Any], here: Path) -> Callable[..., 
         tokens: int = 4096,
         context: int = 512,
     ) -> None:
-        for source in text or ["builtin"]:
-            found = measure(inputs(model, source, tokens, context, device=device, dtype=dtype))
-            found.save(here / f"{found.measured_on.model.name}-{Path(found.measured_on.text).stem}.json")
-            print(found)
+        measure_each(measure, here, model, text, tokens, context, device, dtype)
 
     return main
+
+
+def measure_each(
+    measure: Callable[[Inputs], Any],
+    here: Path,
+    model: str,
+    text: Sequence[str] | None,
+    tokens: int,
+    context: int,
+    device: str,
+    dtype: str | None,
+) -> None:
+    """What the command of `on_each_text` does; for experiments with options of their own."""
+    for source in text or ["builtin"]:
+        found = measure(inputs(model, source, tokens, context, device=device, dtype=dtype))
+        found.save(here / f"{found.measured_on.model.name}-{Path(found.measured_on.text).stem}.json")
+        print(found)
 
 
 def job_folder(model: str) -> Path:

@@ -62,6 +62,15 @@ class Comparison:
         return f"{ratio} ({np.expm1(self.low):+.1%} to {np.expm1(self.high):+.1%}) on {self.windows} windows"
 
 
+def chance(losses: np.ndarray, chosen: np.ndarray) -> float:
+    """The p-value of `chosen` having lower losses than `losses` on these windows; NaN if it cannot be told.
+
+    That is so for losses that are not finite, and for too few windows. Raises as `compare`.
+    """
+    told = compare(losses, chosen) if np.isfinite(losses).all() else None
+    return told.p_value if told is not None and told.has_power else np.nan
+
+
 def compare(before: np.ndarray, after: np.ndarray) -> Comparison:
     """Compare the loss of every window (nats per token) after a change with that before it.
 

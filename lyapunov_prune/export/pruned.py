@@ -86,9 +86,7 @@ def write_pruned(
     elif plan.channels and isinstance(batch, TokenBatch):
         refits, mended = refits_of(model, plan, batch, judge or second_text(read(model, batch)))
     if mended is not None:
-        plan = plan.seen_on(mended.measured_on)
-        for each in mended.judgements:
-            plan = plan.seen_on(each.measured_on)
+        plan = plan.seen_on(*mended.texts)
     operation = Operation(plan, merged, mends, refits)
     pruned = stored.cut(model, operation)
     # If the cut had written into shared tensors, the gate would compare the fault with itself.

@@ -86,6 +86,11 @@ class MendReport(Result):
     def judgements(self) -> tuple[Judgement, ...]:
         return tuple(each for each in (self.check, self.other) if each is not None)
 
+    @property
+    def texts(self) -> tuple[MeasuredOn, ...]:
+        """The windows that fitted, and those that judged."""
+        return (self.measured_on, *(each.measured_on for each in self.judgements))
+
     def to_frame(self) -> pd.DataFrame:
         """One row per gap: the chosen form, and the held-out loss without and with the map."""
         rows = [

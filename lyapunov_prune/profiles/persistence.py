@@ -147,6 +147,7 @@ class _Run:
         # For each row, the row whose inputs it reads.
         rows = torch.arange(windows * self._blocks)
         self._source = torch.where(rows < windows * held, rows % windows, rows).to(self._ids.device)
+        self._leaving: dict[int, np.ndarray] = {}  # relative error of the output of each layer, at the last token
         self.energy = np.zeros((n, seeds, windows, self._steps + 1))
         self.output = np.zeros((n, seeds, windows, self._steps))
         self.kl = np.zeros((n, windows, self._steps))
@@ -197,7 +198,6 @@ class _Run:
             moved = torch.stack([token_energy(block - blocks[0]) for block in blocks[1 : 1 + seeds]])
             self._leaving[at] = torch.where(clean > 0, moved / clean, 0).cpu().numpy()
 
-        self._leaving: dict[int, np.ndarray] = {}
         return hook
 
     def _look(self, k: int, states: dict[int, Carried], logits: torch.Tensor) -> None:

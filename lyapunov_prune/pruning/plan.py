@@ -219,9 +219,7 @@ class PruningPlan(Result):
             experts=tuple(further.experts[place[i]] if i in place else () for i in layers) if further.experts else (),
             routed=routed,
         )
-        for text in further.measured_on:
-            both = both.seen_on(text)
-        return both
+        return both.seen_on(*further.measured_on)
 
     def require_model(self, identity: ModelIdentity) -> None:
         """Raise LyapunovPruneError unless the plan was made for this model."""
@@ -269,10 +267,14 @@ class PruningPlan(Result):
         frame = self.to_frame()
         return (frame.sort_values("rank") if "rank" in frame else frame[frame.layer.isin(self.touched)]).head(ROWS)
 
-    def seen_on(self, text: MeasuredOn) -> PruningPlan:
-        """This plan, to whose texts `text` belongs: merged blocks or mended gaps were fitted on it."""
-        known = text.text_hash in {each.text_hash for each in self.measured_on}
-        return self if known else replace(self, measured_on=(*self.measured_on, text))
+    def seen_on(self, *texts: MeasuredOn) -> PruningPlan:
+        """This plan with `texts` among its own, each once: blocks were merged, or gaps mended or judged, on them."""
+        known = {each.text_hash for each in self.measured_on}
+        fresh: dict[str, MeasuredOn] = {}
+        for text in texts:
+            if text.text_hash not in known:
+                fresh.setdefault(text.text_hash, text)
+        return replace(self, measured_on=(*self.measured_on, *fresh.values())) if fresh else self
 
     def headline(self) -> str:
         return "\n".join(filter(None, (self.sentence(), self.stability())))

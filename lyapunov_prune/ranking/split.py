@@ -145,7 +145,8 @@ def _filled(
 def _channels(reading: Reading, parameters: int, batch_size: int) -> PruningPlan | None:
     costs = channel_costs(reading, batch_size=batch_size)
     multiple = multiple_of(costs.width)
-    one = leaving(reading, costs.plan(multiple)) / len(costs.plan(multiple).channels[0])
+    least = costs.plan(multiple)
+    one = leaving(reading, least) / least.channels_gone
     stay = (costs.width - math.ceil(parameters / one)) // multiple * multiple
     return costs.plan(costs.width - stay) if stay > 0 else None
 

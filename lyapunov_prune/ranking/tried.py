@@ -9,7 +9,7 @@ import numpy as np
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.judging import compare
+from lyapunov_prune.evaluation.judging import chance, compare
 from lyapunov_prune.mending.report import pays
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.candidates import Layers
@@ -164,10 +164,8 @@ class BestRemoval(Ranking):
         )
 
     def _p_value(self, tried: Tried) -> float:
-        if tried is self.tried[self.chosen] or not np.isfinite(tried.windows).all():
-            return np.nan
-        told = compare(tried.windows, self.tried[self.chosen].windows)
-        return told.p_value if told.has_power else np.nan
+        chosen = self.tried[self.chosen]
+        return np.nan if tried is chosen else chance(tried.windows, chosen.windows)
 
     def certainty(self) -> str:
         """Which other tried sets the check windows cannot tell apart from the chosen one."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.judging import compare
+from lyapunov_prune.evaluation.judging import chance
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
@@ -58,16 +58,10 @@ class WeighedPlans(Result):
                 "refitted": self.refitted,
                 "left": self.left,
                 "kl": self.kl.mean(1),
-                "p": [self._p_value(n) for n in range(len(self.plans))],
+                "p": [np.nan if n == self.chosen else chance(kl, self.kl[self.chosen]) for n, kl in enumerate(self.kl)],
                 "chosen": np.arange(len(self.plans)) == self.chosen,
             }
         )
-
-    def _p_value(self, n: int) -> float:
-        if n == self.chosen or not np.isfinite(self.kl[n]).all():
-            return np.nan
-        told = compare(self.kl[n], self.kl[self.chosen])
-        return told.p_value if told.has_power else np.nan
 
     def headline(self) -> str:
         return f"{len(self.plans)} ways to {self.aim}\n{self.measured_on.line()}"

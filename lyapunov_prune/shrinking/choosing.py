@@ -85,8 +85,7 @@ class Chooser:
             return Chosen(plan, found, (), None, (chosen, Taken("mending", False, "no time left", 0.0)))
         fitted = fits.get(found.remove)
         judged = None if fitted is None else (fitted[0], _judged(found, fitted[1]))
-        mends, report, mending = self._mended(plan, judged)
-        return Chosen(_taught(plan, report), found, mends, report, (chosen, mending))
+        return self._mended(plan, found, chosen, judged)
 
     def split(self, remove: float, what: str) -> Chosen:
         """Remove a share of the parameters of the layers by `split_removal`; mend layers alone, refit the rest."""
@@ -104,17 +103,18 @@ class Chooser:
         told = f"best of {len(found.plans)} ways to share the parameters, by KL"
         chosen = Taken("layers and parts chosen", True, told, time.monotonic() - began)
         if not plan.drops_parts and self.mend:
-            mends, report, mending = self._mended(plan, None)
-            return Chosen(_taught(plan, report), found, mends, report, (chosen, mending))
+            return self._mended(plan, found, chosen, None)
         if not plan.channels:
             return Chosen(plan, found, (), None, (chosen,))
         began = time.monotonic()
         refits, report = refits_of(plain(self.model), plan, self.batch, self.judge)
         refitting = Taken("refitting", bool(refits), _told(report), time.monotonic() - began)
-        return Chosen(_taught(plan, report), found, (), report, (chosen, refitting), refits)
+        return Chosen(plan.seen_on(*report.texts), found, (), report, (chosen, refitting), refits)
 
-    def _mended(self, plan: PruningPlan, judged: Mended | None) -> tuple[tuple[Mend, ...], MendReport | None, Taken]:
-        """The maps that pay; `judged` are those of a search that has fitted and judged them."""
+    def _mended(
+        self, plan: PruningPlan, found: BestRemoval | WeighedPlans, chosen: Taken, judged: Mended | None
+    ) -> Chosen:
+        """The layers of `plan` with the maps that pay; `judged` are maps that a search has fitted and judged."""
         began = time.monotonic()
         try:
             if judged is None:
@@ -123,22 +123,16 @@ class Chooser:
                 report = judged[1]
                 mends = judged[0] if report.kept else ()
         except LyapunovPruneError as error:  # not every layer can take a map
-            return (), None, Taken("mending", False, str(error), time.monotonic() - began)
-        return mends, report, Taken("mending", bool(mends), _told(report), time.monotonic() - began)
+            mending = Taken("mending", False, str(error), time.monotonic() - began)
+            return Chosen(plan, found, (), None, (chosen, mending))
+        mending = Taken("mending", bool(mends), _told(report), time.monotonic() - began)
+        return Chosen(plan.seen_on(*report.texts), found, mends, report, (chosen, mending))
 
 
 def _told(report: MendReport) -> str:
     assert report.check is not None
     assert report.other is not None
     return f"{report.check.comparison.told()}, {np.expm1(report.other.comparison.change):+.1%} on another text"
-
-
-def _taught(plan: PruningPlan, report: MendReport | None) -> PruningPlan:
-    """`plan`, whose history includes the texts that fitted and judged."""
-    if report is not None:
-        for on in (report.measured_on, *(each.measured_on for each in report.judgements)):
-            plan = plan.seen_on(on)
-    return plan
 
 
 def _judged(found: BestRemoval, report: MendReport) -> MendReport:

@@ -14,6 +14,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from experiments.common import BUILT_IN, Device, DType, Inputs, inputs, run_command
+from experiments.common import BUILT_IN, Device, DType, Inputs, measure_each, run_command
 from experiments.statements import bullets, ratio, short, table
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import read
@@ -76,11 +77,8 @@ def main(
     remove: float = 0.2,
     optipfair: Annotated[Path | None, typer.Option(help="folder where it is installed")] = None,
 ) -> None:
-    for source in text or ["builtin"]:
-        given = inputs(model, source, tokens, context, device=device, dtype=dtype)
-        found = measure(given, remove, optipfair)
-        found.save(HERE / f"{found.measured_on.model.name}-{Path(found.measured_on.text).stem}.json")
-        print(found)
+    asked = partial(measure, remove=remove, optipfair=optipfair)
+    measure_each(asked, HERE, model, text, tokens, context, device, dtype)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ import pandas as pd
 import torch
 import typer
 
-from experiments.common import BUILT_IN, Device, DType, Inputs, inputs, run_command
+from experiments.common import BUILT_IN, Device, DType, Inputs, measure_each, run_command
 from experiments.statements import bullets, ratio, short, table
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.mending.judge import losses, second_text
@@ -62,10 +63,8 @@ def main(
     remove: float = 0.2,
     criterion: str = "best",
 ) -> None:
-    for source in text or ["builtin"]:
-        found = measure(inputs(model, source, tokens, context, device=device, dtype=dtype), remove, criterion)
-        found.save(HERE / f"{found.measured_on.model.name}-{Path(found.measured_on.text).stem}.json")
-        print(found)
+    asked = partial(measure, remove=remove, criterion=criterion)
+    measure_each(asked, HERE, model, text, tokens, context, device, dtype)
 
 
 @torch.no_grad()
