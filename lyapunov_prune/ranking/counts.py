@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -61,3 +61,22 @@ def search_budget(layers: int, remove: int, mend: bool = False) -> float:
     With mending it is doubled.
     """
     return (2 if mend else 1) * (10 + remove * (layers - remove) / 16)
+
+
+def least_count(holds: Callable[[int], bool], most: int, first: int) -> int:
+    """The least count in 1 … `most` for which `holds` is true. It must be true for `most`, and monotone.
+
+    `first` is tried first; from there the steps double, then halve.
+    """
+    low, high, step = 0, most, 1  # invariant: `holds` is false for `low` and true for `high`
+    at = first
+    while high - low > 1:
+        at = min(max(at, low + 1), high - 1)
+        if holds(at):
+            high, at = at, at - step
+        else:
+            low, at = at, at + step
+        step *= 2
+        if not low < at < high:
+            at = (low + high) // 2
+    return high

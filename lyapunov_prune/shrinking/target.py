@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
@@ -17,7 +16,7 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import cut
-from lyapunov_prune.ranking.counts import SPLITS, count_of, require_count
+from lyapunov_prune.ranking.counts import SPLITS, count_of, least_count, require_count
 
 OPTIONS = {
     "remove": "--remove 25%",
@@ -150,23 +149,4 @@ def for_speed(speedup: float, model: PreTrainedModel) -> int:
         )
     # The time of a forward is linear in the layers, up to noise.
     first = round(most * (1 - 1 / speedup) / (1 - 1 / best))
-    return least(lambda count: ratio(count) >= speedup, most, first)
-
-
-def least(holds: Callable[[int], bool], most: int, first: int) -> int:
-    """The least count in 1 … `most` for which `holds` is true. It must be true for `most`, and monotone.
-
-    `first` is tried first; from there the steps double, then halve.
-    """
-    low, high, step = 0, most, 1  # invariant: `holds` is false for `low` and true for `high`
-    at = first
-    while high - low > 1:
-        at = min(max(at, low + 1), high - 1)
-        if holds(at):
-            high, at = at, at - step
-        else:
-            low, at = at, at + step
-        step *= 2
-        if not low < at < high:
-            at = (low + high) // 2
-    return high
+    return least_count(lambda count: ratio(count) >= speedup, most, first)

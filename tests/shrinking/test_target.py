@@ -12,7 +12,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.speed import Speed, SpeedRow
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.shrinking import target as module
-from lyapunov_prune.shrinking.target import Target, count_for, least
+from lyapunov_prune.shrinking.target import Target, count_for
 
 
 @pytest.mark.parametrize(
@@ -86,18 +86,3 @@ def test_a_speed_is_met_by_the_fewest_layers(
 def test_a_speed_out_of_reach_says_how_near_it_comes(llama: PreTrainedModel, linear_time: list[int]) -> None:
     with pytest.raises(LyapunovPruneError, match=r"it is 2\.67 times"):
         count_for(Target.of(speedup=3.0), llama)
-
-
-@pytest.mark.parametrize("most", [1, 2, 7, 29])
-def test_least_finds_the_first_that_holds_from_anywhere(most: int) -> None:
-    for wanted in range(1, most + 1):
-        for first in range(most + 3):
-            asked: list[int] = []
-
-            def holds(count: int, wanted: int = wanted, asked: list[int] = asked) -> bool:
-                asked.append(count)
-                return count >= wanted
-
-            assert least(holds, most, first) == wanted
-            assert len(asked) == len(set(asked))
-            assert all(0 < count < most for count in asked)
