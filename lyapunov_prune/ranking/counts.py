@@ -63,6 +63,11 @@ def search_budget(layers: int, remove: int, mend: bool = False) -> float:
     return (2 if mend else 1) * (10 + remove * (layers - remove) / 16)
 
 
+def most_not_over(is_over: Callable[[int], bool], most: int) -> int:
+    """The largest count in 1 … `most` for which `is_over` is false, 0 if it is true for 1; it must be monotone."""
+    return least_count(is_over, most + 1, max(1, most // 8)) - 1
+
+
 def least_count(holds: Callable[[int], bool], most: int, first: int) -> int:
     """The least count in 1 … `most` for which `holds` is true. It must be true for `most`, and monotone.
 

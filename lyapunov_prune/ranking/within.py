@@ -13,7 +13,9 @@ from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.operation import Operation
+from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.width import ChannelCosts, channel_costs, multiple_of
+from lyapunov_prune.ranking.counts import most_not_over
 from lyapunov_prune.ranking.rank import rank
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of, leaving
@@ -25,11 +27,11 @@ from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of, leaving
 def most_within(
     model: InMemory, batch: Readable, what: str, max_kl: Positive, *, criterion: str | None = None, batch_size: int = 1
 ) -> WeighedPlans:
-    """Find by bisection the largest removal of `what` (`width` or `experts`) with `KL(p‖q)` of at most `max_kl`.
+    """Find the largest removal of `what` (`width` or `experts`) with `KL(p‖q)` of at most `max_kl`.
 
     Every second window of `batch` orders the channels, or the experts by `criterion`. The KL is measured on the other
-    windows, without refitting. Bisection assumes that the KL rises with the number removed; if it does not, a larger
-    removal may be within `max_kl` too.
+    windows, without refitting. The search (`counts.most_not_over`) assumes that the KL rises with the number removed;
+    if it does not, a larger removal may be within `max_kl` too.
 
     Raises LyapunovPruneError if even the smallest removal costs more, for another `what`, for a batch of one window,
     and as `channel_costs` and `rank`.
@@ -48,28 +50,28 @@ def most_within(
         counts = range(router.groups, router.most + 1, router.groups)
     else:
         raise LyapunovPruneError(f"most_within is of width or experts, not of {what!r}; give one of them")
-    tried: dict[int, tuple[Operation, np.ndarray]] = {}
-    low, high = -1, len(counts)  # invariant: `low` is within the budget, `high` is not
-    at = 0
-    while high - low > 1:
-        operation = Operation(order.plan(counts[at]))
-        (kl,) = costs_of(judging, [operation])
-        tried[at] = operation, kl
-        low, high = (at, high) if kl.mean() <= max_kl else (low, at)
-        at = (low + high) // 2
-    if low < 0:
+    tried: dict[int, tuple[PruningPlan, np.ndarray]] = {}
+
+    def is_over(number: int) -> bool:
+        plan = order.plan(counts[number - 1])
+        (kl,) = costs_of(judging, [Operation(plan)])
+        tried[number] = plan, kl
+        return not kl.mean() <= max_kl  # NaN counts as over
+
+    number = most_not_over(is_over, len(counts))
+    if number == 0:
         raise LyapunovPruneError(
             f"no {what} can go within {max_kl:g} nats a token: {counts[0]} of every layer cost "
-            f"{tried[0][1].mean():.3g}; raise the budget"
+            f"{tried[1][1].mean():.3g}; raise the budget"
         )
     rows = sorted(tried)
-    plans = tuple(tried[n][0].plan for n in rows)
+    plans = tuple(tried[n][0] for n in rows)
     return WeighedPlans(
         aim=f"stay within {max_kl:g} nats a token",
         plans=plans,
         kl=np.array([tried[n][1] for n in rows]),
         refitted=(False,) * len(rows),
         left=tuple(reading.model.num_parameters() - leaving(reading, plan) for plan in plans),
-        chosen=rows.index(low),
+        chosen=rows.index(number),
         measured_on=judging.measured_on(),
     )

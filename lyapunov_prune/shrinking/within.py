@@ -20,7 +20,7 @@ from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.surgery import cut
-from lyapunov_prune.ranking.counts import least_count
+from lyapunov_prune.ranking.counts import most_not_over
 from lyapunov_prune.shrinking.choosing import Chooser, Chosen
 from lyapunov_prune.shrinking.report import main_score
 from lyapunov_prune.shrinking.target import Target
@@ -43,7 +43,7 @@ def largest(target: Target, chooser: Chooser, lost: Loss) -> tuple[Chosen, float
         tried[count] = choice, lost(choice)
         return not tried[count][1] <= target.value  # NaN counts as over the target
 
-    count = least_count(is_over, most + 1, max(1, most // 8)) - 1
+    count = most_not_over(is_over, most)
     if count == 0:
         raise LyapunovPruneError(
             f"no layer can go with {target.told()}: the first, layer {tried[1][0].plan.remove[0]}, "
