@@ -18,7 +18,8 @@ EVERY, MOST = 8, 8  # every eighth window judges, up to eight
 def apart(reading: Reading, every: int = EVERY, most: int | None = MOST) -> tuple[Reading, Reading]:
     """Split windows into those to learn from and those to judge by: every `every`-th one, at most `most`.
 
-    Raises LyapunovPruneError for a batch of one window.
+    A reading that is split again gives the same two readings, with what was measured on them (`Reading.once`). Raises
+    LyapunovPruneError for a batch of one window.
     """
     batch = reading.batch
     if len(batch) < 2:
@@ -27,7 +28,11 @@ def apart(reading: Reading, every: int = EVERY, most: int | None = MOST) -> tupl
         )
     judging = range(min(every, len(batch)) - 1, len(batch), every)[:most]
     teaching = [window for window in range(len(batch)) if window not in judging]
-    return replace(reading, batch=batch.take(teaching)), replace(reading, batch=batch.take(judging))
+    parts = teaching, list(judging)
+    teach, judge = reading.once(
+        ("apart", every, most), lambda: [replace(reading, batch=batch.take(part)) for part in parts]
+    )
+    return teach, judge
 
 
 @dataclass(frozen=True)

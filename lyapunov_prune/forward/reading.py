@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +18,8 @@ from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.structure import Structure, scale_weights
 from lyapunov_prune.results.result import MeasuredOn
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +55,17 @@ class Reading:
 
     def measured_on(self, seed: int | None = None) -> MeasuredOn:
         return replace(self._measured_on, seed=seed)
+
+    def once(self, key: Hashable, measure: Callable[[], T]) -> T:
+        """The result of `measure`, which runs at the first call with `key` alone."""
+        if key not in self._found:
+            self._found[key] = measure()
+        found: T = self._found[key]
+        return found
+
+    @cached_property
+    def _found(self) -> dict[Hashable, Any]:
+        return {}
 
     @cached_property
     def _measured_on(self) -> MeasuredOn:

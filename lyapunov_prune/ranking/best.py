@@ -67,8 +67,9 @@ def best_removal(
 
     One forward is a forward of the dense model over the check windows, counted in multiplications; a check starts at
     the first removed layer (`Sweep`). A measurement is left out if it would cost more than half of the remaining budget
-    or refuses the model. `protect` lists layers that stay, counted from the end if negative. Finished checks are kept
-    in `folder`; with `resume` they are not repeated.
+    or refuses the model. What an earlier search of another number of layers measured on the reading `batch` is not
+    measured again; it costs the same, so that the search finds what it would find alone. `protect` lists layers that
+    stay, counted from the end if negative. Finished checks are kept in `folder`; with `resume` they are not repeated.
 
     Raises LyapunovPruneError for a batch of one window, too few tokens to mend on, a number of layers that cannot be
     removed beside the protected ones, a budget smaller than one check, no set with a finite loss, a model that cannot
@@ -117,7 +118,8 @@ def best_removal(
         begin_phase()
         walk = _Walk(sweep, cost, share * search, first)
         if "distance" not in store:
-            store.add("distance", encode(angular_distance(model, scoring, batch_size=batch_size).distance))
+            measured = scoring.once("distance", lambda: angular_distance(model, scoring, batch_size=batch_size))
+            store.add("distance", encode(measured.distance))
         distance = decode(np.ndarray, store["distance"])
         walk.check(by_direction(distance, remove, free))
         left_out = []

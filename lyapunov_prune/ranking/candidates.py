@@ -67,14 +67,19 @@ class Cost:
 
 
 class Source(NamedTuple):
-    """A measurement and the sets it proposes: its cost for `remove` layers, and how the sets are found."""
+    """A measurement and the sets it proposes: its cost for `remove` layers, and how the sets are found.
+
+    What is measured is kept with the reading, for searches of other numbers of layers.
+    """
 
     cost: Callable[[Cost, int], float]
     sets: Callable[[Reading, int, Layers, int], dict[str, Layers]]
 
 
 def _by_profile(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
-    profile = profile_layers(reading.decoder, reading, seeds=_SEEDS, batch_size=batch_size)
+    profile = reading.once(
+        "profile", lambda: profile_layers(reading.decoder, reading, seeds=_SEEDS, batch_size=batch_size)
+    )
     contraction, bi = profile.contraction, profile.influence.influence[list(free)]
     sets: dict[str, Layers] = {}
     if not contraction.above_floor.any():  # every ρ is rounding: nothing to propose
@@ -91,17 +96,17 @@ def _by_profile(reading: Reading, remove: int, free: Layers, batch_size: int) ->
 def _by_anew(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
     """The set by Block Influence of the pruned model, measured again after every removed layer."""
     windows = reading.windows(batch_size)
-    removed: Layers = ()
-    for _ in track(range(remove), "block influence, after every layer anew"):
+    removed = reading.once(("bi anew", free), list[int])
+    for _ in track(range(len(removed), remove), "block influence, after every layer anew"):
         left = tuple(layer for layer in free if layer not in removed)
         with reading.prefix.without(removed):
             influence = turns(reading.structure, windows)[list(left), 0].mean(-1)
         removed += least(influence, 1, left)
-    return {"bi anew": tuple(sorted(removed))}
+    return {"bi anew": tuple(sorted(removed[:remove]))}
 
 
 def _by_divergence(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
-    variance = skip_divergence(reading.model, reading, batch_size=batch_size).variance
+    variance = reading.once("kl", lambda: skip_divergence(reading.model, reading, batch_size=batch_size)).variance
     return {"kl": least(variance[list(free)], remove, free)}
 
 

@@ -18,7 +18,7 @@ from lyapunov_prune.mending import judge as judge_module
 from lyapunov_prune.mending.mend import fit_mends
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.ranking import BestRemoval, best_removal
+from lyapunov_prune.ranking import BestRemoval, best_removal, candidates
 from lyapunov_prune.ranking import best as module
 from lyapunov_prune.ranking.tried import mended
 from lyapunov_prune.sensitivity.sweep import Job, Sweep
@@ -295,6 +295,32 @@ def test_no_more_is_spent_than_was_allowed(search: float, many: torch.Tensor, ll
     assert found.forwards <= search
     assert all(a.forwards < b.forwards for a, b in zip(found.tried, found.tried[1:], strict=False))
     assert ("kl" in found.left_out) == (search < 20)
+
+
+def test_searches_of_one_reading_measure_once_and_find_what_each_finds_alone(
+    many: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny("llama")
+    alone = [best_removal(model, many, count, search=40) for count in (1, 3, 2)]
+    calls: dict[str, int] = {}
+
+    def counted(where: Any, name: str) -> None:
+        function = getattr(where, name)
+
+        def count(*given: Any, **how: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return function(*given, **how)
+
+        monkeypatch.setattr(where, name, count)
+
+    counted(module, "angular_distance")
+    for name in ("profile_layers", "skip_divergence", "turns"):
+        counted(candidates, name)
+    reading = read(wrap(model), many)
+    together = [best_removal(model, reading, count, search=40) for count in (1, 3, 2)]
+    assert [found.to_json() for found in together] == [found.to_json() for found in alone]
+    assert calls == {"angular_distance": 1, "profile_layers": 1, "skip_divergence": 1, "turns": 3}
+    assert not any("kl" in found.left_out for found in together)
 
 
 def test_finished_checks_are_not_repeated(many: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
