@@ -201,22 +201,22 @@ class PruningPlan(Result):
         return "keep those parts, and remove whole layers alone" if self.drops_sublayers else "remove other layers"
 
     def followed_by(self, further: PruningPlan) -> PruningPlan:
-        """This plan of whole layers and `further`, of channels or experts of the model without them."""
-        if self.drops_parts or further.remove or further.model.num_layers != len(self.kept):
-            raise LyapunovPruneError(
-                "layers leave first, and channels or experts of the model without them; give plans of those two"
-            )
-        layers = range(self.model.num_layers)
-        place = {layer: i for i, layer in enumerate(self.kept)}
+        """This plan of whole layers, and what `further` removes of the layers that stay: channels or experts."""
+        if self.drops_parts or further.remove or not self.model.same_as(further.model):
+            raise LyapunovPruneError("layers leave, and channels or experts of the others; give plans of those two")
         routed = further.routed
         if routed is not None:
-            routed = np.array([routed[place[i]] if i in place else np.nan for i in layers])
+            routed = np.where(np.isin(range(len(routed)), self.remove), np.nan, routed)
+
+        def of_kept(parts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+            return tuple(() if layer in self.remove else each for layer, each in enumerate(parts))
+
         both = replace(
             self,
             criterion=f"{self.criterion}, then {further.criterion}",
-            channels=tuple(further.channels[place[i]] if i in place else () for i in layers) if further.width else (),
+            channels=of_kept(further.channels),
             width=further.width,
-            experts=tuple(further.experts[place[i]] if i in place else () for i in layers) if further.experts else (),
+            experts=of_kept(further.experts),
             routed=routed,
         )
         return both.seen_on(*further.measured_on)

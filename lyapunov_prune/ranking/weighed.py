@@ -27,20 +27,18 @@ class WeighedPlans(Result):
 
     `kl[n, w]` is KL(p‖q) in nats, the mean over every position but the last of window w, where `p` is the prediction of
     the dense model and `q` that of the model without plan n's parts. These windows did not choose the parts.
-    `refitted[n]` says whether the last matrices of its blocks are refitted; `left[n]` is the number of parameters that
-    stay.
+    Nothing is mended or refitted. `left[n]` is the number of parameters that stay.
     """
 
     aim: str
     plans: tuple[PruningPlan, ...]
     kl: np.ndarray
-    refitted: tuple[bool, ...]
     left: tuple[int, ...]
     chosen: int
     measured_on: MeasuredOn
 
     def __post_init__(self) -> None:
-        counts = {len(self.plans), len(self.kl), len(self.refitted), len(self.left)}
+        counts = {len(self.plans), len(self.kl), len(self.left)}
         if len(counts) > 1 or self.kl.ndim != 2 or not 0 <= self.chosen < len(self.plans):
             raise LyapunovPruneError("the plans and what was measured of them are not as many; measure again")
 
@@ -55,7 +53,6 @@ class WeighedPlans(Result):
                 "layers": [len(plan.remove) for plan in self.plans],
                 "channels": [plan.channels_gone for plan in self.plans],
                 "experts": [max(map(len, plan.experts), default=0) for plan in self.plans],
-                "refitted": self.refitted,
                 "left": self.left,
                 "kl": self.kl.mean(1),
                 "p": [np.nan if n == self.chosen else chance(kl, self.kl[self.chosen]) for n, kl in enumerate(self.kl)],

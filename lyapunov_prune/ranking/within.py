@@ -14,10 +14,8 @@ from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.width import ChannelCosts, channel_costs, multiple_of
 from lyapunov_prune.ranking.counts import most_not_over
-from lyapunov_prune.ranking.rank import rank
-from lyapunov_prune.ranking.ranking import Ranking
+from lyapunov_prune.ranking.parts import parts_of
 from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of, leaving
 
 
@@ -30,7 +28,7 @@ def most_within(
     """Find the largest removal of `what` (`width` or `experts`) with `KL(p‖q)` of at most `max_kl`.
 
     Every second window of `batch` orders the channels, or the experts by `criterion`. The KL is measured on the other
-    windows, without refitting. The search (`counts.most_not_over`) assumes that the KL rises with the number removed;
+    windows. The search (`counts.most_not_over`) assumes that the KL rises with the number removed;
     if it does not, a larger removal may be within `max_kl` too.
 
     Raises LyapunovPruneError if even the smallest removal costs more, for another `what`, for a batch of one window,
@@ -38,18 +36,12 @@ def most_within(
     """
     reading = read(model, batch)
     choosing, judging = apart(reading, every=2, most=None)
-    order: ChannelCosts | Ranking
-    if what == "width":
-        order = channel_costs(choosing, batch_size=batch_size)
-        step, most = multiple_of(order.width), order.width
-        counts = range(order.width % step or step, most, step)
-    elif what == "experts":
-        order = rank(model, choosing, criterion=criterion, what=what, batch_size=batch_size)
+    if what not in ("width", "experts"):
+        raise LyapunovPruneError(f"most_within is of width or experts, not of {what!r}; give one of them")
+    order, counts = parts_of(choosing, what, criterion=criterion, batch_size=batch_size)
+    if what == "experts":
         router = find_mixtures(reading.structure).router
         router.require_removed(router.groups)
-        counts = range(router.groups, router.most + 1, router.groups)
-    else:
-        raise LyapunovPruneError(f"most_within is of width or experts, not of {what!r}; give one of them")
     tried: dict[int, tuple[PruningPlan, np.ndarray]] = {}
 
     def is_over(number: int) -> bool:
@@ -70,7 +62,6 @@ def most_within(
         aim=f"stay within {max_kl:g} nats a token",
         plans=plans,
         kl=np.array([tried[n][1] for n in rows]),
-        refitted=(False,) * len(rows),
         left=tuple(reading.model.num_parameters() - leaving(reading, plan) for plan in plans),
         chosen=rows.index(number),
         measured_on=judging.measured_on(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,11 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.reading import Readable
+from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.judge import judged_mends
 from lyapunov_prune.mending.mend import Mend, fit_mends
 from lyapunov_prune.mending.report import Judgement, MendReport
+from lyapunov_prune.models.decoder import in_memory
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import refits_of
@@ -46,7 +48,8 @@ class Chooser:
     """Chooses layers of `model` on `batch` by criterion `best`, and mends on half of its windows.
 
     `judge` is the second text that judges mending. A search may spend `search` forwards. Without `mend` it compares no
-    mended sets, and nothing is mended. Searches are kept in `folder`, by the number of layers.
+    mended sets, and nothing is mended. Searches are kept in `folder`, by the number of layers; what they
+    measure on all layers is measured once.
     """
 
     model: PreTrainedModel
@@ -58,6 +61,10 @@ class Chooser:
     resume: bool
     batch_size: int
 
+    @cached_property
+    def reading(self) -> Reading:
+        return read(in_memory(self.model), self.batch)
+
     def choose(self, remove: int) -> Chosen:
         began = time.monotonic()
         fits: dict[tuple[int, ...], Mended] = {}
@@ -68,7 +75,7 @@ class Chooser:
 
         found = best_removal(
             self.model,
-            self.batch,
+            self.reading,
             remove,
             search=self.search,
             mend=self.mend,
@@ -92,11 +99,12 @@ class Chooser:
         began = time.monotonic()
         found = split_removal(
             self.model,
-            self.batch,
+            self.reading,
             remove,
             what,
             search=self.search,
-            judge=self.judge,
+            folder=self.folder,
+            resume=self.resume,
             batch_size=self.batch_size,
         )
         plan = found.plan()

@@ -17,6 +17,7 @@ from lyapunov_prune.healing.heal import STEPS
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.ranking.counts import search_budget
+from lyapunov_prune.ranking.split import numbers_of_layers, share_of
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ModelIdentity, Result
 
@@ -24,6 +25,7 @@ _STEP = 5  # a step of distillation in forwards: one of the teacher, one of the 
 _SAVED = 1e8  # bytes per second, written and read back
 _WRITES = 16  # windows that a model generates at once
 TASK = "answering the task"
+_COMPARED = 2.0  # forwards of the windows that compare the ways to share a budget, for each way
 LOW_RANK = 16  # rank of the healing updates in half precision, or if the optimizer does not fit
 
 
@@ -31,16 +33,17 @@ LOW_RANK = 16  # rank of the healing updates in half precision, or if the optimi
 class Estimate(Result):
     """What shrinking `model` by `remove` layers will take: `seconds` of each step, `memory` and `disk` in bytes.
 
-    `remove` is None if only the choice itself shows how many layers the target allows; the estimate is then for
-    removing a quarter, after trying `searches` numbers of layers. Memory is counted beside the loaded model. `rank` is
-    the rank of the updates that heal the model, None if all parameters of the layers are trained; `step_seconds` is the
-    time of one such step.
+    `remove` is None if only the choice itself shows how many layers go; the estimate is then for removing a quarter, or
+    the share of the parameters that is asked for. There are `searches` searches of `search` forwards each, on average.
+    Memory is counted beside the loaded model. `rank` is the rank of the updates that heal the model, None if all
+    parameters of the layers are trained; `step_seconds` is the time of one such step.
     """
 
     model: ModelIdentity
     target: str
     remove: int | None
     searches: int
+    search: float
     seconds: dict[str, float]
     memory: int
     disk: int
@@ -103,29 +106,36 @@ def estimated(
     steps: int | None = None,
     answering: float = 0.0,
     minutes: float | None,
+    shared: float | None = None,
 ) -> Estimate:
     """The cost of shrinking by `remove` layers, healed on `windows` windows of `context` tokens.
 
     `choosing` is the number and the width of the windows on which layers are chosen. `held_out` is the number of tokens
     that evaluate. With `writes` the model generates the text itself. `search` is the number of forwards for choosing,
     `steps` the number of healing steps; None means the usual number. `answering` is the time in seconds of one pass
-    over the task that chooses the layers. `minutes` bounds the whole.
+    over the task that chooses the layers. `minutes` bounds the whole. `shared` is the share of the parameters that is
+    split between layers and parts of the others, None if whole layers are removed alone.
     """
     layers = find_structure(model).num_layers
     goes = as_if(remove, layers)
-    searches = 1 if remove is not None else 1 + math.ceil(math.log2(layers))
+    counts = [goes] * (1 if remove is not None else 1 + math.ceil(math.log2(layers)))
+    if shared is not None:
+        goes, counts = max(1, round(shared * layers)), _counts_shared(model, shared)
     window, chosen = window_seconds(model, context), choosing[0] * window_seconds(model, choosing[1])
     smaller = smaller_bytes(model, goes)
-    budget = (search or search_budget(layers, goes, mend=True)) * searches
+    budgets = [search or search_budget(layers, count, mend=shared is None) for count in counts]
+    budget = sum(budgets) + (_COMPARED * (1 + len(counts)) if shared is not None else 0)
     seconds = {"writing the text": 0.0}
     if writes:
         texts = [(windows, context), *([choosing] if choosing[1] != context else [])]
         seconds["writing the text"] = sum(writing_seconds(model, *text) for text in texts)
     seconds["choosing layers"] = budget * chosen / 2
-    seconds["mending"] = budget * chosen / 16  # the cost of each of the four sets that the search mends
+    # Refitting takes two forwards of both texts and two passes through the layers. Mending costs as much as each of the
+    # four sets that the search mends.
+    seconds["mending"] = 3 * chosen if shared is not None else budget * chosen / 16
     seconds["healing"] = (steps or STEPS) * _STEP * window
     if answering:  # the dense model and every choice answer one half; both models answer the other half at the end
-        seconds[TASK] = answering * (searches + 3) / 2
+        seconds[TASK] = answering * (len(counts) + 3) / 2
     seconds["evaluation"] = 2 * window * held_out / context + 16 * window
     seconds["gate and files"] = 2 * smaller / _SAVED + 20 * window
     if minutes is not None:
@@ -136,13 +146,20 @@ def estimated(
         model=identify(model),
         target=target,
         remove=remove,
-        searches=searches,
+        searches=len(counts),
+        search=sum(budgets) / len(budgets),
         seconds=seconds,
         memory=memory,
         disk=smaller + trained_bytes(model, goes, rank) * 4,
         rank=rank,
         step_seconds=_STEP * window,
     )
+
+
+def _counts_shared(model: PreTrainedModel, share: float) -> list[int]:
+    """The numbers of whole layers that are searched for if a budget is shared with parts of the others."""
+    structure = find_structure(model)
+    return [count for count in numbers_of_layers(structure, share_of(structure, share)) if count]
 
 
 def as_if(remove: int | None, layers: int) -> int:

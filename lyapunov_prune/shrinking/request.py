@@ -15,9 +15,8 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.tasks import Task
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import plain
-from lyapunov_prune.ranking.counts import search_budget
 from lyapunov_prune.results.store import Store
-from lyapunov_prune.shrinking.cost import TASK, Estimate, answering_seconds, as_if, estimated
+from lyapunov_prune.shrinking.cost import TASK, Estimate, answering_seconds, estimated
 from lyapunov_prune.shrinking.target import Target, count_for
 from lyapunov_prune.shrinking.texts import Texts
 
@@ -78,6 +77,7 @@ class Request:
             steps=self.steps,
             answering=0.0 if self.items is None else answering_seconds(self.model, self.tokenizer, *self.items),
             minutes=self.minutes,
+            shared=None if self.target.what == "layers" else self.target.value,
         )
 
 
@@ -107,9 +107,7 @@ def search_forwards(expected: Estimate, clock: Clock) -> float | None:
     """
     if clock.left() == math.inf:
         return None
-    layers = expected.model.num_layers
-    usual = search_budget(layers, as_if(expected.remove, layers), mend=True)
-    seconds = expected.seconds
+    usual, seconds = expected.search, expected.seconds
     forward = seconds["choosing layers"] / usual  # in each of the searches
     others = ("writing the text", "mending", TASK, "evaluation", "gate and files")
     fixed = sum(seconds.get(step, 0.0) for step in others)

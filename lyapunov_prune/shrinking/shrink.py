@@ -35,6 +35,7 @@ from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.ranking.best import clear_search
+from lyapunov_prune.ranking.split import clear_split
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.files import require_disk
 from lyapunov_prune.results.result import versions
@@ -81,7 +82,7 @@ def shrink(
 
     `what` is removed: whole `layers`; or `layers,width` or `layers,experts`, and then `remove` is a share of the
     parameters of the layers, split between layers and channels or experts of the others by measured KL
-    (`ranking.split`). The last matrices are refitted if channels go, and the choice is made anew by a run that resumes.
+    (`ranking.split`). The last matrices are refitted if channels go.
 
     Layers are chosen by criterion `best` (`ranking.best`), their gaps mended (`mending`), the result healed from
     `model` (`healing`). Mending and healing are kept only where windows that they did not learn from say that they pay,
@@ -314,5 +315,6 @@ def _clear(folder: Path) -> None:
     clear_states(folder / "heal")
     for kept in sorted(folder.glob("best-*")):
         clear_search(kept)
+    clear_split(folder)
     clear_texts(folder)
     clear_results(folder, "shrinking")

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks
-from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.mending.mend import Mend, mapped
-from lyapunov_prune.models.decoder import in_memory
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
@@ -56,7 +55,7 @@ def largest(target: Target, chooser: Chooser, lost: Loss) -> tuple[Chosen, float
 @torch.no_grad()
 def divergence(model: PreTrainedModel, chooser: Chooser, choice: Chosen) -> float:
     """KL(dense ‖ pruned and mended) in nats per token, on the windows that no score or map has seen."""
-    _, checking = apart(read(in_memory(model), chooser.batch), every=2, most=None)
+    _, checking = apart(chooser.reading, every=2, most=None)
     removed = choice.plan.remove
     first = min([*removed, *(mend.place.layer for mend in choice.mends)])
     change = partial(_without, checking, removed, choice.mends)

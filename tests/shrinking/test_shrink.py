@@ -181,14 +181,16 @@ def timed_alone(reading: Reading, prompts: torch.Tensor, draws: torch.Tensor, te
     return sample(reading, prompts, draws, temperature)
 
 
+@pytest.mark.parametrize("asked", [{"remove": 2}, {"remove": 0.3, "what": "layers,width"}])
 def test_what_goes_on_ends_as_if_it_had_never_stopped(
+    asked: dict[str, Any],
     reader: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     healing_kept: None,
 ) -> None:
-    whole = lp.shrink(reader, tokenizer, remove=2, **SMALL)
+    whole = lp.shrink(reader, tokenizer, **asked, **SMALL)
 
     def killed(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
@@ -196,17 +198,18 @@ def test_what_goes_on_ends_as_if_it_had_never_stopped(
     kept: dict[str, Any] = {"folder": tmp_path / "jobs", **SMALL}
     monkeypatch.setattr(module, "heal", killed)
     with pytest.raises(KeyboardInterrupt):
-        lp.shrink(reader, tokenizer, tmp_path / "out", remove=2, **kept)
+        lp.shrink(reader, tokenizer, tmp_path / "out", **asked, **kept)
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(module, "heal", heal)
     monkeypatch.setattr(request, "count_for", lambda *_: pytest.fail("counted again"))
     monkeypatch.setattr(own_text, "sample", timed_alone)
     monkeypatch.setattr("lyapunov_prune.ranking.best.angular_distance", lambda *_, **__: pytest.fail("ranked again"))
-    done = lp.shrink(reader, tokenizer, tmp_path / "out", remove=2, resume=True, **kept)
+    done = lp.shrink(reader, tokenizer, tmp_path / "out", **asked, resume=True, **kept)
     assert done.report.plan.to_json() == whole.report.plan.to_json()
     assert {k: v.tolist() for k, v in done.model.state_dict().items()} == {
         k: v.tolist() for k, v in whole.model.state_dict().items()
     }
+    assert not (tmp_path / "jobs").exists()
 
 
 def test_another_request_takes_nothing_of_the_last(

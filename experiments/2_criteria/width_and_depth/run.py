@@ -1,10 +1,10 @@
-"""Layers and hidden channels under one budget: every way of `prune --what layers,width`, held against each alone.
+"""Layers and parts of the others under one budget: every way of `prune --what layers,width`, held against each alone.
 
-    python experiments/2_criteria/width_and_depth/run.py [--model MODEL] [--text FILE] [--criterion NAME]
+    python experiments/2_criteria/width_and_depth/run.py [--model MODEL] [--text FILE] [--criterion NAME] [--what WHAT]
 
-`split_removal` chooses on one half of a text, as the command does; KL from the dense model and the loss of all its ways
-are measured on the other half. Writes MODEL-TEXT.json beside this file, one a text; what all of them say goes into
-README.md by `make tables`.
+`split_removal` chooses on one half of a text, and the last matrices are refitted if that pays, as the command does; KL
+from the dense model and the loss of all ways are measured on the other half. Writes MODEL-TEXT.json beside this file,
+one a text; what all of them say goes into README.md by `make tables`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from experiments.statements import bullets, ratio, short, table
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.mending.judge import losses, second_text
 from lyapunov_prune.pruning.operation import Operation
+from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import refits_of
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.ranking.split import split_removal
@@ -36,7 +37,10 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class WidthAndDepth(Result):
-    """The ways of `weighed` on windows that chose nothing: KL and loss (ways × windows), and the dense loss."""
+    """The ways of `weighed` on windows that chose nothing: KL and loss (ways × windows), and the dense loss.
+
+    If refitting the chosen way pays, a further row holds the chosen way refitted.
+    """
 
     weighed: WeighedPlans
     kl: np.ndarray
@@ -44,9 +48,13 @@ class WidthAndDepth(Result):
     dense: np.ndarray
     measured_on: MeasuredOn
 
+    @property
+    def refitted(self) -> bool:
+        return len(self.kl) > len(self.weighed.plans)
+
     def to_frame(self) -> pd.DataFrame:
-        frame = self.weighed.to_frame()
-        return frame.assign(held_out_kl=self.kl.mean(1), loss=self.windows.mean(1))
+        ways = len(self.weighed.plans)
+        return self.weighed.to_frame().assign(held_out_kl=self.kl[:ways].mean(1), loss=self.windows[:ways].mean(1))
 
     def headline(self) -> str:
         chose, compared = self.weighed.plan().measured_on[0], self.weighed.measured_on
@@ -62,22 +70,23 @@ def main(
     context: int = 512,
     remove: float = 0.2,
     criterion: str = "best",
+    what: str = "layers,width",
 ) -> None:
-    asked = partial(measure, remove=remove, criterion=criterion)
+    asked = partial(measure, remove=remove, criterion=criterion, what=what)
     measure_each(asked, HERE, model, text, tokens, context, device, dtype)
 
 
 @torch.no_grad()
-def measure(given: Inputs, remove: float, criterion: str) -> WidthAndDepth:
+def measure(given: Inputs, remove: float, criterion: str, what: str) -> WidthAndDepth:
     decoder, held_out = given.loaded, read(given.loaded, given.evaluation)
     calibration = read(decoder, given.calibration)
-    judge = second_text(calibration)
-    weighed = split_removal(decoder, calibration, remove, "layers,width", criterion=criterion, judge=judge)
+    weighed = split_removal(decoder, calibration, remove, what, criterion=criterion)
     print(weighed, flush=True)
-    made = [
-        Operation(plan, refits=refits_of(decoder, plan, calibration.batch, judge)[0] if refitted else ())
-        for plan, refitted in zip(weighed.plans, weighed.refitted, strict=True)
-    ]
+    made = [Operation(plan) for plan in weighed.plans]
+    chosen = weighed.plans[weighed.chosen]
+    if chosen.channels:
+        refits, _ = refits_of(decoder, chosen, calibration.batch, second_text(calibration))
+        made += [Operation(chosen, refits=refits)] if refits else []
     shorter = [Reading(cut(decoder, each, shared=True), held_out.batch) for each in made]
     return WidthAndDepth(
         weighed=weighed,
@@ -89,12 +98,11 @@ def measure(given: Inputs, remove: float, criterion: str) -> WidthAndDepth:
 
 
 def written() -> dict[str, str]:
-    results = [WidthAndDepth.load(path) for path in sorted(HERE.glob("*.json"))]
+    results = {path.stem: WidthAndDepth.load(path) for path in sorted(HERE.glob("*.json"))}
     head = (
         "model, text",
         "layers that go",
-        "channels",
-        "last matrix",
+        "parts of the others",
         "parameters left",
         "KL that chose",
         "KL held out",
@@ -102,34 +110,43 @@ def written() -> dict[str, str]:
         "over the dense",
     )
     return {
-        "setting": bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in results)),
-        "table": table(head, [row for r in results for row in _rows(r)]),
-        "beside layers": beside_layers(results[0]),
+        "setting": bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in results.values())),
+        "table": table(head, [row for r in results.values() for row in _rows(r)]),
+        **{f"{name} beside layers": beside_layers(r) for name, r in results.items()},
     }
 
 
 def beside_layers(result: WidthAndDepth) -> str:
-    """The held-out KL of the chosen way over that of layers alone, paired by window."""
-    alone = next(n for n, plan in enumerate(result.weighed.plans) if not plan.channels)
-    return ratio(np.log(result.kl[result.weighed.chosen]) - np.log(result.kl[alone]))
+    """The held-out KL of what is written of the chosen way over that of layers alone, paired by window."""
+    alone = next(n for n, plan in enumerate(result.weighed.plans) if not plan.drops_parts)
+    written = -1 if result.refitted else result.weighed.chosen
+    return ratio(np.log(result.kl[written]) - np.log(result.kl[alone]))
 
 
 def _rows(result: WidthAndDepth) -> Iterator[tuple[object, ...]]:
     weighed = result.weighed
     name = f"{result.measured_on.model.name}, {Path(result.measured_on.text).stem}"
-    for n, plan in enumerate(weighed.plans):
-        chosen = "**" if n == weighed.chosen else ""
+    for n, windows in enumerate(result.windows):
+        again = n == len(weighed.plans)
+        way = weighed.chosen if again else n
+        plan = weighed.plans[way]
+        chosen = "**" if way == weighed.chosen else ""
         yield (
             name,
             f"{chosen}{len(plan.remove)} of {plan.model.num_layers}{chosen}",
-            f"{plan.channels_gone} of {plan.width:,}" if plan.channels else "none",
-            "refitted" if weighed.refitted[n] else "cut",
-            f"{weighed.left[n]:,}",
-            short(float(weighed.kl[n].mean())),
+            _parts(plan) + (", refitted" if again else ""),
+            f"{weighed.left[way]:,}",
+            None if again else short(float(weighed.kl[way].mean())),
             short(float(result.kl[n].mean())),
-            short(float(np.exp(result.windows[n].mean()))),
-            ratio(result.windows[n] - result.dense),
+            short(float(np.exp(windows.mean()))),
+            ratio(windows - result.dense),
         )
+
+
+def _parts(plan: PruningPlan) -> str:
+    if plan.channels:
+        return f"{plan.channels_gone} of {plan.width:,} channels"
+    return f"{max(map(len, plan.experts))} experts" if plan.experts_gone else "none"
 
 
 if __name__ == "__main__":

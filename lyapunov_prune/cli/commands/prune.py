@@ -262,7 +262,6 @@ def _chosen(
             criterion=by.goes_by,
             protect=by.protected(),
             search=by.search,
-            judge=judged,
             batch_size=batch_size,
         )
     elif max_kl is not None and by.what in ("width", "experts"):
