@@ -4,7 +4,7 @@
 
 `split_removal` chooses on one half of a text, and the last matrices are refitted if that pays, as the command does; KL
 from the dense model and the loss of all ways are measured on the other half. Writes MODEL-TEXT.json beside this file,
-one a text; what all of them say goes into README.md by `make tables`.
+one a text; what they say goes into README.md of chapters 2 and 8 by `make tables`.
 """
 
 from __future__ import annotations
@@ -109,11 +109,12 @@ def written() -> dict[str, str]:
         "perplexity",
         "over the dense",
     )
-    return {
-        "setting": bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in results.values())),
-        "table": table(head, [row for r in results.values() for row in _rows(r)]),
-        **{f"{name} beside layers": beside_layers(r) for name, r in results.items()},
-    }
+    found = {f"{name} beside layers": beside_layers(r) for name, r in results.items()}
+    for parts, before in (("channels", ""), ("experts", "experts ")):
+        of = [r for r in results.values() if any(getattr(plan, parts) for plan in r.weighed.plans)]
+        found[f"{before}setting"] = bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in of))
+        found[f"{before}table"] = table(head, [row for r in of for row in _rows(r)])
+    return found
 
 
 def beside_layers(result: WidthAndDepth) -> str:
@@ -146,7 +147,8 @@ def _rows(result: WidthAndDepth) -> Iterator[tuple[object, ...]]:
 def _parts(plan: PruningPlan) -> str:
     if plan.channels:
         return f"{plan.channels_gone} of {plan.width:,} channels"
-    return f"{max(map(len, plan.experts))} experts" if plan.experts_gone else "none"
+    count = max(map(len, plan.experts), default=0)
+    return f"{count} expert{'s' * (count > 1)}" if count else "none"
 
 
 if __name__ == "__main__":
