@@ -16,19 +16,23 @@ from lyapunov_prune.models.structure import Structure
 
 
 class _Masked(TorchFunctionMode):
-    """Products with a matrix of `count` rows get −∞ in the columns `gone`."""
+    """Products with the router's matrix `scores` get −∞ in the columns `gone`."""
 
-    def __init__(self, count: int, gone: torch.Tensor) -> None:
+    def __init__(self, scores: torch.Tensor, gone: torch.Tensor) -> None:
         super().__init__()
-        self.count, self.gone = count, gone
+        self.scores, self.gone = scores, gone
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func is nn.functional.linear and output.shape[-1] == self.count:
+        if func is nn.functional.linear and self._by_scores(args[1] if len(args) > 1 else (kwargs or {})["weight"]):
             return output.index_fill(-1, self.gone.to(output.device), -torch.inf)
         return output
+
+    def _by_scores(self, weight: torch.Tensor) -> bool:
+        """Whether the weight is the router's matrix, which may be a copy in another dtype."""
+        return weight.shape == self.scores.shape and bool(torch.equal(weight, self.scores.to(weight.dtype)))
 
 
 @contextmanager
@@ -47,25 +51,25 @@ def masked_experts(structure: Structure, experts: Mapping[int, Sequence[int]]) -
         for index, gone in experts.items():
             if gone:
                 layer, mixture = structure.layers[index], mixtures.layers[index]
-                _mask(stack, layer, mixture, mixtures.router.experts, torch.tensor(list(gone)))
+                _mask(stack, layer, mixture, gone)
         yield
 
 
-def _mask(stack: ExitStack, layer: nn.Module, mixture: Mixture, count: int, gone: torch.Tensor) -> None:
-    for name in mixture.stacked:
-        path, _, key = name.rpartition(".")
+def _mask(stack: ExitStack, layer: nn.Module, mixture: Mixture, gone: Sequence[int]) -> None:
+    for stacked in mixture.stacked:
+        path, _, key = stacked.name.rpartition(".")
         module = layer.get_submodule(path)
         before = getattr(module, key)
-        if before.ndim != 1:
+        if before.numel() != stacked.entries:
             continue
-        after = before.detach().index_fill(0, gone.to(before.device), -torch.inf)
+        after = before.detach().index_fill(stacked.axis, stacked.rows(before, gone), -torch.inf)
         setattr(module, key, nn.Parameter(after, requires_grad=False) if isinstance(before, nn.Parameter) else after)
         stack.callback(setattr, module, key, before)
     router: Any = layer.get_submodule(mixture.router)
-    forward = router.forward
+    scores, forward, masked_rows = layer.get_parameter(mixture.scores), router.forward, torch.tensor(list(gone))
 
     def masked(*args: Any, **kwargs: Any) -> Any:
-        with _Masked(count, gone):
+        with _Masked(scores, masked_rows):
             return forward(*args, **kwargs)
 
     stack.callback(restore, router, router.__dict__.get("forward"))

@@ -14,20 +14,28 @@ from lyapunov_prune.errors import LyapunovPruneError
 
 # Names in configs and modules for the number of experts, and for the number chosen per token.
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
+# Names in modules for the number of all that a router scores: experts, and what it scores beside them.
+SCORED = ("n_total_experts", "total_experts", "num_router_classes")
 # Families that store experts as experts × input × output although their module does not say so (`is_transposed`).
 _TRANSPOSED = ("llama4", "llama4_text")
 
 
+def settings_of_experts(config: Any) -> Any:
+    """The part of a text config that holds the numbers of experts: DBRX has a config of its own for it."""
+    return getattr(config, "ffn_config", config)
+
+
 def chosen_by(config: Any) -> tuple[int, ...]:
     """The number of experts that each token takes, one per layer if the config has a list; empty if it gives none."""
-    told = next((value for name in CHOSEN if (value := getattr(config, name, None))), ())
+    told = next((value for name in CHOSEN if (value := getattr(settings_of_experts(config), name, None))), ())
     return tuple(map(int, told)) if isinstance(told, list | tuple) else (int(told),)
 
 
 def require_choosable(config: Any) -> None:
     """Raise LyapunovPruneError if the config has a token take more experts than there are."""
-    count = next((value for name in COUNTS if isinstance(value := getattr(config, name, None), int)), None)
+    settings = settings_of_experts(config)
+    count = next((value for name in COUNTS if isinstance(value := getattr(settings, name, None), int)), None)
     chosen = max(chosen_by(config), default=0)
     if count is not None and chosen > count:
         raise LyapunovPruneError(
@@ -129,3 +137,15 @@ class Routing:
     def holds(self, rows: torch.Tensor, x: torch.Tensor) -> bool:
         """Whether `x` are the tokens `rows`."""
         return len(rows) == len(x) and torch.equal(self.tokens[rows], x)
+
+
+def unweighted(experts: nn.Module, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The output (T × d), before it is weighted, of one expert for each of the tokens (T × d), `chosen` (T × 1).
+
+    The family's own code returns it for a weight of 1.
+    """
+    weights = tokens.new_ones(chosen.shape)
+    if hasattr(experts, "total_experts"):  # LongCat's forward fails where a token takes one expert
+        chosen, weights = chosen.repeat(1, 2), torch.cat([weights, torch.zeros_like(weights)], 1)
+    outputs: torch.Tensor = experts.forward(tokens, chosen, weights)
+    return outputs.reshape(tokens.shape)

@@ -1,23 +1,24 @@
 """Where a decoder keeps its routed experts and their router, and removing some of the experts.
 
-One form is known, that of transformers' fused experts: a module `experts` with `num_experts` parameters stacked along
-their first axis, called with tokens, the experts chosen for each, and the router's weights; beside it a router with one
-matrix of one row per expert. Biases that the router adds to its scores may be in either, or in their parent. Shared
-experts have no router and stay unchanged.
+One form is known, that of transformers' fused experts: a module `experts` whose parameters are stacked by expert,
+called with tokens, the experts chosen for each, and the router's weights; beside it a router whose matrix has one row
+per expert. Biases that the router adds to its scores may be in either, or in their parent. A router may score more than
+the experts: shared ones (Inkling), ones that compute nothing (LongCat), a skip (Zaya). Their rows come last and stay,
+and so do the shared experts themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.experts import CHOSEN, COUNTS, chosen_by, stacks
+from lyapunov_prune.models.experts import CHOSEN, COUNTS, SCORED, chosen_by, settings_of_experts, stacks
 from lyapunov_prune.models.structure import Structure
 
 # Names of the number of groups of experts.
@@ -61,14 +62,29 @@ class Router:
         return [[e for e in experts if e // size == group] for group in range(self.groups)]
 
 
+class Stacked(NamedTuple):
+    """A tensor of a layer with `entries` parts of one size along `axis`: one per expert, then those of no expert."""
+
+    name: str
+    axis: int
+    entries: int
+
+    def rows(self, tensor: torch.Tensor, entries: Sequence[int]) -> torch.Tensor:
+        """The indices along `axis` of these entries of `tensor`."""
+        size = tensor.shape[self.axis] // self.entries
+        first = torch.tensor(list(entries), dtype=torch.long, device=tensor.device).unsqueeze(1) * size
+        return (first + torch.arange(size, device=tensor.device)).flatten()
+
+
 @dataclass(frozen=True)
 class Mixture:
-    """A layer's routed experts, by names inside the layer; `stacked` are the tensors with one entry per expert."""
+    """A layer's routed experts, by names inside the layer. `scores` is the router's matrix, one of the `stacked`."""
 
     block: str
     experts: str
     router: str
-    stacked: tuple[str, ...]
+    scores: str
+    stacked: tuple[Stacked, ...]
 
 
 @dataclass(frozen=True)
@@ -151,29 +167,52 @@ def _mixture(layer: nn.Module, index: int) -> Mixture | None:
     named = [name for name, _ in layer.named_modules() if name.rpartition(".")[2] == "experts"]
     if not named:
         return None
-    if len(named) > 1 or not _count(layer.get_submodule(named[0])):
+    experts = layer.get_submodule(named[0])
+    count = _count(experts)
+    if not count and hasattr(experts, "router"):
+        raise LyapunovPruneError(
+            f"layer {index} routes twice, to attentions in {named[0]} and to feed-forward blocks, and the config gives "
+            "one number for both: a plan that lists the experts of one of them makes no model; remove whole layers "
+            "instead"
+        )
+    if len(named) > 1 or not count:
         raise _unknown(index, f"{named[-1]} is no module with all experts stacked")
     block = named[0].rpartition(".")[0]
     inside = dict(layer.get_submodule(block).named_children())
     routers = [name for name in _ROUTERS if name in inside]
     if len(routers) != 1:
         raise _unknown(index, f"{block} has no router called {' or '.join(_ROUTERS)}")
-    router, count = f"{block}.{routers[0]}", _count(layer.get_submodule(named[0]))
-    matrices = {n: t for n, t in _tensors(layer, router, recurse=True).items() if t.ndim == 2}
-    if len(matrices) != 1 or any(len(t) != count for t in matrices.values()):
-        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in matrices.items()) or "no matrix"
-        raise _unknown(index, f"its router holds {shapes}, not one matrix of {count} rows")
+    router = f"{block}.{routers[0]}"
+    of_router = _tensors(layer, router, recurse=True)
+    if table := next((n for n, t in of_router.items() if not t.is_floating_point() and t.ndim == 2), None):
+        raise LyapunovPruneError(
+            f"layer {index} sends a token to the experts that {table} lists for its id, whatever its state: of a token "
+            "whose expert left, no score says which other one it should get, and the config gives one number of "
+            "experts for all layers; remove whole layers instead"
+        )
+    scored = max([count, *(getattr(m, n, 0) for m in (experts, layer.get_submodule(router)) for n in SCORED)])
+    matrices = [n for n, t in of_router.items() if t.ndim == 2 and len(t) == scored]
+    if len(matrices) != 1:
+        shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in of_router.items() if t.ndim == 2) or "no matrix"
+        raise _unknown(index, f"its router holds {shapes}, not one matrix of {scored} rows")
     beside = {name: t for name, t in _tensors(layer, block).items() if t.ndim == 1}
-    of_experts, of_router = _tensors(layer, named[0]), _tensors(layer, router, recurse=True)
-    stacked = [name for name, t in {**of_experts, **of_router, **beside}.items() if t.ndim and len(t) == count]
-    return Mixture(block, named[0], router, tuple(stacked))
+    stacked = {
+        name: Stacked(name, axis, t.shape[axis])
+        for name, t in {**_tensors(layer, named[0]), **of_router, **beside}.items()
+        for axis in (0, 1)
+        if t.ndim > axis and t.shape[axis] in (count, scored) and (axis == 0 or len(t) == 1)
+    }
+    for stack in stacks(experts, ""):
+        if stack.routed:
+            name = ".".join(filter(None, (named[0], stack.owner, stack.key)))
+            stacked.setdefault(name, Stacked(name, 0, stack.count))
+    return Mixture(block, named[0], router, matrices[0], tuple(stacked.values()))
 
 
 def _count(experts: nn.Module) -> int:
     """Number of experts stacked in the module; 0 if it stores them differently."""
-    stacked = {len(p) for p in experts.parameters(recurse=False) if p.ndim == 3}
     counts = {stack.count for stack in stacks(experts, "") if stack.routed}
-    return counts.pop() if stacked == counts and len(counts) == 1 else 0  # LongCat stacks more
+    return counts.pop() if len(counts) == 1 else 0
 
 
 def _tensors(layer: nn.Module, path: str, *, recurse: bool = False) -> dict[str, torch.Tensor]:
@@ -200,29 +239,30 @@ def drop_experts(model: PreTrainedModel, structure: Structure, gone: Mapping[int
     """
     mixtures = find_mixtures(structure)
     count = mixtures.router.experts
-    left = count - len(next(iter(gone.values())))
+    lost = len(next(iter(gone.values())))
     for index, experts in gone.items():
         layer, mixture = structure.layers[index], mixtures.layers[index]
-        for name in mixture.stacked:
-            path, _, key = name.rpartition(".")
+        for stacked in mixture.stacked:
+            path, _, key = stacked.name.rpartition(".")
             module = layer.get_submodule(path)
             before = getattr(module, key)
-            kept = torch.tensor([e for e in range(count) if e not in experts], device=before.device)
-            after = before.detach().index_select(0, kept)
+            kept = stacked.rows(before, [e for e in range(stacked.entries) if e not in experts])
+            after = before.detach().index_select(stacked.axis, kept)
             if isinstance(before, nn.Parameter):
                 after = nn.Parameter(after, before.requires_grad)
             setattr(module, key, after)
             if isinstance(module, nn.Linear):
-                module.out_features = left
-        for path in (mixture.block, mixture.experts):
-            _set_counts(layer.get_submodule(path), count, left)
-        for module in layer.get_submodule(mixture.router).modules():
-            _set_counts(module, count, left)
-    for part in (model, structure.backbone, structure.config):
-        _set_counts(part, count, left)
+                module.out_features = len(kept)
+        counted = {count, *(stacked.entries for stacked in mixture.stacked)}
+        parts = [layer.get_submodule(path) for path in (mixture.experts, mixture.router)]
+        for module in (layer.get_submodule(mixture.block), *(m for part in parts for m in part.modules())):
+            _lower_counts(module, counted, lost)
+    for part in (model, structure.backbone, settings_of_experts(structure.config)):
+        _lower_counts(part, {count}, lost)
 
 
-def _set_counts(holder: Any, before: int, after: int) -> None:
-    for name in COUNTS:
-        if vars(holder).get(name) == before:
-            setattr(holder, name, after)
+def _lower_counts(holder: Any, counted: set[int], lost: int) -> None:
+    """Lower the attributes of `holder` that hold a number of experts, one of `counted`, by `lost`."""
+    for name in (*COUNTS, *SCORED, "num_routed_experts"):
+        if (before := vars(holder).get(name)) in counted:
+            setattr(holder, name, before - lost)

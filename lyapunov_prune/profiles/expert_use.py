@@ -15,7 +15,7 @@ from lyapunov_prune.forward.hooks import require_finite, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import InMemory, takes_model
-from lyapunov_prune.models.experts import Routing
+from lyapunov_prune.models.experts import Routing, unweighted
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.mixtures import Mixtures, find_mixtures
 from lyapunov_prune.models.structure import in_eval_mode
@@ -76,8 +76,9 @@ class ExpertUse(Result):
 def expert_use(model: InMemory, batch: Readable, *, batch_size: int = 1) -> ExpertUse:
     """Measure `ExpertUse` in one pass over `batch`.
 
-    Every chosen expert runs twice: in the forward, and once more for its output before it is weighted. Memory: three
-    sums for each expert, and one layer's outputs of all chosen experts.
+    Every chosen expert runs twice: in the forward, and once more for its output before it is weighted. A choice of what
+    computes nothing (`models.mixtures`), or with weight 0, counts for no expert. Memory: three sums for each expert,
+    and one layer's outputs of all chosen experts.
 
     Raises NonFiniteError naming the layer when the model is not finite, and LyapunovPruneError for a model without
     experts, and for experts in an unknown form (`models.mixtures`).
@@ -113,10 +114,10 @@ def _added(layer: int, mixtures: Mixtures, sums: torch.Tensor) -> Callable[..., 
             )
         states = routing.tokens.repeat_interleave(router.chosen, 0)
         chosen, weights = routing.experts.reshape(-1, 1), routing.weights.reshape(-1)
-        # Send each token to one expert with weight 1, so that the family's own code returns the unweighted output.
-        outputs: torch.Tensor = module.forward(states, chosen, torch.ones_like(weights).unsqueeze(1))
-        norms = torch.linalg.vector_norm(lift(outputs), dim=-1).cpu()
+        norms = torch.linalg.vector_norm(lift(unweighted(module, states, chosen)), dim=-1).cpu()
         weight, expert = lift(weights).cpu(), chosen.flatten().cpu()
+        real = (expert < router.experts) & (weight != 0)
+        norms, weight, expert = norms[real], weight[real], expert[real]
         for row, values in enumerate((torch.ones_like(weight), weight, weight * norms)):
             sums[row].index_add_(0, expert, values)
 

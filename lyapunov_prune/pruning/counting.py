@@ -66,12 +66,11 @@ def _narrower(structure: Structure, plan: PruningPlan) -> dict[str, Fraction]:
 def _fewer(structure: Structure, plan: PruningPlan) -> dict[str, Fraction]:
     """The share of each tensor stacked by expert that belongs to the experts of `plan`."""
     gone = plan.experts_gone
-    mixtures = find_mixtures(structure) if gone else None
+    mixtures = find_mixtures(structure).layers if gone else {}
     return {
-        f"{structure.layers_path}.{layer}.{name}": Fraction(len(experts), mixtures.router.experts)
+        f"{structure.layers_path}.{layer}.{stacked.name}": Fraction(len(experts), stacked.entries)
         for layer, experts in gone.items()
-        if mixtures is not None
-        for name in mixtures.layers[layer].stacked
+        for stacked in mixtures[layer].stacked
     }
 
 

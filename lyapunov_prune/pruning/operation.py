@@ -48,9 +48,10 @@ class Operation:
         return self.plan.kept.index(layer)
 
     def computes(self, decoder: Decoder) -> bool:
-        """Whether the new model computes some products with new matrices, so that rounding differs."""
+        """Whether the new model computes some products with matrices that are new or smaller, so rounding differs."""
         by_family = decoder.family.changes(decoder.structure.config) and bool(self.plan.remove)
-        return bool(self.merged or self.mends or self.plan.channels) or by_family
+        plan = self.plan
+        return bool(self.merged or self.mends or plan.channels or plan.experts_gone) or by_family
 
     @contextmanager
     def standing_in(self, decoder: Decoder) -> Iterator[None]:

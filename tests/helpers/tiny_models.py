@@ -98,6 +98,35 @@ MIXTURES: dict[str, dict[str, Any]] = {
         **_LATENT,
     },
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 3,
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 2},
+        "attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8},
+    },
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_layer_interval": 1, "moe_layer_start_index": 0},
+    # Their routers score more than the experts: shared ones, ones that compute nothing, a skip.
+    "inkling_text": {
+        "n_shared_experts": 2,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "rel_extent": 16,
+        "d_rel": 4,
+    },
+    "longcat_flash": {
+        "num_layers": 3,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 16,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "q_lora_rank": 16,
+        **_LATENT,
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 
 

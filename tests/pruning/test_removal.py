@@ -155,7 +155,7 @@ def test_layers_and_experts_go_together(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("part", ["experts", "router"])
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "longcat_flash"])
 def test_two_experts_that_are_swapped_fail_the_gate(
     name: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
