@@ -214,7 +214,8 @@ What = Annotated[
     what_option(
         help="Whole layers; the attention or the MLP of each (by "
         f"{', '.join(name for name, c in CRITERIA.items() if 'mlp' in c.parts)}); its activation (by none: "
-        "prune --layers); hidden channels of all feed-forward blocks (prune); experts, as many of every layer (by "
+        "prune --layers); hidden channels of all feed-forward blocks or experts (prune); experts, as many of every "
+        "layer (by "
         f"{', '.join(name for name, c in CRITERIA.items() if 'experts' in c.parts)}); or layers and one of the "
         "last two by measured loss (prune --remove 20%: of the parameters of the layers). In a plain checkpoint a part "
         "of a layer saves no time, and channels do."

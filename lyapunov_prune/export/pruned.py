@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.data.batch import TokenBatch, Tokens
@@ -23,6 +22,7 @@ from lyapunov_prune.models.encoders import require_no_encoder
 from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import PlainAny
+from lyapunov_prune.models.units import Refits
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
@@ -79,7 +79,7 @@ def write_pruned(
         merged = merge_layers(model, batch, plan.drop_activation, plan.reduction)
         plan = plan.seen_on(batch.measured_on(model.model))
     mends: tuple[Mend, ...] = ()
-    refits: tuple[torch.Tensor, ...] = ()
+    refits: Refits = {}
     mended = None
     if lesson is not None:
         mends, mended = judged_mends(model, plan.remove, lesson, judge)

@@ -6,7 +6,8 @@
 - `rounding`: the coarsest dtype that the layers compute in, and whether they select experts or tokens;
 - `branches`, `sublayers`: attention and MLP of a layer, run alone or silenced; `outputs`: the parameters that make
   their output;
-- `channels`: hidden channels of feed-forward blocks masked; `masking`: experts that a router may not choose;
+- `channels`: hidden channels of feed-forward blocks and experts masked; `masking`: experts that a router may not
+  choose;
 - `replacement`, `changes`: other weights, or a changed layer, inside a block;
 - `scoring`, `logits`, `decoding`: losses, logits and greedy tokens; `kept`: the logits of two models, compared a block
   of positions at a time;

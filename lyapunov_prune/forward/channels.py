@@ -1,46 +1,73 @@
-"""Hidden channels of feed-forward blocks masked by hooks: the reference for a model without them."""
+"""Hidden channels of feed-forward blocks and experts masked: the reference for a model without them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
-from lyapunov_prune.models.feedforward import find_feedforward
+from lyapunov_prune.forward.replacement import Replacement
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.models.units import Refits, find_units, inside
 
 
+@contextmanager
 def masked(
-    structure: Structure, kept: Mapping[int, torch.Tensor], refits: Sequence[torch.Tensor] = ()
-) -> AbstractContextManager[None]:
-    """Inside the block, all hidden channels of a layer except those in `kept` are zero at the input of the last matrix.
+    structure: Structure, kept: Mapping[int, Sequence[torch.Tensor | None]], refits: Refits | None = None
+) -> Iterator[None]:
+    """Inside the block, the columns of last matrices are zero for all hidden channels except those in `kept`.
 
-    Layers that are not in `kept` do not change. `refits` (d × kept channels, one per entry of `kept`), if given,
-    replace the last matrices. Raises LyapunovPruneError as `find_feedforward` does.
+    `kept` has the channels of each unit by layer, None if all stay. `refits` replace the other columns, if given; a
+    layer's index there is that among the layers of `kept`. The
+    matrices of a layer are replaced while it runs, so this takes the memory of one layer's.
     """
-    blocks = [find_feedforward(structure, layer) for layer in kept]
-    modules = [structure.layers[b.layer].get_submodule(b.out.module) for b in blocks]
-    if refits:
-        each = zip(modules, kept.values(), refits, strict=True)
-        return hooked(after=[(module, _multiply(stays, weight)) for module, stays, weight in each])
-    return hooked(before=[(module, _mask(stays)) for module, stays in zip(modules, kept.values(), strict=True)])
+    units = find_units(structure)
+    before: list[tuple[nn.Module, Callable[..., None]]] = []
+    after: list[tuple[nn.Module, Callable[..., None]]] = []
+    with ExitStack() as stack:
+        for i, (layer, here) in enumerate(kept.items()):
+            lasts = {
+                unit.out: (channels, (refits or {}).get((i, j)))
+                for j, (unit, channels) in enumerate(zip(units[layer], here, strict=True))
+                if channels is not None
+            }
+            change = _Masked(structure.layers[layer], f"{structure.layers_path}.{layer}.", lasts)
+            stack.callback(change.remove)
+            before.append((structure.layers[layer], lambda *_, change=change: change.install()))
+            after.append((structure.layers[layer], lambda *_, change=change: change.remove()))
+        with hooked(before=before, after=after):
+            yield
 
 
-def _mask(stays: torch.Tensor) -> Callable[..., Any]:
-    def mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        whole, index = args[0], stays.to(args[0].device)
-        return (torch.zeros_like(whole).index_copy(-1, index, whole.index_select(-1, index)), *args[1:]), kwargs
+class _Masked:
+    """The last matrices of a layer with other columns, while it runs."""
 
-    return mask
+    def __init__(
+        self, layer: nn.Module, below: str, lasts: Mapping[Projection, tuple[torch.Tensor, torch.Tensor | None]]
+    ) -> None:
+        self.by_parameter: dict[tuple[nn.Module, str], dict[Projection, tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        for p, changed in lasts.items():
+            place = layer.get_submodule(inside(p.module, below)), p.parameter
+            self.by_parameter.setdefault(place, {})[p] = changed
+        self.installed: list[Replacement] = []
+
+    def install(self) -> None:
+        for (module, key), lasts in self.by_parameter.items():
+            stored: Any = module._parameters[key]
+            parts = {p: _columns(p.rows(stored.detach()), *changed) for p, changed in lasts.items()}
+            self.installed.append(Replacement(module, key, parts))
+            self.installed[-1].install()
+
+    def remove(self) -> None:
+        while self.installed:
+            self.installed.pop().remove()
 
 
-def _multiply(stays: torch.Tensor, weight: torch.Tensor) -> Callable[..., Any]:
-    def multiply(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
-        return linear(args[0].index_select(-1, stays.to(output.device)), weight.to(output), module.bias)
-
-    return multiply
+def _columns(W: torch.Tensor, channels: torch.Tensor, refit: torch.Tensor | None) -> torch.Tensor:
+    index = channels.to(W.device)
+    return torch.zeros_like(W).index_copy(1, index, W[:, index] if refit is None else refit.to(W))

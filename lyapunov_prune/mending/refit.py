@@ -1,4 +1,4 @@
-"""The last matrix of every feed-forward block, fitted in closed form to the hidden channels that stay."""
+"""The last matrix of every feed-forward block and expert, fitted in closed form to the hidden channels that stay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lyapunov_prune.models.decoder import Decoder, Model, in_memory, wrap
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.models.width import find_blocks, last_matrices
+from lyapunov_prune.models.units import Kept, Refits, find_units
 
 _DAMPING = 1.0  # a smaller one fits noise if there are fewer tokens than channels (experiments/2_criteria/width)
 
@@ -39,16 +39,16 @@ def refitted(W: torch.Tensor, gram: torch.Tensor, kept: torch.Tensor, damping: f
 
 @in_eval_mode
 @torch.no_grad()
-def judged_refits(
-    model: Model, kept: torch.Tensor, batch: Readable, judge: Tokens | None = None
-) -> tuple[tuple[torch.Tensor, ...], MendReport]:
-    """Refit the last matrix of every block to its channels `kept` (layers × channels); no matrices if it does not pay.
+def judged_refits(model: Model, kept: Kept, batch: Readable, judge: Tokens | None = None) -> tuple[Refits, MendReport]:
+    """Refit the last matrix of every unit to its channels `kept` (layers × units); no matrices if it does not pay.
 
-    Each is d × kept channels, in the model's dtype. They are fitted on every second window of `batch`, layer by layer
-    on the outputs of the refitted layers before, and judged against the plain cut on the other windows and on `judge`,
-    another text; with None the dense model writes one. `model` is not changed.
+    Each is d × kept channels, in the model's dtype, by layer and index of the unit. They are fitted on every second
+    window of `batch`, layer by layer on the outputs of the refitted layers before, and judged against the plain cut on
+    the other windows and on `judge`, another text; with None the dense model writes one. An expert is fitted on the
+    tokens that its router sends to it, and if they are fewer than its channels also on tokens of the layer
+    (`calibration.lending`). `model` is not changed.
 
-    Raises LyapunovPruneError for a batch of one window, like `find_blocks`, and for a matrix beyond the model's dtype.
+    Raises LyapunovPruneError for a batch of one window, and for a matrix beyond the model's dtype.
     """
     reading = read(in_memory(model), batch)
     fitting, *judges = fitting_and_judges(reading, judge)
@@ -59,31 +59,36 @@ def judged_refits(
             cut = losses(each, ())
         judged.append(Judgement(cut, losses(Reading(changed, each.batch), ()), each.measured_on()))
     report = MendReport((), fitting.batch.ids.numel(), 0, fitting.measured_on(), *judged)
-    return (tuple(weights) if report.kept else ()), report
+    return (weights if report.kept else {}), report
 
 
-def refit_blocks(decoder: Decoder, kept: torch.Tensor, fitting: Reading) -> tuple[Decoder, list[torch.Tensor]]:
+def refit_blocks(decoder: Decoder, kept: Kept, fitting: Reading) -> tuple[Decoder, Refits]:
     """Refit the last matrices on `fitting`; also a model that has them, zero at other channels, and shares all else."""
-    lasts = last_matrices(decoder.structure, find_blocks(decoder.structure))
+    places, lasts = dict[str, tuple[tuple[int, int], torch.Tensor]](), list[Projection]()
+    for i, (units, here) in enumerate(zip(find_units(decoder.structure), kept, strict=True)):
+        for j, (unit, channels) in enumerate(zip(units, here, strict=True)):
+            if channels is not None:
+                places[unit.out.name] = (i, j), channels
+                lasts.append(unit.out)
     made = wrap(copy.deepcopy(decoder.model, shared_memo(decoder.model)))
-    for last in lasts:
-        parameter = getattr(made.model.get_submodule(last.module), last.parameter)
+    for parameter in {id(p): p for last in lasts for p in [last.stored(made.model)]}.values():
         parameter.data = parameter.data.clone()
-    weights: list[torch.Tensor] = []
+    weights: dict[tuple[int, int], torch.Tensor] = {}
 
     def change(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
-        (last,) = here
-        W, gram, stays = last.weight(made.model), statistics[last.name].gram, kept[last.layer]
-        assert gram is not None
-        new = refitted(lift(W), gram, stays.to(W.device)).to(W)
-        if not new.isfinite().all():
-            raise LyapunovPruneError(
-                f"refitted, {last.name} holds NaN or is beyond {W.dtype}; check the weights, or load the model in a "
-                "wider dtype"
-            )
-        W.zero_()
-        W[:, stays.to(W.device)] = new
-        weights.append(new)
+        for last in here:
+            W, gram, (place, channels) = last.weight(made.model), statistics[last.name].gram, places[last.name]
+            assert gram is not None
+            stays = channels.to(W.device)
+            new = refitted(lift(W), gram, stays).to(W)
+            if not new.isfinite().all():
+                raise LyapunovPruneError(
+                    f"refitted, {last.name} holds NaN or is beyond {W.dtype}; check the weights, or load the model in "
+                    "a wider dtype"
+                )
+            W.zero_()
+            W[:, stays] = new
+            weights[place] = new
 
     stream(made.model, fitting.batch, lasts, "gram", change)
     return made, weights

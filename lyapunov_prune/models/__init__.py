@@ -20,8 +20,8 @@
 - `projections`, `roles`: the matrices of a model, and what each does; `experts`: those stacked in one parameter, and
   the tokens that the router sends them; `left_alone`: other weights in the layers, and why no method takes them;
   `mixtures`: experts and router of every layer, and removing some; `feedforward`: the feed-forward block of a layer,
-  `width`: its hidden channels; `kinds`: which layers are alike; `positions`: the lengths of a text at which its
-  positions change;
+  `units`, `width`: hidden channels of blocks and experts, and their setting; `kinds`: which layers are alike;
+  `positions`: the lengths of a text at which its positions change;
 - `streamed`: what other rooms need to know about a model whose layers are read from files one at a time;
 - `held`, `hooked`: a model reserved for one thread, and hooks on it, inside a block; `sharing`: two models with equal
   weights share their memory;

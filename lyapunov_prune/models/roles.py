@@ -15,10 +15,11 @@ NAMES: dict[str, tuple[str, ...]] = {
     "mlp-in": (
         "gate_proj", "up_proj", "gate_up_proj", "gate_up_proj.gate", "gate_up_proj.up", "c_fc", "fc1", "fc_in",
         "dense_h_to_4h", "mlp.Wi", "w1", "w3", "experts.mlp.v1", "shared_mlp.input_linear", "intermediate.dense",
+        "ffn.0", "mlp.input_linear",
     ),
     "mlp-out": (
         "down_proj", "mlp.c_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp.Wo", "w2", "shared_mlp.output_linear",
-        "output.dense",
+        "output.dense", "ffn.2", "mlp.output_linear",
     ),
     # Names as above with another meaning: gates of attention, routers, linear attention, token embeddings.
     "other": (

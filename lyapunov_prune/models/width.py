@@ -1,115 +1,296 @@
-"""The hidden channels of feed-forward blocks: their number, the setting that holds it, and removing some of them."""
+"""The setting that gives feed-forward blocks or experts their hidden channels, and a model with fewer of them.
+
+Nothing is assumed about a family. A model of its class is built on the meta device with half of a setting, and what is
+half as wide in it loses channels. How a fused matrix comes apart, and that no channel depends on another, is tried on
+the block itself: without some channels it must compute what it computes when their columns of the last matrix are zero.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.feedforward import FeedForward, find_feedforward
-from lyapunov_prune.models.projections import Projection, structure_projections
-from lyapunov_prune.models.roles import role
-from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.from_folder import quiet
+from lyapunov_prune.models.held import held
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.units import Kept, Unit, find_units, inside, select
 
-# Config names for the number of hidden channels. If the setting is None, the family computes the number.
-SETTINGS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim")
+# Settings for the number of hidden channels, those of experts first; one that is None is computed by the family.
+SETTINGS = (
+    "moe_intermediate_size", "expert_ffn_hidden_size", "ffn_config.ffn_hidden_size",
+    "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim", "dff", "shared_intermediate_size",
+)  # fmt: skip
+_AUTOMATIC = {"block_auto_adjust_ff_dim": False}  # without it LFM2 computes another width from the one given
 _REMEDY = "remove whole layers instead"
+_TOKENS = 16
+_SAME = 1e-2  # of the difference that masking makes, in float32
 
 
-def find_blocks(structure: Structure) -> tuple[FeedForward, ...]:
-    """The feed-forward block of every layer, in order.
+@dataclass(frozen=True)
+class Setting:
+    """The setting `name` of a config, or each number in it, is `times` the channels; `others` are changed with it."""
 
-    Raises LyapunovPruneError, with the reason, for experts, for a layer whose block `find_feedforward` does not
-    recognise, for blocks of different widths, and if the config has no setting for the width.
+    name: str
+    times: Fraction
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    def put(self, config: Any, width: int) -> None:
+        *path, key = self.name.split(".")
+        holder, number = reduce(getattr, path, config), int(self.times * width)
+        old = getattr(holder, key)
+        setattr(holder, key, [number] * len(old) if isinstance(old, list) else number)
+        for name, value in self.others.items():
+            setattr(config, name, value)
+
+
+@dataclass(frozen=True)
+class Width:
+    """The units that `setting` gives their channels (layers × units); None for a unit of another setting.
+
+    `width` is the number in a unit of the experts, or in a block if there are no experts. A unit with n times as many
+    channels loses n times as many.
     """
-    inside = len(structure.layers_path.split(".")) + 1
-    for p in structure_projections(structure):
-        several = role(p.component).startswith("mlp") and any(d.isdigit() for d in p.module.split(".")[inside:])
-        if p.expert is not None or several:
-            raise LyapunovPruneError(
-                f"layer {p.layer} has experts ({p.name}), and width is the channels of one dense block a layer; give "
-                "--what experts, or remove whole layers"
-            )
-    try:
-        blocks = tuple(find_feedforward(structure, layer) for layer in range(structure.num_layers))
-    except LyapunovPruneError as error:
-        reason = error.message.rpartition("; ")[0]
-        raise LyapunovPruneError(f"channels leave the block of every layer, and {reason}; {_REMEDY}") from None
-    _settings(structure, width_of(structure, blocks))
-    return blocks
+
+    units: tuple[tuple[Unit | None, ...], ...]
+    width: int
+    setting: Setting
 
 
-def width_of(structure: Structure, blocks: Sequence[FeedForward]) -> int:
-    """The number of hidden channels of every block; raises LyapunovPruneError if the blocks differ."""
-    widths = [b.out.weight(layer).shape[1] for b, layer in zip(blocks, structure.layers, strict=True)]
-    if len(set(widths)) > 1:
+@in_eval_mode
+@torch.no_grad()
+def find_width(decoder: Decoder) -> Width:
+    """The units whose channels one setting of the config counts: those of the experts if there are any.
+
+    Raises LyapunovPruneError, with the reason, if no matrices have names that are known, if layers share them, if no
+    setting is their width or it gives something else its size too, and if their channels depend on each other.
+    """
+    units = find_units(decoder.structure)
+    every = [unit for here in units for unit in here]
+    if not every:
         raise LyapunovPruneError(
-            f"the feed-forward blocks have {min(widths)} to {max(widths)} channels, and the same number leaves each; "
-            f"{_REMEDY}"
+            f"no layer of {type(decoder.structure.backbone).__name__} has matrices into and out of a feed-forward "
+            f"block by names that are known (state spaces have none); {_REMEDY}"
         )
-    return widths[0]
-
-
-def last_matrices(structure: Structure, blocks: Sequence[FeedForward]) -> list[Projection]:
-    """The last matrix of every block, by its path in the model."""
-    paths = [f"{structure.layers_path}.{b.layer}.{b.out.module}" for b in blocks]
-    return [replace(b.out, module=path, name=path) for b, path in zip(blocks, paths, strict=True)]
-
-
-def _settings(structure: Structure, width: int) -> list[str]:
-    """The settings equal to `width`; if there are none, those that are None."""
-    told = {name: getattr(structure.config, name) for name in SETTINGS if hasattr(structure.config, name)}
-    for value in (width, None):
-        if names := [name for name in told if told[name] == value]:
-            return names
-    raise LyapunovPruneError(
-        f"the config of {structure.model_type} has no setting that is the width of the feed-forward blocks, {width}; "
-        f"{_REMEDY}"
-    )
+    first = next((unit for unit in every if unit.out.expert is not None), every[0])
+    half = first.width // 2
+    setting, after = _find_setting(decoder, first, half)
+    left = {unit: unit.out.weight(after).shape[1] for unit in every}
+    loses = [unit for unit in every if left[unit] != unit.width]
+    for unit in loses:
+        if left[unit] * first.width != unit.width * half:
+            raise LyapunovPruneError(
+                f"with half of {setting.name}, {unit.out.name} has {left[unit]} of {unit.width} channels; {_REMEDY}"
+            )
+    _require_own(decoder.model, loses)
+    before = _built(decoder, None, 0)
+    _require_no_other(before, after, setting, loses)
+    apart = _taken_apart(decoder, loses, left, _attributes(before, after))
+    return Width(tuple(tuple(apart.get(unit) for unit in here) for here in units), first.width, setting)
 
 
 @torch.no_grad()
-def narrow(model: PreTrainedModel, structure: Structure, blocks: Sequence[FeedForward], kept: torch.Tensor) -> None:
-    """Keep only the hidden channels `kept` (layers × channels, ascending) of each of `blocks`, in place.
+def narrow(decoder: Decoder, width: Width, kept: Kept) -> None:
+    """Keep only the hidden channels `kept` of the units of `width`, in place.
 
-    `structure` is that of `model`. Parameters are replaced by new ones, so memory shared with another model is not
+    `width` is that of `decoder`. Parameters are replaced by new ones, so memory shared with another model is not
     written to.
     """
-    width, left = width_of(structure, blocks), kept.shape[1]
-    settings = _settings(structure, width)
-    for block, layer, channels in zip(blocks, structure.layers, kept, strict=True):
-        into: dict[str, list[Projection]] = {}
-        for p in (block.gate, block.up):
-            if p is not None:
-                into.setdefault(p.module, []).append(p)
-        for path, parts in into.items():
-            # A fused matrix holds the channels twice: for the gate, and for the other factor.
-            rows = torch.cat([p.start + channels for p in sorted(parts, key=lambda p: p.start)])
-            module = layer.get_submodule(path)
-            _select(module, "weight", rows, axis=1 if parts[0].transposed else 0)
-            if getattr(module, "bias", None) is not None:
-                _select(module, "bias", rows, axis=0)
-        _select(layer.get_submodule(block.out.module), "weight", channels, axis=0 if block.out.transposed else 1)
-        for path in {"", block.block}:  # OPT's and GPT BigCode's layer and Llama's block store the width as well
-            noted = vars(layer.get_submodule(path))
-            noted.update({key: left for key in (*SETTINGS, "inner_dim") if noted.get(key) == width})
+    model, config = decoder.model, decoder.structure.config
+    pairs = [
+        (unit, channels)
+        for units, here in zip(width.units, kept, strict=True)
+        for unit, channels in zip(units, here, strict=True)
+        if unit is not None and channels is not None
+    ]
+    unit, channels = pairs[0]
+    left = len(channels) * width.width // unit.width
+    before, after = _built(decoder, None, 0), _built(decoder, width.setting, left)
+    select(model, pairs)
+    _set(model, _attributes(before, after))
+    wrong = next((n for n, p in model.named_parameters() if p.shape != after.get_parameter(n).shape), None)
+    if wrong is not None:
+        raise LyapunovPruneError(
+            f"with {width.setting.name} for {left} channels, {wrong} would have another size than the plan leaves; "
+            "choose the channels again"
+        )
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    for config in (structure.config, *configs.values()):
-        for name in settings if type(config) is type(structure.config) else ():
-            setattr(config, name, left)
+    for each in (config, *configs.values()):
+        if type(each) is type(config):
+            width.setting.put(each, left)
 
 
-def _select(module: nn.Module, name: str, index: torch.Tensor, axis: int) -> None:
-    old: Any = getattr(module, name)
-    new = old.detach().index_select(axis, index.to(old.device)).contiguous()
-    setattr(module, name, nn.Parameter(new, old.requires_grad))
-    if new.ndim == 2:
-        sizes = ("nx", "nf") if isinstance(module, Conv1D) else ("out_features", "in_features")
-        for size, number in zip(sizes, new.shape, strict=True):
-            setattr(module, size, number)
+def _find_setting(decoder: Decoder, unit: Unit, half: int) -> tuple[Setting, PreTrainedModel]:
+    """The setting that gives `unit` its width, and a model, on the meta device, in which the width is `half`."""
+    config = decoder.structure.config
+    others = {name: value for name, value in _AUTOMATIC.items() if getattr(config, name, value) != value}
+    for name in SETTINGS:
+        try:
+            value = reduce(getattr, name.split("."), config)
+        except AttributeError:
+            continue
+        numbers = set(value) if isinstance(value, list) else {value}
+        number = numbers.pop()
+        if numbers or not (number is None or (type(number) is int and number > 0)):
+            continue
+        times = Fraction(1) if number is None or others else Fraction(number, unit.width)
+        setting = Setting(name, times, others)
+        after = _built(decoder, setting, half) if times * half % 1 == 0 else None
+        if after is not None and unit.out.weight(after).shape[1] == half:
+            return setting, after
+    raise LyapunovPruneError(
+        f"no setting in the config of {decoder.structure.model_type} counts the {unit.width} hidden channels before "
+        f"{unit.out.name.partition(':')[0]}: its class computes their number from others; {_REMEDY}"
+    )
+
+
+def _built(decoder: Decoder, setting: Setting | None, width: int) -> PreTrainedModel:
+    """A model of the same class and settings, except for `setting`, on the meta device."""
+    copies: dict[int, Any] = {}
+    config = copy.deepcopy(decoder.model.config, copies)
+    text = copies.get(id(decoder.structure.config)) or config.get_text_config(decoder=True)
+    if setting is not None:
+        setting.put(text, width)
+    with quiet(), torch.device("meta"):
+        built: PreTrainedModel = type(decoder.model)(config)
+    return built
+
+
+_Attributes = dict[tuple[str, str], Any]  # by the path of a module and the name
+
+
+def _attributes(before: nn.Module, after: nn.Module) -> _Attributes:
+    """Numbers in the modules of `after` that are others in `before`."""
+    found = {}
+    for path, module in before.named_modules():
+        new = vars(after.get_submodule(path))
+        for name, value in vars(module).items():
+            if type(value) in (int, tuple, list) and new.get(name) != value:
+                found[path, name] = new.get(name)
+    return found
+
+
+def _set(root: nn.Module, attributes: _Attributes, below: str = "") -> None:
+    """Write the attributes of modules of `root`, whose paths begin with `below`."""
+    for (path, name), value in attributes.items():
+        if f"{path}.".startswith(below):
+            setattr(root.get_submodule(f"{path}.".removeprefix(below).removesuffix(".")), name, value)
+
+
+def _require_own(model: PreTrainedModel, units: Sequence[Unit]) -> None:
+    """Raise LyapunovPruneError if layers share a unit's matrices, since channels would leave all of them."""
+    owners: dict[int, Unit] = {}
+    for unit in units:
+        owner = owners.setdefault(unit.out.weight(model).data_ptr(), unit)
+        if owner is not unit:
+            raise LyapunovPruneError(
+                f"layers {owner.layer} and {unit.layer} share {unit.out.name}, and what layers share is not cut; "
+                f"{_REMEDY}"
+            )
+
+
+def _require_no_other(before: PreTrainedModel, after: PreTrainedModel, setting: Setting, units: Sequence[Unit]) -> None:
+    """Raise LyapunovPruneError if `setting` changes the size of a parameter that is not of `units`."""
+    none = torch.zeros(0, dtype=torch.long)
+    own = {f"{e.module}.{e.key}" for unit in units for e, _ in unit.indices(none, before)}
+    for name, parameter in before.named_parameters():
+        if parameter.shape != after.get_parameter(name).shape and name not in own:
+            raise LyapunovPruneError(
+                f"{setting.name} gives {name} its size too, which is no matrix into or out of the channels; {_REMEDY}"
+            )
+
+
+def _taken_apart(
+    decoder: Decoder, units: Sequence[Unit], left: Mapping[Unit, int], attributes: _Attributes
+) -> dict[Unit, Unit]:
+    """Each of `units` with the layout of its fused matrix, tried on one block of each kind in a forward."""
+    blocks: dict[str, list[Unit]] = {}
+    for unit in units:
+        blocks.setdefault(unit.block, []).append(unit)
+    kinds: dict[tuple[Any, ...], list[str]] = {}
+    for path, here in blocks.items():
+        kind = type(decoder.model.get_submodule(path)), *((p.component, here[0].width) for p in here[0].into)
+        kinds.setdefault(kind, []).append(path)
+    calls = _calls(decoder, [paths[0] for paths in kinds.values()])
+    layouts: dict[str, bool] = {}
+    for first, *others in kinds.values():
+        interleaved = _layout(decoder.model, first, blocks[first], left, attributes, calls)
+        layouts |= dict.fromkeys((first, *others), interleaved)
+    return {unit: replace(unit, interleaved=layouts[unit.block]) for unit in units}
+
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _calls(decoder: Decoder, paths: Sequence[str]) -> dict[str, _Call]:
+    """The arguments of the modules at `paths` in a forward of random tokens, in float32."""
+    seen: dict[str, _Call] = {}
+
+    def note(path: str) -> Any:
+        return lambda module, args, kwargs: seen.setdefault(path, _float32((args, kwargs))) and None
+
+    size, pad = decoder.structure.config.vocab_size, getattr(decoder.structure.config, "pad_token_id", None)
+    ids = torch.randint(size, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    ids[ids == pad] = ((pad or 0) + 1) % size
+    with hooked(before=[(decoder.model.get_submodule(path), note(path)) for path in paths]):
+        decoder.model(ids.to(decoder.model.device), use_cache=False)
+    return seen
+
+
+def _float32(given: Any) -> Any:
+    if isinstance(given, torch.Tensor):
+        return given.float() if given.is_floating_point() else given
+    if isinstance(given, tuple | list):
+        return type(given)(map(_float32, given))
+    return {key: _float32(value) for key, value in given.items()} if isinstance(given, dict) else given
+
+
+def _layout(
+    model: PreTrainedModel,
+    path: str,
+    units: Sequence[Unit],
+    left: Mapping[Unit, int],
+    attributes: _Attributes,
+    calls: Mapping[str, _Call],
+) -> bool:
+    """Whether the fused matrices of the block at `path` are interleaved; raises LyapunovPruneError if it has no layout.
+
+    The block without some channels has to compute what it does with their columns of the last matrix zero.
+    """
+    below = f"{path}."
+    with held(model):
+        block = copy.deepcopy(model.get_submodule(path)).float()
+    args, kwargs = calls[path]
+    generator = torch.Generator().manual_seed(0)
+    kept = {unit: torch.randperm(unit.width, generator=generator)[: left[unit]].sort().values for unit in units}
+    whole = _output(block(*args, **kwargs))
+    masked = copy.deepcopy(block)
+    for unit, channels in kept.items():
+        W = unit.out.rows(getattr(masked.get_submodule(inside(unit.out.module, below)), unit.out.parameter).detach())
+        W[:, [j for j in range(unit.width) if j not in set(channels.tolist())]] = 0
+    wanted = _output(masked(*args, **kwargs))
+    for interleaved in (False, True):
+        narrower = copy.deepcopy(block)
+        select(narrower, [(replace(u, interleaved=interleaved), channels) for u, channels in kept.items()], below)
+        _set(narrower, attributes, below)
+        if (_output(narrower(*args, **kwargs)) - wanted).norm() <= _SAME * (wanted - whole).norm():
+            return interleaved
+    raise LyapunovPruneError(
+        f"hidden channels of {path} ({type(block).__name__}) do not leave it one by one: without some of them it "
+        f"computes something else than with their columns of the last matrix zero; {_REMEDY}"
+    )
+
+
+def _output(given: Any) -> torch.Tensor:
+    output: torch.Tensor = given if isinstance(given, torch.Tensor) else given[0]
+    return output

@@ -18,10 +18,10 @@ from lyapunov_prune.checkpoints.outline import layer_of
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import saved_tensors
-from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.left_out import LeftOut, left_out
 from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.models.units import find_units
 from lyapunov_prune.pruning.plan import PruningPlan
 
 COUNTED = "fell by what was removed"
@@ -44,22 +44,21 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
         stays -= {place(p) for p in family.leaves(structure.layers, structure.config, plan.remove)}
     tables = tuple(f".{table}.weight" for table, _ in family.tables)
     blocks = Fraction(len(plan.remove), structure.num_layers)
-    partly = (_narrower(structure, plan) if plan.channels else {}) | _fewer(structure, plan)
+    partly = (_narrower(decoder, plan) if plan.channels else {}) | _fewer(structure, plan)
     return {
         name: partly.get(name, blocks if name.endswith(tables) else Fraction(place not in stays))
         for name, place in places.items()
     }
 
 
-def _narrower(structure: Structure, plan: PruningPlan) -> dict[str, Fraction]:
-    """The share of each tensor that belongs to the channels of `plan`; the bias of the last matrix has none."""
-    share, found = Fraction(plan.channels_gone, plan.width), dict[str, Fraction]()
-    for block in (find_feedforward(structure, layer) for layer in plan.kept):
-        inside = f"{structure.layers_path}.{block.layer}."
-        found[f"{inside}{block.out.module}.weight"] = share
-        for p in (block.gate, block.up):
-            if p is not None:
-                found |= {f"{inside}{p.module}.{tensor}": share for tensor in ("weight", "bias")}
+def _narrower(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
+    """The share of each tensor that belongs to the channels of `plan`."""
+    found, none = dict[str, Fraction](), torch.zeros(0, dtype=torch.long)
+    for units, here in zip(find_units(decoder.structure), plan.channels, strict=True):
+        for unit, gone in zip(units, here, strict=False):  # removed layers have no channels in a plan
+            if gone:
+                share = Fraction(len(gone), unit.width)
+                found |= {f"{e.module}.{e.key}": share for e, _ in unit.indices(none, decoder.model)}
     return found
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, field
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.channels import masked
@@ -17,6 +15,7 @@ from lyapunov_prune.mending.mend import Mend, mapped
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.units import Refits
 from lyapunov_prune.pruning.plan import PruningPlan
 
 
@@ -24,7 +23,8 @@ from lyapunov_prune.pruning.plan import PruningPlan
 class Operation:
     """`plan`, one merged block for every activation that it drops, and the maps that close its gaps.
 
-    `refits` are the last matrices of the kept layers, refitted to the kept channels, in the model's dtype.
+    `refits` are last matrices refitted to the kept channels, in the model's dtype, by the index of the kept layer and
+    of the unit in it (`models.units.find_units`).
 
     Raises LyapunovPruneError unless `merged` are the blocks whose activation the plan drops.
     """
@@ -32,7 +32,7 @@ class Operation:
     plan: PruningPlan
     merged: Sequence[Merged] = ()
     mends: Sequence[Mend] = ()
-    refits: Sequence[torch.Tensor] = ()
+    refits: Refits = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         given = tuple(sorted(each.block.layer for each in self.merged))
@@ -59,8 +59,8 @@ class Operation:
         silent = silenced(decoder, self.plan.drop_attention, self.plan.drop_mlp)
         replaced = hidden_replaced(decoder.layers, [(each.block, each.tau) for each in self.merged])
         skipping = skipped(decoder.structure, self.plan.remove)
-        kept = zip(self.plan.kept, torch.from_numpy(self.plan.kept_channels), strict=False)  # may be empty
-        narrower = masked(decoder.structure, dict(kept), self.refits)
+        kept = dict(zip(self.plan.kept, self.plan.kept_channels, strict=False))  # no channels if the plan has none
+        narrower = masked(decoder.structure, kept, self.refits)
         fewer = masked_experts(decoder.structure, self.plan.experts_gone)
         with silent, replaced, mapped(decoder.layers, self.mends), fewer, skipping, narrower:
             yield

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
+import torch
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.models.decoder import Decoder, Model, in_memory, wrap_any
+from lyapunov_prune.models.units import Kept
 from lyapunov_prune.profiles.contraction_profile import dtype_note, floor_note
 from lyapunov_prune.pruning.plan_fields import layer_list, require_channels, require_experts, require_reduction
 from lyapunov_prune.results.arrays import require_array, require_layers
@@ -25,6 +28,7 @@ FIELDS = {
     "width": "channels",
     "experts": "experts",
 }
+T = TypeVar("T")
 _LISTS = ("remove", "drop_attention", "drop_mlp", "drop_activation")  # the fields that list layers
 # A kept layer with at least this selection frequency is named.
 OFTEN = 0.1
@@ -40,8 +44,9 @@ class PruningPlan(Result):
     they rest on ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`). `picked` (L,)
     is the selection frequency of each layer over bootstrap draws of the windows and of the seeds of ρ; None if unknown.
     `tied` holds the last removed and the first kept layer if their scores are equal up to rounding.
-    `channels[l]` lists the hidden channels that leave the feed-forward block of layer l, which has `width` of them. The
-    same number leaves the block of every kept layer; for a removed layer the list is empty.
+    `channels[l][j]` lists the hidden channels that leave unit j of layer l (a feed-forward block, or one expert:
+    `models.units.find_units`), of the `widths[l][j]` that it has. It is empty for a unit that keeps all of its channels
+    and in a removed layer. All units of one width that lose some lose the same number.
 
     `experts` lists the experts to remove from every layer, ascending: the same number from each kept mixture, none from
     other layers; it is empty if all experts stay. `routed` (L,) is the share of the router's weight that those experts
@@ -65,8 +70,8 @@ class PruningPlan(Result):
     reduction: str | None = None
     picked: np.ndarray | None = None
     tied: tuple[int, ...] = ()
-    channels: tuple[tuple[int, ...], ...] = ()
-    width: int = 0
+    channels: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    widths: tuple[tuple[int, ...], ...] = ()
     experts: tuple[tuple[int, ...], ...] = ()
     routed: np.ndarray | None = None
 
@@ -92,13 +97,13 @@ class PruningPlan(Result):
         if twice:
             raise LyapunovPruneError(f"the MLP of layer {twice[0]} goes, its activation with it; name it once")
         require_reduction(self.drop_activation, self.reduction)
-        if self.channels or self.width:
+        if self.channels or self.widths:
             if self.drops_sublayers or self.experts_gone:
                 raise LyapunovPruneError(
                     "channels leave beside whole layers alone; remove parts of layers first, and channels of what is "
                     "written then"
                 )
-            require_channels(self.channels, self.width, self.model, self.remove)
+            require_channels(self.channels, self.widths, self.model, self.remove)
         if not self.touched:
             raise LyapunovPruneError("the plan removes no layer; name one or more")
         if len(self.remove) >= layers:
@@ -181,15 +186,36 @@ class PruningPlan(Result):
         return bool(self.drops_sublayers or self.channels or self.experts_gone)
 
     @property
-    def kept_channels(self) -> np.ndarray:
-        """The hidden channels that stay in each block of the layers `kept` (those × channels), ascending."""
-        blocks = [self.channels[layer] for layer in self.kept] if self.channels else []
-        return np.array([np.setdiff1d(np.arange(self.width), block) for block in blocks], dtype=np.int64)
+    def kept_channels(self) -> Kept:
+        """The hidden channels that stay in each unit of the layers `kept`, ascending; None where all do."""
+        return tuple(
+            tuple(
+                torch.from_numpy(np.setdiff1d(np.arange(width), gone)) if gone else None
+                for width, gone in zip(self.widths[layer], self.channels[layer], strict=True)
+            )
+            for layer in (self.kept if self.channels else ())
+        )
+
+    @property
+    def width(self) -> int:
+        """The number of hidden channels of a unit that loses some, in the first such layer an expert's; 0 for none."""
+        return self._first[0] if self.channels else 0
 
     @property
     def channels_gone(self) -> int:
-        """How many hidden channels leave each block of the layers that stay."""
-        return len(self.channels[self.kept[0]]) if self.channels else 0
+        """How many hidden channels leave each unit of `width`."""
+        return self._first[1] if self.channels else 0
+
+    @property
+    def _first(self) -> tuple[int, int]:
+        pairs = (pair for layer in self.kept for pair in zip(self.widths[layer], self.channels[layer], strict=True))
+        return next((width, len(gone)) for width, gone in pairs if gone)
+
+    @property
+    def narrowed(self) -> str:
+        """What loses channels, in words."""
+        experts = any(sum(map(bool, here)) > 1 for here in self.channels)
+        return "expert" if experts else "feed-forward block"
 
     @property
     def remedy(self) -> str:
@@ -208,14 +234,14 @@ class PruningPlan(Result):
         if routed is not None:
             routed = np.where(np.isin(range(len(routed)), self.remove), np.nan, routed)
 
-        def of_kept(parts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-            return tuple(() if layer in self.remove else each for layer, each in enumerate(parts))
+        def of_kept(lists: tuple[tuple[T, ...], ...]) -> tuple[tuple[T, ...], ...]:
+            return tuple(() if layer in self.remove else each for layer, each in enumerate(lists))
 
         both = replace(
             self,
             criterion=f"{self.criterion}, then {further.criterion}",
             channels=of_kept(further.channels),
-            width=further.width,
+            widths=of_kept(further.widths),
             experts=of_kept(further.experts),
             routed=routed,
         )
@@ -242,7 +268,7 @@ class PruningPlan(Result):
         layers = np.arange(self.model.num_layers)
         frame = pd.DataFrame({"layer": layers, "removed": np.isin(layers, self.remove)})
         if self.channels:
-            frame["channels_removed"] = list(map(len, self.channels))
+            frame["channels_removed"] = [sum(map(len, here)) for here in self.channels]
         elif self.drops_sublayers:
             frame["no_attention"] = np.isin(layers, self.drop_attention)
             frame["no_mlp"] = np.isin(layers, self.drop_mlp)
@@ -325,7 +351,8 @@ class PruningPlan(Result):
             )
         if gone := self.channels_gone:
             removed.append(
-                f"{gone} of {self.width} hidden channels from each of {len(self.kept)} feed-forward blocks of "
+                f"{gone} of {self.width} hidden channels from each of "
+                f"{sum(bool(block) for here in self.channels for block in here)} {self.narrowed}s of "
                 f"{self.model.name} by {self.criterion}, of which {self.width - gone} stay"
             )
         costs = ""

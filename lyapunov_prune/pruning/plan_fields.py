@@ -58,23 +58,40 @@ def require_experts(
 
 
 def require_channels(
-    channels: Sequence[Sequence[int]], width: int, model: ModelIdentity, removed: Collection[int]
+    channels: Sequence[Sequence[Sequence[int]]],
+    widths: Sequence[Sequence[int]],
+    model: ModelIdentity,
+    removed: Collection[int],
 ) -> None:
-    """Raise LyapunovPruneError unless the same number of known channels leaves every block that is not `removed`."""
-    layers, gone = model.num_layers, {len(block) for i, block in enumerate(channels) if i not in removed}
-    if len(channels) != layers or len(gone) != 1 or not 0 < min(gone) < width:
+    """Raise LyapunovPruneError unless known channels leave units of the layers that are not `removed`.
+
+    Units of the same width that lose channels lose the same number, one or more but not all.
+    """
+    layers = model.num_layers
+    twice = next((i for i, here in enumerate(channels) if i in removed and any(here)), None)
+    if twice is not None:
+        raise LyapunovPruneError(f"layer {twice} loses its channels with the rest of it; name it once")
+    if len(channels) != layers or [*map(len, channels)] != [*map(len, widths)]:
         raise LyapunovPruneError(
-            f"plan, channels: {sorted(gone)} channels of {width} for {len(channels)} of {layers} layers, and the same "
-            "number, one or more but not all, leaves each; make it again"
+            f"plan, channels: lists of {len(channels)} and widths of {len(widths)} of {layers} layers; give a list and "
+            "a width for every unit of every layer, or make it again"
         )
-    for layer, block in enumerate(channels):
-        if layer in removed:
-            if block:
-                raise LyapunovPruneError(f"layer {layer} loses its channels with the rest of it; name it once")
-        elif list(block) != sorted(set(block)) or not 0 <= block[0] <= block[-1] < width:
-            raise LyapunovPruneError(
-                f"plan, channels: those of layer {layer} are not ascending numbers below {width}; make it again"
-            )
+    counts: dict[int, int] = {}
+    for layer, (here, sizes) in enumerate(zip(channels, widths, strict=True)):
+        for gone, width in zip(here, sizes, strict=True):
+            if not gone:
+                continue
+            if list(gone) != sorted(set(gone)) or not 0 <= gone[0] <= gone[-1] < width:
+                raise LyapunovPruneError(
+                    f"plan, channels: those of layer {layer} are not ascending numbers below {width}; make it again"
+                )
+            if counts.setdefault(width, len(gone)) != len(gone) or len(gone) == width:
+                raise LyapunovPruneError(
+                    f"plan, channels: {len(gone)} of {width} channels leave a unit of layer {layer} and "
+                    f"{counts[width]} others, and the same number, but not all, leaves each; make it again"
+                )
+    if not counts:
+        raise LyapunovPruneError("plan, channels: no unit of a kept layer loses channels; make it again")
 
 
 def require_reduction(activations: Sequence[int], reduction: str | None) -> None:

@@ -177,7 +177,7 @@ def _kind(plan: PruningPlan) -> tuple[str, str]:
     kind, parts = "depth", ""
     if plan.channels:
         kind = "width"
-        parts = f"{plan.width - plan.channels_gone} of {plan.width} hidden channels in every feed-forward block"
+        parts = f"{plan.width - plan.channels_gone} of {plan.width} hidden channels in every {plan.narrowed}"
         parts = f" and {parts}" if plan.remove else f"with {parts}"
     elif experts and not plan.drops_sublayers:
         kind, parts = "expert", f"without {len(next(iter(experts.values())))} experts a layer"
@@ -197,8 +197,8 @@ def _removed(plan: PruningPlan, stored: Stored) -> str:
         lines.append(f"Layers of the original, counted from 0: {', '.join(map(str, plan.remove))}.")
     if plan.channels:
         lines.append(
-            f"{plan.channels_gone} hidden channels of every feed-forward block of a layer that stays; which of each "
-            f"says `channels` in the plan (`{PROVENANCE}`)."
+            f"{plan.channels_gone} hidden channels of every {plan.narrowed} of a layer that stays; which of each says "
+            f" `channels` in the plan (`{PROVENANCE}`)."
         )
     activation = f"Activation of the feed-forward block (reduction {plan.reduction})"
     for part, told, layers in (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import Tokens
@@ -16,6 +15,7 @@ from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.decoder import Decoder, takes_model
 from lyapunov_prune.models.families import TRUSTED
 from lyapunov_prune.models.plain import Plain, PlainText
+from lyapunov_prune.models.units import Refits
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.removal_gate import check_removal
@@ -66,12 +66,10 @@ def mend(model: Plain, plan: PruningPlan | Sequence[int], batch: Tokens) -> PreT
     return _proven(model, Operation(plan.seen_on(report.measured_on), mends=mends))
 
 
-def refits_of(
-    decoder: Decoder, plan: PruningPlan, batch: Tokens, judge: Tokens | None
-) -> tuple[tuple[torch.Tensor, ...], MendReport]:
+def refits_of(decoder: Decoder, plan: PruningPlan, batch: Tokens, judge: Tokens | None) -> tuple[Refits, MendReport]:
     """Refit the last matrices of the kept layers to the kept channels of `plan`; none if that does not pay.
 
     Takes and raises what `mending.refit.judged_refits` does.
     """
-    shallower = cut(decoder, Operation(replace(plan, channels=(), width=0)), shared=True) if plan.remove else decoder
-    return judged_refits(shallower, torch.from_numpy(plan.kept_channels), batch, judge)
+    shallower = cut(decoder, Operation(replace(plan, channels=(), widths=())), shared=True) if plan.remove else decoder
+    return judged_refits(shallower, plan.kept_channels, batch, judge)

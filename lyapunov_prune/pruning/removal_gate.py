@@ -27,10 +27,10 @@ from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.mending.mend import Mend, products
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.models.decoder import Decoder, InMemoryText, Model, takes_model, wrap_text
-from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.models.width import find_blocks
+from lyapunov_prune.models.units import find_units
+from lyapunov_prune.models.width import find_width
 from lyapunov_prune.pruning.counting import COUNTED, count_check, shares_leaving, sizes_in_memory
 from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Check, Gate, GateReport, OnFiles, bytes_in, crashed
 from lyapunov_prune.pruning.merge_gate import MERGED, merged_blocks, merged_check
@@ -156,18 +156,21 @@ def _within_rounding(gate: Gate, operation: Operation) -> GateCheck:
 
 
 def _copied(gate: Gate, operation: Operation) -> GateCheck:
-    """Whether every block holds the numbers of the kept channels, in order, or the refitted ones."""
-    before, after, refits = gate.reference, gate.result, operation.refits
-    plan, differ = operation.plan, 0
-    olds = [find_feedforward(before.structure, layer) for layer in plan.kept]
-    for old, new, kept in zip(olds, find_blocks(after.structure), plan.kept_channels, strict=True):
-        whole, narrow = old.parts(before.layers[old.layer]), new.parts(after.layers[new.layer])
-        last = refits[new.layer].to(narrow.out[0]) if refits else whole.out[0][:, kept]
-        pairs = [(last, narrow.out[0]), (whole.out[1], narrow.out[1])]
-        for wide, slim in ((whole.gate, narrow.gate), (whole.up, narrow.up)):
-            if wide is not None and slim is not None:
-                pairs += [(a if a is None else a[kept], b) for a, b in zip(wide, slim, strict=True)]
-        differ += sum(int((a != b).sum()) for a, b in pairs if a is not None and b is not None)
+    """Whether the units hold the numbers of the kept channels, in order, or the refitted ones."""
+    before, after, differ = gate.reference, gate.result, 0
+    olds, news = find_width(before).units, find_units(after.structure)
+    for i, (layer, kept) in enumerate(zip(operation.plan.kept, operation.plan.kept_channels, strict=True)):
+        for j, (old, new, channels) in enumerate(zip(olds[layer], news[i], kept, strict=True)):
+            if old is None or channels is None:
+                continue
+            refit = operation.refits.get((i, j))
+            entries = zip(old.indices(channels, before.model), new.indices(channels, after.model), strict=True)
+            for (entry, index), (made, _) in entries:
+                wide, slim = (e.read(decoder.model) for decoder, e in ((before, entry), (after, made)))
+                wanted = wide.index_select(entry.axis, index.to(wide.device))
+                if refit is not None and (entry.module, entry.key) == (old.out.module, old.out.parameter):
+                    wanted = refit.to(slim).T if entry.axis == 0 else refit.to(slim)
+                differ += int((wanted != slim).sum()) if wanted.shape == slim.shape else max(1, slim.numel())
     return GateCheck(COPIED, not differ, differ, 0.0, "numbers of the blocks that are not those of the channels kept")
 
 

@@ -23,7 +23,8 @@ from lyapunov_prune.models.left_out import forget_heads
 from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure, text_structure
-from lyapunov_prune.models.width import find_blocks, narrow
+from lyapunov_prune.models.units import find_units
+from lyapunov_prune.models.width import find_width, narrow
 from lyapunov_prune.models.wrappers import require_text_alone
 from lyapunov_prune.progress import warn
 from lyapunov_prune.pruning.mirroring import mirror, require_mirrored
@@ -41,8 +42,8 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
     count. `models/families.py` holds what a family needs beyond that. Removed layers are not copied. If the plan drops
     a sublayer alone, its output projection becomes zero (`zeroing`); if it drops an activation, the block computes its
     merged matrix (`mirroring`). A plain checkpoint can express no more, and both save no time or memory. The layers
-    before gaps absorb their maps. Hidden channels leave the matrices of every block (`models/width.py`), experts leave
-    with their rows of the router (`models/mixtures.py`). With `shared`, unchanged tensors share the memory of
+    before gaps absorb their maps. Hidden channels leave the matrices of blocks and experts (`models/width.py`), experts
+    leave with their rows of the router (`models/mixtures.py`). With `shared`, unchanged tensors share the memory of
     `decoder`; use it for a result that is only read and saved, because a later in-place change would affect both.
 
     `decoder` holds its plain weights (`models.plain`). Raises LyapunovPruneError for a block that cannot hold a merged
@@ -59,12 +60,12 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
         memo = shared_memo(decoder.model) if shared else {}
         made = without_layers(decoder, plan, memo) if plan.remove else copy.deepcopy(decoder.model, memo)
     pruned = Decoder(made, text_structure(made))
-    blocks = find_blocks(pruned.structure) if plan.channels else ()
-    if blocks:
-        narrow(made, pruned.structure, blocks, torch.from_numpy(plan.kept_channels))
-    for block, layer, weight in zip(blocks, pruned.layers, operation.refits, strict=False):
+    if plan.channels:
+        narrow(pruned, find_width(pruned), plan.kept_channels)
+        units = find_units(pruned.structure)
         with torch.no_grad():
-            block.out.weight(layer).copy_(weight)
+            for (layer, unit), weight in operation.refits.items():
+                units[layer][unit].out.weight(made).copy_(weight)
     attention, mlp = (tuple(map(operation.place, drop)) for drop in (plan.drop_attention, plan.drop_mlp))
     mended = (mend.place.layer for mend in operation.mends)
     for index in sorted({*plan.drop_attention, *plan.drop_mlp, *plan.drop_activation, *mended}):

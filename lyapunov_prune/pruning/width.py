@@ -1,4 +1,4 @@
-"""Choose hidden channels to remove from the feed-forward blocks, by the error of the output without each, on a text."""
+"""Choose hidden channels to remove from feed-forward blocks and experts, by the error without each, on a text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.models.width import find_blocks, last_matrices, width_of
+from lyapunov_prune.models.units import find_units
+from lyapunov_prune.models.width import Width, find_width
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -55,20 +56,28 @@ DEFAULT: Final = "energy"
 
 @dataclass(frozen=True, eq=False)
 class ChannelCosts:
-    """The cost of removing each hidden channel of a block, (L, channels), by `score`; the cheapest go first."""
+    """The cost of removing each hidden channel of every unit, by `score`; the cheapest of each unit go first.
+
+    `costs` (layers × units) holds one number per channel, None for units that keep their channels. `widths` are the
+    numbers of channels, and `width` is that of the units that the setting of the config names (`models.width.Width`).
+    """
 
     score: str
-    costs: torch.Tensor
+    costs: tuple[tuple[torch.Tensor | None, ...], ...]
+    widths: tuple[tuple[int, ...], ...]
+    width: int
     measured_on: MeasuredOn
 
-    @property
-    def width(self) -> int:
-        return self.costs.shape[1]
-
     def plan(self, remove: int | float) -> PruningPlan:
-        """The plan that removes `remove` channels, or that share of them (`staying`), from every block."""
+        """The plan that removes `remove` channels, or that share of them (`staying`), from every unit of `width`."""
         gone = self.width - staying(self.width, remove)
-        first = self.costs.argsort(stable=True)[:, :gone].tolist()
+
+        def cheapest(costs: torch.Tensor | None) -> tuple[int, ...]:
+            if costs is None:
+                return ()
+            first: list[int] = costs.argsort(stable=True)[: gone * len(costs) // self.width].tolist()
+            return tuple(sorted(first))
+
         return PruningPlan(
             remove=(),
             criterion=self.score,
@@ -76,30 +85,40 @@ class ChannelCosts:
             scores=np.empty(0),
             model=self.measured_on.model,
             measured_on=(self.measured_on,),
-            channels=tuple(tuple(sorted(block)) for block in first),
-            width=self.width,
+            channels=tuple(tuple(map(cheapest, here)) for here in self.costs),
+            widths=self.widths,
         )
 
 
 @in_eval_mode
 @torch.no_grad()
-def channel_costs(reading: Reading, score: str = DEFAULT, batch_size: int = 1) -> ChannelCosts:
-    """Measure `score`, a name of SCORES, for every channel, in two forwards. `surgeon` takes the memory of
-    the Gram matrix of one block.
+def channel_costs(
+    reading: Reading, score: str = DEFAULT, batch_size: int = 1, width: Width | None = None
+) -> ChannelCosts:
+    """Measure `score`, a name of SCORES, for every channel of the units of `width`, in two forwards.
 
-    Raises LyapunovPruneError as `find_blocks`, and for activations that are not finite.
+    For an expert the sums are over the tokens that its router sends to it, weighted by the square of the router's
+    weight (`calibration.statistics`). `surgeon` takes the memory of the Gram matrices of one layer.
+
+    Raises LyapunovPruneError as `find_width`, and for activations that are not finite.
     """
-    structure = reading.structure
-    found: list[torch.Tensor] = []
+    width = width or find_width(reading.decoder)
     needs, cost = SCORES[score]
+    found: dict[str, torch.Tensor] = {}
 
     def measure(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
-        (last,) = here
-        found.append(cost(lift(last.weight(reading.model)), statistics[last.name]).cpu())
+        for last in here:
+            found[last.name] = cost(lift(last.weight(reading.model)), statistics[last.name]).cpu()
 
-    lasts = last_matrices(structure, find_blocks(structure))
+    lasts = [unit.out for here in width.units for unit in here if unit is not None]
     stream(reading.model, reading, lasts, needs, measure, batch_size=batch_size)
-    return ChannelCosts(score, torch.stack(found), reading.measured_on())
+    return ChannelCosts(
+        score,
+        tuple(tuple(None if unit is None else found[unit.out.name] for unit in here) for here in width.units),
+        tuple(tuple(unit.width for unit in here) for here in find_units(reading.structure)),
+        width.width,
+        reading.measured_on(),
+    )
 
 
 @takes_model
@@ -109,11 +128,13 @@ def choose_channels(
     """The plan that removes the channels of smallest `score` (a name of SCORES) from every feed-forward block.
 
     `remove` is their number or, as a float below 1, their share. The number that stays is rounded to a multiple of 64,
-    in narrow blocks of 8. Raises LyapunovPruneError if none or all would stay, and as `channel_costs`.
+    in narrow blocks of 8. In a mixture they leave every expert, and blocks whose width the same setting gives; other
+    blocks keep theirs. Raises LyapunovPruneError if none or all would stay, and as `channel_costs`.
     """
     reading = read(model, batch)
-    staying(width_of(reading.structure, find_blocks(reading.structure)), remove)  # raises before anything is measured
-    return channel_costs(reading, score, batch_size).plan(remove)
+    width = find_width(reading.decoder)
+    staying(width.width, remove)  # raises before anything is measured
+    return channel_costs(reading, score, batch_size, width).plan(remove)
 
 
 def multiple_of(width: int) -> int:

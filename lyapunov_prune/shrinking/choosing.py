@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
@@ -20,6 +19,7 @@ from lyapunov_prune.mending.mend import Mend, fit_mends
 from lyapunov_prune.mending.report import Judgement, MendReport
 from lyapunov_prune.models.decoder import in_memory
 from lyapunov_prune.models.plain import plain
+from lyapunov_prune.models.units import Refits
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import refits_of
 from lyapunov_prune.ranking.best import best_removal
@@ -40,7 +40,7 @@ class Chosen:
     mends: tuple[Mend, ...]
     report: MendReport | None
     taken: tuple[Taken, ...]
-    refits: tuple[torch.Tensor, ...] = ()
+    refits: Refits = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -95,7 +95,7 @@ class Shrinking(Result):
             layers = ", ".join(map(str, plan.remove))
             gone.append(f"{len(plan.remove)} of {plan.model.num_layers} layers ({layers})")
         if plan.channels:
-            gone.append(f"{plan.channels_gone} of {plan.width:,} channels of each feed-forward block")
+            gone.append(f"{plan.channels_gone} of {plan.width:,} channels of each {plan.narrowed}")
         if plan.experts:
             gone.append(f"{max(map(len, plan.experts))} experts of each layer that has some")
         return " and ".join(gone)

@@ -77,7 +77,7 @@ def _joint(model: PreTrainedModel) -> bool:
 
 
 def _width(model: PreTrainedModel) -> bool:
-    return _passes(model, choose_channels(model, _ids(3, 24), 0.25))
+    return _passes(model, choose_channels(model, _ids(3, 24), 0.5))
 
 
 def _experts(model: PreTrainedModel) -> bool | str:

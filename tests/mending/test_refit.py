@@ -16,8 +16,8 @@ from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.mending.refit import judged_refits, refitted
 from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.models.width import find_blocks
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
@@ -42,8 +42,8 @@ def redundant(family: str) -> PreTrainedModel:
     """Channels 8 to 23 of every block are copies of 0 to 7: a cut loses them, and a refit makes up for it."""
     model = make_tiny(family)
     structure = wrap(model).structure
-    for block, layer in zip(find_blocks(structure), structure.layers, strict=True):
-        parts = block.parts(layer)
+    for i, layer in enumerate(structure.layers):
+        parts = find_feedforward(structure, i).parts(layer)
         for tensor in (*(parts.gate or ()), *parts.up):
             if tensor is not None:
                 tensor[8:24] = tensor[:8].repeat(2, *[1] * (tensor.ndim - 1))
@@ -51,14 +51,14 @@ def redundant(family: str) -> PreTrainedModel:
 
 
 def planned(model: PreTrainedModel, ids: torch.Tensor) -> PruningPlan:
-    return replace(choose_channels(model, ids, 8), channels=(tuple(range(8, 24)),) * 6)
+    return replace(choose_channels(model, ids, 8), channels=((tuple(range(8, 24)),),) * 6)
 
 
 def test_a_refit_makes_up_for_channels_that_others_repeat() -> None:
     """Of text that the model has written itself, more is predicted with it than without."""
     model = redundant("llama")
     batch, judge = (self_generated(model, tokens=512, context=64, seed=seed) for seed in (0, 1))
-    _, report = judged_refits(model, torch.from_numpy(planned(model, batch.ids).kept_channels), batch, judge)
+    _, report = judged_refits(model, planned(model, batch.ids).kept_channels, batch, judge)
     assert all(judgement.comparison.change < -0.02 for judgement in report.judgements)
 
 
@@ -77,13 +77,13 @@ def test_a_refit_that_pays_is_written_and_proven(
     assert "refitted" in made.headline()
     assert {m.text_hash for m in made.plan.measured_on} >= {j.measured_on.text_hash for j in made.mended.judgements}
     assert identify(model).weights == before.weights
-    refits, _ = judged_refits(model, torch.from_numpy(plan.kept_channels), batch, judge)
+    refits, _ = judged_refits(model, plan.kept_channels, batch, judge)
     operation = Operation(plan, refits=refits)
     pruned = cut(decoder, operation)
     assert check_removal(decoder, pruned, operation, batch).passed
     assert not check_removal(decoder, pruned, Operation(plan), batch).passed
     with torch.no_grad():  # two columns of one matrix change places
-        block = find_blocks(pruned.structure)[2]
+        block = find_feedforward(pruned.structure, 2)
         W = block.out.weight(pruned.layers[2])
         W[:, [0, 1]] = W[:, [1, 0]].clone()
     assert not check_removal(decoder, pruned, operation, batch).passed

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune import LyapunovPruneError, PruningPlan, load, remove_layers, verify_removal
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.feedforward import BlockParts
-from lyapunov_prune.models.width import find_blocks
+from lyapunov_prune.models.feedforward import BlockParts, find_feedforward
 from lyapunov_prune.pruning import width
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal_gate import COPIED
@@ -34,7 +33,7 @@ def make(family: str, **changes: Any) -> PreTrainedModel:
 
 def parts(model: PreTrainedModel, layer: int) -> BlockParts:
     structure = wrap(model).structure
-    return find_blocks(structure)[layer].parts(structure.layers[layer])
+    return find_feedforward(structure, layer).parts(structure.layers[layer])
 
 
 @pytest.mark.parametrize("family", [*TINY, *OTHERS])
@@ -45,7 +44,7 @@ def test_every_family_loses_channels_and_passes_the_gate(family: str, ids: torch
     report = verify_removal(model, pruned, plan, ids)
     assert report.passed, report.failure()
     assert COPIED in report.to_frame()["check"].tolist()
-    kept = plan.kept_channels.shape[1]
+    kept = plan.width - plan.channels_gone
     assert (plan.width, kept % 8, parts(pruned, 2).out[0].shape[1]) == (parts(model, 2).out[0].shape[1], 0, kept)
     assert kept < plan.width
 
@@ -66,9 +65,9 @@ def test_two_swapped_channels_fail_the_gate(family: str, matrix: str, ids: torch
 
 def test_another_channel_than_that_of_the_plan_fails_the_gate(llama: PreTrainedModel, ids: torch.Tensor) -> None:
     plan = choose_channels(llama, ids, 8)
-    first = plan.channels[0]
+    first = plan.channels[0][0]
     stays = next(i for i in range(plan.width) if i not in first)
-    other = replace(plan, channels=(tuple(sorted((*first[1:], stays))), *plan.channels[1:]))
+    other = replace(plan, channels=((tuple(sorted((*first[1:], stays))),), *plan.channels[1:]))
     report = verify_removal(llama, remove_layers(llama, other), plan, ids)
     assert not report.passed
 
@@ -99,7 +98,7 @@ def test_a_channel_that_nothing_depends_on_goes_first(ids: torch.Tensor) -> None
         for layer in range(6):
             parts(model, layer).out[0][:, 10:18] = 0
     for score in width.SCORES:
-        assert set(choose_channels(model, ids, 8, score=score).channels) == {tuple(range(10, 18))}
+        assert set(choose_channels(model, ids, 8, score=score).channels) == {(tuple(range(10, 18)),)}
 
 
 @pytest.mark.parametrize(
@@ -128,21 +127,22 @@ def test_a_plan_of_channels_saves_and_loads(llama: PreTrainedModel, ids: torch.T
 @pytest.mark.parametrize(
     "change",
     [
-        {"channels": ((0, 1),)},
-        {"channels": ((0, 1),) * 5 + ((0,),)},
-        {"channels": ((1, 0),) * 6},
-        {"channels": ((0, 0),) * 6},
-        {"channels": ((0, 48),) * 6},
+        {"channels": (((0, 1),),)},
+        {"channels": (((0, 1),),) * 5 + (((0,),),)},
+        {"channels": (((1, 0),),) * 6},
+        {"channels": (((0, 0),),) * 6},
+        {"channels": (((0, 48),),) * 6},
+        {"channels": (((),),) * 6},
         {"channels": ((),) * 6},
-        {"width": 2},
+        {"widths": ((2,),) * 6},
         {"channels": ()},
         {"remove": (1,)},
-        {"remove": (1,), "channels": ((0, 1), (), (0, 1), (), (0, 1), (0, 1))},
+        {"remove": (1,), "channels": (((0, 1),), (), ((0, 1),), (), ((0, 1),), ((0, 1),))},
         {"drop_mlp": (1,)},
     ],
 )
 def test_a_plan_of_other_channels_is_refused(change: dict[str, Any], llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    plan = replace(choose_channels(llama, ids, 8), channels=((0, 1),) * 6)
+    plan = replace(choose_channels(llama, ids, 8), channels=(((0, 1),),) * 6)
     with pytest.raises(LyapunovPruneError, match="channels"):
         replace(plan, **change)
 
@@ -152,7 +152,7 @@ def test_from_the_command_line_to_a_smaller_checkpoint(run: Callable[..., Done],
     done = run("prune", "tiny", "--what", "width", "--remove", "25%", *text, "-o", "smaller")
     assert done.code == 0, done.err
     made = Provenance.load(Path("smaller") / PROVENANCE)
-    assert made.plan.kept_channels.shape == (6, 32)
+    assert (made.plan.width, made.plan.channels_gone, len(made.plan.kept_channels)) == (48, 16, 6)
     assert made.gate.passed
     pruned = load("smaller").model
     assert pruned.config.intermediate_size == 32

@@ -93,10 +93,10 @@ def measure(given: Inputs, remove: float, optipfair: Path | None) -> WidthOnOneT
             rows.append(compared(way, False, stay, changed, dense, evaluation.ids))
     for score in SCORES:
         plan = choose_channels(decoder, given.calibration, remove, score=score)
-        width, kept = plan.width, plan.kept_channels.shape[1]
+        width, kept = plan.width, plan.width - plan.channels_gone
         halves = apart(read(decoder, given.calibration), every=2, most=None)
-        _, weights = refit_blocks(decoder, torch.from_numpy(plan.kept_channels), halves[0])
-        for refits in ((), tuple(weights)):
+        _, weights = refit_blocks(decoder, plan.kept_channels, halves[0])
+        for refits in ({}, weights):
             changed = cut(decoder, Operation(plan, refits=refits), shared=True).model
             rows.append(compared(score, bool(refits), kept, changed, dense, evaluation.ids))
     return WidthOnOneText(

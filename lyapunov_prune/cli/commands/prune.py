@@ -77,9 +77,10 @@ def prune(
 ) -> None:
     """Remove layers physically, pass the gate, write a plain transformers checkpoint.
 
-    With --what width the same number of hidden channels leaves the feed-forward block of every layer: a smaller and
-    faster plain checkpoint of as many layers. What stays is a multiple of 64, in narrow blocks of 8. The last matrix of
-    every block is refitted on one half of the text, if the other half and a second text (--judge) say that it pays.
+    With --what width the same number of hidden channels leaves the feed-forward block of every layer, or every expert:
+    a smaller and faster plain checkpoint of as many layers. What stays is a multiple of 64, in narrow blocks of 8. The
+    last matrix of every block is refitted on one half of the text, if the other half and a second text (--judge) say
+    that it pays.
     With --what experts the same number of experts leaves every layer that has some: a smaller plain checkpoint.
     With --what layers,width or layers,experts both share one budget, --remove 20% of the parameters of the layers: five
     ways to share it, each alone among them, are compared by their measured KL on windows that did not choose.
