@@ -21,17 +21,19 @@ from lyapunov_prune.models.quantised import is_packed, packed_tensors
 
 T = TypeVar("T")
 
-# Dtypes that a model of this dtype may be cast to and still count as the same model; its own comes first.
+# Dtypes that a model of this dtype may be cast to and still count as the same model.
 _CASTS = {
-    torch.float64: (torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    torch.float32: (torch.float32, torch.float16, torch.bfloat16),
+    torch.float64: (torch.float32, torch.float16, torch.bfloat16),
+    torch.float32: (torch.float16, torch.bfloat16),
 }
 _WIDTH = 4096  # words per row; the digest depends on it
 # Rows per block; the digest does not depend on it. On the CPU a block and its copy fit into the cache.
 _ROWS, _ROWS_ELSEWHERE = 16, 1024
 _ODD = torch.frombuffer(bytearray(hashlib.shake_256(b"lyapunov-prune").digest(8 * _WIDTH)), dtype=torch.int64) | 1
 # The digest of every tensor at the last call, and the answer of `weight_digests` for it.
-_known: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, str], dict[str, str]]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, dict[str, str]], dict[str, str]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def weight_digests(model: nn.Module) -> dict[str, str]:
@@ -42,13 +44,13 @@ def weight_digests(model: nn.Module) -> dict[str, str]:
     """
     packed = is_packed(model)
     tensors = dict([*model.named_parameters(), *model.named_buffers()] if packed else saved_tensors(model))
-    held = _in_threads(tensors, lambda name: _as_it_is(tensors[name]))
+    held = _in_threads(tensors, lambda name: _own(tensors[name]))
     known = _known.get(model)
     if known is None or known[0] != held:
         if packed:
             digests = {name: tensor_digests(tensor) for name, tensor in packed_tensors(model)}
         else:
-            digests = digests_of(tensors, tensors.__getitem__)
+            digests = _in_threads(tensors, lambda name: held[name] | _rounded(tensors[name]))
         known = _known[model] = held, combined(digests)
     return known[1]
 
@@ -79,12 +81,26 @@ def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-@torch.no_grad()
 def tensor_digests(tensor: torch.Tensor) -> dict[str, str]:
     """Digests of `tensor` in its own dtype and rounded to each narrower one, by dtype name."""
-    flat = tensor.detach().reshape(-1)
-    dtypes = _CASTS.get(flat.dtype, (flat.dtype,))
-    return {str(dtype).removeprefix("torch."): _digest(flat, dtype) for dtype in dtypes}
+    return _own(tensor) | _rounded(tensor)
+
+
+@torch.no_grad()
+def _own(tensor: torch.Tensor) -> dict[str, str]:
+    """The digest of `tensor` in its own dtype, under that dtype's name."""
+    return {_name(tensor.dtype): _digest(tensor.reshape(-1), tensor.dtype)}
+
+
+@torch.no_grad()
+def _rounded(tensor: torch.Tensor) -> dict[str, str]:
+    """The digests of `tensor` rounded to each narrower dtype, by dtype name."""
+    flat = tensor.reshape(-1)
+    return {_name(dtype): _digest(flat, dtype) for dtype in _CASTS.get(tensor.dtype, ())}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def combined(tensors: Mapping[str, dict[str, str]]) -> dict[str, str]:
@@ -105,14 +121,12 @@ def combined(tensors: Mapping[str, dict[str, str]]) -> dict[str, str]:
     return whole
 
 
-@torch.no_grad()
-def _as_it_is(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().reshape(-1)
-    return f"{flat.dtype} {_digest(flat, flat.dtype)}"
-
-
 def _digest(flat: torch.Tensor, dtype: torch.dtype) -> str:
-    row = 8 * _WIDTH // dtype.itemsize
+    row, whole = 8 * _WIDTH // dtype.itemsize, hashlib.sha256(str(len(flat)).encode())
+    if 0 < len(flat) <= row:  # no block: the words that would fill the row up are zero, and add nothing
+        x = nn.functional.pad(flat.to(dtype), (0, -len(flat) % (8 // dtype.itemsize))).view(torch.int64)
+        whole.update(((x >> 32) ^ x).mul_(_ODD[: len(x)].to(x.device)).sum().cpu().numpy().data)
+        return whole.hexdigest()
     rows = min(_ROWS if flat.device.type == "cpu" else _ROWS_ELSEWHERE, -(-len(flat) // row))
     block = torch.zeros(rows * row, dtype=dtype, device=flat.device)
     words, odd = block.view(torch.int64).view(rows, _WIDTH), _ODD.to(flat.device)
@@ -122,7 +136,6 @@ def _digest(flat: torch.Tensor, dtype: torch.dtype) -> str:
         block[len(part) :].zero_()
         torch.bitwise_right_shift(words, 32, out=mixed).bitwise_xor_(words).mul_(odd)
         sums.append(mixed.sum(dim=1))
-    whole = hashlib.sha256(str(len(flat)).encode())
     if sums:
         whole.update(torch.cat(sums)[: -(-len(flat) // row)].cpu().numpy().data)
     return whole.hexdigest()
