@@ -156,6 +156,8 @@ class _Products(TorchFunctionMode):
     def __init__(self, modules: dict[str, nn.Module], called: list[str], running: list[_Running], seen: Seen) -> None:
         super().__init__()
         self.modules, self.called, self.running, self.seen = modules, called, running, seen
+        # The watched modules that had a weight of this id when it was last looked for.
+        self.owners: dict[int, tuple[str, ...]] = {}
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -184,7 +186,10 @@ class _Products(TorchFunctionMode):
     def _name(self, weight: Any) -> str | None:
         if not isinstance(weight, nn.Parameter):
             return None
-        own = (name for name, module in self.modules.items() if getattr(module, "weight", None) is weight)
+        own = self.owners.get(id(weight), ())
+        if not own or any(getattr(self.modules[name], "weight", None) is not weight for name in own):
+            own = tuple(name for name, module in self.modules.items() if getattr(module, "weight", None) is weight)
+            self.owners[id(weight)] = own
         return next((name for name in own if name not in self.called), None)
 
     def _one_by_one(self, bare: _Bare, weight: torch.Tensor, x: torch.Tensor, rows_are_features: bool) -> torch.Tensor:

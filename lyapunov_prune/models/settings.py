@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -72,12 +73,18 @@ def unknown_settings(config: PreTrainedConfig) -> dict[str, Any]:
     }
     if not found:
         return {}
+    named = _named_in_code(kind)
+    return {name: value for name, value in found.items() if name not in named}
+
+
+@functools.cache
+def _named_in_code(kind: type[PreTrainedConfig]) -> frozenset[str]:
+    """Every name that transformers' shared code, or the code beside `kind`, reads from a config or writes as text."""
     files = [Path(transformers.__file__).parent / name for name in _SHARED_CODE]
     with suppress(OSError, TypeError):  # a class defined interactively has no file
         files += Path(inspect.getfile(kind)).parent.glob("*.py")
     code = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
-    named = {name for names in _NAMED_IN_CODE.findall(code) for name in names}
-    return {name: value for name, value in found.items() if name not in named}
+    return frozenset(name for names in _NAMED_IN_CODE.findall(code) for name in names)
 
 
 def unknown_layer_numbers(config: PreTrainedConfig, total: int) -> list[str]:
