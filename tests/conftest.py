@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from helpers import TINY, VOCABULARY, Done, make_tiny, make_tokenizer, tree
@@ -65,6 +67,14 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
     """Nothing that a test writes has to survive a power cut; a file costs milliseconds to sync."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _names_of_gguf_once() -> Iterator[None]:
+    """Transformers makes the same table of GGUF's names for every module of a model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
         yield
 
 

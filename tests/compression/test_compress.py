@@ -44,8 +44,8 @@ def profiles() -> dict[str, ContractionProfile]:
 @pytest.mark.parametrize(
     ("name", "method", "schedule"),
     [
-        (name, method, schedule)
-        for name, (method, known), schedule in itertools.product(FAMILIES, METHODS.items(), SCHEDULES)
+        (FAMILIES[(i + j) % 2], method, schedule)  # every method and every schedule meets both
+        for (i, (method, known)), (j, schedule) in itertools.product(enumerate(METHODS.items()), enumerate(SCHEDULES))
         if schedule == "uniform" or (SCHEDULES[schedule].unit == "bits") == (known.unit == "bits")
     ],
 )

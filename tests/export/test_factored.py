@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import edit_json, make_tiny
+from helpers import TINY, edit_json, make_tiny
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -45,7 +45,14 @@ def here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factored, "elsewhere_check", lambda *_: PASSED)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+# The modules of factors are those of one class: each family in one dtype, and one family in all.
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*(("llama", dtype) for dtype in DTYPES), *((n, DTYPES[i % 3]) for i, n in enumerate(TINY) if n != "llama")],
+)
 def test_every_family_passes_the_gate(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     dense = compress(make_tiny(family).to(dtype), method="svd", sparsity=0.4)
     small = with_factors(dense.model, dense.report.ranks)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from families.verdicts import load_table
 from families.zoo import LAYERS, SMALL, ZOO, each_by_itself, make_zoo
-from helpers import on_disk, tensors
+from helpers import on_disk, operated, tensors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lyapunov_prune.checkpoints import tensor_files
@@ -22,6 +23,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import remove_layers
 
 REMOVE = (2, 5)
+REMOVED = "two apart (2, 5)"
 
 
 @pytest.mark.slow
@@ -50,7 +52,8 @@ def test_every_decoder_is_pruned_as_in_memory_or_refused(
     except LyapunovPruneError:
         assert not disk.exists()
         return
-    remove_layers(model, REMOVE).save_pretrained(memory)
+    assert load_table()[name]["removals"][REMOVED] == "yes"  # test_families.py holds the gate against this verdict
+    operated(model, REMOVE).save_pretrained(memory)
     assert tensors(disk) == tensors(memory)
     assert (disk / "config.json").read_text() == (memory / "config.json").read_text()
 
