@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from lyapunov_prune.checkpoints.tensor_files import DTYPES, Stored, read_into, read_tensors, reading
+from lyapunov_prune.checkpoints.tensor_files import BUFFER, DTYPES, Stored, read_into, read_tensors, reading
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import combined, digests_of, saved_tensors
@@ -133,14 +133,20 @@ def _read(
 ) -> torch.Tensor:
     name, rule = targets[keys[0]].name, copy.deepcopy(targets[keys[0]].converter)
     if rule is None:
-        return _mapped(stored[keys[0]])
+        return _stored_tensor(stored[keys[0]])
     for key in keys:
-        tensor: Any = _mapped(stored[key])  # the loader itself reads in threads
+        tensor: Any = _stored_tensor(stored[key])  # the loader itself reads in threads
         rule.add_tensor(name, key, targets[key].pattern, tensor)
     value = rule.convert(name, model=model, config=model.config)[name]
     return value[0] if isinstance(value, list) else value
 
 
-def _mapped(stored: Stored) -> torch.Tensor:
+def _stored_tensor(stored: Stored) -> torch.Tensor:
+    """The tensor in its file, mapped; a small one is read, which takes a fraction of the time of a map."""
+    dtype = DTYPES.get(stored.dtype)
+    if dtype is not None and stored.size <= BUFFER:
+        tensor = torch.empty(stored.shape, dtype=dtype)
+        read_into(tensor, stored)
+        return tensor
     with safe_open(stored.file, framework="pt") as file:
         return file.get_tensor(stored.key)
