@@ -73,16 +73,18 @@ def unknown_settings(config: PreTrainedConfig) -> dict[str, Any]:
     }
     if not found:
         return {}
-    named = _named_in_code(kind)
+    family = None
+    with suppress(OSError, TypeError):  # a class defined interactively has no file
+        family = Path(inspect.getfile(kind)).parent
+    named = _named_in_code(family)
     return {name: value for name, value in found.items() if name not in named}
 
 
 @functools.cache
-def _named_in_code(kind: type[PreTrainedConfig]) -> frozenset[str]:
-    """Every name that transformers' shared code, or the code beside `kind`, reads from a config or writes as text."""
+def _named_in_code(family: Path | None) -> frozenset[str]:
+    """Every name in transformers' shared code and in the folder `family` that is read from a config or quoted."""
     files = [Path(transformers.__file__).parent / name for name in _SHARED_CODE]
-    with suppress(OSError, TypeError):  # a class defined interactively has no file
-        files += Path(inspect.getfile(kind)).parent.glob("*.py")
+    files += family.glob("*.py") if family else ()
     code = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     return frozenset(name for names in _NAMED_IN_CODE.findall(code) for name in names)
 
