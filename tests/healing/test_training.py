@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,11 +27,17 @@ BEFORE = np.array([4.0, 5.0, 4.5, 5.5])
 Judge = Callable[[], np.ndarray]
 
 
-@pytest.fixture
-def run() -> Iterator[Distillation]:
+@contextmanager
+def started() -> Iterator[Distillation]:
     student, teacher = pair()
     with trained(student, None, 0) as parameters:
         yield Distillation(student, teacher, parameters, 1.0)
+
+
+@pytest.fixture
+def run() -> Iterator[Distillation]:
+    with started() as run:
+        yield run
 
 
 def training(
@@ -255,30 +262,41 @@ def stops_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Of 48 steps: trials end at 4, 8 and 12; the rounds of 6 at 18, which goes back, and so on.
+BUDGET = Budget(48, None, 1e-3, 3)
+JUDGED = {0: 0.0, 4: -0.3, 8: -0.2, 12: -0.4, 18: 0.5, 24: -0.6, 30: -0.7, 36: math.inf, 42: -0.8, 48: -0.75}
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[tuple[Distillation, Training]]:
+    """A run that nothing interrupts, and what it trained."""
+    with started() as run:
+        done = training(run, lambda: BEFORE + JUDGED[run.step], BUDGET)
+        done.finish()
+        yield run, done
+
+
 @pytest.mark.parametrize("step", [2, 4, 6, 12, 15, 18, 20, 24, 33])
 @pytest.mark.parametrize("often", [True, False])  # a state before every step, or at the ends of rounds alone
 def test_a_run_goes_on_from_anywhere_to_the_same_end(
-    step: int, often: bool, run: Distillation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int,
+    often: bool,
+    whole: tuple[Distillation, Training],
+    run: Distillation,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    budget = Budget(48, None, 1e-3, 3)
-    judged = {0: 0.0, 4: -0.3, 8: -0.2, 12: -0.4, 18: 0.5, 24: -0.6, 30: -0.7, 36: math.inf, 42: -0.8, 48: -0.75}
+    never, done = whole
     start = run.copies()
-
-    def judge() -> np.ndarray:
-        return BEFORE + judged[run.step]
-
-    whole = training(run, judge, budget, start=start)
-    whole.finish()
-    ended, told = run.copies(), [(each.stretch, each.judged.tolist()) for each in whole.done.rounds]
-    assert [each.stretch.begin for each in whole.done.rounds].count("best") == 3
-    wanted = run.losses
+    assert [each.stretch.begin for each in done.done.rounds].count("best") == 3
 
     def again(resume: bool) -> Training:
         run.losses = []
         run.begin_anew(start)
         with TrainingState(tmp_path, {}, resume=resume) as state:
             monkeypatch.setattr(state, "is_due", lambda: often)
-            going = training(run, judge, budget, state=state, tensors=state.load(), start=start)
+            going = training(
+                run, lambda: BEFORE + JUDGED[run.step], BUDGET, state=state, tensors=state.load(), start=start
+            )
             going.finish()
         return going
 
@@ -287,10 +305,11 @@ def test_a_run_goes_on_from_anywhere_to_the_same_end(
         with pytest.raises(Stop):
             again(False)
     resumed = again(True)
-    assert same(run.copies(), ended)
-    assert same(resumed.weights, whole.weights)
-    assert run.losses == wanted
-    assert [(each.stretch, each.judged.tolist()) for each in resumed.done.rounds] == told
+    assert same(run.copies(), never.copies())
+    assert same(resumed.weights, done.weights)
+    assert run.losses == never.losses
+    rounds = [[(each.stretch, each.judged.tolist()) for each in run.done.rounds] for run in (resumed, done)]
+    assert rounds[0] == rounds[1]
 
 
 @pytest.mark.parametrize("step", [2, 4, 6, 20])
