@@ -122,12 +122,13 @@ def combined(tensors: Mapping[str, dict[str, str]]) -> dict[str, str]:
 
 
 def _digest(flat: torch.Tensor, dtype: torch.dtype) -> str:
-    row, whole = 8 * _WIDTH // dtype.itemsize, hashlib.sha256(str(len(flat)).encode())
-    if 0 < len(flat) <= row:  # no block: the words that would fill the row up are zero, and add nothing
-        x = nn.functional.pad(flat.to(dtype), (0, -len(flat) % (8 // dtype.itemsize))).view(torch.int64)
-        whole.update(((x >> 32) ^ x).mul_(_ODD[: len(x)].to(x.device)).sum().cpu().numpy().data)
+    row, size = 8 * _WIDTH // dtype.itemsize, flat.numel()
+    whole, height = hashlib.sha256(str(size).encode()), -(-size // row)
+    if height == 1:  # no block: the words that would fill the row up are zero, and add nothing
+        x = nn.functional.pad(flat.to(dtype), (0, -size % (8 // dtype.itemsize))).view(torch.int64)
+        whole.update(((x >> 32) ^ x).mul_(_ODD[: x.numel()].to(x.device)).sum().cpu().numpy().data)
         return whole.hexdigest()
-    rows = min(_ROWS if flat.device.type == "cpu" else _ROWS_ELSEWHERE, -(-len(flat) // row))
+    rows = min(_ROWS if flat.device.type == "cpu" else _ROWS_ELSEWHERE, height)
     block = torch.zeros(rows * row, dtype=dtype, device=flat.device)
     words, odd = block.view(torch.int64).view(rows, _WIDTH), _ODD.to(flat.device)
     mixed, sums = torch.empty_like(words), []
@@ -137,5 +138,5 @@ def _digest(flat: torch.Tensor, dtype: torch.dtype) -> str:
         torch.bitwise_right_shift(words, 32, out=mixed).bitwise_xor_(words).mul_(odd)
         sums.append(mixed.sum(dim=1))
     if sums:
-        whole.update(torch.cat(sums)[: -(-len(flat) // row)].cpu().numpy().data)
+        whole.update(torch.cat(sums)[:height].cpu().numpy().data)
     return whole.hexdigest()

@@ -391,9 +391,14 @@ def test_what_needs_the_whole_dense_model_is_refused(option: dict[str, Any], tol
 CHEAP: dict[str, Any] = {"method": "svd", "sparsity": 0.4}
 
 
-# Compact ones are of a fused matrix, of one input × output, of a block bare in its layer, and of none of these.
+# Of a fused matrix, of one input × output, of a block bare in its layer, of one parallel to attention, and of none of
+# these: the factors stand in for the matrices of these, whatever else the layers of a family do.
 @pytest.mark.parametrize(
-    ("name", "make"), [*((n, make_tiny) for n in TINY), *((n, make_small) for n in ("phi3", "gpt2", "opt", "llama"))]
+    ("name", "make"),
+    [
+        *((name, make_tiny) for name in ("phi3", "gpt2", "opt", "gpt_neox", "llama", "gemma3")),
+        *((name, make_small) for name in ("phi3", "gpt2", "opt", "llama")),
+    ],
 )
 def test_factors_are_those_of_memory(
     name: str,
