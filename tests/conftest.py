@@ -13,6 +13,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+import typer
 from helpers import TINY, VOCABULARY, Done, make_tiny, make_tokenizer, tree
 from helpers.forked import Forked
 from hypothesis import HealthCheck, settings
@@ -71,10 +72,11 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _names_of_gguf_once() -> Iterator[None]:
-    """Transformers makes the same table of GGUF's names for every module of a model."""
+def _made_once() -> Iterator[None]:
+    """Transformers makes a table of GGUF's names for every module of a model, and typer all commands for every run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        for module, name in ((gguf, "get_tensor_name_map"), (typer.main, "get_command")):
+            patch.setattr(module, name, functools.cache(getattr(module, name)))
         yield
 
 
