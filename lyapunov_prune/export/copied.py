@@ -6,6 +6,8 @@ A removal that changes numbers cannot be done by copying and is refused.
 
 from __future__ import annotations
 
+import copy
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,10 +24,11 @@ from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.families import family_entry
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.loading import checkpoint_folder
+from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
 from lyapunov_prune.models.quantised_names import Layers, follow_layers, layers_in
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.models.wrappers import require_levels_stay
-from lyapunov_prune.pruning.counting import renamed, shares_leaving
+from lyapunov_prune.pruning.counting import renamed, shares_leaving, stacked_in
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe
 from lyapunov_prune.pruning.surgery import without_layers
@@ -33,6 +36,7 @@ from lyapunov_prune.results.files import require_disk, require_empty, whole_fold
 from lyapunov_prune.results.history import HISTORY, add_step, history_of
 
 SHARD_BYTES = 5 * 10**9
+_OF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def too_large(name: str, device: str = "cpu") -> str:
@@ -56,9 +60,10 @@ def too_large(name: str, device: str = "cpu") -> str:
 def prune_on_disk(
     outline: Outline, plan: PruningPlan, target: str | Path, *, stream: bool = False, shard_bytes: int = SHARD_BYTES
 ) -> Provenance:
-    """Remove the layers of `plan` from the checkpoint of `outline` into the folder `target`, as `write_pruned` does.
+    """Remove the layers and experts of `plan` from the checkpoint of `outline` into the folder `target`.
 
-    Memory: the headers and one buffer. The gate checks on the written files what needs no weights: they hold exactly
+    What is written is what `write_pruned` writes. Memory: the headers and one buffer, and for the gate one layer's
+    experts. The gate checks on the written files what needs no weights: they hold exactly
     the keys and shapes that plain transformers asks for, every layer has its settings and its place, and exactly what
     was removed is missing. With `stream` it compares logits too, with one layer of each model in memory
     (`verify_files`). The provenance names the checks that were not run. Raises LyapunovPruneError for a plan made for
@@ -70,7 +75,9 @@ def prune_on_disk(
     plan.require_model(outline.identity)
     require_whole(outline.model)
     require_levels_stay(outline.model, plan.remove)
-    if plan.drops_parts:
+    if plan.experts_gone:
+        find_mixtures(outline.structure).require(plan.experts, plan.remove)
+    if plan.drops_sublayers or plan.channels:
         raise not_by_copying(outline.structure, "a part of a layer is left out by changing numbers")
     decoder = cut_outline(outline.decoder, plan)
     pruned = decoder.model
@@ -91,9 +98,11 @@ def prune_on_disk(
 
 
 def cut_outline(decoder: Decoder, plan: PruningPlan) -> Decoder:
-    """`decoder`, on the `meta` device, without the layers of `plan`, and with a config to match."""
+    """`decoder`, on the `meta` device, without the layers and experts of `plan`, and with a config to match."""
     try:
-        made = without_layers(decoder, plan).eval()
+        made = (without_layers(decoder, plan) if plan.remove else copy.deepcopy(decoder.model)).eval()
+        if gone := {plan.kept.index(layer): experts for layer, experts in plan.experts_gone.items()}:
+            drop_experts(made, find_structure(made), gone)
         return Decoder(made, find_structure(made))
     except LyapunovPruneError:
         raise
@@ -113,7 +122,7 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, layers
     before, after = (model.state_dict(keep_vars=True) for model in (outline.model, pruned))
     tables = dict(family_entry(structure.model_type).tables)
     shares = shares_leaving(outline.decoder, plan)
-    names = new_names(structure, plan, before, after)
+    names, stacks = new_names(structure, plan, before, after), stacked_in(structure, plan)
     pieces: dict[str, Piece] = {}
     for key, target in outline.targets.items():
         new, called = names[target.name], layers.renamed(key)
@@ -122,7 +131,19 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, layers
                 raise not_by_copying(outline.structure, f"{key} is shared with layers that stay")
             continue
         table = target.name.split(".")[-2]
-        if table in tables:
+        if target.name in stacks:
+            stacked, gone = stacks[target.name]
+            kept = tuple(e for e in range(stacked.entries) if e not in gone)
+            if (own := _OF_EXPERT.search(called)) is None:
+                piece = Piece(outline.stored[key], stacked.axis, stacked.entries, kept)
+            elif (expert := int(own[1])) in gone:
+                continue
+            else:  # a tensor of this expert alone, which transformers stacks on loading
+                pieces[f"{called[: own.start(1)]}{kept.index(expert)}{called[own.end(1) :]}"] = Piece(
+                    outline.stored[key]
+                )
+                continue
+        elif table in tables:
             piece = Piece(outline.stored[key], tables[table], structure.num_layers, plan.kept)
         else:
             piece = Piece(outline.stored[key])

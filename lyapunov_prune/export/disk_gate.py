@@ -21,10 +21,12 @@ from lyapunov_prune.checkpoints.tensor_files import read_tensors
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, skipped
 from lyapunov_prune.forward.logits import sample_inputs
+from lyapunov_prune.forward.masking import masked_experts
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.mixtures import Stacked
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.progress import status
-from lyapunov_prune.pruning.counting import count_check, shares_leaving
+from lyapunov_prune.pruning.counting import count_check, renamed, shares_leaving, stacked_in
 from lyapunov_prune.pruning.gate import (
     CACHED,
     PICTURED,
@@ -58,10 +60,12 @@ def verify_files(
 
     1. Plain transformers finds every tensor it asks for, in its shape, and none besides; every layer has the
        settings it had.
-    2. All weights of every layer are those of the layer it was, and all outside the layers what they were.
+    2. All weights of every layer are those of the layer it was, but for those of experts that left, and all outside the
+       layers what they were.
     3. The counts of layers, parameters and bytes fell by exactly what was removed.
-    4. With `stream`, the written model gives the logits of the original with the layers skipped, on random tokens. Both
-       are read one layer at a time. A model that reads images is also compared with one in the prompt.
+    4. With `stream`, the written model gives the logits of the original with the layers skipped and the experts masked,
+       on random tokens. Both are read one layer at a time. A model that reads images is also compared with one in the
+       prompt.
 
     Raises LyapunovPruneError if files of the original can no longer be read, and NonFiniteError if its states are not
     finite.
@@ -86,7 +90,7 @@ def _run(outline: Outline, written: Outline, plan: PruningPlan, checks: list[Gat
     original = streamed(outline)
     inputs, prompt, with_picture = sample_inputs(original, None), picture_prompt(original.model), None
     try:
-        gate = Gate(original, streamed(written), inputs, partial(_skipping, layers=plan.remove))
+        gate = Gate(original, streamed(written), inputs, partial(_skipping, plan=plan), bool(plan.experts_gone))
         expected = gate.expected()
         if prompt is not None:
             with gate.standing_in(original):
@@ -96,7 +100,7 @@ def _run(outline: Outline, written: Outline, plan: PruningPlan, checks: list[Gat
     except Exception as error:
         return GateReport((*checks, crashed(SKIPPED, error)), seen_by(original, None, inputs))
     with status("what was written"):
-        detail = "logits of the files written, streamed, against the original's with the layers skipped"
+        detail = "logits of the files written, streamed, against the original's without what left"
         checks.append(attempt(SKIPPED, lambda: gate.same(detail, expected)))
     if prompt is not None and with_picture is not None:
         with status("what was written, with a picture"):
@@ -106,16 +110,20 @@ def _run(outline: Outline, written: Outline, plan: PruningPlan, checks: list[Gat
 
 
 @contextmanager
-def _skipping(decoder: Decoder, layers: tuple[int, ...]) -> Iterator[None]:
-    """Within the block, `decoder` skips `layers`. A state that is not finite raises NonFiniteError."""
-    told = "the original, its layers skipped"
+def _skipping(decoder: Decoder, plan: PruningPlan) -> Iterator[None]:
+    """Within the block, `decoder` runs without the layers and experts of `plan`.
+
+    A state that is not finite raises NonFiniteError.
+    """
+    told = "the original, without what left"
 
     def visit(layer: int, hidden: torch.Tensor) -> None:
         if not hidden.isfinite().all():
             raise NonFiniteError(layer, told)
 
     looking = residual_stream(decoder.structure, visit, one_state=False)
-    with status(told), skipped(decoder.structure, layers), looking:
+    fewer = masked_experts(decoder.structure, plan.experts_gone)
+    with status(told), skipped(decoder.structure, plan.remove), fewer, looking:
         yield
 
 
@@ -136,11 +144,32 @@ def _places_check(outline: Outline, written: Outline, plan: PruningPlan) -> Gate
     changed = [name for name in was[None].keys() & stays if now[None].get(name) != was[None][name]]
     if changed:
         return GateCheck(PLACED, False, len(changed), 0.0, f"{min(changed)} is not what it was")
+    stacks = stacked_in(outline.structure, plan)
+    for name, (stacked, gone) in stacks.items():
+        new = renamed(name, outline.structure, plan)
+        assert new is not None
+        if not _same_rows(outline, name, written, new, stacked, gone):
+            return GateCheck(PLACED, False, 1.0, 0.0, f"{new} does not hold the experts of {name} that stay")
+        layer, inside = layer_of(name, outline.structure), name.removeprefix(f"{outline.structure.layers_path}.")
+        del was[layer][inside.partition(".")[2]], now[layer_of(new, outline.structure)][inside.partition(".")[2]]
     wrong = [new for new, old in enumerate(plan.kept) if now[new] != was[old]]
     detail = "all weights of every layer, and outside them, against the original's"
     if wrong:
         detail = f"layer {wrong[0]} does not hold the weights of layer {plan.kept[wrong[0]]}"
     return GateCheck(PLACED, not wrong, len(wrong), 0.0, detail)
+
+
+def _same_rows(
+    outline: Outline, name: str, written: Outline, new: str, stacked: Stacked, gone: tuple[int, ...]
+) -> bool:
+    """Whether the tensor `new` holds what stays of `name` without the experts `gone`, in order."""
+    old_tensor, new_tensor = (
+        torch.empty_like(o.model.state_dict()[n], device="cpu") for o, n in ((outline, name), (written, new))
+    )
+    outline.fill(old_tensor, name)
+    written.fill(new_tensor, new)
+    stays = stacked.rows(old_tensor, [e for e in range(stacked.entries) if e not in gone])
+    return torch.equal(old_tensor.index_select(stacked.axis, stays), new_tensor)
 
 
 def _by_layer(outline: Outline) -> dict[int | None, dict[str, dict[str, str]]]:

@@ -56,21 +56,30 @@ def masked_experts(structure: Structure, experts: Mapping[int, Sequence[int]]) -
 
 
 def _mask(stack: ExitStack, layer: nn.Module, mixture: Mixture, gone: Sequence[int]) -> None:
-    for stacked in mixture.stacked:
-        path, _, key = stacked.name.rpartition(".")
-        module = layer.get_submodule(path)
-        before = getattr(module, key)
-        if before.numel() != stacked.entries:
-            continue
-        after = before.detach().index_fill(stacked.axis, stacked.rows(before, gone), -torch.inf)
-        setattr(module, key, nn.Parameter(after, requires_grad=False) if isinstance(before, nn.Parameter) else after)
-        stack.callback(setattr, module, key, before)
-    router: Any = layer.get_submodule(mixture.router)
-    scores, forward, masked_rows = layer.get_parameter(mixture.scores), router.forward, torch.tensor(list(gone))
+    block: Any = layer.get_submodule(mixture.block)
+    forward, rows = block.forward, torch.tensor(list(gone))
 
-    def masked(*args: Any, **kwargs: Any) -> Any:
-        with _Masked(scores, masked_rows):
+    def masked(*args: Any, **kwargs: Any) -> Any:  # a streamed layer has its weights while it runs
+        with _unchosen(layer, mixture, gone), _Masked(layer.get_parameter(mixture.scores), rows):
             return forward(*args, **kwargs)
 
-    stack.callback(restore, router, router.__dict__.get("forward"))
-    router.forward = masked
+    stack.callback(restore, block, block.__dict__.get("forward"))
+    block.forward = masked
+
+
+@contextmanager
+def _unchosen(layer: nn.Module, mixture: Mixture, gone: Sequence[int]) -> Iterator[None]:
+    """Inside the block, the experts `gone` have −∞ in every tensor with one number an expert."""
+    with ExitStack() as stack:
+        for stacked in mixture.stacked:
+            path, _, key = stacked.name.rpartition(".")
+            module = layer.get_submodule(path)
+            before = getattr(module, key)
+            if before.numel() != stacked.entries:
+                continue
+            after = before.detach().index_fill(stacked.axis, stacked.rows(before, gone), -torch.inf)
+            setattr(
+                module, key, nn.Parameter(after, requires_grad=False) if isinstance(before, nn.Parameter) else after
+            )
+            stack.callback(setattr, module, key, before)
+        yield

@@ -14,7 +14,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.experts import Routing, unweighted
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.mixtures import Mixtures, find_mixtures
@@ -73,7 +73,7 @@ class ExpertUse(Result):
 @takes_model
 @in_eval_mode
 @torch.no_grad()
-def expert_use(model: InMemory, batch: Readable, *, batch_size: int = 1) -> ExpertUse:
+def expert_use(model: Streamable, batch: Readable, *, batch_size: int = 1) -> ExpertUse:
     """Measure `ExpertUse` in one pass over `batch`.
 
     Every chosen expert runs twice: in the forward, and once more for its output before it is weighted. A choice of what

@@ -19,7 +19,7 @@ from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.left_out import LeftOut, left_out
-from lyapunov_prune.models.mixtures import find_mixtures
+from lyapunov_prune.models.mixtures import Stacked, find_mixtures
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.models.units import find_units
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -64,10 +64,15 @@ def _narrower(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
 
 def _fewer(structure: Structure, plan: PruningPlan) -> dict[str, Fraction]:
     """The share of each tensor stacked by expert that belongs to the experts of `plan`."""
+    return {name: Fraction(len(gone), stacked.entries) for name, (stacked, gone) in stacked_in(structure, plan).items()}
+
+
+def stacked_in(structure: Structure, plan: PruningPlan) -> dict[str, tuple[Stacked, tuple[int, ...]]]:
+    """The tensors of the model that are stacked by expert and lose some by `plan`, with these experts, by name."""
     gone = plan.experts_gone
     mixtures = find_mixtures(structure).layers if gone else {}
     return {
-        f"{structure.layers_path}.{layer}.{stacked.name}": Fraction(len(experts), stacked.entries)
+        f"{structure.layers_path}.{layer}.{stacked.name}": (stacked, experts)
         for layer, experts in gone.items()
         for stacked in mixtures[layer].stacked
     }

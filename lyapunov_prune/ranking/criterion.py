@@ -167,6 +167,7 @@ class OfExperts(Criterion):
     """A criterion for the experts of every layer, by the router's use of them, which one forward measures."""
 
     parts = ("experts",)
+    streamed = ("experts",)
 
     def score(self, use: ExpertUse) -> np.ndarray:
         """A score for every expert (L, E); the smallest of a layer is removed first."""

@@ -81,8 +81,6 @@ def require_ranks(
         raise LyapunovPruneError(f"criterion {criterion} {known.chooses}; give --remove N with it")
     if known.chooses and periods:
         raise LyapunovPruneError(f"criterion {criterion} {known.chooses}, not periods; leave out --keep-period")
-    if streamed and what == "experts":
-        raise LyapunovPruneError("experts are measured and removed in memory; leave out --stream")
     if streamed and what not in known.streamed:
         others = [name for name, other in CRITERIA.items() if what in other.streamed]
         raise LyapunovPruneError(
