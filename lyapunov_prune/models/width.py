@@ -194,8 +194,8 @@ def _require_own(model: PreTrainedModel, units: Sequence[Unit]) -> None:
         owner = owners.setdefault(unit.out.weight(model).data_ptr(), unit)
         if owner is not unit:
             raise LyapunovPruneError(
-                f"layers {owner.layer} and {unit.layer} share {unit.out.name}, and what layers share is not cut; "
-                f"{_REMEDY}"
+                f"layers {owner.layer} and {unit.layer} share {unit.out.name}, and its channels are ranked and its "
+                f"columns refitted by what one layer does with them; {_REMEDY}"
             )
 
 
