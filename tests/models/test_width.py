@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_mixture, make_tiny
+from families.zoo import CHANGES, settings_of
+from helpers import make_mixture, make_tiny, with_large_weights
 from helpers.tiny_models import SMALL, from_settings
 from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from lyapunov_prune import LyapunovPruneError
+from lyapunov_prune import LyapunovPruneError, remove_layers, verify_removal
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.units import Unit
 from lyapunov_prune.models.width import Width, find_width
+from lyapunov_prune.pruning.width import choose_channels
 
 EXPERTS: dict[str, Any] = {**SMALL, "num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 2}
 
@@ -35,6 +38,17 @@ def test_the_setting_of_a_dense_model(family: str, setting: str, times: int) -> 
     width = width_of(family)
     assert (width.setting.name, width.setting.times) == (setting, times)
     assert [len(here) for here in width.units] == [1] * len(width.units)
+
+
+def test_the_dense_block_of_a_granite_hybrid_has_a_setting_of_its_own() -> None:
+    config = CONFIG_MAPPING["granitemoehybrid"]
+    settings = settings_of(config, CHANGES["granitemoehybrid"]) | {"num_local_experts": 0, "num_experts_per_tok": 0}
+    model = with_large_weights(AutoModelForCausalLM.from_config(config(**settings)).eval())
+    width = find_width(wrap(model))
+    assert (width.setting.name, width.width, units(width, 0)[0].fused) == ("shared_intermediate_size", 16, True)
+    ids = torch.randint(3, 90, (2, 24), generator=torch.Generator().manual_seed(0))
+    plan = choose_channels(model, ids, 0.5)
+    assert verify_removal(model, remove_layers(model, plan), plan, ids).passed
 
 
 @pytest.mark.parametrize(("family", "interleaved"), [("mixtral", False), ("gpt_oss", True), ("phi3", False)])
