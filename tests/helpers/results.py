@@ -118,7 +118,7 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         largest = np.finfo(np.float64).max  # a layer may have no score, none an infinite one
         return {"scores": some(5, finite=False, most=largest), "picked": some(5, 5, most=1)}
     if name == "PruningPlan":
-        told = {"picked": some(5, most=1), "tied": (1, 3), "channels": (), "width": 0}
+        told = {"picked": some(5, most=1), "tied": (1, 3), "channels": (), "widths": ()}
         told |= {"experts": ((), (), (), (), (0, 2)), "routed": some(5, finite=False, most=1)}
         return {"scores": loose(5), "drop_activation": (4,), "reduction": "affine", **told}
     if name == "WeighedPlans":
