@@ -26,7 +26,9 @@ from dataclasses import dataclass
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.lazy import torch
+from lyapunov_prune.lazy import np, torch
+
+WIDER = "load the model in a wider dtype (--dtype float32) or check its weights"
 
 __all__ = ["certified_norm", "exact_norm", "lift", "token_energy", "widen"]
 
@@ -191,6 +193,22 @@ def smallest(score: torch.Tensor, count: int) -> torch.Tensor:
     return removed.view(score.shape)
 
 
+def all_finite(values: torch.Tensor | np.ndarray) -> bool:
+    """Whether no entry is NaN or infinite."""
+    if not math.prod(values.shape):
+        return True
+    # The extremes are NaN if any entry is; isfinite on all entries takes fifty times as long.
+    least, most = torch.aminmax(values.detach()) if isinstance(values, torch.Tensor) else (values.min(), values.max())
+    return math.isfinite(least) and math.isfinite(most)
+
+
+def require_numbers(values: torch.Tensor | np.ndarray, what: str, remedy: str = WIDER) -> None:
+    """Raise LyapunovPruneError, which says `what` the `values` are, if one of them is NaN or infinite."""
+    if not all_finite(values):
+        place = next(i for i, x in enumerate(values.reshape(-1).tolist()) if not math.isfinite(x))
+        raise LyapunovPruneError(f"NaN or infinity in {what} (number {place}); {remedy}")
+
+
 def _scaled(W: torch.Tensor) -> tuple[torch.Tensor, int]:
     """`W` or its transpose as a wide float64 matrix `A` on the CPU with `W = A · 2^exponent`, max |a| in [1/2, 1).
 
@@ -199,11 +217,8 @@ def _scaled(W: torch.Tensor) -> tuple[torch.Tensor, int]:
     if W.ndim != 2 or not W.is_floating_point():
         raise LyapunovPruneError(f"a norm needs a real matrix, not {W.dtype} of shape {tuple(W.shape)}")
     A = W.detach().cpu().double()
+    require_numbers(A, f"a matrix of shape {tuple(W.shape)}, which has no norm")
     largest = float(torch.stack(torch.aminmax(A)).abs().max()) if A.numel() else 0.0
-    if not math.isfinite(largest):
-        raise LyapunovPruneError(
-            f"a matrix of shape {tuple(W.shape)} holds NaN or infinity and has no norm; check the weights"
-        )
     if A.shape[0] > A.shape[1]:
         A = A.T
     exponent = math.frexp(largest)[1]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lyapunov_prune.allocation.schedule import Schedule
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import np
+from lyapunov_prune.linalg import require_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,9 +91,7 @@ def least_cost(cost: np.ndarray, widths: np.ndarray, sizes: np.ndarray, budget: 
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    if not np.isfinite(cost).all():
-        layer = int(np.argwhere(~np.isfinite(cost))[0, 0])
-        raise LyapunovPruneError(f"the cost of layer {layer} is not finite; give wider widths, or other text")
+    require_numbers(cost, f"costs of {len(widths)} widths in each layer", "give wider widths, or other text")
     require_reached(budget, widths)
     (L, W), share = cost.shape, sizes / sizes.sum()
     largest = np.abs(cost).max()

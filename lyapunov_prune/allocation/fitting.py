@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import require_numbers
 
 # A budget this close outside the attainable range counts as its end, because means are rounded.
 ROUNDING = 1e-13
@@ -33,8 +34,9 @@ def fit(
     """
     target = np.asarray(target, dtype=np.float64)
     some = target[target > 0]
-    if not (np.isfinite(target).all() and (target >= 0).all()):
-        raise LyapunovPruneError("targets of an allocation must be finite and not negative; check their measurements")
+    require_numbers(target, "targets of an allocation", "check their measurements")
+    if (target < 0).any():
+        raise LyapunovPruneError("targets of an allocation must not be negative; check their measurements")
     if len(some) and some.max() / SPAN > some.min():
         raise LyapunovPruneError(f"targets from {some.min():g} to {some.max():g} are too far apart; bound the schedule")
     unit = target / some.max() if len(some) else target
@@ -52,8 +54,7 @@ def shift(target: np.ndarray, sizes: np.ndarray, budget: float, high: float | np
     Targets may be negative. Any budget from 0 to the mean of `high` can be met.
     """
     target = np.asarray(target, dtype=np.float64)
-    if not np.isfinite(target).all():
-        raise LyapunovPruneError("targets of an allocation must be finite; check their measurements")
+    require_numbers(target, "targets of an allocation", "check their measurements")
     low, high = _bounds(0.0, high, target)
     if _meets(target, sizes, budget, low, high):
         return target

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import require_numbers
 
 # Relative rounding of a bound: the norm of a vector of up to 2¹³ entries, and a few products.
 _ROUNDING = 2.0**-37
@@ -71,8 +72,8 @@ def worst_check(
     if not len(error):
         raise LyapunovPruneError(f"{theorem} on {matrix}: no inputs to check")
     margin = np.broadcast_to(as_array(rounding), bound.shape) + _ROUNDING * bound
-    if not (np.isfinite(error).all() and np.isfinite(bound).all() and np.isfinite(margin).all()):
-        raise LyapunovPruneError(f"{theorem} on {matrix}: NaN or infinity; check the activations and the weights")
+    for name, numbers in {"error": error, "bound": bound, "margin": margin}.items():
+        require_numbers(numbers, f"{theorem} on {matrix}, {name}")
     with np.errstate(over="ignore"):  # an error above a bound of zero has ratio infinity
         share = error / np.maximum(bound + margin, np.finfo(np.float64).tiny)
     at = int(np.argmax(share))

@@ -16,9 +16,8 @@ from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.checkers import lyapunov_contraction_bound, residual_growth_contraction, trajectory_error_le
 from lyapunov_prune.bounds.decision import TokenCertificate, argmax_unchanged_of_state_error
 from lyapunov_prune.bounds.phases import TwoPhases, relative_phases
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, residual_stream
-from lyapunov_prune.linalg import token_energy, widen
+from lyapunov_prune.linalg import require_numbers, token_energy, widen
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 
@@ -124,6 +123,5 @@ class Trajectory:
 
 def _energy(a: torch.Tensor, b: torch.Tensor) -> float:
     energy = float(token_energy(widen(a) - widen(b)).sum())
-    if not np.isfinite(energy):
-        raise LyapunovPruneError("NaN or infinite activations; load the model in a wider dtype or check its weights")
+    require_numbers(np.array(energy), "energy of the activations")
     return energy

@@ -15,6 +15,7 @@ from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import replaced
+from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Decoder, in_memory, model_of
 from lyapunov_prune.models.plain import require_no_adapters, require_parameters
@@ -75,8 +76,8 @@ def read_written(reading: Reading, compressed: PreTrainedModel) -> Written:
             "the matrices of the compressed model are those of the dense one, weight for weight; there is nothing to "
             "check"
         )
-    if broken := [name for name in changed if not theirs[name].isfinite().all()]:
-        raise LyapunovPruneError(f"{broken[0]} of the compressed model holds NaN or infinity; make it again")
+    for name in changed:
+        require_numbers(theirs[name], f"{name} of the compressed model", "make it again")
     weights = {p: p.weight(compressed) for p in projections}
     written = Written(
         {p.name: W for p, W in weights.items()},

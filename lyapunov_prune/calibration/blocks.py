@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.models.feedforward import FeedForward
 from lyapunov_prune.models.hooked import hooked
 
@@ -63,11 +63,7 @@ def _hooks(block: FeedForward, visit: Visit) -> tuple[Callable[..., None], Calla
 
     def on_out(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = flat(args[0])
-        if not hidden.isfinite().all():
-            raise LyapunovPruneError(
-                f"NaN or infinite activations in the feed-forward block of layer {block.layer}; check weights and "
-                "inputs, or load the model in a wider dtype"
-            )
+        require_numbers(hidden, f"activations in the feed-forward block of layer {block.layer}")
         visit(block, Passed(seen["x"], hidden, seen.get("gate"), seen.get("up")))
         seen.clear()
 

@@ -13,7 +13,7 @@ from lyapunov_prune.calibration.lending import Lender
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.products import Product, watched_products
-from lyapunov_prune.linalg import feature_energy, lift
+from lyapunov_prune.linalg import feature_energy, lift, require_numbers
 from lyapunov_prune.models.left_alone import why_unseen
 from lyapunov_prune.models.projections import Projection
 
@@ -206,10 +206,7 @@ class Gathering:
             leader = self._leader[p.product]
             gram = self.grams.get(leader)
             energy = self.energy[leader] if gram is None else gram.diagonal()
-            if not energy.isfinite().all():
-                raise LyapunovPruneError(
-                    f"NaN or infinite activations in the calibration enter {p.name}; check the weights"
-                )
+            require_numbers(energy, f"energy of the inputs of {p.name} in the calibration")
             drift = self.drifts.get(leader)
             if self.dense is not None and drift is None and gram is not None:  # every token was lent
                 drift = torch.zeros_like(gram)

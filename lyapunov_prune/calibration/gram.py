@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import torch
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, require_numbers
 
 # A negative eigenvalue of this size, relative to the largest, is not due to rounding.
 _NEGATIVE = 1e-8
@@ -18,10 +18,7 @@ def damped(gram: torch.Tensor, size: int, damping: float, device: torch.device) 
     if gram.shape != (size, size):
         raise LyapunovPruneError(f"a Gram matrix of {tuple(gram.shape)} where {size} × {size} is needed")
     G = lift(gram).to(device).clone()
-    if not G.isfinite().all():
-        raise LyapunovPruneError(
-            "a Gram matrix holds NaN or infinity: squares of this matrix's inputs overflow float64; scale them down"
-        )
+    require_numbers(G, "a Gram matrix: squares of this matrix's inputs overflow float64", "scale them down")
     mean = float(G.diagonal().mean())
     if not mean > 0:
         raise LyapunovPruneError("a Gram matrix is zero: no nonzero input reached this matrix; give more text")

@@ -11,6 +11,7 @@ from lyapunov_prune.compression.grids import WIDTHS, stepped
 from lyapunov_prune.compression.masks import Pattern, as_pattern
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import torch
+from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.registry import Choice
 
 if TYPE_CHECKING:
@@ -57,9 +58,7 @@ class Method(Choice):
         require_in_range(self.name, self.unit, amount)
         if W.ndim != 2 or not W.is_floating_point():
             raise LyapunovPruneError(f"{self.name} compresses a real matrix, not {W.dtype} of shape {tuple(W.shape)}")
-        # The extremes are NaN if any entry is; isfinite on all entries takes fifty times as long.
-        if W.numel() and not bool(torch.stack(torch.aminmax(W)).isfinite().all()):
-            raise LyapunovPruneError("the matrix holds NaN or infinity; check the weights")
+        require_numbers(W, "the matrix")
         for field in FIELDS[self.needs]:
             known = getattr(statistics, field, None)
             if known is None:
@@ -67,10 +66,7 @@ class Method(Choice):
                     f"method {self.name} needs calibration statistics with {field}; collect them, or take method "
                     "magnitude"
                 )
-            if not bool(known.isfinite().all()):
-                raise LyapunovPruneError(
-                    f"the {field} of the calibration holds NaN or infinity; check weights and text"
-                )
+            require_numbers(known, f"{field} of the calibration")
         return self.compress(W.detach(), amount, statistics)
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.classifiers import image_shape, looks_at_images
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.results.overlap import Fingerprint
@@ -39,8 +40,7 @@ class ImageBatch:
                 f"labels are {self.labels.dtype} of shape {tuple(self.labels.shape)}; give an int64 for each of "
                 f"{len(self.pixels)} images"
             )
-        if not bool(self.pixels.isfinite().all()):
-            raise LyapunovPruneError(f"a pixel of {self.source} is NaN or infinite; give finite pixels")
+        require_numbers(self.pixels, f"pixels of {self.source}", "give finite pixels")
 
     def __len__(self) -> int:
         return len(self.pixels)

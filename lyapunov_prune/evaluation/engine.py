@@ -16,6 +16,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import INSTALL, ask, installed
 from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.speed import SpeedRow, prefill_and_decode
+from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.gguf import gguf_file
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.progress import status
@@ -110,8 +111,7 @@ def engine_scores(
     scores, rows, types = [], [], []
     for file, mine, answer in zip(files, own, answers, strict=True):
         windows = -np.array([said.next.astype(np.float64).mean() for said in answer.windows])
-        if not np.isfinite(windows).all():
-            raise LyapunovPruneError(f"llama.cpp gives losses of {file.name} that are not finite; try it by hand")
+        require_numbers(windows, f"losses of {file.name} by llama.cpp", "try it by hand")
         scores.append(replace(mine, nll=float(windows.mean()), windows=windows))
         model, kinds = mine.measured_on.model, Counter[str]()
         for tensor in read_header(file).tensors:

@@ -8,6 +8,7 @@ import numpy as np
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.linalg import require_numbers
 
 LEVEL = 0.025  # one-sided p-value for a gain: the 95 % interval then ends below zero
 POWER = 4  # least number of windows for a paired test; with fewer, the lower mean decides
@@ -87,8 +88,7 @@ def compare(before: np.ndarray, after: np.ndarray) -> Comparison:
         raise LyapunovPruneError(
             f"losses of {after.shape} windows after the change against {before.shape} before; score the same windows"
         )
-    if not np.isfinite(before).all():
-        raise LyapunovPruneError("a loss before the change is not finite; check the weights of the model")
+    require_numbers(before, "losses before the change")
     difference = after - before
     if not np.isfinite(difference).all():
         return Comparison(np.inf, np.nan, np.nan, 1.0, len(before))

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from scipy import stats
 
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import Sum, is_large, loss_sum, mean_over, scored_in
@@ -107,14 +106,8 @@ def _from_states(reading: Reading, ids: torch.Tensor) -> list[Iterator[torch.Ten
 
 def require_finite_losses(reading: Reading, losses: np.ndarray) -> None:
     """Raise for the first window with a loss that is not finite: NonFiniteError if a layer can be named."""
-    if np.isfinite(losses).all():
-        return
     bad, batch = int(np.argmin(np.isfinite(losses))), reading.batch
-    require_finite(reading.structure, batch.ids[bad : bad + 1], f"window {bad} of {batch.text}")
-    raise LyapunovPruneError(
-        f"the loss of window {bad} is not finite; "
-        "load the model in a wider dtype (--dtype float32) or check its weights"
-    )
+    require_finite(reading.structure, batch.ids[bad : bad + 1], f"window {bad} of {batch.text}", losses[bad : bad + 1])
 
 
 def interval_of(nll: np.ndarray) -> tuple[float, float]:

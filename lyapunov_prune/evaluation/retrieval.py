@@ -229,8 +229,7 @@ def _embed(model: PreTrainedModel, rows: list[list[int]], skipped: int, batch_si
         # Pads by repeating at the end without a mask: in a causal model no position sees a later one.
         ids = torch.tensor([rows[i] + rows[i][-1:] * (width - len(rows[i])) for i in some])
         state = final_state(structure, checked_batch(structure, ids).ids.to(model.device))
-        if not state.isfinite().all():
-            require_finite(structure, ids, "a text")
+        require_finite(structure, ids, "a text", state)
         found |= {i: lift(row[skipped : len(rows[i])]).mean(0).cpu() for i, row in zip(some, state, strict=True)}
     return torch.stack([found[i] for i in range(len(rows))]).numpy()
 

@@ -17,7 +17,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import of_windows, require_finite_losses
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import loss_sum
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.models.decoder import InMemoryAny, takes_model, wrap
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
@@ -103,11 +103,7 @@ def _of_images(model: PreTrainedModel, images: ImageBatch, batch_size: int) -> I
         losses.append(cross_entropy(lift(logits), labels, reduction="none"))
         correct.append((logits.argmax(-1) == labels).double())
     found = torch.cat(losses).numpy()
-    if not np.isfinite(found).all():
-        raise LyapunovPruneError(
-            f"the loss of image {int(np.argmin(np.isfinite(found)))} of {images.source} is not finite; load the model "
-            "in a wider dtype (--dtype float32) or check its weights"
-        )
+    require_numbers(found, f"losses of images of {images.source}")
     return ItemScores(found, torch.cat(correct).numpy(), images.measured_on(model))
 
 

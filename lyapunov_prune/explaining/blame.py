@@ -9,7 +9,8 @@ import torch
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.predictions.softmax import log_softmax, require_finite_logits
+from lyapunov_prune.linalg import require_numbers
+from lyapunov_prune.predictions.softmax import DENSE_LOGITS, log_softmax
 from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.predictions.tiles import measures
 
@@ -80,7 +81,7 @@ def _turned(
     own, turned = list[torch.Tensor](), list[torch.Tensor]()
     for here in torch.arange(len(state)).split(max(1, _ENTRIES // scorer.vocabulary)):
         z, theirs = scorer.logits(state[here]), other.logits(states[here])
-        require_finite_logits(z)
+        require_numbers(z, DENSE_LOGITS)
         for a, b, rows in zip(z.split(_ROWS), theirs.to(z.device).split(_ROWS), here.split(_ROWS), strict=True):
             log_p, log_q = log_softmax(a, 1.0), log_softmax(b, 1.0)
             loss = -log_p.gather(-1, wanted[rows].to(log_p.device).unsqueeze(-1)).squeeze(-1)

@@ -61,8 +61,7 @@ class Side:
         structure = self.reading.structure
         with residual_stream(structure, visit):
             final = final_state(structure, ids.to(self.reading.model.device))
-        if not all(state.isfinite().all() for state in (*seen.values(), final)):
-            self.require_finite(ids)
+        self.require_finite(ids, *seen.values(), final)
         return [seen[number] for number in range(self.total + 1)], final
 
     def held(self, layer: int) -> AbstractContextManager[None]:
@@ -70,11 +69,11 @@ class Side:
         begin, end = self.begins[layer : layer + 2]
         return nullcontext() if begin == end else layer_held(self.reading.model, begin)
 
-    def require_finite(self, ids: torch.Tensor) -> None:
-        """Raise NonFiniteError naming the first layer, in the model's own numbers, whose state is not finite."""
+    def require_finite(self, ids: torch.Tensor, *made: torch.Tensor) -> None:
+        """`hooks.require_finite` of this side: it names the layer in the model's own numbers."""
         model, batch = self.reading.model, self.reading.batch
         name = model.config._name_or_path or type(model).__name__
-        require_finite(self.reading.structure, ids.to(model.device), f"{name} on {batch.text}")
+        require_finite(self.reading.structure, ids.to(model.device), f"{name} on {batch.text}", *made)
 
     def run(self, layer: int, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """The output of `layer` (the dense model's number) for the input `hidden`."""

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.compact import LAYOUTS, NO_ATTENTION, Layout, compact_class, is_compact
@@ -236,8 +237,6 @@ def _require_affine(index: int, W: torch.Tensor, b: torch.Tensor | None, model: 
             f"the merged block of layer {index} is {given}; give a matrix {width} × {width}, and a bias of {width} or "
             "None"
         )
-    if not all(t is None or bool(t.to(model.dtype).isfinite().all()) for t in (W, b)):
-        raise LyapunovPruneError(
-            f"the merged block of layer {index} holds NaN or is beyond {model.dtype}; merge it anew, or load the model "
-            "in a wider dtype"
-        )
+    for numbers in (W, b):
+        if numbers is not None:
+            require_numbers(numbers.to(model.dtype), f"the merged block of layer {index} in {model.dtype}")

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from lyapunov_prune.data.choices import shared_start
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT, deviation
 from lyapunov_prune.forward.prefix import final_state
@@ -51,10 +50,8 @@ class Continuations:
         parts = [self._answers(rows, tokens) for rows, tokens in self.scorer.split(states, wanted)]
         log_p, likeliest = (torch.cat(columns).split(list(scored)) for columns in zip(*parts, strict=True))
         sums = [float(each.sum()) for each in log_p]
-        if not torch.tensor(sums).isfinite().all():
-            for text in texts:
-                require_finite(self.structure, torch.tensor([list(text)]), "an item")
-            raise LyapunovPruneError("logits are not finite; load the model in a wider dtype")
+        for text, each in zip(texts, log_p, strict=True):
+            require_finite(self.structure, torch.tensor([list(text)]), "an item", each)
         return [(total, bool(each.all())) for total, each in zip(sums, likeliest, strict=True)]
 
     def _answers(self, rows: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -113,9 +113,7 @@ def walk(
         with hooked(after=[(structure.layers[-1], note)]):
             output = model(ids, **given, **carried, use_cache=True)
         logits = output.logits[:, -1]
-        if not logits.isfinite().all():
-            require_finite(structure, text, f"step {t}")
-            raise LyapunovPruneError(f"the logits of step {t} are not finite; load the model in a wider dtype")
+        require_finite(structure, text, f"step {t}", logits)
         carried = carried_on(model, output, text.shape[1])
         del output
         tokens = choose(t, logits).to(ids)

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from lyapunov_prune.data.examples import Examples, model_inputs
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.linalg import all_finite, require_numbers
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
@@ -156,11 +158,14 @@ def final_state(structure: Structure, ids: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def require_finite(structure: Structure, ids: torch.Tensor, where: str) -> None:
+def require_finite(structure: Structure, ids: torch.Tensor, where: str, *made: torch.Tensor | np.ndarray) -> None:
     """Raise NonFiniteError naming the first boundary where a state of `ids` is NaN or infinite.
 
-    If the final norm causes it, LyapunovPruneError is raised.
+    With `made`, which the model has computed from `ids`, nothing is run if that is finite. LyapunovPruneError is raised
+    if all states are finite and the output of the final norm or `made` is not.
     """
+    if made and all(map(all_finite, made)):
+        return
 
     def visit(layer: int, hidden: torch.Tensor) -> None:
         if not hidden.isfinite().all():
@@ -168,11 +173,9 @@ def require_finite(structure: Structure, ids: torch.Tensor, where: str) -> None:
 
     with residual_stream(structure, visit, one_state=False, every_layer=False):
         final = final_state(structure, ids)
-    if not final.isfinite().all():
-        raise LyapunovPruneError(
-            f"NaN or infinite activations behind the last layer ({where}); "
-            "load the model in a wider dtype (--dtype float32) or check the weights of its final norm"
-        )
+    require_numbers(final, f"the output of the final norm ({where})")
+    for values in made:
+        require_numbers(values, f"what the model makes of its last state ({where})")
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -116,8 +116,7 @@ def predicting(states: torch.Tensor) -> torch.Tensor:
 
 def require_finite_states(reading: Reading, ids: torch.Tensor, states: torch.Tensor) -> None:
     """Raise NonFiniteError naming the layer unless all `states` of the dense model on `ids` are finite."""
-    if not states.isfinite().all():
-        require_finite(reading.structure, ids, reading.batch.text)
+    require_finite(reading.structure, ids, reading.batch.text, states)
 
 
 @torch.no_grad()

@@ -15,12 +15,13 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
-from lyapunov_prune.errors import Diverged, LyapunovPruneError
+from lyapunov_prune.errors import Diverged
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.rounds import ROUNDS, TRIAL, Round, Stretch, best_of, next_stretch, rates
 from lyapunov_prune.healing.sharded import gathered, in_parts_like
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order
+from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import decode, encode
 
@@ -90,8 +91,7 @@ class Training:
                 run.go_on_from([(key, value)])
         if told is None:
             self.done = Done(self._judged(), budget.steps)
-            if not np.isfinite(self.done.before).all():
-                raise LyapunovPruneError("the loss of a judging window is not finite; check the weights of both models")
+            require_numbers(self.done.before, "losses of the judging windows")
         else:
             self.done = decode(Done, json.loads(told))
             self.weights = best or start

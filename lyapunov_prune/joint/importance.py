@@ -22,6 +22,7 @@ from lyapunov_prune.forward.hooks import hidden_of, with_hidden
 from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
 from lyapunov_prune.healing.trained import drawn_order
 from lyapunov_prune.joint.recovery import stacked
+from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.feedforward import Affine, FeedForward
@@ -125,10 +126,7 @@ def measure_importance(
         return learned(student, examples, order, targets)
 
     worth = _measure(student.model, measure)
-    if not np.isfinite(worth).all():
-        raise LyapunovPruneError(
-            "the gradient of the loss is not finite; load the model in a wider dtype or check its weights"
-        )
+    require_numbers(worth, "importance by the gradient of the loss")
     attention, activation = worth
     return Importance(
         method, student.reduction, len(drawn), attention, activation, (examples.measured_on(student.model, seed),)

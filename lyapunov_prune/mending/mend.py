@@ -15,7 +15,7 @@ from torch import nn
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, with_hidden
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.mending.fit import FORMS, LinearMap, Sums, fit
 from lyapunov_prune.mending.place import Place, find_place, multiplied
 from lyapunov_prune.mending.report import NONE, Gap, MendReport
@@ -228,11 +228,7 @@ def store_mend(layer: nn.Module, mend: Mend) -> None:
         p = layer.get_parameter(part.name)
         shift = mend.map.shift if part.name == mend.place.shifts else None
         stored = multiplied(p, part, mend.map.E.to(p.device), None if shift is None else shift.to(p.device)).to(p)
-        if not stored.isfinite().all():
-            raise LyapunovPruneError(
-                f"mended, {part.name} of layer {mend.place.layer} holds NaN or is beyond {p.dtype}; check the weights, "
-                "or load the model in a wider dtype"
-            )
+        require_numbers(stored, f"{part.name} of layer {mend.place.layer}, mended, in {p.dtype}")
         p.copy_(stored)
 
 

@@ -10,10 +10,9 @@ import torch
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.data.batch import Tokens
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.channels import masked
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.mending.judge import fitting_and_judges, losses
 from lyapunov_prune.mending.report import Judgement, MendReport
 from lyapunov_prune.models.decoder import Decoder, Model, in_memory, wrap
@@ -81,11 +80,7 @@ def refit_blocks(decoder: Decoder, kept: Kept, fitting: Reading) -> tuple[Decode
             assert gram is not None
             stays = channels.to(W.device)
             new = refitted(lift(W), gram, stays).to(W)
-            if not new.isfinite().all():
-                raise LyapunovPruneError(
-                    f"refitted, {last.name} holds NaN or is beyond {W.dtype}; check the weights, or load the model in "
-                    "a wider dtype"
-                )
+            require_numbers(new, f"{last.name}, refitted, in {W.dtype}")
             W.zero_()
             W[:, stays] = new
             weights[place] = new

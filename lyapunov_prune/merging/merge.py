@@ -17,7 +17,7 @@ from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, run_backbone
 from lyapunov_prune.forward.reading import Readable, Reading
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.table import REDUCTIONS, require_reduction
 from lyapunov_prune.models.decoder import InMemoryAny, takes_model
@@ -160,9 +160,7 @@ def _rounded(block: FeedForward, parts: BlockParts, tau: HiddenMap) -> Affine:
     W, b = product(parts.out, tau)
     like = parts.out[0]
     stored = W.to(like), None if b is None else b.to(like)
-    if not all(t is None or bool(t.isfinite().all()) for t in stored):
-        raise LyapunovPruneError(
-            f"the merged matrix of layer {block.layer} holds NaN or is beyond {like.dtype}; check the weights, or load "
-            "the model in a wider dtype"
-        )
+    for numbers in stored:
+        if numbers is not None:
+            require_numbers(numbers, f"the merged matrix of layer {block.layer} in {like.dtype}")
     return stored

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, layer_projections
 from lyapunov_prune.models.roles import role
@@ -121,11 +121,7 @@ def read_feedforward(layers: nn.ModuleList, index: int, model_type: str, config:
     _require_own(layers, index, [*into, out])
     block = _common([p.module for p in (*into, out)])
     calls, given, returned = _run(layer, where, block, into, out)
-    if not returned.isfinite().all():
-        raise LyapunovPruneError(
-            f"the feed-forward block of {where} makes NaN or infinity of random inputs; check the weights, or load the "
-            "model in a wider dtype"
-        )
+    require_numbers(returned, f"outputs of the feed-forward block of {where} for random inputs")
     activation = _activation(where, calls, {p.module for p in (*into, out)})
     outputs = {c.path: c.returned for c in calls}
     through = [p for p in into if torch.equal(outputs[p.module][..., p.start : p.stop], activation.given)]

@@ -163,8 +163,7 @@ def _attended(reading: Reading, text: torch.Tensor, steps: int) -> list[tuple[in
     own = final_state(structure, ids)
     with _recorded(model, steps) as seen:
         watched = final_state(structure, ids)
-    if not own.isfinite().all():
-        require_finite(structure, ids, "a decoded text")
+    require_finite(structure, ids, "a decoded text", own)
     if not seen:
         raise LyapunovPruneError(
             f"{type(model).__name__} does not use transformers' attention interface, so its weights cannot be read"

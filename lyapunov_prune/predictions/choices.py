@@ -19,7 +19,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.models.decoder import InMemory, takes_models
 from lyapunov_prune.models.positions import alike, rotation
 from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
@@ -302,8 +302,7 @@ def _states(
     rotated = {rotation(structure.config, length) for length in (context, *read)}
     beginning = found[0][:1] if len(rotated) == 1 else final_state(structure, ids[:1, :context])[0, -1:]
     states = [found[i] for i in range(len(lengths))]
-    if not all(state.isfinite().all() for state in (beginning, *states)):
-        require_finite(structure, ids, "an item")
+    require_finite(structure, ids, "an item", beginning, *states)
     return beginning, states
 
 
@@ -319,8 +318,7 @@ def _likelihoods(
             for rows, tokens in scorer.split(states, wanted)
         ]
     )
-    if not each.isfinite().all():
-        raise LyapunovPruneError("a log-likelihood is not finite; load the model in a wider dtype")
+    require_numbers(each, "log-likelihoods of tokens")
     return tuple(float(part.sum()) for part in each.split(counts))
 
 

@@ -25,8 +25,7 @@ def dense_states(
         between = {layer: stack.enter_context(_entering(module, ids)) for layer, module in places.items()}
         stack.enter_context(residual_stream(prefix.structure, lambda boundary, hidden: states.append(hidden)))
         run_backbone(prefix.structure, ids)
-    if not states[-1].isfinite().all():
-        require_finite(prefix.structure, ids, text)
+    require_finite(prefix.structure, ids, text, states[-1])
     return states, {layer: found[-1] for layer, found in between.items()}
 
 

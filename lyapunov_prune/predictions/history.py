@@ -14,7 +14,7 @@ from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import last_states, require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.models.decoder import InMemory, takes_models
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.generation import end_tokens, some_steps
@@ -191,8 +191,7 @@ def _states(reading: Reading, text: torch.Tensor, steps: int) -> torch.Tensor:
     """The final states that give the last `steps` predictions, (windows · steps) × width."""
     ids = text.to(reading.model.device)
     state = last_states(reading.structure, ids, steps)
-    if not state.isfinite().all():
-        require_finite(reading.structure, ids, "a decoded text")
+    require_finite(reading.structure, ids, "a decoded text", state)
     return state.flatten(0, 1)
 
 
@@ -207,8 +206,8 @@ def _measures(
             raise LyapunovPruneError(
                 f"vocabularies of {z.shape[-1]} and {z2.shape[-1]}; compare two versions of one model"
             )
-        if not (z.isfinite().all() and z2.isfinite().all()):
-            raise LyapunovPruneError("logits are not finite; load the models in a wider dtype")
+        for logits in (z, z2):
+            require_numbers(logits, "logits")
         turned = turn(h, h2)[0].cpu() if h.shape == h2.shape else torch.full((len(h),), torch.nan)
         rows = max(1, _ENTRIES // z.shape[-1])
         of = [_of_logits(lift(a), lift(b), temperature) for a, b in zip(z.split(rows), z2.split(rows), strict=True)]

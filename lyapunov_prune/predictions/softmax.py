@@ -7,10 +7,10 @@ from functools import cached_property
 
 import torch
 
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, require_numbers
 
+DENSE_LOGITS = "logits of the dense model"
 # Entries of a tile of tokens × vocabulary: 32 MiB in float64, large enough for an efficient matrix product.
 _CHUNK = 2**22
 # Entries per call of exp: small enough for the CPU cache.
@@ -42,17 +42,11 @@ def prediction_blocks(
     for start in range(0, len(dense), chunk):
         part = slice(start, start + chunk)
         z = scorer.logits(dense[part])
-        require_finite_logits(z)
+        require_numbers(z, DENSE_LOGITS)
         known = [Prediction(b, temperature) for b in z.split(rows)]
         for number, states in enumerate(changed):
             for p, b in zip(known, scorer.logits(states[part].to(dense)).split(rows), strict=True):
                 yield number, p, Prediction(b, temperature)
-
-
-def require_finite_logits(dense: torch.Tensor) -> None:
-    """Raise LyapunovPruneError unless the logits of the dense model are finite."""
-    if not dense.isfinite().all():
-        raise LyapunovPruneError("the logits of the dense model are not finite; load it in a wider dtype")
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:

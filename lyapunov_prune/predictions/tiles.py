@@ -10,11 +10,11 @@ from operator import itemgetter, methodcaller
 import torch
 
 from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.predictions.softmax import (
+    DENSE_LOGITS,
     divergences,
     log_softmax,
-    require_finite_logits,
     squared,
     variance_r,
 )
@@ -114,7 +114,7 @@ class _Tile:
     """
 
     def __init__(self, logits: torch.Tensor, temperature: float) -> None:
-        require_finite_logits(logits[0])
+        require_numbers(logits[0], DENSE_LOGITS)
         self.changed, self.temperature = logits[1:], temperature
         self.height, self.column = _largest(logits)
         self.there = lift(self.changed.take_along_dim(self.column[0][None, :, None], -1))

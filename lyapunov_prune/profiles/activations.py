@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, require_finite, run_backbone
 from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import all_finite, lift
 from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
@@ -106,11 +105,7 @@ def activation_statistics(model: InMemory, batch: Readable, *, batch_size: int =
             _feed(reading.model, structure, group, ids)
         for matrix in group:
             statistics[matrix.name] = matrix.statistics()
-            if matrix.spoiled:
-                require_finite(structure, batch.ids, batch.text)
-                raise LyapunovPruneError(
-                    f"NaN or infinite activations at {matrix.name} ({batch.text}); load the model in a wider dtype"
-                )
+            require_finite(structure, batch.ids, f"{matrix.name} on {batch.text}", matrix.sums())
     width, rank, token_rank, participation, share, kurtosis, sparsity = np.array(
         [statistics[m.name] for m in matrices]
     ).T
@@ -139,9 +134,8 @@ class _Matrix:
         self.pivot: torch.Tensor | None = None
         self.powers, self.entries, self.small = np.zeros(4), 0, 0
 
-    @property
-    def spoiled(self) -> bool:
-        return not np.isfinite([self.energy, *self.powers]).all()
+    def sums(self) -> np.ndarray:
+        return np.array([self.energy, *self.powers])
 
     def add(self, x: torch.Tensor, y: torch.Tensor, shape: torch.Size) -> None:
         """Add the inputs and outputs (…, d) of one call, in a forward over ids of this shape."""
@@ -170,7 +164,7 @@ class _Matrix:
 
     def statistics(self) -> tuple[float, ...]:
         """The fields of ActivationStatistics from `width` on; frees the sums."""
-        if not self.entries or self.spoiled:
+        if not self.entries or not all_finite(self.sums()):
             return (self.width, *[np.nan] * 6)
         rank, participation = spectral_ranks(self.outputs.eigenvalues())
         token_rank, _ = spectral_ranks(self.directions.eigenvalues())

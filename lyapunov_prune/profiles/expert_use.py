@@ -94,9 +94,7 @@ def expert_use(model: Streamable, batch: Readable, *, batch_size: int = 1) -> Ex
     values = np.full((structure.num_layers, 3, mixtures.router.experts), np.nan)
     for i, of_layer in sums.items():
         values[i] = of_layer.numpy()
-    if not np.isfinite(values[list(sums)]).all():
-        require_finite(structure, reading.batch.ids, reading.batch.text)
-        raise LyapunovPruneError("experts make NaN or infinity; load the model in a wider dtype")
+    require_finite(structure, reading.batch.ids, reading.batch.text, values[list(sums)])
     tokens, weight, output = np.ascontiguousarray(values.transpose(1, 0, 2))
     return ExpertUse(tokens, weight, output / np.maximum(tokens, 1), reading.measured_on())
 

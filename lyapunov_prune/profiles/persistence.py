@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from lyapunov_prune.arguments import Seed
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, require_finite
 from lyapunov_prune.forward.logits import cache_of, only_last
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -203,10 +202,7 @@ class _Run:
     def _look(self, k: int, states: dict[int, Carried], logits: torch.Tensor) -> None:
         windows = len(self._ids)
         log_p = lift(logits).log_softmax(-1).split(windows)
-        if not log_p[0].isfinite().all():
-            where = self._reading.batch.text
-            require_finite(self._reading.structure, self._ids, where)
-            raise LyapunovPruneError(f"the predictions are not finite ({where}); load the model in a wider dtype")
+        require_finite(self._reading.structure, self._ids, self._reading.batch.text, log_p[0])
         for at, state in enumerate(states.values()):
             self._look_at_state(k, at, state)
             self.output[at, :, :, k - 1] = self._leaving[at]

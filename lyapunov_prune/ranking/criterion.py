@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import np
+from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.ranking.counts import free_layers, protected_layers
 from lyapunov_prune.registry import Choice
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 SUBLAYERS = ("attention", "mlp")
 EVERYWHERE = ("layers", *SUBLAYERS)
+_AGAIN = "measure again in float32"
 _REMEDIES = {"rho": "a contraction profile; measure one", "bi": "Block Influence; measure it"}
 
 
@@ -112,12 +114,8 @@ class Scored(Criterion):
             draws = np.full((len(next(iter(needed.values()))), layers), np.nan)
             draws[:, free] = self.score({name: value[:, free] for name, value in needed.items()})
             often = picked(draws)
-        wrong = np.zeros(layers, dtype=bool)
-        wrong[free] = ~np.isfinite(scores[free]) if what == "layers" else np.isinf(scores[free])
-        if wrong.any():
-            raise LyapunovPruneError(
-                f"the score of layer {int(np.argmax(wrong))} is not finite; measure again in float32"
-            )
+        needed_at = np.isin(np.arange(layers), free) if what == "layers" else ~np.isnan(scores)
+        require_numbers(np.where(needed_at, scores, 0), f"scores of {what}", _AGAIN)
         return LayerRanking(
             criterion=self.name,
             alpha=getattr(self, "alpha", None),
@@ -144,11 +142,7 @@ class Scored(Criterion):
         used: list[MeasuredOn] = []
         below_floor: tuple[int, ...] = ()
         if "rho" in self.needs and profile is not None:
-            if not np.isfinite(profile.rho).all():
-                layer = int(np.argmin(np.isfinite(profile.rho)))
-                raise LyapunovPruneError(
-                    f"rho of layer {layer} is {profile.rho[layer]:g}, not finite; measure again in float32"
-                )
+            require_numbers(profile.rho, "rho of layers", _AGAIN)
             profile.require_above_floor()
             below_floor = profile.below_floor
             values["rho"], drawn["rho"] = profile.rho, profile.drawn()

@@ -131,5 +131,5 @@ def test_what_cannot_be_met_or_has_no_sense_is_refused(llama: PreTrainedModel, i
     assert broken.measured_on.model.same_as(identify(llama))
     with pytest.raises(LyapunovPruneError, match="rho of layer 0"):
         allocate(llama, "bits-rho", 4.0, profile=broken)
-    with pytest.raises(LyapunovPruneError, match="cost of layer 1 is not finite"):
+    with pytest.raises(LyapunovPruneError, match=r"NaN .*costs"):
         least_cost(np.array([[1.0, 2.0], [np.nan, 1.0]]), np.array([2, 4]), np.ones(2), 3.0)

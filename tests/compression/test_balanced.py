@@ -138,5 +138,5 @@ def test_weights_near_the_largest_float_are_projected_alike(scale: float) -> Non
     W, P, Q = setting(0, 9, 12)
     for method in (lambda W: balanced(W, P, Q, 3), lambda W: whitened(W, P, 3)):
         assert torch.equal(method(W * scale), method(W) * scale)
-    with pytest.raises(LyapunovPruneError, match="Gram matrix holds NaN"):
+    with pytest.raises(LyapunovPruneError, match=r"NaN .*Gram matrix"):
         whitened(W, P * 2.0**1022, 3)

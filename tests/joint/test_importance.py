@@ -113,5 +113,5 @@ def test_what_is_wrong_is_said(ids: torch.Tensor, batch: TokenBatch) -> None:
         measure_importance(subject, batch, "gradient")
     with torch.no_grad():
         subject.model.lm_head.weight[0] = torch.inf
-    with pytest.raises(LyapunovPruneError, match="gradient of the loss is not finite"):
+    with pytest.raises(LyapunovPruneError, match="gradient of the loss"):
         measure_importance(subject, batch)

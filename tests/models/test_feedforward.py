@@ -248,7 +248,7 @@ def test_unknown_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_that_are_not_finite() -> None:
     model = make_tiny("gpt_neox")
     model.gpt_neox.layers[1].mlp.dense_h_to_4h.weight.data[3, 3] = torch.nan
-    with pytest.raises(LyapunovPruneError, match="layer 1 makes NaN"):
+    with pytest.raises(LyapunovPruneError, match=r"NaN .*layer 1"):
         find_feedforward(find_structure(model), 1)
 
 

@@ -235,5 +235,5 @@ def test_a_rho_that_is_no_number_is_named(criterion: str, bad: float) -> None:
     energy = np.ones(LAYERS + 1)
     energy[3:5] = 0 if np.isnan(bad) else (0, 1)
     broken = replace(_PROFILE, energies={"energy": energy, "token": energy})
-    with pytest.raises(LyapunovPruneError, match=r"rho of layer 3 is (nan|inf), not finite"):
+    with pytest.raises(LyapunovPruneError, match=r"rho .*number 3"):
         rank_layers(broken, _INFLUENCE, criterion=criterion)

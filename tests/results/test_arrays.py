@@ -120,7 +120,7 @@ def test_what_is_documented_to_lack_numbers_may() -> None:
     assert PruningPlan.given(_MODEL, [1]).scores.size == 0
     lacking = replace(sublayer_influence(_MODEL, _IDS), mlp=np.array([0.1, math.nan, *np.full(4, 0.2)]))
     assert 1 not in rank_sublayers(lacking, "mlp").order
-    with pytest.raises(LyapunovPruneError, match="layer 3 is not finite"):
+    with pytest.raises(LyapunovPruneError, match="number 3"):
         rank_by_divergence(replace(_DIVERGENCE, variance=np.array([0.1, 0.1, 0.1, math.nan, 0.1, 0.1])))
 
 
