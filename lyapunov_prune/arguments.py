@@ -51,6 +51,8 @@ Seed = Annotated[int, Range(0, MOST_SEED)]
 Count = Annotated[int, Range(1)]
 Positive = Annotated[float, Range(above=True)]
 Share = Annotated[float, Range(0, 1)]
+Part = Annotated[float, Range(0, 1, above=True, below=True)]
+Amount = Count | Part  # so many, or such a share of all
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
@@ -60,7 +62,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
     numpy's numbers count as numbers; True, NaN and infinity do not, nor does a number outside its `Range` (arrays may
     hold NaN for unknown values). Any collection except text counts as a sequence, and any module as a model; wrapped
-    models are checked later. Valid names and other numbers are checked where they are used. A missing or surplus
+    models are checked later. Names of registries are checked where they are used. A missing or surplus
     argument stays a TypeError.
     """
     signature = inspect.signature(function)
@@ -85,13 +87,6 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def require_least(least: int, **counts: int) -> None:
-    """Raise LyapunovPruneError naming the first of `counts` that is smaller than `least`."""
-    for name, count in counts.items():
-        if count < least:
-            raise LyapunovPruneError(f"{name} is {count}; give {least} or more")
-
-
 def is_finite(value: Any) -> bool:
     """Whether `value` is neither NaN nor infinite, which only floats can be."""
     return isinstance(value, Integral) or not isinstance(value, Real) or math.isfinite(value)
@@ -100,8 +95,10 @@ def is_finite(value: Any) -> bool:
 def fits(value: Any, hint: Any) -> bool:
     """Whether `value` matches the annotation `hint`, by the rules of `checked`."""
     origin, inner = get_origin(hint), get_args(hint)
-    if hint is Any or origin is Literal:
+    if hint is Any:
         return True
+    if origin is Literal:
+        return any(type(value) is type(known) and value == known for known in inner)
     if parsed := _parsed(hint):
         return fits(value, parsed.kind)
     if origin is Annotated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from importlib import import_module
@@ -13,7 +14,7 @@ from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
 T = TypeVar("T", bound="Choice")
 
 
-class Choice:
+class Choice(ABC):
     """A named choice: a frozen dataclass whose fields are its options.
 
     `help` is one line on what it does, without a full stop; `reference` is its source. The file of a class imports

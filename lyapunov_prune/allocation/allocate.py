@@ -48,5 +48,7 @@ def allocate(
     )
     if made.needs is not None and given is None:
         raise LyapunovPruneError(f"schedule {schedule} needs {REMEDIES[made.needs]}")
+    if made.unit == "sparsity" and not 0 <= budget < 1:
+        raise LyapunovPruneError(f"a sparsity of {budget:g} is not a share; give 0 or more and less than 1")
     with held(model.model):  # a lock: another thread may have swapped weights in
         return made.allocate(model.model, budget, given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -22,6 +22,9 @@ from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 SPARSEST = 0.99
 
 
+Unit = Literal["sparsity", "rank", "bits"]
+
+
 @dataclass(frozen=True)
 class Allocation(Result):
     """The compression of every matrix: `amount` (M,) float64, in the order of the model.
@@ -33,7 +36,7 @@ class Allocation(Result):
     """
 
     schedule: str
-    unit: str
+    unit: Unit
     budget: float
     names: tuple[str, ...]
     layers: tuple[int, ...]
@@ -43,16 +46,12 @@ class Allocation(Result):
     model: ModelIdentity
     measured_on: tuple[MeasuredOn, ...]
     below_floor: tuple[int, ...] = ()
-    pooling: str | None = None  # None in old files too
+    pooling: Pooling | None = None  # None in old files too
     tried: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.names)
-        most = {"sparsity": 1.0, "rank": np.inf, "bits": 16.0}.get(self.unit)
-        if most is None:
-            raise LyapunovPruneError(f"an allocation of {self.unit!r}; give sparsity, rank or bits")
-        if self.pooling not in (None, *get_args(Pooling)):
-            raise LyapunovPruneError(f"an allocation by {self.pooling!r} pooling; give energy or token")
+        most = {"sparsity": 1.0, "rank": np.inf, "bits": 16.0}[self.unit]
         if not count or len(set(self.names)) != count:
             raise LyapunovPruneError("an allocation must name every matrix once; make it again")
         require_array("allocation, amount", self.amount, (count,), most=most)
@@ -149,7 +148,7 @@ class Matrices:
         amount: np.ndarray,
         parameters: Mapping[str, float | str],
         measured_on: tuple[MeasuredOn, ...] = (),
-        unit: str = "sparsity",
+        unit: Unit = "sparsity",
         profile: ContractionProfile | None = None,
     ) -> Allocation:
         """The `Allocation` of `amount` (M,); `profile` is the one that the schedule used."""
@@ -167,9 +166,3 @@ class Matrices:
             below_floor=() if profile is None else profile.below_floor,
             pooling=None if profile is None else profile.pooling,
         )
-
-
-def require_sparsity(budget: float) -> None:
-    """Raise LyapunovPruneError unless `0 ≤ budget < 1`."""
-    if not 0 <= budget < 1:
-        raise LyapunovPruneError(f"a sparsity of {budget:g} is not a share; give 0 or more and less than 1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ def tolerance(profile: ContractionProfile, reading: Reading = "equal-error") -> 
     require the second, because with every ρ < 1 `1 / A_l` decreases with l; that the budget is "highest for early
     layers", two sentences later, requires the first. Only the first follows from a model of the error.
 
-    Raises LyapunovPruneError for another reading, and like `log_amplification`.
+    Raises like `log_amplification`.
     """
     logs = log_tolerance(profile, reading)
     share = np.exp(logs - logs.max())
@@ -79,10 +79,8 @@ def require_profile(profile: ContractionProfile, model: ModelIdentity) -> None:
         )
 
 
-def log_tolerance(profile: ContractionProfile, reading: str) -> np.ndarray:
+def log_tolerance(profile: ContractionProfile, reading: Reading) -> np.ndarray:
     """`ln τ_l` up to a constant, (L,)."""
-    if reading not in get_args(Reading):
-        raise LyapunovPruneError(f"unknown reading {reading!r} of the budget; give {' or '.join(get_args(Reading))}")
     logs = log_amplification(profile)
     return logs if reading == "downstream" else -logs
 

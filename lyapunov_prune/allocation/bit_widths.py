@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,9 +42,9 @@ class BitWidths(Schedule):
         if list(self.widths) != sorted({*self.widths} & {*range(2, 9), DENSE}) or len(self.widths) < 2:
             raise LyapunovPruneError(f"widths {self.widths}; give two or more of 2 to 8, or 16, in rising order")
 
+    @abstractmethod
     def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
         """The cost of each width in each layer, (layers × widths); `given` is the measurement named by `needs`."""
-        raise NotImplementedError
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
         from lyapunov_prune.allocation.allocation import Matrices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -51,12 +52,12 @@ class Schedule(Choice):
     needs: ClassVar[str | None] = None
     unit: ClassVar[str] = "sparsity"
 
+    @abstractmethod
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
         """The amount of every matrix; the mean is the budget, or for `BitWidths` at most the budget.
 
         `given` is the measurement named by `needs`. Raises LyapunovPruneError for a budget that cannot be met.
         """
-        raise NotImplementedError
 
     def require_choice(self, budget: float) -> None:
         """Raise LyapunovPruneError for a budget that leaves no choice, because every matrix must have this amount."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.bounds.approx_linear import Record
 from lyapunov_prune.bounds.approximate import approximate
 from lyapunov_prune.bounds.approximation import Approximation, approximation, certify_difference
@@ -55,7 +56,7 @@ def check_bounds(
     sparsity: float = 0.5,
     rank: int | None = None,
     cache_radius: float = 0.0,
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> BoundsReport:
     """Approximate every matrix of every layer and check its bound on every token (Theorems 1 to 4).
 
@@ -83,7 +84,7 @@ def check_bounds(
 @in_eval_mode
 @torch.no_grad()
 def check_written(
-    model: InMemory, compressed: PreTrainedModel, batch: Readable, *, method: str = WRITTEN, batch_size: int = 1
+    model: InMemory, compressed: PreTrainedModel, batch: Readable, *, method: str = WRITTEN, batch_size: Count = 1
 ) -> BoundsReport:
     """Check the bounds for the matrices of `compressed`, a model made from `model` by any method, on every token.
 
@@ -121,7 +122,7 @@ def check_grid(
     sparsities: Sequence[float] = SPARSITIES,
     ranks: Sequence[int | None] = RANKS,
     cache_radii: Sequence[float] = CACHE_RADII,
-    batch_size: int = 1,
+    batch_size: Count = 1,
     folder: str | Path | None = None,
     resume: bool = False,
 ) -> BoundsReport:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lyapunov_prune.allocation.table import SCHEDULES
-from lyapunov_prune.arguments import MOST_SEED
+from lyapunov_prune.arguments import MOST_SEED, Range
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.compression.table import METHODS
@@ -61,6 +61,7 @@ def count_or_share(text: str) -> int | float:
     raise typer.BadParameter(f"{text!r} is no number, as 7, and no share below 100%, as 25%")
 
 
+ABOVE_ZERO = Range(above=True)
 # Of an option that says how many layers go.
 counted = {"parser": count_or_share, "metavar": "N|N%"}
 
@@ -227,12 +228,14 @@ Reduction = Annotated[
 ]
 MaxKL = Annotated[
     float | None,
+    ABOVE_ZERO,
     what_option(
         "--max-kl", help="Instead of --remove: as many as keep KL(dense ‖ pruned) on the text below it, nats a token."
     ),
 ]
 Spend = Annotated[
     float | None,
+    ABOVE_ZERO,
     what_option(
         "--max-kl",
         help="Instead of --sparsity or --bits: the most that keeps KL(dense ‖ compressed) on the text below it, nats a "
@@ -316,7 +319,9 @@ class RankOptions:
 
 
 Method = Annotated[choices.Method, what_option(help=one_of(METHODS, "What a matrix is replaced by."))]
-Sparsity = Annotated[float | None, what_option(help="Share removed: of entries, or of parameters by low rank.")]
+Sparsity = Annotated[
+    float | None, ABOVE_ZERO, what_option(help="Share removed: of entries, or of parameters by low rank.")
+]
 Rank = Annotated[int | None, what_option(help="Rank that a low-rank method leaves a matrix, in place of --sparsity.")]
 Bits = Annotated[
     float | None, what_option(help="Bits a weight (rtn, gptq, awq), or 1.58; the mean with an allocation of bits.")

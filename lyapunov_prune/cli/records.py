@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 
 import typer
 
+from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli.failures import interrupted, tell
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.progress import status
@@ -49,12 +50,14 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """`command` as typer can take it: in place of every record the fields of that record, each an option.
 
     A record is a parameter whose default is a dataclass of fields `Annotated[type, typer.Option(…)]`. The values in
-    that default are those of the options: with `text: TextOptions = TextOptions(tokens=128)`, help says 128. A
-    parameter whose default is a `Given` is no option; it is told which were given.
+    that default are those of the options: with `text: TextOptions = TextOptions(tokens=128)`, help says 128. A `Range`
+    in the annotation of an option is held before the command runs. A parameter whose default is a `Given` is no option;
+    it is told which were given.
     """
     parameters = [Parameter("typer_context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     told: list[str] = []
     records: dict[str, Any] = {}
+    ranges: dict[str, Range] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         record = parameter.default
         if isinstance(record, Given):
@@ -70,6 +73,9 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
             for name, option in options.items()
         ]
 
+    metadata = {parameter.name: getattr(parameter.annotation, "__metadata__", ()) for parameter in parameters}
+    ranges = {name: range for name, of in metadata.items() for range in of if isinstance(range, Range)}
+
     @wraps(command)
     def called(*, typer_context: typer.Context, **values: Any) -> None:
         for name, value in values.items():
@@ -80,6 +86,8 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
                 raise LyapunovPruneError(f"{value} is not UTF-8, which libraries need of a path; rename it")
             if isinstance(value, float) and not math.isfinite(value):
                 raise LyapunovPruneError(f"{option} is {value:g}; give a finite number")
+            if name in ranges and value is not None and not ranges[name].holds(value):
+                raise LyapunovPruneError(f"{option} is {value:g}; give a number {ranges[name].words()}")
         made = {
             name: record(**{field.name: values.pop(field.name) for field in fields(record)})
             for name, record in records.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -42,12 +43,12 @@ class Method(Choice):
     unit: ClassVar[str]
     needs: ClassVar[str] = "nothing"
 
+    @abstractmethod
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
         """`W` (m × n) compressed: same shape, dtype and device. `W` is not changed; it is returned if nothing changes.
 
         `__call__` has checked that the matrix and the needed statistics are finite and that the amount is in range.
         """
-        raise NotImplementedError
 
     def __call__(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
         """`compress` with checked arguments.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import require_least
 from lyapunov_prune.data.batch import TokenBatch, Tokens, checked_batch
 from lyapunov_prune.data.images import ImageBatch, checked_images
 from lyapunov_prune.errors import LyapunovPruneError
@@ -31,11 +30,7 @@ def as_examples(decoder: Decoder, examples: Examples | Tokens) -> Examples:
 
 
 def model_inputs(model: PreTrainedModel, examples: Examples, batch_size: int) -> list[torch.Tensor]:
-    """Model inputs in batches of `batch_size`, on its device: token ids, or pixels in its dtype.
-
-    Raises LyapunovPruneError for a batch size below 1.
-    """
-    require_least(1, batch_size=batch_size)
+    """Model inputs in batches of `batch_size`, on its device: token ids, or pixels in its dtype."""
     if isinstance(examples, ImageBatch):
         parts = list(examples.pixels.to(model.dtype).split(batch_size))
     else:

@@ -137,8 +137,6 @@ def _split(source: str, whole: Plain | Chats, split: Split) -> Plain | Chats:
         return whole
     if split == "calibration":
         return whole.halves()[0]
-    if split != "evaluation":
-        raise LyapunovPruneError(f"unknown split {split!r}; give calibration, evaluation or all")
     first, second, left = whole.held_out()
     _require_new(source, first.content, second.content, left.content)
     return left

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from scipy import stats
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import Sum, is_large, loss_sum, mean_over, scored_in
@@ -126,7 +127,7 @@ def perplexity(
     model: Streamable,
     batch: Readable,
     *,
-    batch_size: int = 1,
+    batch_size: Count = 1,
     description: str = "perplexity",
 ) -> Perplexity:
     """Perplexity of `model` on windows × context ids, each window on its own, its first token unscored.

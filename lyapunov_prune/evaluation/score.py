@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Count, checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import as_examples, model_inputs
 from lyapunov_prune.data.images import ImageBatch
@@ -73,7 +73,7 @@ class ItemScores(Result):
 @takes_model
 @in_eval_mode
 @torch.no_grad()
-def score(model: InMemoryAny, examples: TokenBatch | ImageBatch, *, batch_size: int = 1) -> ItemScores:
+def score(model: InMemoryAny, examples: TokenBatch | ImageBatch, *, batch_size: Count = 1) -> ItemScores:
     """Loss and accuracy of `model` on every item of `examples`, `batch_size` items per forward.
 
     A window of tokens is scored as in `perplexity`, its first token unscored; an image by its class.

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Count, checked, require_least
+from lyapunov_prune.arguments import Count, checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import carried_on, random_images
 from lyapunov_prune.models.classifiers import looks_at_images
@@ -119,7 +119,8 @@ def measure_speed(models: Mapping[str, Model], *, prompt: Count = 256, steps: Co
     a streamed model, and for zero models, prompt, steps or repeats.
     """
     given = {name: model_of(model) for name, model in models.items()}
-    require_least(1, models=len(models))
+    if not models:
+        raise LyapunovPruneError("no models to time; give one or more")
     for model in given.values():
         require_not_streamed(model)  # this would time the disk
     first = next(iter(given.values()))

@@ -222,7 +222,7 @@ def evaluate_tasks(
     *,
     limit: Count | None = None,
     bos: bool | None = None,
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> TaskScores:
     """Score every model on the first `limit` items (default: all) of every task with the harness, see TaskScores.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,11 +16,11 @@ from lyapunov_prune.models.hooked import keep_hooked
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.roles import role
 
-CACHE_BITS = (8, 4, 2)
+CacheBits = Literal[8, 4, 2]
 
 
 @takes_model
-def with_rounded_cache(model: InMemory, bits: int) -> Decoder:
+def with_rounded_cache(model: InMemory, bits: CacheBits) -> Decoder:
     """A copy of `model` that shares its weights and rounds keys and values to `bits`; `explain` compares the two.
 
     The vector `x` of one token and one head (`head_dim` values) is rounded on its own asymmetric grid,
@@ -36,8 +36,6 @@ def with_rounded_cache(model: InMemory, bits: int) -> Decoder:
     Raises LyapunovPruneError for other bits, and if no layer has matrices that are known to make keys and values
     (latent attention, state spaces).
     """
-    if bits not in CACHE_BITS:
-        raise LyapunovPruneError(f"a cache of {bits} bits; give one of {', '.join(map(str, CACHE_BITS))}")
     held = [p for p in find_projections(model) if role(p.component) in ("key", "value") and p.expert is None]
     if not held:
         raise LyapunovPruneError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -13,13 +14,14 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import replaced
-from lyapunov_prune.forward.sublayers import KINDS, find_sublayers, silent
+from lyapunov_prune.forward.sublayers import find_sublayers, silent
 from lyapunov_prune.models.compact import LAYOUTS
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure, identify
 
-WHAT = ("layer", *KINDS)
+What = Literal["layer", "attention", "mlp"]
+WHAT: tuple[What, ...] = get_args(What)
 # (layer, part) -> a context in which it is changed; None if the layer has no such part.
 Changes = Callable[[int, str], AbstractContextManager[None] | None]
 

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import Tokens
 from lyapunov_prune.data.examples import Examples, as_examples, model_inputs
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.classifiers import image_shape, looks_at_images
@@ -26,12 +25,6 @@ TOKENS = 64
 STEPS = 8
 _LIFTED = 2**19  # entries of positions × vocabulary compared in float64 at once
 WINDOW_LIMIT = 1024  # the check does not run past longer sliding windows: it would take longer than the removal
-
-
-def require_temperature(temperature: float) -> None:
-    """Raise LyapunovPruneError unless `temperature` is positive and finite."""
-    if not 0 < temperature < float("inf"):
-        raise LyapunovPruneError(f"temperature {temperature:g} is no temperature; give a number above 0")
 
 
 def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:

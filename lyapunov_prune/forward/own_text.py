@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Seed, require_least
+from lyapunov_prune.arguments import Count, Positive, Seed
 from lyapunov_prune.data.batch import Split, TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import draws_of, sample
-from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.structure import in_eval_mode, model_name
@@ -54,8 +53,8 @@ def self_generated(
     tokens: int = 25600,
     context: int = 256,
     seed: Seed = 0,
-    temperature: float = 1.0,
-    batch_size: int = 16,
+    temperature: Positive = 1.0,
+    batch_size: Count = 16,
     folder: str | Path | None = None,
     resume: bool = False,
 ) -> TokenBatch:
@@ -70,8 +69,6 @@ def self_generated(
     or longer than the model's, fewer tokens than one window, a temperature not above 0, and for logits that are not
     finite, naming the step.
     """
-    require_least(1, batch_size=batch_size)
-    require_temperature(temperature)
     if context < 2 or tokens < context:
         raise LyapunovPruneError(f"{tokens} tokens in windows of {context} are no text; give 2 or more, and a window")
     begin = _first_token(model.model)

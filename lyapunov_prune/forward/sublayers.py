@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -19,15 +19,10 @@ from lyapunov_prune.models.plain import require_parameters
 from lyapunov_prune.models.quantised import require_readable
 from lyapunov_prune.models.structure import in_eval_mode
 
-KINDS = ("attention", "mlp")
+Kind = Literal["attention", "mlp"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 _TOKENS = 8
 _MOVED = 1e-3
-
-
-def require_kind(kind: str) -> None:
-    """Raise LyapunovPruneError unless `kind` is one of KINDS."""
-    if kind not in KINDS:
-        raise LyapunovPruneError(f"a layer has no {kind!r} to leave out; give {' or '.join(KINDS)}")
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from accelerate.utils import reduce
 from torch import nn
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import Positive, checked
 from lyapunov_prune.errors import Diverged, LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state
-from lyapunov_prune.forward.logits import require_temperature, uncached_logits
+from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.forward.scoring import Scorer, is_large
 from lyapunov_prune.healing.sharded import are_sharded, gathered, in_parts_like
 from lyapunov_prune.linalg import widen
@@ -30,9 +31,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@checked
 @torch.no_grad()
 def distillation_loss(
-    student: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0, *, of: int | None = None
+    student: torch.Tensor, teacher: torch.Tensor, temperature: Positive = 1.0, *, of: int | None = None
 ) -> tuple[float, torch.Tensor]:
     """`T²/N Σ_t KL(p_t ‖ q_t)` in nats, and its gradient with respect to the student's logits, `T/N (q − p)`.
 
@@ -48,7 +50,6 @@ def distillation_loss(
         raise LyapunovPruneError(
             f"logits of shape {tuple(student.shape)} against {tuple(teacher.shape)}; give two tokens × vocabulary"
         )
-    require_temperature(temperature)
     gradient, count = teacher.to(student.device, student.dtype), of or len(student)
     total = torch.zeros((), dtype=torch.float64)
     for z, out in zip(student.split(_TOKENS), gradient.split(_TOKENS), strict=True):

@@ -14,13 +14,13 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Seed
+from lyapunov_prune.arguments import Count, Positive, Seed
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.evaluation.perplexity import perplexity
-from lyapunov_prune.forward.logits import require_temperature, uncached_logits
+from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import next_token_loss
 from lyapunov_prune.healing.distillation import Distillation
@@ -50,18 +50,18 @@ def heal(
     teacher: InMemory,
     batch: Readable,
     *,
-    steps: int | None = None,
-    minutes: float | None = None,
-    per_step: int = 1,
-    rank: int | None = None,
-    learning_rate: float | None = None,
-    temperature: float = 1.0,
+    steps: Count | None = None,
+    minutes: Positive | None = None,
+    per_step: Count = 1,
+    rank: Count | None = None,
+    learning_rate: Positive | None = None,
+    temperature: Positive = 1.0,
     seed: Seed = 0,
     folder: str | Path | None = None,
     resume: bool = False,
     judge: Readable | None = None,
     evaluation: Readable | None = None,
-    batch_size: int = 1,
+    batch_size: Count = 1,
     checkpointing: bool = False,
     shard: bool = False,
 ) -> Healed:
@@ -106,7 +106,7 @@ def heal(
     """
     reading = read(student, batch)
     taught = read(teacher, reading)
-    budget = require_settings(steps, minutes, rank, learning_rate, temperature, per_step)
+    budget = budget_of(steps, minutes, rank, learning_rate, per_step)
     processes = sharing(per_step, rank) if shard else processes_of(student.model, teacher.model)
     if shard:
         require_same_models(processes, student.model, teacher.model)
@@ -185,22 +185,10 @@ def heal(
     return Healed(model, report)
 
 
-def require_settings(
-    steps: int | None,
-    minutes: float | None,
-    rank: int | None,
-    learning_rate: float | None = None,
-    temperature: float = 1.0,
-    per_step: int = 1,
+def budget_of(
+    steps: int | None, minutes: float | None, rank: int | None, learning_rate: float | None, per_step: int
 ) -> Budget:
-    """The budget of a run, with STEPS if neither steps nor minutes are given. Raises like `heal`."""
-    if steps is not None and steps < 1:
-        raise LyapunovPruneError(f"steps is {steps}; give 1 or more")
-    if minutes is not None and not 0 < minutes < float("inf"):
-        raise LyapunovPruneError(f"minutes is {minutes:g}; give a number above 0")
-    if learning_rate is not None and not 0 < learning_rate < float("inf"):
-        raise LyapunovPruneError(f"learning rate {learning_rate:g}; give a positive number")
-    require_temperature(temperature)
+    """The budget of a run, with STEPS if neither steps nor minutes are given. Raises like `require_few`."""
     steps = STEPS if steps is None and minutes is None else steps
     require_few(per_step * (steps or 0))
     if learning_rate is None:

@@ -129,11 +129,11 @@ def decide(
     layers: Count,
     *,
     remove: int | None = None,
-    speedup: float | None = None,
+    speedup: Annotated[float, Range(1, above=True)] | None = None,
     seconds: Sequence[Sequence[float]] | None = None,
     most: tuple[int, int] | None = None,
     repeats: Sequence[Sequence[float]] = (),
-    selection_error: float,
+    selection_error: Annotated[float, Range(0)],
 ) -> JointDecision:
     """The pair of largest P within the budget: `n_a + n_g = remove`, or all pairs with `seconds ≤ dense/speedup`.
 
@@ -149,8 +149,6 @@ def decide(
     predicted = fitted.predict(pairs / layers)
     low, high = fitted.interval(pairs / layers)
     spread = float(np.ptp(predicted))
-    if selection_error < 0:
-        raise LyapunovPruneError(f"the selection set's error is {selection_error:g}; give 0 or more")
     if len(pairs) > 1 and selection_error > spread:
         raise LyapunovPruneError(
             f"the selection error is {selection_error:.3g} and the {len(pairs)} pairs of the budget differ by "
@@ -231,8 +229,6 @@ def within_budget(
         time = np.asarray(seconds, np.float64)[: most[0] + 1, : most[1] + 1]
         if not 0 < time[0, 0] < np.inf or (time <= 0).any():
             raise LyapunovPruneError("times must be above 0 and that of the dense model known; measure it at [0, 0]")
-        if not speedup > 1:
-            raise LyapunovPruneError(f"a speed-up of {speedup:g}; give more than 1")
         gained = time[0, 0] / time
         if speedup > np.nanmax(gained):
             raise LyapunovPruneError(

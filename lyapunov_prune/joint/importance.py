@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,10 +13,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy, linear
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Seed, checked, require_least
+from lyapunov_prune.arguments import Count, Seed, checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import Examples
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import find_branches
 from lyapunov_prune.forward.hooks import hidden_of, with_hidden
 from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
@@ -34,7 +33,7 @@ from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
-IMPORTANCES = ("taylor", "learned")
+Method = Literal["taylor", "learned"]
 STEPS = {"taylor": 16, "learned": 48}  # number of steps, each on one text item or some images
 RATE = 0.05  # learning rate of m̄, whose gradient is scaled to RMS 1 per type; m̄ starts at 1, threshold 1/2
 PULL = 2.0
@@ -98,13 +97,13 @@ def _measure(model: PreTrainedModel, measure: Callable[[], np.ndarray]) -> np.nd
 def measure_importance(
     student: Unmerged,
     examples: Examples,
-    method: str = "taylor",
+    method: Method = "taylor",
     *,
-    batch: int = 1,
+    batch: Count = 1,
     targets: tuple[int, int] = (1, 1),
     seed: Seed = 0,
 ) -> Importance:
-    """Importance by one of IMPORTANCES, of the unchanged model of `student`, whose weights are not trained.
+    """Importance by either method, of the unchanged model of `student`, whose weights are not trained.
 
     Both methods run STEPS forwards and backwards of `batch` items each, in an order drawn from `seed`. `learned`: one
     m̄ per sublayer starts at 1; the forward uses the mask `m̄ > ½`, and the gradient is passed straight through to m̄
@@ -114,9 +113,6 @@ def measure_importance(
 
     Raises LyapunovPruneError for an unknown method, and for gradients that are not finite.
     """
-    if method not in IMPORTANCES:
-        raise LyapunovPruneError(f"unknown importance {method!r}; give {' or '.join(IMPORTANCES)}")
-    require_least(1, batch=batch)
     drawn = drawn_order(len(examples), STEPS[method] * batch, seed)
     order = [drawn[i : i + batch] for i in range(0, len(drawn), batch)]
 

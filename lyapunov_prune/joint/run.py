@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import Count, Seed
+from lyapunov_prune.arguments import Count, Range, Seed
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.data.slices import NAMES
 from lyapunov_prune.data.unseen import require_unseen
@@ -30,7 +30,7 @@ from lyapunov_prune.healing.trained import require_trainable
 from lyapunov_prune.joint import card
 from lyapunov_prune.joint.chains import LEAST_REACH, Pair, chains, reach_of, rivals
 from lyapunov_prune.joint.decision import decide, within_budget
-from lyapunov_prune.joint.importance import Importance, measure_importance
+from lyapunov_prune.joint.importance import Importance, Method, measure_importance
 from lyapunov_prune.joint.map import fit_map
 from lyapunov_prune.joint.points import Course, Points, recover_points
 from lyapunov_prune.joint.recovery import Lesson, Recipe
@@ -65,9 +65,9 @@ def remove_jointly(
     output: str | Path,
     *,
     remove: int | None = None,
-    speedup: float | None = None,
+    speedup: Annotated[float, Range(1, above=True)] | None = None,
     reduction: str = DEFAULT,
-    importance: str = "taylor",
+    importance: Method = "taylor",
     steps: Count = 12,
     recover_steps: Count = 100,
     recipe: Recipe = _RECIPE,

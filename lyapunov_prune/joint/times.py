@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import require_least
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.speed import now
@@ -82,7 +81,6 @@ def _timed(models: list[PreTrainedModel], inputs: torch.Tensor) -> list[float]:
 
 def measure_times(student: Unmerged, examples: Examples, most: tuple[int, int]) -> Times:
     """Time the model of `student` and two cut versions on the first of `examples`, in turn, REPEATS rounds."""
-    require_least(1, activations=most[1])
     model, L = student.model, len(student.blocks)
     merged = make_compact(model, Cuts(merged=student.merged(range(most[1]))))
     bare = make_compact(model, Cuts(attention=tuple(range(L - most[0], L)))) if most[0] else model

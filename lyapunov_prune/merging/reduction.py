@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -34,12 +35,12 @@ class Reduction(Choice):
     blocks: ClassVar[tuple[str, ...]]
     needs: ClassVar[tuple[str, ...]] = ()
 
+    @abstractmethod
     def map(self, parts: BlockParts, sums: BlockSums | None) -> HiddenMap:
         """The map for a block, from the sums named by `needs`.
 
         Raises LyapunovPruneError for fewer tokens than a fit has unknowns.
         """
-        raise NotImplementedError
 
 
 class GateConstant(Reduction):
@@ -47,9 +48,9 @@ class GateConstant(Reduction):
 
     blocks = ("gated",)
 
+    @abstractmethod
     def constant(self, sums: BlockSums) -> torch.Tensor:
         """c (hidden,), float64."""
-        raise NotImplementedError
 
     def map(self, parts: BlockParts, sums: BlockSums | None) -> HiddenMap:
         assert sums is not None

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import final_state, require_finite
@@ -85,7 +86,7 @@ def attention_paths(
     compressed: InMemory,
     prompts: Readable,
     *,
-    steps: int,
+    steps: Count,
     written: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> AttentionPaths:
     """Decode `steps` tokens greedily with both models from `prompts` and split `Δo`, see AttentionPaths.
@@ -102,8 +103,6 @@ def attention_paths(
     their layers, when attention does not go through transformers' attention interface, or when its output is not the
     weighted sum of the values.
     """
-    if steps < 1:
-        raise LyapunovPruneError(f"steps is {steps}; give 1 or more")
     readings = [read(model, prompts) for model in (dense, compressed)]
     batch = readings[0].batch
     if readings[0].structure.num_layers != readings[1].structure.num_layers:

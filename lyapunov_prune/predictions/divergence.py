@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lyapunov_prune.forward.logits import require_temperature
+from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change, changed_finals, finals_without_each
-from lyapunov_prune.forward.sublayers import find_sublayers, require_kind, silent
+from lyapunov_prune.forward.sublayers import Kind, find_sublayers, silent
 from lyapunov_prune.models.decoder import Model, StreamableText, in_memory, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.tiles import MEASURES, measures
@@ -92,8 +92,8 @@ def skip_divergence(
     model: StreamableText,
     batch: Readable,
     *,
-    temperature: float = 1.0,
-    batch_size: int = 1,
+    temperature: Positive = 1.0,
+    batch_size: Count = 1,
     folder: Path | None = None,
 ) -> SkipDivergence:
     """Skip each layer of `model` in turn and measure `SkipDivergence` on `batch` (windows × tokens).
@@ -107,7 +107,6 @@ def skip_divergence(
     the vocabulary, windows longer than the context, a temperature that is not above 0, or a decoder whose logits are
     not a function of its final state.
     """
-    require_temperature(temperature)
     reading = read(model, batch)
     finals = finals_without_each(reading, batch_size, folder, "skipping layers")
     means = _means(reading, finals, reading.structure.num_layers, temperature)
@@ -121,18 +120,16 @@ def skip_divergence(
 def sublayer_divergence(
     model: Model,
     batch: Readable,
-    what: str,
+    what: Kind,
     *,
-    temperature: float = 1.0,
-    batch_size: int = 1,
+    temperature: Positive = 1.0,
+    batch_size: Count = 1,
 ) -> SublayerDivergence:
     """Set the output of the sublayer `what` of each layer in turn to zero and measure `SublayerDivergence` on `batch`.
 
     Costs as much as `skip_divergence`. Raises the same errors, and LyapunovPruneError when `what` is neither
     `attention` nor `mlp` and for weights that are not plain matrices in memory.
     """
-    require_temperature(temperature)
-    require_kind(what)
     reading = read(in_memory(model), batch)
     layers = reading.structure.num_layers
     sublayers = find_sublayers(reading.decoder, range(layers))

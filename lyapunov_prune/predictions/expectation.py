@@ -12,8 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lyapunov_prune.errors import LyapunovPruneError
-
 TABLE = Path(__file__).with_name("expected.json")
 
 
@@ -102,9 +100,3 @@ def from_json(table: dict[str, Any]) -> Expectation:
         unseen=(min(each["perplexity"] for each in shares), min(each["first_difference"] for each in shares)),
         **kept,
     )
-
-
-def require_budget(max_kl: float) -> None:
-    """Raise LyapunovPruneError unless `max_kl` is a number above 0."""
-    if not max_kl > 0:
-        raise LyapunovPruneError(f"a budget of {max_kl:g} nats a token removes nothing; give a number above 0")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Seed, require_least
+from lyapunov_prune.arguments import Count, Positive, Seed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import drawn, draws_of, likeliest, walk
@@ -18,7 +18,6 @@ from lyapunov_prune.forward.logits import (
     cached_logits,
     deviation,
     last_logits,
-    require_temperature,
     sample_inputs,
 )
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -116,10 +115,10 @@ def compare_generation(
     compressed: InMemory,
     prompts: Readable,
     *,
-    steps: int,
-    temperature: float = 1.0,
+    steps: Count,
+    temperature: Positive = 1.0,
     seed: Seed | None = None,
-    batch_size: int = 8,
+    batch_size: Count = 8,
 ) -> GenerationDivergence:
     """Decode `steps` tokens with both models from `prompts` (prompts × tokens), see GenerationDivergence.
 
@@ -139,12 +138,6 @@ def compare_generation(
     vocabularies, ids outside them, prompts that leave no room for the steps, a temperature that is not above 0, or a
     decoder whose cached and uncached outputs differ.
     """
-    require_temperature(temperature)
-    require_least(1, batch_size=batch_size)
-    if seed is not None:
-        require_least(0, seed=seed)
-    if steps < 1:
-        raise LyapunovPruneError(f"steps is {steps}; give 1 or more")
     readings = [read(model, prompts) for model in (dense, compressed)]
     batch = readings[0].batch
     for reading in readings:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.probability import kl_softmax_le_range, kl_softmax_le_variance, variance_bound
 from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.changes import WHAT, compact_layers, compressed_layers, dropped_layers
+from lyapunov_prune.forward.changes import WHAT, What, compact_layers, compressed_layers, dropped_layers
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import require_finite
-from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
@@ -178,12 +178,12 @@ def probe_layers(
     prompts: Readable,
     *,
     change: Literal["dropped"] | PreTrainedModel = "dropped",
-    steps: int = 32,
-    what: Sequence[str] = WHAT,
-    temperature: float = 1.0,
+    steps: Count = 32,
+    what: Sequence[What] = WHAT,
+    temperature: Positive = 1.0,
     read_at: ReadAt = "layer",
     final_norm: bool = True,
-    batch_size: int = 1,
+    batch_size: Count = 1,
     written: torch.Tensor | None = None,
 ) -> HierarchyProbe:
     """Change each layer of `model` in turn and measure `HierarchyProbe` while it decodes from `prompts`.
@@ -204,13 +204,8 @@ def probe_layers(
     are not a function of its final state, a compressed model that differs in more than matrices, and `read_at="branch"`
     for layers whose sublayers run in parallel.
     """
-    require_temperature(temperature)
-    if steps < 1:
-        raise LyapunovPruneError(f"steps is {steps}; give 1 or more")
-    if not what or not set(what) <= set(WHAT):
-        raise LyapunovPruneError(f"cannot change {', '.join(what) or 'nothing'}; give some of {', '.join(WHAT)}")
-    if read_at not in get_args(ReadAt):
-        raise LyapunovPruneError(f"cannot read the state at {read_at!r}; give layer or branch")
+    if not what:
+        raise LyapunovPruneError(f"what is empty; give some of {', '.join(WHAT)}")
     reading = read(model, prompts)
     batch, structure, windows = reading.batch, reading.structure, reading.windows(batch_size)
     require_context(structure, batch.context + steps - 1)
@@ -223,10 +218,8 @@ def probe_layers(
         )
     if isinstance(change, PreTrainedModel):
         changes = (compact_layers if is_compact(change) else compressed_layers)(reading, change)
-    elif change == "dropped":
-        changes = dropped_layers(reading)
     else:
-        raise LyapunovPruneError(f"unknown change {change!r}; give 'dropped', or a compressed model")
+        changes = dropped_layers(reading)
     behind: dict[int, tuple[str, nn.Module]] = {}
     if read_at == "branch":
         behind = between_branches(

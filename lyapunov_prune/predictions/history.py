@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lyapunov_prune.arguments import require_least
+from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import require_finite
-from lyapunov_prune.forward.logits import last_states, require_temperature
+from lyapunov_prune.forward.logits import last_states
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.models.decoder import InMemory, takes_models
@@ -134,9 +134,9 @@ def history_divergence(
     compressed: InMemory,
     prompts: Readable,
     *,
-    steps: int,
-    temperature: float = 1.0,
-    batch_size: int = 8,
+    steps: Count,
+    temperature: Positive = 1.0,
+    batch_size: Count = 8,
     written: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> HistoryDivergence:
     """Decode `steps` tokens greedily with both models from `prompts` and compare predictions, see HistoryDivergence.
@@ -151,8 +151,6 @@ def history_divergence(
     vocabularies, ids outside them, prompts and steps longer than the context, a temperature that is not above 0, and a
     decoder whose logits are not a function of its final state.
     """
-    require_temperature(temperature)
-    require_least(1, steps=steps, batch_size=batch_size)
     readings = [read(model, prompts) for model in (dense, compressed)]
     batch = readings[0].batch
     both = [greedy_text(r, steps, batch_size, known) for r, known in zip(readings, written or (None,) * 2, strict=True)]

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from lyapunov_prune.arguments import Seed
+from lyapunov_prune.arguments import Count, Positive, Seed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.rounding import roughness
@@ -23,15 +23,14 @@ from lyapunov_prune.profiles.contraction_profile import (
     ContractionProfile,
     Pooling,
     below_floor_error,
-    require_pooling,
 )
 from lyapunov_prune.profiles.propagation import (
     WindowSums,
     difference_sums,
     jvp_moved,
     jvp_sums,
+    listed,
     require_moved,
-    required,
 )
 from lyapunov_prune.progress import track
 
@@ -49,11 +48,11 @@ def measure_contraction(
     model: StreamableText,
     batch: Readable,
     *,
-    epsilon: float = 1e-2,
+    epsilon: Positive = 1e-2,
     seeds: Iterable[Seed] = range(4),
     method: Derivative = "difference",
     pooling: Pooling = "energy",
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> ContractionProfile:
     """Measure the contraction factor ρ of every layer (structural sensitivity, §6.2, eq. 2 and 4).
 
@@ -86,10 +85,9 @@ def measure_contraction(
     """
     reading = read(model, batch)
     structure, dtype = reading.structure, reading.model.dtype
-    seeds = required(seeds, epsilon, batch_size)
+    seeds = listed(seeds)
     if method not in get_args(Derivative):
         raise LyapunovPruneError(f"unknown method {method!r}; give difference or jvp")
-    require_pooling(pooling)
     if method == "jvp":
         require_derivatives(reading.model)
 
@@ -158,7 +156,7 @@ def _floor_and_linearity(trial: WindowSums) -> tuple[np.ndarray, np.ndarray]:
     return floor, linearity
 
 
-def require_above_rounding(reading: Reading, epsilon: float = 1e-2) -> None:
+def require_above_rounding(reading: Reading, epsilon: Positive = 1e-2) -> None:
     """`require_above_floor` on the first window and one seed, to refuse half precision and packed weights early.
 
     Raises only if every energy is below `FAR_BELOW` times the floor; the whole profile decides the cases in between.

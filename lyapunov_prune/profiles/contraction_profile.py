@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.propagation import Energies
 from lyapunov_prune.results.arrays import require_array
@@ -34,7 +35,7 @@ class ContractionProfile(Result):
     A measurement along the trajectories of one text, not a bound and not a Lipschitz constant.
     """
 
-    pooling: str
+    pooling: Pooling
     method: str
     epsilon: float
     seeds: tuple[int, ...]
@@ -55,11 +56,6 @@ class ContractionProfile(Result):
 
     def __post_init__(self) -> None:
         L = self.measured_on.model.num_layers
-        require_pooling(self.pooling)
-        if not set(self.energies) == set(self.intervals) == set(get_args(Pooling)):
-            raise LyapunovPruneError(
-                "a contraction profile has energies and intervals of both poolings; measure it again"
-            )
         of = "contraction profile"
         for pooling in get_args(Pooling):
             require_array(f"{of}, {pooling} energies", self.energies[pooling], (L + 1,))
@@ -148,6 +144,7 @@ class ContractionProfile(Result):
         ratio = np.abs(np.log2(self.pooled("energy").rho / self.pooled("token").rho))
         return tuple(int(i) for i in np.flatnonzero(ratio > 1))
 
+    @checked
     def pooled(self, pooling: Pooling) -> ContractionProfile:
         """The same measurement under another pooling."""
         return replace(self, pooling=pooling)
@@ -216,8 +213,3 @@ def dtype_note(measured_on: Iterable[MeasuredOn]) -> str:
 def floor_note(below_floor: tuple[int, ...]) -> str:
     """A warning for a decision by ρ that names the layers whose ρ is rounding; empty if there are none."""
     return f"; rho lies below the rounding floor at layer {', '.join(map(str, below_floor))}" if below_floor else ""
-
-
-def require_pooling(pooling: str) -> None:
-    if pooling not in get_args(Pooling):
-        raise LyapunovPruneError(f"unknown pooling {pooling!r}; give energy or token")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lyapunov_prune.arguments import Seed
+from lyapunov_prune.arguments import Count, Positive, Seed
 from lyapunov_prune.forward.hooks import hidden_of, require_finite
 from lyapunov_prune.forward.logits import cache_of, only_last
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -24,7 +24,7 @@ from lyapunov_prune.models.recurrence import Carried, carried_states, first_cach
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.persistence_profile import PersistenceProfile
-from lyapunov_prune.profiles.propagation import RESAMPLES, direction, drawn_windows, require_moved, required
+from lyapunov_prune.profiles.propagation import RESAMPLES, direction, drawn_windows, listed, require_moved
 from lyapunov_prune.profiles.transition import Transition
 from lyapunov_prune.progress import track
 
@@ -38,9 +38,9 @@ def measure_persistence(
     model: InMemory,
     batch: Readable,
     *,
-    epsilon: float = 1e-2,
+    epsilon: Positive = 1e-2,
     seeds: Iterable[Seed] = range(4),
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> PersistenceProfile:
     """Measure how long an error in the recurrent state of each layer lasts, and ρ along depth on the same text.
 
@@ -61,7 +61,7 @@ def measure_persistence(
     naming the first layer with NaN or infinite activations.
     """
     reading = read(model, batch)
-    seeds = required(seeds, epsilon, batch_size)
+    seeds = listed(seeds)
     parts = [
         _Run(reading, ids, k * batch_size, seeds, epsilon).followed()
         for k, ids in enumerate(track(reading.windows(batch_size), "persistence"))

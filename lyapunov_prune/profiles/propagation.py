@@ -106,14 +106,6 @@ class WindowSums(Energies):
         return Energies(self.state, self.error, self.relative)
 
 
-def required(seeds: Iterable[int], epsilon: float, batch_size: int) -> tuple[int, ...]:
-    """The seeds; raises LyapunovPruneError without a seed, or unless epsilon and batch size are positive."""
-    seeds = listed(seeds)
-    if not seeds or not epsilon > 0 or batch_size < 1:
-        raise LyapunovPruneError("give at least one seed, epsilon > 0 and a batch size of 1 or more")
-    return seeds
-
-
 def require_moved(error: float, epsilon: float, dtype: torch.dtype) -> None:
     """Raise LyapunovPruneError if the `error` before layer 0 is zero because ε is below rounding."""
     if not error > 0:
@@ -122,10 +114,10 @@ def require_moved(error: float, epsilon: float, dtype: torch.dtype) -> None:
 
 
 def listed(seeds: Iterable[int]) -> tuple[int, ...]:
-    """The seeds; raises LyapunovPruneError for more than MOST_SEEDS, because each is a row of every forward."""
+    """The seeds; raises LyapunovPruneError for none, and for more than MOST_SEEDS: each is a row of every forward."""
     listed = tuple(map(int, islice(seeds, MOST_SEEDS + 1)))
-    if len(listed) > MOST_SEEDS:
-        raise LyapunovPruneError(f"more than {MOST_SEEDS:,} seeds; give fewer (intervals also use windows)")
+    if not 0 < len(listed) <= MOST_SEEDS:
+        raise LyapunovPruneError(f"give 1 to {MOST_SEEDS:,} seeds (intervals also use windows)")
     return listed
 
 

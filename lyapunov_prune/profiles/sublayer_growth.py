@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lyapunov_prune.arguments import Seed
+from lyapunov_prune.arguments import Count, Positive, Seed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, between_branches, find_sublayers
 from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, require_moved, required
+from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, listed, require_moved
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.frames import pd
@@ -88,9 +88,9 @@ def sublayer_growth(
     model: InMemory,
     batch: Readable,
     *,
-    epsilon: float = 1e-2,
+    epsilon: Positive = 1e-2,
     seeds: Iterable[Seed] = range(4),
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> SublayerGrowth:
     """Follow the perturbation of `measure_contraction` through the sublayers of every layer.
 
@@ -102,7 +102,7 @@ def sublayer_growth(
     """
     reading = read(model, batch)
     kind = type(reading.model).__name__
-    structure, seeds = reading.structure, required(seeds, epsilon, batch_size)
+    structure, seeds = reading.structure, listed(seeds)
     sublayers = find_sublayers(reading.decoder, range(structure.num_layers))
     if not any(found.branches for found in sublayers.values()):
         raise LyapunovPruneError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,9 +67,9 @@ class Criterion(Choice):
     chooses: ClassVar[str] = ""
     next_token: ClassVar[bool] = False
 
+    @abstractmethod
     def rank(self, asked: Asked) -> Ranking:
         """Measure, rank, and save what was measured."""
-        raise NotImplementedError
 
 
 class Scored(Criterion):
@@ -76,9 +77,9 @@ class Scored(Criterion):
 
     needs: ClassVar[tuple[str, ...]]
 
+    @abstractmethod
     def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         """The scores from the values of the layers that may be removed: arrays whose last axis is the layers."""
-        raise NotImplementedError
 
     def by_position(self, layer: np.ndarray) -> dict[str, np.ndarray]:
         """Values that need no measurement; `layer` (L,) holds indices, NaN if a layer lacks the part."""
@@ -163,9 +164,9 @@ class OfExperts(Criterion):
     parts = ("experts",)
     streamed = ("experts",)
 
+    @abstractmethod
     def score(self, use: ExpertUse) -> np.ndarray:
         """A score for every expert (L, E); the smallest of a layer is removed first."""
-        raise NotImplementedError
 
     def rank(self, asked: Asked) -> Ranking:
         from lyapunov_prune.ranking.experts import rank_experts

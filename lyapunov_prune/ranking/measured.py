@@ -7,7 +7,7 @@ from typing import Any
 
 from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.sublayers import require_kind
+from lyapunov_prune.forward.sublayers import Kind
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.profiles.influence import InfluenceProfile
@@ -51,12 +51,11 @@ def rank_layers(
 
 
 @checked
-def rank_sublayers(influence: SublayerInfluence, what: str, *, protect: Sequence[int] = ()) -> LayerRanking:
+def rank_sublayers(influence: SublayerInfluence, what: Kind, *, protect: Sequence[int] = ()) -> LayerRanking:
     """Rank the attention or the MLP of every layer by its Block Influence (LLM-Drop, arXiv:2406.15786).
 
     Raises LyapunovPruneError when `what` is neither `attention` nor `mlp`.
     """
-    require_kind(what)
     values = influence.attention if what == "attention" else influence.mlp
     on = influence.measured_on
     drawn = {"bi": influence.drawn(what)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lyapunov_prune.arguments import Seed
+from lyapunov_prune.arguments import Positive, Seed
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
@@ -37,7 +37,7 @@ def rank(
     search: float | None = None,
     mend: bool = False,
     judge: TokenBatch | None = None,
-    temperature: float = 1.0,
+    temperature: Positive = 1.0,
     folder: str | Path | None = None,
     resume: bool = False,
 ) -> Ranking:

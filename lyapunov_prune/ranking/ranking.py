@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +29,12 @@ class Ranking(Result):
     criterion: str
     what: str
 
+    @abstractmethod
     def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
         """The plan that removes `what` from `remove` layers, a number or a share; with a `period`, by whole periods.
 
         Raises LyapunovPruneError if there are fewer to remove, and for a criterion that ignores periods.
         """
-        raise NotImplementedError
 
     def require_no_period(self, period: int) -> None:
         """Raise LyapunovPruneError if a period is asked of a ranking that chooses layers together."""

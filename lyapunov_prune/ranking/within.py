@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import torch
 
@@ -23,7 +25,13 @@ from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of, leaving
 @in_eval_mode
 @torch.no_grad()
 def most_within(
-    model: InMemory, batch: Readable, what: str, max_kl: Positive, *, criterion: str | None = None, batch_size: int = 1
+    model: InMemory,
+    batch: Readable,
+    what: Literal["width", "experts"],
+    max_kl: Positive,
+    *,
+    criterion: str | None = None,
+    batch_size: int = 1,
 ) -> WeighedPlans:
     """Find the largest removal of `what` (`width` or `experts`) with `KL(p‖q)` of at most `max_kl`.
 
@@ -36,8 +44,6 @@ def most_within(
     """
     reading = read(model, batch)
     choosing, judging = apart(reading, every=2, most=None)
-    if what not in ("width", "experts"):
-        raise LyapunovPruneError(f"most_within is of width or experts, not of {what!r}; give one of them")
     order, counts = parts_of(choosing, what, criterion=criterion, batch_size=batch_size)
     if what == "experts":
         router = find_mixtures(reading.structure).router

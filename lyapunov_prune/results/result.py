@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import platform
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -128,7 +129,7 @@ class MeasuredOn:
         )
 
 
-class Result:
+class Result(ABC):
     """Base of every result: prints as an answer above a table, converts with `to_frame`, saves to one JSON file.
 
     NaN and infinities are written as the strings JSON lacks (`"NaN"`), so files stay strict JSON. A field may not be
@@ -141,8 +142,8 @@ class Result:
         if "__repr__" not in cls.__dict__:  # otherwise `dataclass` would print every field
             cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
 
-    def to_frame(self) -> pd.DataFrame:
-        raise NotImplementedError
+    @abstractmethod
+    def to_frame(self) -> pd.DataFrame: ...
 
     def headline(self) -> str:
         """What was measured and on what; empty by default."""

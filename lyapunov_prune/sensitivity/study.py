@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
@@ -25,13 +26,13 @@ class Study(Choice):
     in_all: ClassVar[bool] = True
     takes: ClassVar[tuple[str, ...]] = ("method", "amount", "rank")
 
+    @abstractmethod
     def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
         """The changes of the matrices `ps` under the setting `base` (structural sensitivity, §5 and §6.1).
 
         `losses` are the measured losses by key: with `after_groups`, those of every group compressed alone. A study
         that depends on its own losses returns the changes it needs next, until all of them are measured.
         """
-        raise NotImplementedError
 
 
 def by_layer(ps: Projections) -> dict[int, Projections]:

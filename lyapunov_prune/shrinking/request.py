@@ -54,8 +54,6 @@ class Request:
         """Raise LyapunovPruneError for every request that can be refused before anything is measured."""
         plain(self.model)
         require_whole(self.model)
-        if self.minutes is not None and not 0 < self.minutes < math.inf:
-            raise LyapunovPruneError(f"{self.minutes:g} minutes shrink nothing; give a number above 0")
         self.texts.require(self.model)
 
     def count(self) -> int | None:

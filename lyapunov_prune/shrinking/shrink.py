@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import Seed, checked
+from lyapunov_prune.arguments import Amount, Positive, Range, Seed, checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import CheckFailed, Diverged
@@ -56,12 +56,12 @@ def shrink(
     tokenizer: PreTrainedTokenizerBase,
     output: str | Path | None = None,
     *,
-    remove: int | float | None = None,
-    speedup: float | None = None,
-    max_kl: float | None = None,
+    remove: Amount | None = None,
+    speedup: Annotated[float, Range(1, above=True)] | None = None,
+    max_kl: Positive | None = None,
     max_drop: str | None = None,
     what: str = "layers",
-    minutes: float | None = None,
+    minutes: Positive | None = None,
     batch: TokenBatch | None = None,
     judge: TokenBatch | None = None,
     evaluation: TokenBatch | None = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Literal
 
 from transformers import PreTrainedModel
@@ -49,7 +48,7 @@ class Target:
         max_drop: str | None = None,
         what: str = "layers",
     ) -> Target:
-        """The one target that is given. Raises LyapunovPruneError for none, for two, and for a value out of range."""
+        """The one target that is given. Raises LyapunovPruneError for none, two, or a bad `max_drop`."""
         if what != "layers" and what not in SPLITS:
             raise LyapunovPruneError(f"shrinking removes no {what} alone; give layers or one of {', '.join(SPLITS)}")
         if what in SPLITS and not isinstance(remove, float):
@@ -63,20 +62,10 @@ class Target:
             told = f"{both} are {len(named)} targets" if named else "no target says how much goes"
             raise LyapunovPruneError(f"{told}; give one of {', '.join(OPTIONS.values())}")
         if remove is not None:
-            if remove <= 0:
-                raise LyapunovPruneError(f"removing {remove:g} layers shrinks nothing; give 1 or more, or a share")
-            if not isinstance(remove, Integral) and remove >= 1:  # 1.0 is all of the layers, not one of them
-                raise LyapunovPruneError(
-                    f"a share of {remove:.0%} of the layers cannot go; give less than 100%, as 25%, or a whole number"
-                )
             return cls("remove", remove, what=what)
         if speedup is not None:
-            if not 1 < speedup < math.inf:
-                raise LyapunovPruneError(f"a speed of {speedup:g} times the dense one is no gain; give more than 1")
             return cls("speedup", speedup)
         if max_kl is not None:
-            if not 0 < max_kl < math.inf:
-                raise LyapunovPruneError(f"{max_kl:g} nats a token allow nothing; give a number above 0")
             return cls("max_kl", max_kl)
         assert max_drop is not None
         task, colon, drop = max_drop.rpartition(":")

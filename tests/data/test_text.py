@@ -156,7 +156,7 @@ def test_all_is_the_whole_text(
 
 
 def test_an_unknown_split_is_refused(source: str, read: Callable[..., TokenBatch]) -> None:
-    with pytest.raises(LyapunovPruneError, match="unknown split 'test'"):
+    with pytest.raises(LyapunovPruneError, match="split is 'test'"):
         read(source, split="test")
 
 

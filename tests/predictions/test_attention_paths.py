@@ -133,7 +133,7 @@ def test_planted_faults_are_told_and_the_model_attends_as_before(
 
 
 def test_refusals(llama: PreTrainedModel, prompts: torch.Tensor) -> None:
-    with pytest.raises(LyapunovPruneError, match="give 1 or more"):
+    with pytest.raises(LyapunovPruneError, match="steps is 0"):
         attention_paths(llama, llama, prompts, steps=0)
     with pytest.raises(LyapunovPruneError, match="keeps all layers"):
         attention_paths(llama, remove_layers(llama, [2]), prompts, steps=1)

@@ -12,8 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.predictions.expectation import TABLE, Expectation, Line, expectation, from_json, require_budget
+from lyapunov_prune.predictions.expectation import TABLE, Expectation, Line, expectation, from_json
 
 EXPECTED = importlib.import_module("experiments.4_hierarchy.prediction.expected")
 
@@ -87,10 +86,3 @@ def test_held_out_sets_are_half_of_every_model() -> None:
     out = EXPECTED.drawn_out(sets)
     for _, own in sets.groupby("model"):
         assert abs(2 * out[own.index].sum() - len(own)) <= 1
-
-
-def test_a_budget_is_a_number_above_zero() -> None:
-    require_budget(1e-300)
-    for budget in (0.0, -1.0, np.nan):
-        with pytest.raises(LyapunovPruneError, match="removes nothing"):
-            require_budget(budget)

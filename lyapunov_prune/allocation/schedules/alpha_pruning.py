@@ -58,10 +58,9 @@ class AlphaPruning(Schedule):
     reference = "Lu et al., NeurIPS 2024, arXiv:2410.10912, §3.2"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity
+        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
         from lyapunov_prune.allocation.fitting import fit
 
-        require_sparsity(budget)
         matrices = Matrices.of(model)
         alpha = tail_exponents(model, matrices)
         span = alpha.max() - alpha.min()

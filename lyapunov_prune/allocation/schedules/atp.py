@@ -38,10 +38,9 @@ class ATP(Schedule):
     reference = "Huang et al., ICML 2025, arXiv:2502.14770"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity
+        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
         from lyapunov_prune.allocation.fitting import shift
 
-        require_sparsity(budget)
         matrices = Matrices.of(model)
         L = matrices.model.num_layers
         largest = steepest(budget, L)

@@ -36,10 +36,9 @@ class ATPSearch(Schedule):
     needs = "score"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import Matrices, require_sparsity
+        from lyapunov_prune.allocation.allocation import Matrices
         from lyapunov_prune.progress import track
 
-        require_sparsity(budget)
         largest = steepest(budget, Matrices.of(model).model.num_layers)
         grid = np.unique(np.linspace(0, largest, self.trials + 1)[1:])  # a single β if the largest is 0
         candidates = [ATP(float(beta)).allocate(model, budget) for beta in grid]

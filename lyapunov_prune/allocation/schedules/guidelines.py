@@ -57,11 +57,10 @@ class Guidelines(Schedule):
     reference = "structural sensitivity, §6.4"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity
+        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
         from lyapunov_prune.allocation.fitting import shift
         from lyapunov_prune.models.roles import role
 
-        require_sparsity(budget)
         matrices = Matrices.of(model)
         measured_on: tuple[MeasuredOn, ...] = ()
         ceiling = self.ceiling

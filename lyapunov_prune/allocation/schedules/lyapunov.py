@@ -40,7 +40,7 @@ class Lyapunov(Schedule):
     needs = "profile"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity
+        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
         from lyapunov_prune.allocation.amplification import (
             exponentials,
             log_amplification,
@@ -49,7 +49,6 @@ class Lyapunov(Schedule):
         )
         from lyapunov_prune.allocation.fitting import fit
 
-        require_sparsity(budget)
         matrices = Matrices.of(model)
         require_profile(given, matrices.model)
         w = matrices.layer_sum(weight_energy(model, matrices))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lyapunov_prune.allocation.schedule import Schedule
 
@@ -22,7 +22,7 @@ class LyapunovBudget(Schedule):
     of another model, and a ρ that is not finite or not positive.
     """
 
-    reading: str = "equal-error"
+    reading: Literal["equal-error", "downstream"] = "equal-error"
 
     name = "lyapunov-budget"
     help = "every layer adds the same error at the output"
@@ -30,11 +30,10 @@ class LyapunovBudget(Schedule):
     needs = "profile"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity
+        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
         from lyapunov_prune.allocation.amplification import exponentials, log_tolerance, require_profile
         from lyapunov_prune.allocation.fitting import fit
 
-        require_sparsity(budget)
         matrices = Matrices.of(model)
         require_profile(given, matrices.model)
         target = exponentials(log_tolerance(given, self.reading)[matrices.layers] / 2)

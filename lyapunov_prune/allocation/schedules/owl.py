@@ -42,12 +42,11 @@ class OWL(Schedule):
     needs = "batch"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity
+        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
         from lyapunov_prune.allocation.fitting import shift
         from lyapunov_prune.forward.reading import read
         from lyapunov_prune.models.decoder import wrap
 
-        require_sparsity(budget)
         reading = read(wrap(model), given)
         matrices = Matrices.of(model)
         D = outlier_share(model, reading, matrices, self.outlier)

@@ -25,10 +25,9 @@ class Uniform(Schedule):
     reference = "control"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity
+        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
         from lyapunov_prune.allocation.fitting import fit
 
-        require_sparsity(budget)
         matrices = Matrices.of(model)
         amount = fit(matrices.sizes > 0, matrices.sizes, budget, high=SPARSEST)
         return matrices.allocated("uniform", budget, amount, {})

@@ -38,9 +38,7 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.table import FORMATS, require_streamed_format
-from lyapunov_prune.predictions.expectation import require_budget
 
 if TYPE_CHECKING:
     from lyapunov_prune.results.result import Result
@@ -96,7 +94,6 @@ def compress(
     keep_of = as_pattern(pattern)
     schedule = chosen_allocation(allocation)
     if max_kl is not None:
-        require_budget(max_kl)
         jobs = jobs_folder("compress", model, output)
         require_spendable(method, schedule, sparsity=sparsity, rank=rank, bits=bits, pattern=pattern)
     else:
@@ -107,8 +104,6 @@ def compress(
     require_options(schedule, {}, bits)
     errors_used: dict[str, Any] = {"weighted": weighted, "correction": correction}
     METHODS.make(method, **{option: value for option, value in errors_used.items() if value})
-    if sparsity == 0:
-        raise LyapunovPruneError("--sparsity 0 removes nothing; give more than 0")
     reads = max_kl is not None or reads_text(method, schedule)
     if not reads:
         given.refuse_record(

@@ -80,11 +80,10 @@ def heal(
     from lyapunov_prune.export.gguf import original_of, save_changed, source_file
     from lyapunov_prune.export.table import FORMATS
     from lyapunov_prune.healing.heal import heal as heal_model
-    from lyapunov_prune.healing.heal import require_settings
     from lyapunov_prune.healing.report import REPORT
     from lyapunov_prune.healing.sharded import sharing
     from lyapunov_prune.healing.state import KEPT
-    from lyapunov_prune.healing.trained import require_trainable
+    from lyapunov_prune.healing.trained import require_few, require_trainable
     from lyapunov_prune.models.decoder import wrap
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
@@ -96,7 +95,7 @@ def heal(
     stored.require_target(output)
     jobs = jobs_folder("heal", model, output)
     # Before the dense model writes for minutes.
-    require_settings(steps, minutes, update_rank, per_step=per_step)
+    require_few(per_step * (steps or 0))
     if shard:
         sharing(per_step, update_rank)
     provenance, teacher = _origin(model, teacher)

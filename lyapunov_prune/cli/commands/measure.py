@@ -38,7 +38,6 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import Parts, say, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
-from lyapunov_prune.predictions.expectation import require_budget
 from lyapunov_prune.ranking.table import CRITERIA, require_ranks
 from lyapunov_prune.sensitivity.table import STUDIES
 
@@ -144,7 +143,6 @@ def rank(
     by.require(given)
     require_ranks(by.goes_by, by.what, remove=remove, streamed=stream, profiled=profile_file is not None)
     if max_kl is not None:
-        require_budget(max_kl)
         given.refuse("does not go with --max-kl; give one of the two", "remove", "profile_file")
     if not CRITERIA[by.goes_by].resumes:
         given.refuse(f"has no effect on --criterion {by.goes_by}; leave it out", "resume")

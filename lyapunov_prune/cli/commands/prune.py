@@ -40,7 +40,6 @@ from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.table import FORMATS
-from lyapunov_prune.predictions.expectation import require_budget
 from lyapunov_prune.ranking.counts import SPLITS, count_of
 from lyapunov_prune.ranking.table import require_ranks
 
@@ -120,7 +119,6 @@ def prune(
         by = by.settled(remove, periods=keep_period)
         by.require(given)
     if max_kl is not None:
-        require_budget(max_kl)
         given.refuse("does not go with --max-kl; give one of the two", "keep_period")
     if by.what != "width" and (remove is not None or max_kl is not None):
         require_ranks(by.goes_by, "layers" if together else by.what, remove=remove, periods=keep_period)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
+from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import begun_run, draw_report, jobs_folder, load_beside, windows_at_once
 from lyapunov_prune.cli.options import (
+    ABOVE_ZERO,
     Json,
     Judge,
     Model,
@@ -26,12 +28,15 @@ from lyapunov_prune.errors import LyapunovPruneError
 def shrink(
     model: Model,
     *,
-    remove: Annotated[float | None, what_option(help="How many layers go.", **counted)] = None,
+    remove: Annotated[float | None, ABOVE_ZERO, what_option(help="How many layers go.", **counted)] = None,
     speedup: Annotated[
-        float | None, what_option(help="Instead: how many times as fast a forward gets, measured here.")
+        float | None,
+        Range(1, above=True),
+        what_option(help="Instead: how many times as fast a forward gets, measured here."),
     ] = None,
     max_kl: Annotated[
         float | None,
+        ABOVE_ZERO,
         what_option("--max-kl", help="Instead: the most layers within so many nats a token of the dense predictions."),
     ] = None,
     max_drop: Annotated[
@@ -51,7 +56,9 @@ def shrink(
         ),
     ] = "layers",
     minutes: Annotated[
-        float | None, what_option(help="Minutes for all of it; if not given, what 100 steps of healing take.")
+        float | None,
+        ABOVE_ZERO,
+        what_option(help="Minutes for all of it; if not given, what 100 steps of healing take."),
     ] = None,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(text="self", tokens=25600, context=256),
