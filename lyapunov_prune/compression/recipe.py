@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocate import allocate
-from lyapunov_prune.allocation.allocation import Allocation, Matrices
+from lyapunov_prune.allocation.allocation import Allocation, Matrices, Unit
 from lyapunov_prune.allocation.bit_widths import DENSE
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.calibration.statistics import Statistics
@@ -247,7 +247,7 @@ def _allocated(
     if schedule == "uniform" and kind != "sparsity":
         matrices = Matrices.of(model)
         even = np.full(len(matrices.sizes), float(amount))
-        return matrices.allocated("uniform", amount, even, {}, unit=kind)
+        return matrices.allocated("uniform", amount, even, {}, unit=cast(Unit, kind))
     return allocate(model, schedule, amount, **measured, **options)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -66,7 +66,9 @@ def explain(
     known = None if profile is None else LayerProfile.load(profile).contraction
     run = begun_run(output, dense, EXPLANATION)
     loaded, batch = load_inputs(dense, source, text, "evaluation", stream=stream)
-    other = source.load(compressed, stream=stream) if compressed else with_rounded_cache(loaded, kv_bits or 0)
+    other = (
+        source.load(compressed, stream=stream) if compressed else with_rounded_cache(loaded, cast("CacheBits", kv_bits))
+    )
     for model in (loaded.model, other.model):
         require_unseen(model, batch)
     reading = read(loaded, batch)

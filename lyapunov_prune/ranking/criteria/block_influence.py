@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criterion import EVERYWHERE, Asked, Scored
 
 if TYPE_CHECKING:
+    from lyapunov_prune.forward.sublayers import Kind
     from lyapunov_prune.ranking.ranking import LayerRanking
 
 
@@ -40,6 +41,6 @@ class BlockInfluence(Scored):
             asked.keep("influence", whole)
         else:
             parts = sublayer_influence(model, reading, batch_size=asked.batch_size)
-            ranking = rank_sublayers(parts, asked.what, protect=asked.protect)
+            ranking = rank_sublayers(parts, cast("Kind", asked.what), protect=asked.protect)
             asked.keep("sublayers", parts)
         return ranking

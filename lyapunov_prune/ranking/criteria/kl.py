@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from lyapunov_prune.arguments import Positive
 from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criterion import EVERYWHERE, Asked, Scored
 
 if TYPE_CHECKING:
+    from lyapunov_prune.forward.sublayers import Kind
     from lyapunov_prune.ranking.ranking import Ranking
 
 
@@ -58,7 +59,7 @@ class KL(Scored):
             name, measured = (
                 "sublayer-divergence",
                 sublayer_divergence(
-                    model, reading, asked.what, temperature=self.temperature, batch_size=asked.batch_size
+                    model, reading, cast("Kind", asked.what), temperature=self.temperature, batch_size=asked.batch_size
                 ),
             )
         ranking = rank_by_divergence(measured, criterion=self.name, protect=asked.protect)
