@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -21,6 +21,9 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+
+if TYPE_CHECKING:
+    from lyapunov_prune.explaining.kv_cache import CacheBits
 
 
 def explain(
