@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -105,3 +106,9 @@ class CheckFailed(LyapunovPruneError):
     """A check failed (a bound, or a part of the removal gate)."""
 
     exit_code = 1
+
+
+def require_extra(module: str, extra: str, what: str) -> None:
+    """Raise LyapunovPruneError if `module`, which `what` needs, is not installed; it is part of the `extra`."""
+    if importlib.util.find_spec(module) is None:
+        raise LyapunovPruneError(f"{what} needs {module}; run: pip install 'lyapunov-prune[{extra}]'")

@@ -65,11 +65,9 @@ class Allocation(Result):
         matrices = Matrices.of(model)
         own = (self.names, self.layers, self.sizes)
         theirs = (tuple(p.name for p in matrices.projections), tuple(matrices.layers), tuple(matrices.sizes))
-        if not self.model.same_as(matrices.model) or own != theirs:
-            raise LyapunovPruneError(
-                f"this allocation was made for {self.model.name}{self.model.other_setting(matrices.model)}; allocate "
-                "for this model anew"
-            )
+        matrices.model.require(self.model, "this allocation", "allocate for this model")
+        if own != theirs:
+            raise LyapunovPruneError(f"this allocation is of other matrices of {self.model.name}; allocate again")
 
     def of(self, name: str) -> float:
         """The amount of one matrix; raises LyapunovPruneError for an unknown name."""

@@ -15,7 +15,6 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.projections import weights_of
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
-from lyapunov_prune.results.result import ModelIdentity
 
 Reading = Literal["equal-error", "downstream"]
 
@@ -68,15 +67,6 @@ def tolerance(profile: ContractionProfile, reading: Reading = "equal-error") -> 
 def weight_energy(model: PreTrainedModel, matrices: Matrices) -> np.ndarray:
     """`‖W‖_F²` of every matrix, (M,), squares summed in float64."""
     return np.array([float(lift(W).square().sum()) for _, W in weights_of(model, matrices.projections)])
-
-
-def require_profile(profile: ContractionProfile, model: ModelIdentity) -> None:
-    """Raise LyapunovPruneError unless the profile is one of this model."""
-    if not profile.measured_on.model.same_as(model):
-        raise LyapunovPruneError(
-            f"the contraction profile is of {profile.measured_on.model.name}, not of {model.name}"
-            f"{model.other_setting(profile.measured_on.model)}; measure this model"
-        )
 
 
 def log_tolerance(profile: ContractionProfile, reading: Reading) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.images import ImageBatch, checked_images, require_size
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, require_extra
 from lyapunov_prune.models.classifier_loading import LoadedClassifier
 from lyapunov_prune.results.frames import pd
 
@@ -71,10 +71,9 @@ def _mnist() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _folders(path: Path, channels: int) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise LyapunovPruneError("image files need Pillow; run: pip install 'lyapunov-prune[images]'") from None
+    require_extra("PIL", "images", "reading image files")
+    from PIL import Image
+
     classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
     images: list[np.ndarray] = []
     labels: list[int] = []

@@ -6,12 +6,11 @@ import gzip
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lyapunov_prune.data.lines import numbered, parsed_line
-from lyapunov_prune.errors import LyapunovPruneError, first_line
+from lyapunov_prune.errors import LyapunovPruneError, first_line, require_extra
 from lyapunov_prune.results.frames import pd
 
 JSON = (".jsonl", ".ndjson", ".json")
@@ -41,8 +40,8 @@ def holds_rows(path: Path) -> bool:
 
 def require_reader(path: Path) -> None:
     """Raise LyapunovPruneError for a table that needs pyarrow if that is not installed."""
-    if TABLES.get(format_of(path), "") is None and find_spec("pyarrow") is None:
-        raise LyapunovPruneError(f"reading {path} needs pyarrow, an extra: pip install 'lyapunov-prune[data]'")
+    if TABLES.get(format_of(path), "") is None:
+        require_extra("pyarrow", "data", f"reading {path}")
 
 
 def file_rows(path: Path) -> Rows:
@@ -132,12 +131,9 @@ def hub_rows(source: str) -> Rows:
     """The rows of the hub data set `name[:config[:split]]`; the split is `test` by default."""
     name, _, rest = source.partition(":")
     config, _, part = rest.partition(":")
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise LyapunovPruneError(
-            f"{source} is no local file, and a hub data set needs the extra: pip install 'lyapunov-prune[data]'"
-        ) from None
+    require_extra("datasets", "data", f"{source} is no local file, and a hub data set")
+    from datasets import load_dataset
+
     try:
         data: Any = load_dataset(name, config or None, split=part or "test")
     except Exception as error:  # datasets raises many kinds: network, name, format

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.llama_cpp import INSTALL, ask, installed
+from lyapunov_prune.errors import LyapunovPruneError, require_extra
+from lyapunov_prune.evaluation.llama_cpp import ENGINE, ask
 from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.speed import SpeedRow, prefill_and_decode
 from lyapunov_prune.linalg import require_numbers
@@ -82,8 +82,7 @@ def engine_files(names: Sequence[str]) -> list[Path]:
 
     Raises LyapunovPruneError for a model in another format, and if xllamacpp is not installed.
     """
-    if not installed():
-        raise LyapunovPruneError(INSTALL)
+    require_extra(*ENGINE)
     found = {name: gguf_file(name) for name in names}
     other = next((name for name, file in found.items() if file is None), None)
     if other is not None:

@@ -17,8 +17,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, require_extra
 
+ENGINE = "xllamacpp", "engines", "running llama.cpp"  # library, extra, and what needs it
 INSTALL = "xllamacpp is not installed (pip install lyapunov-prune[engines])"
 BATCH = 256  # tokens read at once
 _PROGRAM = Path(__file__).with_name("llama_cpp_process.py")
@@ -75,8 +76,7 @@ def ask(
     the files take turns. Raises LyapunovPruneError if xllamacpp is not installed, and if llama.cpp does not load a
     file, crashes, or takes too long.
     """
-    if not installed():
-        raise LyapunovPruneError(INSTALL)
+    require_extra(*ENGINE)
     question = {
         "files": [str(file.absolute()) for file in files],
         "windows": [[int(token) for token in window] for window in windows],

@@ -19,7 +19,7 @@ from lyapunov_prune.data.batch import rows_measured_on
 from lyapunov_prune.data.tasks import read_task
 from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.data.unseen import require_unseen_items, strings_of
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, require_extra
 from lyapunov_prune.evaluation.judging import POWER
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.models.decoder import Model, model_of
@@ -27,7 +27,6 @@ from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 
-EXTRA = "tasks need lm-evaluation-harness; run: pip install 'lyapunov-prune[tasks]'"
 # Metrics of generated answers, in addition to those of the harness.
 COLLAPSED, REPEATED, LENGTH = "collapsed", "repeated 3-grams", "tokens"
 
@@ -168,10 +167,9 @@ def load_tasks(names: Sequence[str | Path], *, few_shot: Annotated[int, Range(0)
     files = [str(name) for name in names if Path(name).suffix == ".jsonl"]
     hub = [str(name) for name in names if str(name) not in files]
     read = {name: read_task(name) for name in files}
-    try:
-        from lyapunov_prune.evaluation import harness
-    except ImportError:
-        raise LyapunovPruneError(EXTRA) from None
+    require_extra("lm_eval", "tasks", "scoring tasks")
+    from lyapunov_prune.evaluation import harness
+
     tasks = [
         Task(file.path.stem, name, file.sha256, harness.local_task(file, few_shot or 0)) for name, file in read.items()
     ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.logits import require_one_vocabulary
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.predictions.softmax import DENSE_LOGITS, log_softmax
@@ -52,11 +52,7 @@ def predictions(
     Raises LyapunovPruneError for dense logits that are not finite, and for different vocabularies.
     """
     scorer, state = dense
-    for other, _ in changed:
-        if other.vocabulary != scorer.vocabulary:
-            raise LyapunovPruneError(
-                f"vocabularies of {scorer.vocabulary} and {other.vocabulary}; compare two versions of one model"
-            )
+    require_one_vocabulary(scorer.vocabulary, *(other.vocabulary for other, _ in changed))
     own, turned = _turned(dense, changed[0], wanted)
     found = own.repeat(1 + len(changed), 1, 1)
     differing = [

@@ -70,8 +70,8 @@ def explain(
     first, second = sides = pair_up(dense, compressed, batch, kept, folder)
     reading, layers = first.reading, first.total
     on, identity = reading.measured_on(), identify(second.reading.model)
-    if profile is not None and not profile.measured_on.model.same_as(on.model):
-        raise LyapunovPruneError(f"the profile is of {profile.measured_on.model.name}; give one of the dense model")
+    if profile is not None:
+        on.model.require(profile.measured_on.model, "the profile", "give one of the dense model")
     sums, inner, blame, tokens = ErrorSums(layers), SublayerSums(sides), Blame(layers), TokenSums(reading)
     scorers = [side.reading.scorer for side in sides]
     if scorers[0].reads_as(scorers[1]):

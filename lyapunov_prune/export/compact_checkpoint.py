@@ -24,7 +24,7 @@ from lyapunov_prune.models.decoder import Decoder, takes_model
 from lyapunov_prune.models.plain import PlainAny
 from lyapunov_prune.models.structure import in_eval_mode, model_name
 from lyapunov_prune.pruning.gate import GateReport
-from lyapunov_prune.pruning.provenance import gate_table, require_passed, save
+from lyapunov_prune.pruning.provenance import gate_table, save
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of, one_more_step
 
@@ -69,7 +69,7 @@ def save_compact(
     """
     save(compact, tokenizer, folder)
     gate = verify_compact(decoder, compact, cuts, batch, checkpoint=folder)
-    require_passed(gate)
+    gate.require_passed()
     history_of(compact).save(folder / HISTORY)
     return gate
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.outline import Outline
 from lyapunov_prune.checkpoints.tensor_files import Piece, write_tensors
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, first_line
+from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.export.disk_gate import not_run, verify_files
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.device import free_memory
@@ -90,8 +90,7 @@ def prune_on_disk(
         save_files(pruned, outline.decoder.tokenizer, folder, {})
         write_tensors(folder, pieces, shard_bytes)
         gate = verify_files(outline, decoder, plan, folder, stream=stream)
-        if not gate.passed:
-            raise CheckFailed(f"nothing written: the files fail the gate, {gate.failure()}; prune it in memory")
+        gate.require_passed("the copy", "prune it in memory")
         history_of(pruned).save(folder / HISTORY)
         left = not_run(pruned, stream=stream)
         return describe(folder, plan, gate, outline.structure, pruned, left)

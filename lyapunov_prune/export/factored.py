@@ -36,7 +36,7 @@ from lyapunov_prune.checkpoints.shards import size_of
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
 from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.compact_checkpoint import GATE
 from lyapunov_prune.export.factors import (
     Factored,
@@ -146,8 +146,7 @@ class Factoring:
 
 
 def _keep(gate: GateReport, folder: Path) -> None:
-    if not gate.passed:
-        raise CheckFailed(f"nothing written: the model of two factors fails the gate, {gate.failure()}")
+    gate.require_passed("the model of two factors", "write it plain")
     gate.save(folder / GATE)
 
 

@@ -41,7 +41,7 @@ from lyapunov_prune.pruning.counting import renamed
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED, GateReport, OnFiles, attempt
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.provenance import Provenance, require_passed
+from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal_gate import removal_gate
 from lyapunov_prune.results.files import flushing, require_absent, require_disk, whole_file
 from lyapunov_prune.results.history import History, Step, history_of
@@ -179,7 +179,7 @@ def save_gguf(
     original = original_of(decoder, plan)
     gate, in_memory = removal_gate(decoder, pruned, operation, batch)
     report = gate.report(in_memory, {}, target)
-    require_passed(report, plan.remedy)
+    report.require_passed(remedy=plan.remedy)
     made = save_changed(target, original, pruned, _provenance(plan, report, (), mended))
     assert made is not None
     return made
@@ -236,7 +236,7 @@ def _written(
         }
         with flushing(file):
             found = [attempt(name, partial(check, file)) for name, check in (own | dict(checks)).items()]
-        require_passed(GateReport(tuple(found)))
+        GateReport(tuple(found)).require_passed()
         if draft is None:
             return None
         before = [check for check in draft.gate.checks if check.name not in {each.name for each in found}]

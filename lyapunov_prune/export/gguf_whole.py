@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import INSTALL, installed
 from lyapunov_prune.export.exported import Exported
 from lyapunov_prune.export.gguf import as_json, file_reloads, require_file
@@ -85,9 +85,7 @@ def write_gguf(
         else:
             not_run.append(ENGINE)
             warn(f"not tried in llama.cpp: {INSTALL}")
-        failure = GateReport(tuple(checks)).failure()
-        if failure:
-            raise CheckFailed(f"nothing written: the file is not the model, {failure}; {CONVERT}")
+        GateReport(tuple(checks)).require_passed("the file", CONVERT)
     kinds = Counter(gguf.GGMLQuantizationType(piece.kind).name for piece in pieces)
     return Exported(name, "gguf", dict(kinds), size, tuple(checks), tuple(not_run))
 

@@ -31,14 +31,14 @@ from lyapunov_prune.compression.grids import Grid
 from lyapunov_prune.compression.method import Rounder
 from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
 from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, require_extra
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.linalg import lift, row_blocks
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.folder import first_line
 from lyapunov_prune.models.from_folder import LOCAL, quiet
-from lyapunov_prune.models.packed import PACK, require_compressed_tensors, unlogged
+from lyapunov_prune.models.packed import PACK, PACKER, unlogged
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.weight_files import SINGLE
@@ -84,7 +84,7 @@ def require_packed_options(
         raise LyapunovPruneError(
             "the zero points of asymmetric grids do not load packed with transformers; give symmetric=True"
         )
-    require_compressed_tensors()
+    require_extra(*PACKER)
 
 
 def require_packable(model: PreTrainedModel, group_size: int | None) -> tuple[Projection, ...]:

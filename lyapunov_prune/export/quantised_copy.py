@@ -18,7 +18,7 @@ from typing import Any
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting
 from lyapunov_prune.checkpoints.tensor_files import Piece, Stored, parts_of, read_tensors, reading, write_tensors
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.copied import SHARD_BYTES, cut_outline, new_names, not_by_copying
 from lyapunov_prune.export.disk_gate import KEYS, PLACED, not_run
 from lyapunov_prune.models.decoder import Decoder
@@ -153,8 +153,7 @@ def prune_quantised(
         write_tensors(folder, pieces, shard_bytes)
         with status("comparing bytes"):
             gate = verify_bytes(checkpoint, pruned, plan, folder)
-        if not gate.passed:
-            raise CheckFailed(f"nothing written: the files fail the gate, {gate.failure()}")
+        gate.require_passed("the copy")
         history_of(pruned.model).save(folder / HISTORY)
         left = not_run(pruned.model, stream=False)
         return describe(folder, plan, gate, structure, pruned.model, left)

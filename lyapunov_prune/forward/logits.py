@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import Tokens
 from lyapunov_prune.data.examples import Examples, as_examples, model_inputs
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.classifiers import image_shape, looks_at_images
@@ -25,6 +26,14 @@ TOKENS = 64
 STEPS = 8
 _LIFTED = 2**19  # entries of positions × vocabulary compared in float64 at once
 WINDOW_LIMIT = 1024  # the check does not run past longer sliding windows: it would take longer than the removal
+
+
+def require_one_vocabulary(*sizes: int) -> None:
+    """Raise LyapunovPruneError unless the vocabularies of all models have one size."""
+    if len(set(sizes)) > 1:
+        raise LyapunovPruneError(
+            f"vocabularies of {' and '.join(map(str, sizes))} tokens; compare two versions of one model"
+        )
 
 
 def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:

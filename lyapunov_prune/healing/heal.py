@@ -20,7 +20,7 @@ from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.evaluation.perplexity import perplexity
-from lyapunov_prune.forward.logits import uncached_logits
+from lyapunov_prune.forward.logits import require_one_vocabulary, uncached_logits
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import next_token_loss
 from lyapunov_prune.healing.distillation import Distillation
@@ -198,12 +198,7 @@ def budget_of(
 
 def _require(reading: Reading, taught: Reading, rank: int | None) -> None:
     require_trainable(reading.model, "the pruned model", rank)
-    sizes = [r.structure.config.vocab_size for r in (reading, taught)]
-    if sizes[0] != sizes[1]:
-        raise LyapunovPruneError(
-            f"the pruned model has a vocabulary of {sizes[0]} and the dense one of {sizes[1]}; give the dense model "
-            "that it was made from"
-        )
+    require_one_vocabulary(*(r.structure.config.vocab_size for r in (reading, taught)))
 
 
 def _apart(reading: Reading, judge: Readable | None) -> tuple[Reading, Reading]:

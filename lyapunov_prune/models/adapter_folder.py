@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, require_extra
 from lyapunov_prune.models.folder import ADAPTER_CONFIG, loading_errors
 
 WEIGHTS = "adapter_model.safetensors"
@@ -45,10 +45,9 @@ def attach_adapters(model: PreTrainedModel, folder: Path) -> Any:
     peft leaves tensors that the file lacks at their random initial values and ignores unknown ones. This function
     raises LyapunovPruneError instead, unless the tensors of the file and of the model match one to one, in shape too.
     """
-    try:
-        from peft import LoraConfig, PeftModel, set_peft_model_state_dict
-    except ImportError:
-        raise LyapunovPruneError("merging adapters needs peft; run: pip install 'lyapunov-prune[lora]'") from None
+    require_extra("peft", "lora", "merging adapters")
+    from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+
     with loading_errors(folder):
         adapted = PeftModel(model, LoraConfig.from_pretrained(str(folder)))
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError, first_line
+from lyapunov_prune.errors import LyapunovPruneError, first_line, require_extra
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.classifiers import image_shape, looks_at_images
 from lyapunov_prune.models.structure import in_eval_mode
@@ -33,11 +33,10 @@ def merge_adapters(model: Any) -> PreTrainedModel:
     LyapunovPruneError if peft (the extra `lora`) is missing, if an adapted weight is shared with another module, if the
     logits differ, or if the adapters cannot be merged for another reason.
     """
-    try:
-        from peft import PeftModel
-        from peft.tuners.lora import LoraLayer
-    except ImportError:
-        raise LyapunovPruneError("merging adapters needs peft; run: pip install 'lyapunov-prune[lora]'") from None
+    require_extra("peft", "lora", "merging adapters")
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+
     try:
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         inputs, tied = _inputs(base), _are_tied(base.config)

@@ -1,8 +1,8 @@
 """Checkpoints of packed integers (compressed-tensors): which of them are unpacked on loading, and how."""
 
-from __future__ import annotations
+from __future__ import annotationsfrom lyapunov_prune.errors import require_extra
 
-import importlib.util
+
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import ceil
@@ -16,18 +16,12 @@ from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
-from lyapunov_prune.errors import LyapunovPruneError
 
 _METHOD = "compressed-tensors"
 _PACKED, _SCALE = ".weight_packed", ".weight_scale"
+PACKER = "compressed_tensors", "packed", "packing weights"  # library, extra, and what needs it
 DENSE = "weight"  # transformers' name for weights that its unpacking rule leaves alone
 PACK = "pack-quantized"  # the library's name for integers of few bits packed into 32-bit words
-
-
-def require_compressed_tensors() -> None:
-    """Raise LyapunovPruneError unless the library that packs and unpacks is installed."""
-    if importlib.util.find_spec("compressed_tensors") is None:
-        raise LyapunovPruneError("packed weights need compressed-tensors; run: pip install 'lyapunov-prune[packed]'")
 
 
 def is_unpacked(config: Any) -> bool:
@@ -117,7 +111,7 @@ class _Quantizer(CompressedTensorsHfQuantizer):
 
 def unpacking() -> dict[str, Any]:
     """Arguments for `from_pretrained` that unpack the weights on loading instead of on the first forward."""
-    require_compressed_tensors()
+    require_extra(*PACKER)
     return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
 
 
@@ -125,7 +119,7 @@ def unpacker(config: PreTrainedConfig) -> HfQuantizer | None:
     """The transformers quantizer that unpacks a checkpoint with this config by matrix; None for plain weights."""
     if not is_unpacked(config):
         return None
-    require_compressed_tensors()
+    require_extra(*PACKER)
     with unpacked_by_group(config):
         quantizer = AutoHfQuantizer.from_config({**config.quantization_config, "dequantize": True}, pre_quantized=True)
     quantizer.validate_environment()  # this call initialises the quantizer

@@ -18,6 +18,7 @@ from lyapunov_prune.forward.logits import (
     cached_logits,
     deviation,
     last_logits,
+    require_one_vocabulary,
     sample_inputs,
 )
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -158,10 +159,7 @@ def compare_generation(
         ended = torch.zeros(2, len(ids), dtype=torch.bool)
         walks = [walk(reading, ids, steps, by, choose) for reading, by in zip(readings, told, strict=True)]
         for t, ((h, z, token), (h2, z2, token2)) in enumerate(zip(*walks, strict=True)):
-            if z.shape != z2.shape:
-                raise LyapunovPruneError(
-                    f"vocabularies of {z.shape[-1]} and {z2.shape[-1]}; compare two versions of one model"
-                )
+            require_one_vocabulary(z.shape[-1], z2.shape[-1])
             both = ~ended.any(0)
             running[t] += both.sum()
             sums[t] += _measures(temperature, *(x[both.to(x.device)] for x in (h, h2, z, z2)))

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from lyapunov_prune.arguments import Count, Positive
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import require_finite
-from lyapunov_prune.forward.logits import last_states
+from lyapunov_prune.forward.logits import last_states, require_one_vocabulary
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.models.decoder import InMemory, takes_models
@@ -200,10 +199,7 @@ def _measures(
     parts = []
     for h, h2 in readings[0].scorer.split(dense, changed):
         z, z2 = (reading.scorer.logits(x).cpu() for reading, x in zip(readings, (h, h2), strict=True))
-        if z.shape != z2.shape:
-            raise LyapunovPruneError(
-                f"vocabularies of {z.shape[-1]} and {z2.shape[-1]}; compare two versions of one model"
-            )
+        require_one_vocabulary(z.shape[-1], z2.shape[-1])
         for logits in (z, z2):
             require_numbers(logits, "logits")
         turned = turn(h, h2)[0].cpu() if h.shape == h2.shape else torch.full((len(h),), torch.nan)

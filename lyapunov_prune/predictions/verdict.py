@@ -175,10 +175,7 @@ def task_verdict(
         kinds.append(_choice(choices))
     for pair in pairs:
         for one, other in zip(identities, pair, strict=True):
-            if not one.same_as(other):
-                raise LyapunovPruneError(
-                    f"measurements of {one.name} and of {other.name}; give those of one pair of models"
-                )
+            one.require(other, "a measurement", "give those of one pair of models")
     kinds.append(_generation(generation, history))
     return Verdict(tuple(kinds), generation.compressed, generation.measured_on)
 

@@ -249,11 +249,7 @@ class PruningPlan(Result):
 
     def require_model(self, identity: ModelIdentity) -> None:
         """Raise LyapunovPruneError unless the plan was made for this model."""
-        if not self.model.same_as(identity):
-            raise LyapunovPruneError(
-                f"this plan was made for {self.model.name} ({self.model.model_type}, {self.model.num_layers} layers), "
-                f"not for {identity.name}{identity.other_setting(self.model)}; rank this model's layers anew"
-            )
+        identity.require(self.model, "this plan", "rank this model's layers again")
 
     def require_gaps(self) -> None:
         """Raise LyapunovPruneError unless whole layers go and nothing else does: gaps that can be mended."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import as_text, write_card
 from lyapunov_prune.checkpoints.reloading import RELOADED
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, printable
+from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.gguf import PROVENANCE_KEY
 from lyapunov_prune.models.gguf_header import read_header
@@ -108,17 +108,7 @@ def save(
     except (OSError, SafetensorError, LyapunovPruneError):
         raise  # the disk, or a part that would be lost
     except Exception as error:
-        raise _refused(GateReport((crashed(RELOADED, error),)), remedy) from error
-
-
-def require_passed(gate: GateReport, remedy: str = "remove other layers") -> None:
-    """Raise CheckFailed, with the first check that failed and a `remedy`, unless all passed."""
-    if not gate.passed:
-        raise _refused(gate, remedy)
-
-
-def _refused(gate: GateReport, remedy: str) -> CheckFailed:
-    return CheckFailed(f"nothing written: the pruned model fails the gate, {gate.failure()}; {remedy}")
+        GateReport((crashed(RELOADED, error),)).require_passed(remedy=remedy)
 
 
 def describe(

@@ -111,8 +111,7 @@ def remove_under_budget(
     not in memory as plain matrices, a temperature that is not above 0, and logits that are not a function of the final
     state.
     """
-    if not ranking.model.same_as(model.identity):
-        raise LyapunovPruneError(f"this ranking is of {ranking.model.name}; rank the layers of this model")
+    model.identity.require(ranking.model, "this ranking", "rank the layers of this model")
     reading = read(model, batch)
     most = len(ranking.order)
     if ranking.what == "layers":

@@ -43,8 +43,8 @@ def rank_layers(
     finite, and by `rho` or a blend for a profile whose every ρ lies below the rounding floor.
     """
     require_ranks(criterion, profiled=True)
-    if profile and influence and not profile.measured_on.model.same_as(influence.measured_on.model):
-        raise LyapunovPruneError("the contraction profile and the Block Influence are of two models; measure one")
+    if profile and influence:
+        influence.measured_on.model.require(profile.measured_on.model, "the contraction profile")
     given = {"alpha": alpha, "seed": seed}
     options = {option: given[option] for option in CRITERIA[criterion].options() if option in given}
     return _scored(criterion, **options).of_profiles(profile, influence, protect)

@@ -85,6 +85,14 @@ class ModelIdentity:
             )
         return all(self.weights[dtype] == other.weights[dtype] for dtype in common)
 
+    def require(self, other: ModelIdentity, what: str, remedy: str = "measure this model") -> None:
+        """Raise LyapunovPruneError unless `other`, the model of `what`, is this one. Raises as `same_as` does."""
+        if not self.same_as(other):
+            raise LyapunovPruneError(
+                f"{what} is of {other.name} ({other.model_type}, {other.num_layers} layers), not of {self.name}"
+                f"{self.other_setting(other)}; {remedy}"
+            )
+
     def other_setting(self, other: ModelIdentity) -> str:
         """For a message: in brackets, the first setting that both configs have with different values; empty if none.
 

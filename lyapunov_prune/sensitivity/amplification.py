@@ -113,8 +113,7 @@ def amplification_drift(found: Sensitivity, contraction: ContractionProfile) -> 
     groups = found.of("group")
     if groups.empty:
         raise LyapunovPruneError("drift by group needs the study group; measure the sensitivity with it")
-    if not contraction.measured_on.model.same_as(found.measured_on.model):
-        raise LyapunovPruneError("sensitivity and profile are of two models; measure both on one")
+    found.measured_on.model.require(contraction.measured_on.model, "the profile")
     if contraction.measured_on.text_hash == found.measured_on.text_hash:
         raise LyapunovPruneError("the profile was measured on the tokens of the drift; give it other text")
     contraction.require_above_floor()

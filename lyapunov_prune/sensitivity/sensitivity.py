@@ -236,8 +236,8 @@ def measure_sensitivity(
     require_unseen(reading.model, reading.batch)
     if profile is not None and reading.batch.shared_with(profile.measured_on):
         raise LyapunovPruneError("the profile was measured on the tokens of the regret; give it other text")
-    if profile is not None and not profile.measured_on.model.same_as(model.identity):
-        raise LyapunovPruneError("the profile was measured on another model; measure this one")
+    if profile is not None:
+        model.identity.require(profile.measured_on.model, "the profile")
     compressor = Compressor(reading.model, calibration)
     needing = method if METHODS[method].needs != "nothing" else "wanda" if "threshold" in studies else None
     if calibration is None and needing:

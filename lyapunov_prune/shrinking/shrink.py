@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import Amount, Positive, Range, Seed, checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.unseen import require_unseen
-from lyapunov_prune.errors import CheckFailed, Diverged
+from lyapunov_prune.errors import Diverged
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
@@ -164,8 +164,7 @@ def _run(
     decoder, operation = plain(model), Operation(choice.plan, mends=choice.mends, refits=choice.refits)
     made = cut(decoder, operation, shared=True)
     pruned, gate = made.model, check_removal(decoder, made, operation, learn)
-    if not gate.passed:
-        raise CheckFailed(f"the pruned model fails the gate, {gate.failure()}; nothing was written")
+    gate.require_passed()
     minutes = clock.once("healing", lambda: healing_minutes(expected, clock))
     healed, healing = _healed(request, pruned, learn, expected, minutes)
     smaller = pruned if healed is None else healed.model

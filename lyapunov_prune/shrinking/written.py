@@ -25,7 +25,7 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.counting import COUNTED, count_check, sizes_in_memory
 from lyapunov_prune.pruning.gate import GateReport, attempt, bytes_in
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.provenance import Provenance, describe, require_passed, save
+from lyapunov_prune.pruning.provenance import Provenance, describe, save
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 from lyapunov_prune.results.result import Result
@@ -93,7 +93,7 @@ def write_shrunk(
             COUNTED: attempt(COUNTED, lambda: count_check(dense, sizes, made, bytes_in(folder), plan)),
         }
         gate = replace(gate, checks=tuple(checks.get(check.name, check) for check in gate.checks))
-        require_passed(gate)
+        gate.require_passed()
         history_of(smaller).save(folder / HISTORY)
         for name, result in results.items():
             result.save(folder / name)

@@ -130,7 +130,7 @@ def test_a_list_that_does_not_follow_fails_the_gate(
         return pruned
 
     monkeypatch.setattr(shards, "cut_outline", turned)
-    with pytest.raises(CheckFailed, match="the files fail the gate"):
+    with pytest.raises(CheckFailed, match="the copy fails the gate"):
         on_disk(tmp_path / "source", tmp_path / "disk", (0,))
     assert not (tmp_path / "disk").exists()
 

@@ -45,10 +45,10 @@ class Bits(Schedule):
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
         from lyapunov_prune.allocation.allocation import Matrices
-        from lyapunov_prune.allocation.amplification import log_amplification, require_profile
+        from lyapunov_prune.allocation.amplification import log_amplification
 
         matrices = Matrices.of(model)
-        require_profile(given, matrices.model)
+        matrices.model.require(given.measured_on.model, "the contraction profile")
         order = np.argsort(-log_amplification(given), kind="stable")
         entries = np.bincount(matrices.layers, matrices.sizes, len(order))[order]
         wide = np.concatenate([[0.0], np.cumsum(entries)])

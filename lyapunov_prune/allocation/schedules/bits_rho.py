@@ -25,7 +25,7 @@ class BitsRho(BitWidths):
     needs = "profile"
 
     def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
-        from lyapunov_prune.allocation.amplification import log_rho, require_profile
+        from lyapunov_prune.allocation.amplification import log_rho
 
-        require_profile(given, matrices.model)
+        matrices.model.require(given.measured_on.model, "the contraction profile")
         return weighted_noise(log_rho(given), self.widths)

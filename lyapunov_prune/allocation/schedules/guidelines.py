@@ -90,8 +90,5 @@ def _measured(ceiling: Catastrophe, matrices: Matrices) -> tuple[float, tuple[Me
             "this sensitivity has no s*: its study threshold was not run, or no sparsity kept the regret below the "
             "limit; run it, or give the ceiling as a number"
         )
-    if not ceiling.measured_on.model.same_as(matrices.model):
-        raise LyapunovPruneError(
-            f"s* was measured on {ceiling.measured_on.model.name}, not on {matrices.model.name}; measure this model"
-        )
+    matrices.model.require(ceiling.measured_on.model, "s*")
     return ceiling.threshold, tuple(on for on in (ceiling.calibrated_on, ceiling.measured_on) if on is not None)

@@ -44,13 +44,12 @@ class Lyapunov(Schedule):
         from lyapunov_prune.allocation.amplification import (
             exponentials,
             log_amplification,
-            require_profile,
             weight_energy,
         )
         from lyapunov_prune.allocation.fitting import fit
 
         matrices = Matrices.of(model)
-        require_profile(given, matrices.model)
+        matrices.model.require(given.measured_on.model, "the contraction profile")
         w = matrices.layer_sum(weight_energy(model, matrices))
         if not (np.isfinite(w) & (w > 0)).all():
             layer = int(matrices.layers[np.argmin(np.isfinite(w) & (w > 0))])

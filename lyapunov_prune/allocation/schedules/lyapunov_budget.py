@@ -31,11 +31,11 @@ class LyapunovBudget(Schedule):
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
         from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
-        from lyapunov_prune.allocation.amplification import exponentials, log_tolerance, require_profile
+        from lyapunov_prune.allocation.amplification import exponentials, log_tolerance
         from lyapunov_prune.allocation.fitting import fit
 
         matrices = Matrices.of(model)
-        require_profile(given, matrices.model)
+        matrices.model.require(given.measured_on.model, "the contraction profile")
         target = exponentials(log_tolerance(given, self.reading)[matrices.layers] / 2)
         amount = fit(target, matrices.sizes, budget, high=SPARSEST)
         return matrices.allocated("lyapunov-budget", budget, amount, {"reading": self.reading}, profile=given)

@@ -64,14 +64,14 @@ class Plain(Format):
         batch: Examples | None,
     ) -> GateReport:
         from lyapunov_prune.data.images import ImageBatch
-        from lyapunov_prune.pruning.provenance import require_passed, save
+        from lyapunov_prune.pruning.provenance import save
         from lyapunov_prune.pruning.removal_gate import check_removal
         from lyapunov_prune.results.history import HISTORY, history_of
 
         assert not isinstance(batch, ImageBatch)  # `require_plan`
         save(pruned.model, tokenizer, folder, operation.plan.remedy)
         gate = check_removal(decoder, pruned, operation, batch, folder)
-        require_passed(gate, operation.plan.remedy)
+        gate.require_passed(remedy=operation.plan.remedy)
         history_of(pruned.model).save(folder / HISTORY)
         return gate
 
