@@ -1,7 +1,6 @@
 """Checkpoints of packed integers (compressed-tensors): which of them are unpacked on loading, and how."""
 
-from __future__ import annotationsfrom lyapunov_prune.errors import require_extra
-
+from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
+from lyapunov_prune.errors import require_extra
 
 _METHOD = "compressed-tensors"
 _PACKED, _SCALE = ".weight_packed", ".weight_scale"

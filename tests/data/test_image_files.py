@@ -167,7 +167,7 @@ def test_without_pillow_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.
 
     folders(tmp_path / "data")
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(LyapunovPruneError, match="Pillow"):
+    with pytest.raises(LyapunovPruneError, match="PIL"):
         load_images(tmp_path / "data", reader())
 
 

@@ -277,13 +277,13 @@ def test_a_plan_from_before_a_weight_of_the_files_changed_is_refused(
     weights = load_file(checkpoint / "model.safetensors")
     weights[name].view(-1)[7] += 0.01
     save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
-    with pytest.raises(LyapunovPruneError, match="this plan was made for"):
+    with pytest.raises(LyapunovPruneError, match="this plan is of"):
         prune_on_disk(read_outline(checkpoint, checkpoint), plan, tmp_path / "disk")
 
 
 def test_a_plan_for_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     other = make_tiny("llama", seed=1, vocab_size=len(VOCABULARY))
-    with pytest.raises(LyapunovPruneError, match="this plan was made for"):
+    with pytest.raises(LyapunovPruneError, match="this plan is of"):
         prune_on_disk(read_outline(checkpoint, checkpoint), PruningPlan.given(other, REMOVE), tmp_path / "disk")
     assert not (tmp_path / "disk").exists()
 

@@ -260,7 +260,7 @@ def test_a_plan_for_another_model_is_refused(
     tiny: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast, plan: PruningPlan, target: Path
 ) -> None:
     other = tiny("llama", seed=1, vocab_size=len(VOCABULARY))
-    with pytest.raises(LyapunovPruneError, match="this plan was made for"):
+    with pytest.raises(LyapunovPruneError, match="this plan is of"):
         write_pruned(other, tokenizer, plan, target)
     assert os.listdir(target.parent) == []
 
@@ -429,6 +429,6 @@ def test_a_cut_that_writes_into_what_both_share_is_not_written(
     """The gate alone would pass: it would find the zeros in the original too."""
     model = copy.deepcopy(reader)
     monkeypatch.setattr(surgery, "own", lambda layer: None)
-    with pytest.raises(LyapunovPruneError, match="this plan was made for"):
+    with pytest.raises(LyapunovPruneError, match="this plan is of"):
         write_pruned(model, tokenizer, PruningPlan.given(model, drop_attention=[1]), target, batch)
     assert os.listdir(target.parent) == []

@@ -176,7 +176,7 @@ def test_a_changed_weight_is_another_model(what: str) -> None:
         changes()[what](model)
     assert weight_digests(model) == fresh(model)
     assert not identify(model).same_as(before)
-    with pytest.raises(LyapunovPruneError, match="this plan was made for"):
+    with pytest.raises(LyapunovPruneError, match="this plan is of"):
         plan.require_model(identify(model))
 
 
