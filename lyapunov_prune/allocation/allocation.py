@@ -14,7 +14,7 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling, floor_note
-from lyapunov_prune.results.arrays import require_array, require_layers
+from lyapunov_prune.results.arrays import require_array, require_fitting, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -52,8 +52,7 @@ class Allocation(Result):
     def __post_init__(self) -> None:
         count = len(self.names)
         most = {"sparsity": 1.0, "rank": np.inf, "bits": 16.0}[self.unit]
-        if not count or len(set(self.names)) != count:
-            raise LyapunovPruneError("an allocation must name every matrix once; make it again")
+        require_fitting(len(set(self.names)) == count > 0, "an allocation names every matrix once")
         require_array("allocation, amount", self.amount, (count,), most=most)
         require_array("allocation, sizes", np.array(self.sizes), (count,), least=1)
         require_array("allocation, layers", np.array(self.layers), (count,))

@@ -11,11 +11,10 @@ import torch
 from lyapunov_prune.bounds.approximate import observe
 from lyapunov_prune.bounds.approximation import approximation
 from lyapunov_prune.bounds.bound_check import BoundCheck
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.projections import Projection
-from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.arrays import require_array, require_fitting
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ROWS, Result
 
@@ -40,8 +39,8 @@ class MatrixErrors(Result):
         count = (len(self.names),)
         require_array("matrix errors, error", self.error, count, finite=False)
         require_array("matrix errors, norm", self.norm, count)
-        if len(self.layers) != len(self.checks) or len(self.layers) != count[0] or not all(self.checks):
-            raise LyapunovPruneError("matrix errors: every matrix has a layer and a check; measure again")
+        fits = len(self.layers) == len(self.checks) == count[0] and all(self.checks)
+        require_fitting(fits, "matrix errors: every matrix has a layer and a check")
 
     @property
     def violations(self) -> tuple[BoundCheck, ...]:

@@ -29,6 +29,7 @@ from lyapunov_prune.models.plain import PlainAny
 from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import without_layers
+from lyapunov_prune.results.arrays import each_once
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -190,7 +191,7 @@ def _require_cuts(
     """Raise LyapunovPruneError unless these layers can lose these parts."""
     layout, before = _layout(decoder), cuts_of(decoder)
     for what, indices in {"the whole": remove, "the attention": attention, "the feed-forward block": blocks}.items():
-        _require_layers(len(before), what, indices)
+        each_once(what, indices, len(before))
     if not attention and not blocks and not remove:
         raise LyapunovPruneError("nothing is cut; name layers that lose their attention, or whose blocks are merged")
     twice = sorted({*attention, *blocks} & set(remove))
@@ -219,14 +220,6 @@ def cuts_of(decoder: Decoder) -> list[dict[str, str]]:
 def _outside(old: dict[str, str], gone: Collection[str]) -> dict[str, str]:
     """The parts of `lost` that do not lie inside the modules that are `gone` now."""
     return {path: form for path, form in old.items() if not path.startswith(tuple(f"{module}." for module in gone))}
-
-
-def _require_layers(layers: int, what: str, indices: tuple[int, ...]) -> None:
-    outside = [i for i in indices if not 0 <= i < layers]
-    if outside:
-        raise LyapunovPruneError(f"{what} of layer {outside[0]} cannot go: there are layers 0 to {layers - 1}")
-    if len(set(indices)) < len(indices):
-        raise LyapunovPruneError(f"{what} of layers {', '.join(map(str, indices))} goes; name each layer once")
 
 
 def _require_affine(index: int, W: torch.Tensor, b: torch.Tensor | None, model: PreTrainedModel) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.cards import as_text
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import Comparison, compare
 from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.healing.rounds import Round, best_of
+from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Reported, Result
 
@@ -53,10 +53,10 @@ class Healing(Result):
     per_step: int = 1
 
     def __post_init__(self) -> None:
-        if any(each.judged.shape != self.judged.shape for each in self.rounds):
-            raise LyapunovPruneError("rounds of healing were judged on different windows; heal again")
-        if sum(each.stretch.steps for each in self.rounds) != len(self.losses):
-            raise LyapunovPruneError("the rounds of healing have another number of steps than losses; heal again")
+        alike = all(each.judged.shape == self.judged.shape for each in self.rounds)
+        require_fitting(alike, "rounds of healing were judged on different windows")
+        steps = sum(each.stretch.steps for each in self.rounds)
+        require_fitting(steps == len(self.losses), f"{steps} steps of healing have {len(self.losses)} losses")
 
     @property
     def steps(self) -> int:

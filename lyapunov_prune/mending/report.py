@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import Comparison, compare
+from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -74,8 +74,8 @@ class MendReport(Result):
 
     def __post_init__(self) -> None:
         for gap in self.gaps:
-            if not (len(gap.forms) == len(gap.ridges) == len(gap.losses) > gap.chosen >= 0):
-                raise LyapunovPruneError("a mended gap names other numbers of forms, ridges and losses; measure again")
+            fits = len(gap.forms) == len(gap.ridges) == len(gap.losses) > gap.chosen >= 0
+            require_fitting(fits, "a mended gap names other numbers of forms, ridges and losses")
 
     @property
     def kept(self) -> bool:

@@ -25,6 +25,7 @@ from lyapunov_prune.models.feedforward import Affine, BlockParts, FeedForward, f
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.arrays import each_once
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +62,8 @@ def merge_layers(
     """
     structure, examples = model.structure, as_examples(model, batch.batch if isinstance(batch, Reading) else batch)
     inputs = model_inputs(model.model, examples, batch_size)
-    outside = [i for i in layers if not 0 <= i < structure.num_layers]
-    if outside or len(set(layers)) < len(layers) or not layers:
-        raise LyapunovPruneError(
-            f"cannot merge layers {list(layers)} of {structure.num_layers}; name each once, 0 to "
-            f"{structure.num_layers - 1}, and one or more"
-        )
+    if not each_once("layers to merge", layers, structure.num_layers):
+        raise LyapunovPruneError("no layers to merge; name one or more")
     blocks = [find_feedforward(structure, i) for i in layers]
     last = structure.layers[max(layers)]
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.contraction_profile import ABOVE_FLOOR, ContractionProfile
-from lyapunov_prune.results.arrays import require_array, require_layers
+from lyapunov_prune.results.arrays import require_array, require_fitting, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ROWS, MeasuredOn, Result
 from lyapunov_prune.results.wording import bars, ranges
@@ -44,8 +43,7 @@ class PersistenceProfile(Result):
     def __post_init__(self) -> None:
         of = "persistence profile"
         n, after = len(self.layers), np.shape(self.left)[-1] if np.ndim(self.left) else 0
-        if not n or after < 2:
-            raise LyapunovPruneError(f"{of}: no layer, or no token to follow an error over; measure it again")
+        require_fitting(n > 0 and after > 1, f"{of}: no layer, or no token to follow an error over")
         require_layers(f"{of}, layers", self.layers, self.measured_on.model.num_layers)
         require_array(f"{of}, left", self.left, (n, after))
         require_array(f"{of}, left before any token", self.left[:, 0], (n,), least=1, most=1)

@@ -14,8 +14,8 @@ from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.models.decoder import Decoder, Model, in_memory, wrap_any
 from lyapunov_prune.models.units import Kept
 from lyapunov_prune.profiles.contraction_profile import dtype_note, floor_note
-from lyapunov_prune.pruning.plan_fields import layer_list, require_channels, require_experts, require_reduction
-from lyapunov_prune.results.arrays import require_array, require_layers
+from lyapunov_prune.pruning.plan_fields import require_channels, require_experts, require_reduction
+from lyapunov_prune.results.arrays import each_once, require_array, require_fitting, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ROWS, MeasuredOn, ModelIdentity, Result
 
@@ -78,24 +78,18 @@ class PruningPlan(Result):
     def __post_init__(self) -> None:
         layers = self.model.num_layers
         for field in _LISTS:
-            object.__setattr__(self, field, layer_list(getattr(self, field), self.model))
+            object.__setattr__(self, field, each_once(f"plan, {field}", getattr(self, field), layers))
         require_experts(self.experts, self.routed, self.model, {*self.remove, *self.drop_mlp})
         count = layers if len(self.scores) else 0
         require_array("plan, scores", self.scores, (count,), least=-np.inf, finite=False)
         require_layers("plan, below_floor", self.below_floor, layers)
         require_layers("plan, tied", self.tied, layers)
-        if len(self.tied) not in (0, 2):
-            raise LyapunovPruneError(
-                f"plan, tied: two layers have one score or none, not {len(self.tied)}; make it again"
-            )
+        require_fitting(len(self.tied) in (0, 2), f"plan, tied: two layers have one score, not {len(self.tied)}")
         if self.picked is not None:
             require_array("plan, picked", self.picked, (layers,), most=1.0)
-        twice = sorted({*self.drop_attention, *self.drop_mlp, *self.drop_activation} & set(self.remove))
-        if twice:
-            raise LyapunovPruneError(f"layer {twice[0]} is removed whole, sublayers and all; name it once")
-        twice = sorted(set(self.drop_activation) & set(self.drop_mlp))
-        if twice:
-            raise LyapunovPruneError(f"the MLP of layer {twice[0]} goes, its activation with it; name it once")
+        twice = {*self.drop_attention, *self.drop_mlp, *self.drop_activation} & set(self.remove)
+        if twice := sorted(twice | set(self.drop_activation) & set(self.drop_mlp)):
+            raise LyapunovPruneError(f"layer {twice[0]} goes whole, or its MLP, and a part of it too; name it once")
         require_reduction(self.drop_activation, self.reduction)
         if self.channels or self.widths:
             if self.drops_sublayers or self.experts_gone:
@@ -127,11 +121,7 @@ class PruningPlan(Result):
         """A plan for layers, sublayers, activations and experts (by layer) chosen by hand."""
         identity = model if isinstance(model, ModelIdentity) else in_memory(model, wrap_any).identity
         given = dict(experts or {})
-        outside = next((layer for layer in given if not 0 <= layer < identity.num_layers), None)
-        if outside is not None:
-            raise LyapunovPruneError(
-                f"layer {outside} does not exist: {identity.name} has layers 0 to {identity.num_layers - 1}"
-            )
+        each_once("experts", tuple(given), identity.num_layers)
         return cls(
             remove=tuple(remove),
             criterion="given",

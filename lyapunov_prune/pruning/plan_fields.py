@@ -9,23 +9,8 @@ import numpy as np
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.arrays import require_array, require_fitting
 from lyapunov_prune.results.result import ModelIdentity
-
-
-def layer_list(given: tuple[int, ...], model: ModelIdentity) -> tuple[int, ...]:
-    """`given` in ascending order; raises LyapunovPruneError unless it names layers of `model`, each once."""
-    if any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in given):
-        raise LyapunovPruneError(f"layer indices must be integers, got {list(given)}")
-    outside = [i for i in given if not 0 <= i < model.num_layers]
-    if outside:
-        raise LyapunovPruneError(
-            f"layer {outside[0]} does not exist: {model.name} has layers 0 to {model.num_layers - 1}"
-        )
-    repeated = sorted({i for i in given if given.count(i) > 1})
-    if repeated:
-        raise LyapunovPruneError(f"layer {repeated[0]} is named more than once; name each layer once")
-    return tuple(sorted(int(i) for i in given))
 
 
 def require_experts(
@@ -68,30 +53,24 @@ def require_channels(
     Units of the same width that lose channels lose the same number, one or more but not all.
     """
     layers = model.num_layers
-    twice = next((i for i, here in enumerate(channels) if i in removed and any(here)), None)
-    if twice is not None:
-        raise LyapunovPruneError(f"layer {twice} loses its channels with the rest of it; name it once")
-    if len(channels) != layers or [*map(len, channels)] != [*map(len, widths)]:
-        raise LyapunovPruneError(
-            f"plan, channels: lists of {len(channels)} and widths of {len(widths)} of {layers} layers; give a list and "
-            "a width for every unit of every layer, or make it again"
-        )
+    alike = len(channels) == layers and [*map(len, channels)] == [*map(len, widths)]
+    require_fitting(alike, f"plan, channels: every unit of the {layers} layers has a list and a width")
+    whole = not any(any(here) for layer, here in enumerate(channels) if layer in removed)
+    require_fitting(whole, "plan, channels: a layer that goes whole loses channels too")
     counts: dict[int, int] = {}
     for layer, (here, sizes) in enumerate(zip(channels, widths, strict=True)):
         for gone, width in zip(here, sizes, strict=True):
             if not gone:
                 continue
-            if list(gone) != sorted(set(gone)) or not 0 <= gone[0] <= gone[-1] < width:
-                raise LyapunovPruneError(
-                    f"plan, channels: those of layer {layer} are not ascending numbers below {width}; make it again"
-                )
-            if counts.setdefault(width, len(gone)) != len(gone) or len(gone) == width:
-                raise LyapunovPruneError(
-                    f"plan, channels: {len(gone)} of {width} channels leave a unit of layer {layer} and "
-                    f"{counts[width]} others, and the same number, but not all, leaves each; make it again"
-                )
-    if not counts:
-        raise LyapunovPruneError("plan, channels: no unit of a kept layer loses channels; make it again")
+            ascending = list(gone) == sorted(set(gone)) and 0 <= gone[0] <= gone[-1] < width
+            require_fitting(ascending, f"plan, channels: those of layer {layer} ascend below {width}")
+            same = counts.setdefault(width, len(gone)) == len(gone) < width
+            require_fitting(
+                same,
+                f"plan, channels: {len(gone)} of {width} channels leave a unit of layer {layer} and {counts[width]} "
+                "others, and the same number, but not all, leaves each",
+            )
+    require_fitting(bool(counts), "plan, channels: no unit of a kept layer loses channels")
 
 
 def require_reduction(activations: Sequence[int], reduction: str | None) -> None:

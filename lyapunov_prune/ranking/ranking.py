@@ -15,7 +15,7 @@ from lyapunov_prune.profiles.contraction_profile import floor_note
 from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
 from lyapunov_prune.ranking.counts import count_of, protected_layers, require_count
 from lyapunov_prune.ranking.stability import tied
-from lyapunov_prune.results.arrays import require_array, require_layers
+from lyapunov_prune.results.arrays import require_array, require_fitting, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 from lyapunov_prune.results.wording import bars, ranges
@@ -73,8 +73,8 @@ class LayerRanking(Ranking):
         require_layers("ranking, protected", self.protected, layers)
         largest = np.finfo(np.float64).max  # scores may be NaN, never infinite
         require_array("ranking, scores", self.scores, (layers,), least=-largest, most=largest, finite=False)
-        if self.what == "layers" and set(np.flatnonzero(np.isnan(self.scores))) != set(self.protected):
-            raise LyapunovPruneError("scores: a layer that may go has none, or one that is protected has; rank again")
+        fits = self.what != "layers" or set(np.flatnonzero(np.isnan(self.scores))) == set(self.protected)
+        require_fitting(fits, "ranking, scores: those of the protected layers alone are missing")
 
     @property
     def order(self) -> tuple[int, ...]:

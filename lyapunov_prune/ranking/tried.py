@@ -15,7 +15,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.candidates import Layers
 from lyapunov_prune.ranking.counts import count_of
 from lyapunov_prune.ranking.ranking import Ranking
-from lyapunov_prune.results.arrays import require_layers
+from lyapunov_prune.results.arrays import require_fitting, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn
 from lyapunov_prune.results.wording import ranges
@@ -79,15 +79,14 @@ class BestRemoval(Ranking):
     what = "layers"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.chosen < len(self.tried):
-            raise LyapunovPruneError(f"the search chose set {self.chosen} of {len(self.tried)}; search again")
+        chose = f"the search chose set {self.chosen} of {len(self.tried)}"
+        require_fitting(0 <= self.chosen < len(self.tried), chose)
         tried = [tried.layers for tried in self.tried]
         for layers in tried:
             require_layers("best removal, layers", layers, self.measured_on.model.num_layers)
-        if self.finals and not {self.remove} <= {final.layers for final in self.finals} <= set(tried):
-            raise LyapunovPruneError("the search chose, or mended, another set than it tried; search again")
-        if bool(self.finals) != (self.other_on is not None):
-            raise LyapunovPruneError("sets were compared mended, and no second text is named; search again")
+        finals = {final.layers for final in self.finals}
+        require_fitting(not finals or {self.remove} <= finals <= set(tried), f"{chose}, or mended one it never tried")
+        require_fitting(bool(finals) == (self.other_on is not None), "sets compared mended need a second text")
 
     def with_finals(self, finals: Sequence[Final], other_on: MeasuredOn) -> BestRemoval:
         """This search with its best sets mended; the chosen set has the least loss, averaged over both texts."""

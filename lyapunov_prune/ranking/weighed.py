@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import chance
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.structure import in_eval_mode
@@ -17,6 +16,7 @@ from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.pruning.counting import held_by, shares_leaving
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -39,8 +39,8 @@ class WeighedPlans(Result):
 
     def __post_init__(self) -> None:
         counts = {len(self.plans), len(self.kl), len(self.left)}
-        if len(counts) > 1 or self.kl.ndim != 2 or not 0 <= self.chosen < len(self.plans):
-            raise LyapunovPruneError("the plans and what was measured of them are not as many; measure again")
+        fits = len(counts) == 1 and self.kl.ndim == 2 and 0 <= self.chosen < len(self.plans)
+        require_fitting(fits, "the plans and what was measured of them are not as many")
 
     def plan(self) -> PruningPlan:
         """The chosen plan; its history includes the text that chose among the plans."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -32,6 +32,21 @@ def require_array(
         place = int(np.argmax(wrong))
         why = "is not finite" if broken[place] else f"is outside {least:g} to {most:g}"
         raise LyapunovPruneError(f"{name}: {flat[place]:g} at place {place} {why}; measure or make it again")
+
+
+def require_fitting(fits: bool, what: str) -> None:
+    """Raise LyapunovPruneError, which says `what` is wrong with a record, unless its fields fit each other."""
+    if not fits:
+        raise LyapunovPruneError(f"{what}; measure or make it again")
+
+
+def each_once(name: str, layers: Sequence[int], count: int) -> tuple[int, ...]:
+    """`layers` ascending; raises LyapunovPruneError unless they are layers of a model of `count`, each once."""
+    if any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in layers):
+        raise LyapunovPruneError(f"{name}: layers are integers, not {list(layers)}")
+    if wrong := [i for i in layers if not 0 <= i < count or list(layers).count(i) > 1]:
+        raise LyapunovPruneError(f"{name}: layer {wrong[0]} of {list(layers)}; name each once, 0 to {count - 1}")
+    return tuple(sorted(int(i) for i in layers))
 
 
 def require_layers(name: str, layers: Iterable[int], count: int) -> None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError, printable
+from lyapunov_prune.errors import printable
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.tasks import TaskScore
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Reported, Result
 
@@ -47,8 +48,7 @@ class Shrinking(Result):
     folder: str | None = None
 
     def __post_init__(self) -> None:
-        if len(self.evaluation.perplexities) != 2:
-            raise LyapunovPruneError("shrinking compares two models, the dense one and the smaller; shrink again")
+        require_fitting(len(self.evaluation.perplexities) == 2, "shrinking compares the dense and the smaller model")
 
     @property
     def measured_on(self) -> tuple[MeasuredOn, ...]:

@@ -192,7 +192,7 @@ def test_experts_that_fit_no_plan_are_refused(changes: dict[str, Any], message: 
     assert (plan.experts, plan.touched) == (((1, 3), (), (), (), (), ()), (0,))
     with pytest.raises(LyapunovPruneError, match=message):
         replace(plan, **{"remove": (), **changes})
-    with pytest.raises(LyapunovPruneError, match="layer 6 does not exist"):
+    with pytest.raises(LyapunovPruneError, match="layer 6 of"):
         PruningPlan.given(_MODEL, experts={6: (1,)})
 
 
