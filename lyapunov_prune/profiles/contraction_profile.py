@@ -11,7 +11,7 @@ import numpy as np
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.propagation import Energies
-from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.arrays import require_array, require_fitting
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -57,6 +57,8 @@ class ContractionProfile(Result):
     def __post_init__(self) -> None:
         L = self.measured_on.model.num_layers
         of = "contraction profile"
+        both = set(self.energies) == set(self.intervals) == set(get_args(Pooling))
+        require_fitting(both, f"{of}: energies and intervals are of both poolings")
         for pooling in get_args(Pooling):
             require_array(f"{of}, {pooling} energies", self.energies[pooling], (L + 1,))
             require_array(f"{of}, {pooling} intervals", self.intervals[pooling], (L, 2), finite=False)

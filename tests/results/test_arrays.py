@@ -99,11 +99,9 @@ def test_a_file_of_wrong_sizes_or_numbers_is_refused(
     [
         ("allocation", {"amount": np.full(42, 1.5)}, "1.5 at place 0 "),
         ("bits", {"amount": np.full(42, 17.0)}, "17 at place 0 "),
-        ("allocation", {"unit": "percent"}, "allocation of 'percent'"),
         ("allocation", {"names": ("a",) * 42}, "every matrix once"),
         ("allocation", {"layers": (LAYERS,) * 42}, "layer 6 among 6"),
         ("allocation", {"layers": (0,)}, "1 numbers .*42"),
-        ("contraction", {"pooling": "mean"}, "unknown pooling 'mean'"),
         ("contraction", {"energies": {"energy": np.ones(7)}}, "both poolings"),
         ("contraction", {"sink_state_share": np.full(7, 1.5)}, "1.5 at place 0 "),
         ("ranking", {"below_floor": (6,)}, "below_floor.*layer 6"),
@@ -114,6 +112,13 @@ def test_a_file_of_wrong_sizes_or_numbers_is_refused(
 def test_what_cannot_be_is_not_made(name: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(LyapunovPruneError, match=message):
         replace(RESULTS[name], **fields)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(("name", "field"), [("allocation", "unit"), ("contraction", "pooling")])
+def test_a_file_with_an_unknown_choice_is_refused(name: str, field: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps(RESULTS[name].to_json() | {field: "mean"}))
+    with pytest.raises(LyapunovPruneError, match="'?mean'?"):
+        type(RESULTS[name]).load(tmp_path / "x.json")
 
 
 def test_what_is_documented_to_lack_numbers_may() -> None:
