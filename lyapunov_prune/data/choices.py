@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.lines import numbered, parsed_line, text_of
+from lyapunov_prune.data.lines import items_of, text_of
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.tokenizers import token_ids
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_FORM = '{"query": "…", "choices": ["…", "…"], "gold": 0}'
+_FORM = '{"query": "…", "choices": ["…", "…"], "gold": 0} (two choices or more, and the index of one)'
 
 
 @dataclass(frozen=True)
@@ -40,26 +40,12 @@ def load_items(path: str | Path) -> tuple[ChoiceItem, ...]:
     Raises LyapunovPruneError, with the line number, for anything else, and for a file without items.
     """
     content = text_of(path, "give a .jsonl file of items")
-    items = [_item(line, where) for where, line in numbered(path, content)]
-    if not items:
-        raise LyapunovPruneError(f"{path} holds no items; give a line {_FORM} for each")
-    return tuple(items)
+    items = items_of(path, content, {"query": str, "choices": Sequence[str], "gold": int}, _FORM, _is_item)
+    return tuple(ChoiceItem(item["query"], tuple(item["choices"]), item["gold"]) for item in items)
 
 
-def _item(line: str, where: str) -> ChoiceItem:
-    try:
-        data = parsed_line(line)
-        query, choices, gold = data["query"], data["choices"], data["gold"]
-        texts = isinstance(choices, list) and all(isinstance(text, str) and text for text in [query, *choices])
-    except (ValueError, KeyError, TypeError):
-        texts = False
-    if not texts:
-        raise LyapunovPruneError(f"{where} is no item; give {_FORM} a line")
-    if len(choices) < 2 or type(gold) is not int or not 0 <= gold < len(choices):
-        raise LyapunovPruneError(
-            f"{where} has {len(choices)} choices and gold {gold!r}; give two or more, and an index"
-        )
-    return ChoiceItem(query, tuple(choices), gold)
+def _is_item(query: str, choices: Sequence[str], gold: int) -> bool:
+    return all([query, *choices]) and 0 <= gold < len(choices) > 1
 
 
 @checked

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lyapunov_prune.arguments import fits
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.files import like_named, parsed, require_file
 
@@ -32,6 +34,29 @@ def numbered(path: str | Path, text: str) -> list[tuple[str, str]]:
     """The non-blank lines of `text`, the content of `path`, each with its position in words."""
     lines = enumerate(text.split("\n"), start=1)  # splitlines() would also split at U+2028 inside a string
     return [(f"{path} line {number}", line) for number, line in lines if line.strip()]
+
+
+def items_of(
+    path: str | Path, text: str, fields: Mapping[str, Any], form: str, holds: Callable[..., bool]
+) -> list[dict[str, Any]]:
+    """The `fields`, given with their types, of the object in each line of `text`, the content of `path`.
+
+    Raises LyapunovPruneError, with the line number and the `form`, for a line without them or for which `holds` is
+    false, and for a file without lines.
+    """
+    found: list[dict[str, Any]] = []
+    for where, line in numbered(path, text):
+        try:
+            data = parsed_line(line)
+            item = {name: data[name] for name in fields}
+        except (ValueError, KeyError, TypeError):
+            item = {}
+        if not (item and all(fits(item[name], kind) for name, kind in fields.items()) and holds(**item)):
+            raise LyapunovPruneError(f"{where} is no item, {line.strip()[:60]}; give {form} a line")
+        found.append(item)
+    if not found:
+        raise LyapunovPruneError(f"{path} holds no items; give {form} a line")
+    return found
 
 
 def parsed_line(line: str) -> Any:

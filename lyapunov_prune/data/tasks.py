@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lyapunov_prune.data.choices import load_items
-from lyapunov_prune.data.lines import numbered, parsed_line, text_of
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.data.lines import items_of, numbered, text_of
 
 Kind = Literal["multiple choice", "partial", "generation"]
+_FIELDS: dict[Kind, dict[str, Any]] = {
+    "partial": {"context_options": Sequence[str], "continuation": str, "gold": int},
+    "generation": {"question": str, "answer": str},
+}
 _FORMS = (
     '{"query": "…", "choices": ["…", "…"], "gold": 0}, {"context_options": ["…", "…"], "continuation": "…", "gold": 0} '
-    'or {"question": "…", "answer": "… #### 42"}'
+    'or {"question": "…", "answer": "… #### 42"} (two different choices or more, and the index of one)'
 )
 # The number that the strict match of lm-evaluation-harness' gsm8k looks for at the end of a text.
 _ENDS_IN_A_NUMBER = re.compile(r"#### -?[0-9][0-9.,]*\s*\Z")
@@ -51,39 +55,14 @@ def read_task(path: str | Path) -> TaskFile:
         items = [{"query": i.stem, "choices": list(i.choices), "gold": i.gold} for i in load_items(path)]
     else:
         kind = "partial" if '"context_options"' in first else "generation"
-        item = _blank if kind == "partial" else _question
-        items = [item(line, where) for where, line in lines]
-    if not items:
-        raise LyapunovPruneError(f"{path} holds no items; give a line {_FORMS} for each")
+        items = items_of(path, content, _FIELDS[kind], _FORMS, _is_partial if kind == "partial" else _is_question)
     return TaskFile(path, kind, tuple(items), hashlib.sha256(content.encode()).hexdigest())
 
 
-def _blank(line: str, where: str) -> dict[str, Any]:
-    try:
-        data = parsed_line(line)
-        options, continuation, gold = data["context_options"], data["continuation"], data["gold"]
-        texts = isinstance(options, list) and all(isinstance(t, str) and t.strip() for t in [*options, continuation])
-    except (ValueError, KeyError, TypeError):
-        texts = False
-    if not texts:
-        raise LyapunovPruneError(f"{where} is no item; give {_FORMS} a line")
-    different = len(set(options))
-    if different < max(2, len(options)) or type(gold) is not int or not 0 <= gold < different:
-        raise LyapunovPruneError(
-            f"{where} has {different} different context_options and gold {gold!r}; give two or more, and an index"
-        )
-    return {"context_options": options, "continuation": continuation, "gold": gold}
+def _is_partial(context_options: Sequence[str], continuation: str, gold: int) -> bool:
+    texts = all(text.strip() for text in [*context_options, continuation])
+    return texts and 0 <= gold < len(set(context_options)) == len(context_options) > 1
 
 
-def _question(line: str, where: str) -> dict[str, Any]:
-    try:
-        data = parsed_line(line)
-        question, answer = data["question"], data["answer"]
-        texts = isinstance(question, str) and isinstance(answer, str) and bool(question.strip())
-    except (ValueError, KeyError, TypeError):
-        texts = False
-    if not texts:
-        raise LyapunovPruneError(f"{where} is no item; give {_FORMS} a line")
-    if not _ENDS_IN_A_NUMBER.search(answer):
-        raise LyapunovPruneError(f'{where} has an answer that does not end in "#### " and a number; add them')
-    return {"question": question, "answer": answer}
+def _is_question(question: str, answer: str) -> bool:
+    return bool(question.strip() and _ENDS_IN_A_NUMBER.search(answer))

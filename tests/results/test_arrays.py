@@ -117,7 +117,7 @@ def test_what_cannot_be_is_not_made(name: str, fields: dict[str, Any], message: 
 @pytest.mark.parametrize(("name", "field"), [("allocation", "unit"), ("contraction", "pooling")])
 def test_a_file_with_an_unknown_choice_is_refused(name: str, field: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps(RESULTS[name].to_json() | {field: "mean"}))
-    with pytest.raises(LyapunovPruneError, match="'?mean'?"):
+    with pytest.raises(LyapunovPruneError, match="mean"):
         type(RESULTS[name]).load(tmp_path / "x.json")
 
 
