@@ -163,7 +163,7 @@ def test_a_pattern_may_be_written_as_on_the_command_line(reader: PreTrainedModel
 
 
 def test_measurements_of_no_model_or_no_steps_are_refused(reader: PreTrainedModel) -> None:
-    assert "models is 0" in line_of(lambda: lp.measure_speed({}))
+    assert "no models" in line_of(lambda: lp.measure_speed({}))
     assert "steps is 0" in line_of(lambda: lp.measure_speed({"a": reader}, steps=0))
     assert "models is [1]" in line_of(lambda: lp.measure_speed([1]))  # type: ignore[arg-type]
     assert "token ids are a list" in line_of(lambda: TokenBatch([[1, 2]], "ids", "all", None))  # type: ignore[arg-type]

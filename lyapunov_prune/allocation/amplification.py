@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Matrices
 from lyapunov_prune.allocation.fitting import SPAN
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.projections import weights_of
@@ -43,6 +44,7 @@ def log_amplification(profile: ContractionProfile) -> np.ndarray:
     return np.concatenate([np.cumsum(logs[:0:-1])[::-1], [0.0]])
 
 
+@checked
 def tolerance(profile: ContractionProfile, reading: Reading = "equal-error") -> np.ndarray:
     """Share of the total error energy that each layer may add, (L,) float64, sum 1: the Lyapunov budget.
 

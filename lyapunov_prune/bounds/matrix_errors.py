@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.bounds.approximate import observe
 from lyapunov_prune.bounds.approximation import approximation
 from lyapunov_prune.bounds.bound_check import BoundCheck
@@ -91,7 +92,7 @@ def joined(found: Sequence[MatrixErrors]) -> MatrixErrors:
 
 @torch.no_grad()
 def measure_matrix_errors(
-    reading: Reading, written: Mapping[Projection, torch.Tensor], batch_size: int = 1
+    reading: Reading, written: Mapping[Projection, torch.Tensor], batch_size: Count = 1
 ) -> MatrixErrors:
     """Measure `MatrixErrors` in one forward; `written` maps projections of the dense model to `W'` (output × input).
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import drawn, draws_of
 from lyapunov_prune.forward.logits import uncached_logits
@@ -21,7 +22,7 @@ from lyapunov_prune.progress import track
 
 
 def token_weights(
-    reading: Reading, projections: Sequence[Projection], batch_size: int = 1
+    reading: Reading, projections: Sequence[Projection], batch_size: Count = 1
 ) -> dict[str, list[torch.Tensor]]:
     """`‖∂ℓ/∂y_t‖²` at the output `y_t` of every product, scaled to mean 1 over its tokens: (tokens,) float64 per call.
 

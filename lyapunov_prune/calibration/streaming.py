@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.calibration.gathering import Gathering
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.errors import LyapunovPruneError
@@ -31,7 +32,7 @@ def stream(
     needs: str,
     change: Change,
     *,
-    batch_size: int = 1,
+    batch_size: Count = 1,
     weights: Mapping[str, Sequence[torch.Tensor]] | None = None,
     dense: Reading | None = None,
 ) -> None:

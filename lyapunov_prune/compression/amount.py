@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.table import SCHEDULES
-from lyapunov_prune.arguments import Positive, Share
+from lyapunov_prune.arguments import Count, Positive, Share
 from lyapunov_prune.compression.compress import Compressed, compress
 from lyapunov_prune.compression.recipe import require_amount, require_options
 from lyapunov_prune.compression.table import METHODS
@@ -113,7 +113,7 @@ def compress_under_budget(
     symmetric: bool = False,
     weighted: bool = False,
     correction: Share = 0.0,
-    batch_size: int = 1,
+    batch_size: Count = 1,
     folder: str | Path | None = None,
     resume: bool = False,
 ) -> tuple[BudgetedCompression, Compressed]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.schedule import Cost, Score
-from lyapunov_prune.arguments import Share
+from lyapunov_prune.arguments import Count, Share
 from lyapunov_prune.compression.held_out import HeldOutLoss
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.recipe import recipe_for
@@ -55,7 +55,7 @@ def compress(
     symmetric: bool = False,
     weighted: bool = False,
     correction: Share = 0.0,
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> Compressed:
     """A copy of `model` with every matrix of its layers compressed by `method` (`METHODS`).
 

@@ -16,6 +16,7 @@ from lyapunov_prune.allocation.allocate import allocate
 from lyapunov_prune.allocation.allocation import Allocation, Matrices, Unit
 from lyapunov_prune.allocation.bit_widths import DENSE
 from lyapunov_prune.allocation.table import SCHEDULES
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.masks import Pattern, as_pattern
@@ -67,7 +68,7 @@ class Recipe:
         put: Callable[[int], None] = lambda layer: None,
         *,
         seen: Seen | None = None,
-        batch_size: int = 1,
+        batch_size: Count = 1,
     ) -> CompressionReport:
         """Compress the matrices of `model` in place, layer by layer; `put` is called for each layer while in memory.
 

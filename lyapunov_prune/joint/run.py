@@ -75,7 +75,7 @@ def remove_jointly(
     seed: Seed = 0,
     folder: str | Path,
     resume: bool = False,
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> JointRun:
     """Remove attentions and activations of `model`, the number of each chosen by a map of the score after recovery.
 

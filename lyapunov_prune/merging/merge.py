@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.calibration.blocks import sum_blocks
 from lyapunov_prune.data.examples import as_examples, model_inputs
 from lyapunov_prune.data.images import ImageBatch
@@ -52,7 +53,7 @@ class Merged:
 @takes_model
 @in_eval_mode
 def merge_layers(
-    model: InMemoryAny, batch: Readable | ImageBatch, layers: Sequence[int], reduction: str, *, batch_size: int = 1
+    model: InMemoryAny, batch: Readable | ImageBatch, layers: Sequence[int], reduction: str, *, batch_size: Count = 1
 ) -> tuple[Merged, ...]:
     """Merge the feed-forward blocks of these layers of a model, which is not changed, see `merge_blocks`.
 

@@ -14,7 +14,7 @@ from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change, changed_finals, finals_without_each
 from lyapunov_prune.forward.sublayers import Kind, find_sublayers, silent
-from lyapunov_prune.models.decoder import Model, StreamableText, in_memory, takes_model
+from lyapunov_prune.models.decoder import InMemory, StreamableText, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.tiles import MEASURES, measures
 from lyapunov_prune.results.arrays import require_array
@@ -115,10 +115,11 @@ def skip_divergence(
     return SkipDivergence(variance, kl, reverse_kl, flipped, by_r, float(temperature), reading.measured_on())
 
 
+@takes_model
 @in_eval_mode
 @torch.no_grad()
 def sublayer_divergence(
-    model: Model,
+    model: InMemory,
     batch: Readable,
     what: Kind,
     *,
@@ -130,7 +131,7 @@ def sublayer_divergence(
     Costs as much as `skip_divergence`. Raises the same errors, and LyapunovPruneError when `what` is neither
     `attention` nor `mlp` and for weights that are not plain matrices in memory.
     """
-    reading = read(in_memory(model), batch)
+    reading = read(model, batch)
     layers = reading.structure.num_layers
     sublayers = find_sublayers(reading.decoder, range(layers))
     branches = {i: sublayer.branches[what] for i, sublayer in sublayers.items() if what in sublayer.branches}

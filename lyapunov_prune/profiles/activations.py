@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.forward.hooks import Enough, require_finite, run_backbone
 from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.reading import Readable, read
@@ -86,7 +87,7 @@ class ActivationStatistics(Result):
 @takes_model
 @in_eval_mode
 @torch.no_grad()
-def activation_statistics(model: InMemory, batch: Readable, *, batch_size: int = 1) -> ActivationStatistics:
+def activation_statistics(model: InMemory, batch: Readable, *, batch_size: Count = 1) -> ActivationStatistics:
     """Measure rank, tails and sparsity of the activations at every matrix, see ActivationStatistics.
 
     Scatter matrices are summed in float64, the smaller one of tokens × tokens and width × width. Layers share one

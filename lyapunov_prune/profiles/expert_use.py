@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
@@ -73,7 +74,7 @@ class ExpertUse(Result):
 @takes_model
 @in_eval_mode
 @torch.no_grad()
-def expert_use(model: Streamable, batch: Readable, *, batch_size: int = 1) -> ExpertUse:
+def expert_use(model: Streamable, batch: Readable, *, batch_size: Count = 1) -> ExpertUse:
     """Measure `ExpertUse` in one pass over `batch`.
 
     Every chosen expert runs twice: in the forward, and once more for its output before it is weighted. A choice of what

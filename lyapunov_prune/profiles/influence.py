@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
@@ -67,7 +68,7 @@ class InfluenceProfile(Result):
 @takes_model
 @in_eval_mode
 @torch.no_grad()
-def block_influence(model: StreamableText, batch: Readable, *, batch_size: int = 1) -> InfluenceProfile:
+def block_influence(model: StreamableText, batch: Readable, *, batch_size: Count = 1) -> InfluenceProfile:
     """Measure Block Influence of every layer in one forward per window.
 
     `1 − cos(a, b)` is computed as `½ ‖a/‖a‖ − b/‖b‖‖²`, which avoids cancellation when a layer barely turns the state.

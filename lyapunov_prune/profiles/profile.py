@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Seed
+from lyapunov_prune.arguments import Count, Seed
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
@@ -150,7 +150,7 @@ def profile_layers(
     seeds: Iterable[Seed] = range(4),
     method: Derivative = "difference",
     pooling: Pooling = "energy",
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> LayerProfile:
     """`measure_contraction` and `block_influence` on the same tokens."""
     reading = read(model, batch)
@@ -179,7 +179,7 @@ def kept_profile(
     *,
     how: Mapping[str, Any] = HOW,
     seeds: Iterable[Seed] = range(2),
-    batch_size: int = 1,
+    batch_size: Count = 1,
     resume: bool = True,
 ) -> LayerProfile:
     """Measure a profile once and keep it at `path`; `how` are the parameters of `profile_layers` besides its seeds.

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
@@ -75,7 +76,7 @@ class SublayerInfluence(Result):
 @takes_model
 @in_eval_mode
 @torch.no_grad()
-def sublayer_influence(model: StreamableText, batch: Readable, *, batch_size: int = 1) -> SublayerInfluence:
+def sublayer_influence(model: StreamableText, batch: Readable, *, batch_size: Count = 1) -> SublayerInfluence:
     """Measure both sublayers of every layer in one forward per window.
 
     The stream after the first sublayer is read at the input of the second, so residual multipliers are included;

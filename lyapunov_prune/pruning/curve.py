@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.forward.reading import Readable, read
@@ -97,7 +98,7 @@ def evaluate_removals(
     batch: Readable,
     *,
     dense: Perplexity | None = None,
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> RemovalCurve:
     """Perplexity of the dense model and of the pruned model of every plan, by criterion.
 

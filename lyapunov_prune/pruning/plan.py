@@ -87,8 +87,8 @@ class PruningPlan(Result):
         require_fitting(len(self.tied) in (0, 2), f"plan, tied: two layers have one score, not {len(self.tied)}")
         if self.picked is not None:
             require_array("plan, picked", self.picked, (layers,), most=1.0)
-        twice = {*self.drop_attention, *self.drop_mlp, *self.drop_activation} & set(self.remove)
-        if twice := sorted(twice | set(self.drop_activation) & set(self.drop_mlp)):
+        parts = {*self.drop_attention, *self.drop_mlp, *self.drop_activation}
+        if twice := sorted(parts & set(self.remove) | set(self.drop_activation) & set(self.drop_mlp)):
             raise LyapunovPruneError(f"layer {twice[0]} goes whole, or its MLP, and a part of it too; name it once")
         require_reduction(self.drop_activation, self.reduction)
         if self.channels or self.widths:

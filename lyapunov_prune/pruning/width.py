@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.calibration.gram import damped
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
@@ -93,7 +94,7 @@ class ChannelCosts:
 @in_eval_mode
 @torch.no_grad()
 def channel_costs(
-    reading: Reading, score: str = DEFAULT, batch_size: int = 1, width: Width | None = None
+    reading: Reading, score: str = DEFAULT, batch_size: Count = 1, width: Width | None = None
 ) -> ChannelCosts:
     """Measure `score`, a name of SCORES, for every channel of the units of `width`, in two forwards.
 
@@ -123,7 +124,7 @@ def channel_costs(
 
 @takes_model
 def choose_channels(
-    model: InMemory, batch: Readable, remove: int | float, *, score: str = DEFAULT, batch_size: int = 1
+    model: InMemory, batch: Readable, remove: int | float, *, score: str = DEFAULT, batch_size: Count = 1
 ) -> PruningPlan:
     """The plan that removes the channels of smallest `score` (a name of SCORES) from every feed-forward block.
 

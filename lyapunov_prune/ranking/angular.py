@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Count, checked
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
@@ -114,7 +114,7 @@ def angular_distance(
     model: StreamableText,
     batch: Readable,
     *,
-    batch_size: int = 1,
+    batch_size: Count = 1,
     protect: Sequence[int] = (),
     folder: Path | None = None,
 ) -> AngularDistance:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.data.batch import Tokens
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.evaluation.judging import apart
@@ -49,7 +50,7 @@ def best_removal(
     fit: Fit = fit_mends,
     folder: str | Path | None = None,
     resume: bool = False,
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> BestRemoval:
     """Choose `remove` layers of `model` that can be removed together, by the loss, for `search` forwards.
 

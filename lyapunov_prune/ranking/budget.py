@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from lyapunov_prune.arguments import Positive
+from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -98,7 +98,7 @@ def remove_under_budget(
     max_kl: Positive,
     *,
     temperature: Positive = 1.0,
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> BudgetedRemoval:
     """Skip more and more of the first layers of `ranking` until `KL(p‖q)` on `batch` exceeds `max_kl`.
 

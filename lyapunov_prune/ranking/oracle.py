@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Count, checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import layer_input
 from lyapunov_prune.forward.reading import Readable, read
@@ -136,7 +136,7 @@ def greedy_removal(
     *,
     folder: str | Path | None = None,
     resume: bool = False,
-    batch_size: int = 1,
+    batch_size: Count = 1,
     candidates: Candidates | None = None,
     criterion: str = "oracle",
 ) -> GreedyRemoval:

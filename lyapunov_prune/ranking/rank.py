@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lyapunov_prune.arguments import Positive, Seed
+from lyapunov_prune.arguments import Count, Positive, Seed
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
@@ -32,7 +32,7 @@ def rank(
     remove: int | float | None = None,
     seeds: Iterable[Seed] = range(4),
     seed: Seed = 0,
-    batch_size: int = 1,
+    batch_size: Count = 1,
     protect: Sequence[int] = (),
     search: float | None = None,
     mend: bool = False,

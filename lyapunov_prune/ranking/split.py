@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lyapunov_prune.arguments import Share
+from lyapunov_prune.arguments import Count, Share
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -45,7 +45,7 @@ def split_removal(
     search: float | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> WeighedPlans:
     """Find the cheapest way to remove a share of the parameters of the layers: whole layers, and parts of the others.
 

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from lyapunov_prune.arguments import Positive
+from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import Readable, read
@@ -31,7 +31,7 @@ def most_within(
     max_kl: Positive,
     *,
     criterion: str | None = None,
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> WeighedPlans:
     """Find the largest removal of `what` (`width` or `experts`) with `KL(p‖q)` of at most `max_kl`.
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from lyapunov_prune.arguments import Positive
+from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.unseen import require_unseen
@@ -209,7 +209,7 @@ def measure_sensitivity(
     profile: LayerProfile | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
-    batch_size: int = 1,
+    batch_size: Count = 1,
 ) -> Sensitivity:
     """Change one thing after another and measure the loss on `batch`.
 

@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import Count
 from lyapunov_prune.evaluation.perplexity import require_finite_losses
 from lyapunov_prune.forward.hooks import residual_stream
 from lyapunov_prune.forward.reading import Readable, read
@@ -81,7 +82,7 @@ class Sweep:
         *,
         folder: str | Path | None = None,
         resume: bool = False,
-        batch_size: int = 1,
+        batch_size: Count = 1,
         also: Mapping[str, str | None] | None = None,
     ) -> None:
         self.reading = read(in_memory(model), batch)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import Amount, Positive, Range, Seed, checked
+from lyapunov_prune.arguments import Amount, Count, Positive, Range, Seed, checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import Diverged
@@ -68,7 +68,7 @@ def shrink(
     tokens: int = TOKENS,
     context: int = CONTEXT,
     seed: Seed = 0,
-    batch_size: int = 1,
+    batch_size: Count = 1,
     folder: str | Path | None = None,
     resume: bool = False,
 ) -> Shrunk:

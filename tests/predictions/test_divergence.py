@@ -229,7 +229,7 @@ def test_a_layer_without_which_the_model_overflows_has_no_score(ids: torch.Tenso
         values = getattr(found, name)
         assert np.isnan(values[:2]).all()
         assert np.isfinite(values[2:]).all()
-    with pytest.raises(LyapunovPruneError, match="score of layer 0"):
+    with pytest.raises(LyapunovPruneError, match="number 0"):
         rank_by_divergence(found)
 
 
@@ -313,7 +313,7 @@ def test_a_branch_without_which_the_model_overflows_is_not_ranked(ids: torch.Ten
     mlp.register_forward_hook(overflow)
     found = sublayer_divergence(model, ids[:1], "attention")
     assert np.isinf(found.kl).tolist() == [True] * 3 + [False] * 3
-    with pytest.raises(LyapunovPruneError, match="score of layer 0"):
+    with pytest.raises(LyapunovPruneError, match="number 0"):
         rank_by_divergence(found)
 
 
