@@ -28,12 +28,48 @@ from lyapunov_prune.models.projections import Projection, find_projections
 
 
 class Records(dict[str, Record]):
-    """The records by matrix name, valid inside and after the block of `approximate`."""
+    """The records by matrix name, valid inside and after the block of `installed` or `observing`.
 
-    def __init__(self) -> None:
-        super().__init__()
+    They are of `model`, whose matrices `chosen` approximates.
+    """
+
+    def __init__(self, model: nn.Module, chosen: Mapping[Projection, Approximation], cache_radius: float = 0.0) -> None:
+        super().__init__({p.name: Record(p, approximation) for p, approximation in chosen.items()})
+        self.model, self.watched = model, True
         self.swaps: list[_Forward | _Bare] = []
-        self.watched = True
+        by_module: dict[str, list[Record]] = {}
+        for record in self.values():
+            by_module.setdefault(record.projection.module, []).append(record)
+        for name, of_module in by_module.items():
+            module = model.get_submodule(name)
+            if not of_module[0].projection.stack:
+                self.swaps.append(_Forward(name, module, ApproxLinear(module, of_module, cache_radius)))
+                continue
+            for key in dict.fromkeys(r.projection.parameter for r in of_module):
+                self.swaps.append(_Bare(module, key, [r for r in of_module if r.projection.parameter == key]))
+
+    @contextmanager
+    def installed(self) -> Iterator[Records]:
+        """`approximate`, for approximations by matrix."""
+        with ExitStack() as stack:
+            for swap in self.swaps:
+                swap.install()
+                stack.callback(swap.remove)
+            with self._watching_uncalled(exact=False):
+                yield self
+            self._take_probes()
+
+    @contextmanager
+    def observing(self) -> Iterator[Records]:
+        """`observe`, for approximations by matrix."""
+        watched = [(swap.module, swap.observe) for swap in self.swaps if isinstance(swap, _Forward)]
+        with hooked(after=watched), self._watching_uncalled(exact=True):
+            yield self
+        self._take_probes()
+
+    def _take_probes(self) -> None:
+        for record in self.values():
+            record.take_probes()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -46,7 +82,7 @@ class Records(dict[str, Record]):
                 stack.callback(swap.install)
             yield
 
-    def watching_uncalled(self, model: nn.Module, exact: bool) -> AbstractContextManager[None]:
+    def _watching_uncalled(self, exact: bool) -> AbstractContextManager[None]:
         """Inside the block, record errors on the inputs of matrices whose module is not called.
 
         `exact`: the model runs with its own weights.
@@ -63,7 +99,7 @@ class Records(dict[str, Record]):
                 rows = slice(record.projection.start, record.projection.stop)
                 record.output += float((y[..., rows, :] if product.rows_are_features else y[..., rows]).square().sum())
 
-        return watched_products(model, [record.projection for record in self.values()], seen)
+        return watched_products(self.model, [record.projection for record in self.values()], seen)
 
 
 Choice = torch.Tensor | Approximation | None
@@ -84,16 +120,8 @@ def approximate(model: InMemory, approximations: Approximations, *, cache_radius
     """
     if not 0 <= cache_radius < 1:
         raise LyapunovPruneError(f"cache radius {cache_radius}; give a share of the input's norm, 0 to below 1")
-    with ExitStack() as stack:
-        stack.enter_context(held(model.model))
-        records = _chosen(model, approximations, cache_radius)
-        for swap in records.swaps:
-            swap.install()
-            stack.callback(swap.remove)
-        with records.watching_uncalled(model.model, exact=False):
-            yield records
-        for record in records.values():
-            record.take_probes()
+    with held(model.model), Records(model.model, _chosen(model, approximations), cache_radius).installed() as records:
+        yield records
 
 
 @takes_model
@@ -104,23 +132,17 @@ def observe(model: Streamable, approximations: Approximations) -> Iterator[Recor
     Like `approximate`, but the model computes the same as before. For a streamed model, the layers of these matrices
     must be in memory when the block begins.
     """
-    with ExitStack() as stack:
-        stack.enter_context(held(model.model))
-        records = _chosen(model, approximations, 0.0)
-        watched = [(swap.module, swap.observe) for swap in records.swaps if isinstance(swap, _Forward)]
-        with hooked(after=watched), records.watching_uncalled(model.model, exact=True):
-            yield records
-        for record in records.values():
-            record.take_probes()
+    with held(model.model), Records(model.model, _chosen(model, approximations)).observing() as records:
+        yield records
 
 
-def _chosen(decoder: Decoder, approximations: Approximations, cache_radius: float) -> Records:
-    """The records of the approximated matrices, and the swaps that install the approximations."""
+def _chosen(decoder: Decoder, approximations: Approximations) -> dict[Projection, Approximation]:
+    """The approximations by matrix."""
     projections = {p.name: p for p in find_projections(decoder)}
     if not callable(approximations) and (unknown := [n for n in approximations if n not in projections]):
         known = next(iter(projections))
         raise LyapunovPruneError(f"{type(decoder.model).__name__} has no matrix {unknown[0]}; names are like {known}")
-    records = Records()
+    found: dict[Projection, Approximation] = {}
     for name, p in projections.items():
         W = p.weight(decoder.model)
         choice = approximations(p, W) if callable(approximations) else approximations.get(name)
@@ -132,18 +154,8 @@ def _chosen(decoder: Decoder, approximations: Approximations, cache_radius: floa
             raise LyapunovPruneError(f"{name}: {error.message}") from None
         if chosen.weight.shape != W.shape:
             raise LyapunovPruneError(f"{name}: an approximation of shape {tuple(chosen.weight.shape)}")
-        records[name] = Record(p, chosen)
-    by_module: dict[str, list[Record]] = {}
-    for record in records.values():
-        by_module.setdefault(record.projection.module, []).append(record)
-    for name, of_module in by_module.items():
-        module = decoder.model.get_submodule(name)
-        if not of_module[0].projection.stack:
-            records.swaps.append(_Forward(name, module, ApproxLinear(module, of_module, cache_radius)))
-            continue
-        for key in dict.fromkeys(r.projection.parameter for r in of_module):
-            records.swaps.append(_Bare(module, key, [r for r in of_module if r.projection.parameter == key]))
-    return records
+        found[p] = chosen
+    return found
 
 
 class _Forward:

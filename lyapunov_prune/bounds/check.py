@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.bounds.approx_linear import Record
-from lyapunov_prune.bounds.approximate import approximate
+from lyapunov_prune.bounds.approximate import Records
 from lyapunov_prune.bounds.approximation import Approximation, approximation, certify_difference
 from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import WRITTEN, BoundsReport, Seen, Setting, Violation
@@ -76,7 +76,8 @@ def check_bounds(
     projections = find_projections(model)
     weights = _weights(projections, reading)
     chosen = _each(partial(_approximate_one, setting=setting), weights, "certified norms")
-    trajectory = _follow(reading, chosen, setting.cache_radius, batch_size)
+    records = Records(reading.model, {p: chosen[p.name] for p in projections}, setting.cache_radius)
+    trajectory = _follow(reading, records, batch_size)
     return _report(projections, [setting], [_seen(trajectory.records)], trajectory, reading)
 
 
@@ -105,7 +106,8 @@ def check_written(
     pairs = {p.name: (p.weight(reading.model), written.matrices[p.name]) for p in projections}
     chosen = _each(lambda pair: approximation(*pair), pairs, "certified norms")
     with written.with_embeddings(reading.model):
-        trajectory = _follow(reading, chosen, 0.0, batch_size)
+        records = Records(reading.model, {p: chosen[p.name] for p in projections})
+        trajectory = _follow(reading, records, batch_size)
         report = _report(projections, [], [_seen(trajectory.records)], trajectory, reading)
     return replace(
         report, method=method, compressed=identify(compressed), shared=tuple(written.embeddings), measured_on=on
@@ -159,27 +161,27 @@ def check_grid(
                     partial(_approximate, rank=rank), stages, f"sparsity {sparsity:g}, rank {rank or 'full'}"
                 )
                 for setting in missing(sparsity, rank):
-                    seen = _outcome(reading, chosen, setting.cache_radius, batch_size)
+                    by_matrix = {p: chosen[p.name] for p in projections}
+                    records = Records(reading.model, by_matrix, setting.cache_radius)
+                    seen = _outcome(reading, records, batch_size)
                     store.add(setting.key, {name: encode(s) for name, s in seen.items()})
                 chosen.clear()
         outcomes = [{name: decode(Seen, s) for name, s in store[setting.key].items()} for setting in settings]
     return _report(projections, settings, outcomes, None, reading)
 
 
-def _follow(reading: Reading, chosen: dict[str, Approximation], cache_radius: float, batch_size: int) -> Trajectory:
+def _follow(reading: Reading, records: Records, batch_size: int) -> Trajectory:
     """Run the windows through the dense and the approximated model, layer by layer."""
-    with approximate(reading.decoder, chosen, cache_radius=cache_radius) as records:
+    with records.installed():
         trajectory = Trajectory(reading.model, reading.structure, records)
         for ids in track(reading.windows(batch_size), "bounds"):
             trajectory.follow(ids)
     return trajectory
 
 
-def _outcome(
-    reading: Reading, chosen: dict[str, Approximation], cache_radius: float, batch_size: int
-) -> dict[str, Seen]:
+def _outcome(reading: Reading, records: Records, batch_size: int) -> dict[str, Seen]:
     """The records under one setting."""
-    with approximate(reading.decoder, chosen, cache_radius=cache_radius) as records:
+    with records.installed():
         for ids in reading.windows(batch_size):
             run_backbone(reading.structure, ids)
     return _seen(records)
@@ -281,7 +283,7 @@ def _report(
         distribution=_distribution(trajectory.records, projections) if trajectory else None,
         alignment=trajectory.alignment.result() if trajectory else None,
         phases=trajectory.phases() if trajectory else None,
-        left_alone=left_alone(reading.structure),
+        left_alone=left_alone(reading.model, reading.structure, projections),
     )
 
 

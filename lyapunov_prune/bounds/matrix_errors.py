@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lyapunov_prune.arguments import Count
-from lyapunov_prune.bounds.approximate import observe
+from lyapunov_prune.bounds.approximate import Records
 from lyapunov_prune.bounds.approximation import approximation
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.forward.hooks import run_backbone
@@ -99,8 +99,8 @@ def measure_matrix_errors(
     `W'` is converted to the dtype of `W`. If the model is streamed, the caller keeps the layers of `written` in memory
     (`layer_held`). Raises LyapunovPruneError for another shape, NaN and infinities.
     """
-    chosen = {p.name: approximation(p.weight(reading.model), W) for p, W in written.items()}
-    with observe(reading.decoder, chosen) as records:
+    chosen = {p: approximation(p.weight(reading.model), W) for p, W in written.items()}
+    with Records(reading.model, chosen).observing() as records:
         for ids in reading.windows(batch_size):
             run_backbone(reading.structure, ids)
     found = [records[p.name] for p in written]

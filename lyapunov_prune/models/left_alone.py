@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lyapunov_prune.models.projections import Projection, layer_projections, routes
+from lyapunov_prune.models.projections import Projection, routes
 from lyapunov_prune.models.structure import Structure
 
 ROUTERS = "routers, whose errors change which expert a token gets"
@@ -31,18 +31,17 @@ class LeftAlone:
         return f"{len(self.names)} {self.why} ({self.names[0]}{', …' * (len(self.names) > 1)})"
 
 
-def left_alone(structure: Structure) -> tuple[LeftAlone, ...]:
-    """The weights in the layers besides matrices and vectors, by reason; `structure` may be on the meta device.
+def left_alone(model: nn.Module, structure: Structure, matrices: Sequence[Projection]) -> tuple[LeftAlone, ...]:
+    """The weights in the layers besides `matrices` and vectors, by reason; `model`, of this `structure`, may be on
+    the meta device.
 
     Vectors (norms, biases, decays) are not listed, even if stacked by head or expert. A weight shared by layers counts
     once.
     """
     found: dict[str, dict[str, int]] = {}
-    seen: set[nn.Parameter] = set()
+    seen: set[nn.Parameter] = {p.stored(model) for p in matrices}
     for index, layer in enumerate(structure.layers):
         name = f"{structure.layers_path}.{index}"
-        matrices = layer_projections(layer, index, "", structure.model_type, structure.config)
-        seen |= {p.stored(layer) for p in matrices}
         for path, module in layer.named_modules():
             for key, parameter in module.named_parameters(recurse=False):
                 vector = parameter.ndim < 2 or key in _VECTORS or key.endswith("bias")

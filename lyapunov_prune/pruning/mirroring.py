@@ -27,21 +27,26 @@ _SAME = 1e-12
 
 
 def require_mirrored(structure: Structure, layers: Sequence[int]) -> None:
-    """Raise LyapunovPruneError unless the blocks of these layers can compute a merged matrix and stay plain.
-
-    It refuses gated blocks, blocks with a hidden size below 2 d, and activations without `σ(x) − σ(−x) = x`, which is
-    tried in float64 on a grid. Raises as `find_feedforward` too.
-    """
+    """`require_plain_block` for the blocks of these layers; raises as `find_feedforward` too."""
     for index in layers:
-        block = find_feedforward(structure, index)
-        if block.gated:
-            raise _not_plain(index, "is gated")
-        hidden, width = block.parts(structure.layers[index]).up[0].shape
-        if hidden < 2 * width:
-            raise _not_plain(index, f"has {hidden} hidden units, fewer than twice its {width} inputs")
-        activation: Any = structure.layers[index].get_submodule(block.activation)
-        if not _is_odd_half(activation):
-            raise _not_plain(index, f"has the activation {type(activation).__name__}, and σ(x) − σ(−x) is not x there")
+        require_plain_block(find_feedforward(structure, index), structure.layers[index])
+
+
+def require_plain_block(block: FeedForward, layer: nn.Module) -> None:
+    """Raise LyapunovPruneError unless the `block` of `layer` can compute a merged matrix and stay plain.
+
+    It refuses a gated block, one with a hidden size below 2 d, and an activation without `σ(x) − σ(−x) = x`, which is
+    tried in float64 on a grid.
+    """
+    activation: Any = layer.get_submodule(block.activation)
+    hidden, width = block.parts(layer).up[0].shape
+    why = "is gated" if block.gated else ""
+    if not why and hidden < 2 * width:
+        why = f"has {hidden} hidden units, fewer than twice its {width} inputs"
+    if not why and not _is_odd_half(activation):
+        why = f"has the activation {type(activation).__name__}, and σ(x) − σ(−x) is not x there"
+    if why:
+        raise _not_plain(block.layer, why)
 
 
 @torch.no_grad()

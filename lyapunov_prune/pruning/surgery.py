@@ -27,7 +27,7 @@ from lyapunov_prune.models.units import find_units
 from lyapunov_prune.models.width import find_width, narrow
 from lyapunov_prune.models.wrappers import require_text_alone
 from lyapunov_prune.progress import warn
-from lyapunov_prune.pruning.mirroring import mirror, require_mirrored
+from lyapunov_prune.pruning.mirroring import mirror, require_plain_block
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.zeroing import zero_sublayers
@@ -51,7 +51,8 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
     express, and a decoder inside a multimodal model that text alone cannot judge.
     """
     plan = operation.plan
-    require_mirrored(decoder.structure, plan.drop_activation)
+    for each in operation.merged:
+        require_plain_block(each.block, decoder.layers[each.block.layer])
     if plan.experts_gone:
         find_mixtures(decoder.structure).require(plan.experts, plan.remove)
     with held(decoder.model):  # hooks of a running measurement would be copied too
