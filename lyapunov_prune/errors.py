@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -110,5 +111,5 @@ class CheckFailed(LyapunovPruneError):
 
 def require_extra(module: str, extra: str, what: str) -> None:
     """Raise LyapunovPruneError if `module`, which `what` needs, is not installed; it is part of the `extra`."""
-    if importlib.util.find_spec(module) is None:
+    if sys.modules.get(module) is None and importlib.util.find_spec(module) is None:
         raise LyapunovPruneError(f"{what} needs {module}; run: pip install 'lyapunov-prune[{extra}]'")

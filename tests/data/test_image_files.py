@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import importlib.util
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,15 +158,8 @@ def test_no_images_are_said_with_what_there_could_be(source: str) -> None:
 
 
 def test_without_pillow_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any) -> Any:
-        if name == "PIL":
-            raise ImportError
-        return real(name, *args)
-
     folders(tmp_path / "data")
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "PIL", None)  # as if it were not installed
     with pytest.raises(LyapunovPruneError, match="PIL"):
         load_images(tmp_path / "data", reader())
 

@@ -92,7 +92,7 @@ def test_files_from_before_images_are_of_text(ids: torch.Tensor) -> None:
         ({"pixels": torch.zeros(0, 1, 8, 8)}, r"of shape \(0, 1, 8, 8\)"),
         ({"labels": torch.zeros(5, dtype=torch.int64)}, r"\(5,\)"),
         ({"labels": torch.zeros(6)}, "labels are torch.float32"),
-        ({"pixels": torch.full((6, 1, 8, 8), float("nan"))}, "pixel of digits"),
+        ({"pixels": torch.full((6, 1, 8, 8), float("nan"))}, "pixels of digits"),
     ],
 )
 def test_what_are_no_images_is_refused(change: dict[str, torch.Tensor], message: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,7 +229,7 @@ def test_what_the_format_cannot_hold_is_refused(options: tuple[Any, ...], told: 
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "compressed_tensors", None)  # as if it were not installed
     with pytest.raises(LyapunovPruneError, match=r"lyapunov-prune\[packed\]"):
         require_packed_options("rtn", 4, True, "uniform")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +201,6 @@ def test_bits_that_are_not_those_of_the_file_are_refused(small: Path) -> None:
 def test_without_the_library_it_says_what_to_install(
     made: tuple[Compressed, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "compressed_tensors", None)  # as if it were not installed
     with pytest.raises(LyapunovPruneError, match=r"lyapunov-prune\[packed\]"):
         load(made[1])

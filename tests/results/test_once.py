@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -24,6 +25,9 @@ SETTINGS = {"epsilon": 1e-2, "seeds": (0, 1), "method": "difference", "limit": m
 @dataclass(frozen=True)
 class Count(Result):
     values: np.ndarray
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame({"value": self.values})
 
 
 class Asked:
