@@ -85,7 +85,7 @@ def test_the_paper_s_shares_are_those_of_the_downstream_reading(gpt2_like: Contr
 
 def test_an_unknown_reading_is_refused(llama: PreTrainedModel, profile: ContractionProfile) -> None:
     for call in (lambda: tolerance(profile, "paper"), lambda: lyapunov_budget(llama, 0.5, profile, reading="paper")):  # type: ignore[arg-type]
-        with pytest.raises(LyapunovPruneError, match="reading 'paper'"):
+        with pytest.raises(LyapunovPruneError, match=r"reading .*'paper'"):
             call()
 
 

@@ -103,7 +103,7 @@ def test_attention_and_mlp_by_one_call(
         ({"criterion": "angular"}, "angular .*remove=N"),
         ({"temperature": 2.0}, "bi .*temperature"),
         ({"mend": True}, "bi .*mend"),
-        ({"criterion": "kl", "temperature": 0.0}, "temperature of kl is 0.0"),
+        ({"criterion": "kl", "temperature": 0.0}, "temperature is 0.0"),
         ({"remove": LAYERS}, "remove 6 of 6 layers"),
         ({"criterion": "kl", "what": "mlp", "remove": LAYERS + 1}, "remove 7 of 6 layers"),
     ],
@@ -178,7 +178,7 @@ def test_periods_without_a_protected_layer(llama: PreTrainedModel, ids: torch.Te
 def test_a_blend_hides_no_score_that_is_not_finite(llama: PreTrainedModel, ids: torch.Tensor) -> None:
     influence = lp.block_influence(llama, ids)
     influence.influence[3] = np.nan
-    with pytest.raises(lp.LyapunovPruneError, match="the score of layer"):
+    with pytest.raises(lp.LyapunovPruneError, match="scores of layers"):
         lp.rank_layers(lp.measure_contraction(llama, ids, seeds=(0,)), influence, criterion="blend")
 
 
