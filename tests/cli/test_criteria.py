@@ -108,7 +108,7 @@ def test_the_budget_of_divergence_says_how_many_layers_go(run: Any) -> None:
     assert Provenance.load("out/provenance.json").plan.remove == spent.ranking.order[:1]
     assert run("rank", "tiny", "--criterion", "bi", *TEXT, "--max-kl", "1000").code == 0
     assert "--remove does not go with --max-kl" in run("rank", *kl, "--max-kl", "1", "--remove", "2").err
-    assert "removes nothing" in run("prune", *kl, "--max-kl", "0", "-o", "no").err
+    assert "--max-kl is 0" in run("prune", *kl, "--max-kl", "0", "-o", "no").err
     assert "give --remove N" in run("rank", "tiny", "--criterion", "oracle", "--max-kl", "1", *TEXT).err
 
 

@@ -307,11 +307,14 @@ def test_minutes_bound_the_healing(
     [
         ({"tokens": 31 * 24}, "768 tokens or more"),
         ({"tokens": 512 * 64, "context": 512}, "context 512 is longer"),
-        ({"minutes": 0.0}, "0 minutes"),
+        ({"minutes": 0.0}, "minutes is 0"),
         ({"remove": None}, r"remove=0\.25.*max_drop='gsm8k:0\.02'"),
         ({"speedup": 1.5}, "remove and speedup are 2 targets"),
         ({"remove": 6}, "cannot remove 6"),
-        ({"remove": 1.0}, "less than 100%"),
+        ({"remove": 1.0}, "remove is 1.0"),
+        ({"remove": 0}, "remove is 0"),
+        ({"remove": None, "speedup": 1.0}, "speedup is 1.0"),
+        ({"remove": None, "max_kl": 0.0}, "max_kl is 0.0"),
     ],
 )
 def test_bad_input_costs_no_forward(

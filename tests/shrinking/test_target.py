@@ -20,9 +20,6 @@ from lyapunov_prune.shrinking.target import Target, count_for
     [
         {},
         {"remove": 2, "speedup": 1.2},
-        {"remove": 0},
-        {"speedup": 1.0},
-        {"max_kl": 0.0},
         {"max_drop": "gsm8k.jsonl"},
         {"max_drop": ":0.02"},
         {"max_drop": "gsm8k.jsonl:much"},
