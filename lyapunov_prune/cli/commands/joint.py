@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import draw_report, jobs_folder, load_examples
 from lyapunov_prune.cli.options import (
+    ABOVE_ZERO,
     Images,
     Json,
     Model,
@@ -31,10 +33,12 @@ def joint(
     model: Model,
     *,
     remove: Annotated[
-        float | None, what_option(help="How many attentions and activations go together.", **counted)
+        float | None, ABOVE_ZERO, what_option(help="How many attentions and activations go together.", **counted)
     ] = None,
     speedup: Annotated[
-        float | None, what_option(help="Instead of --remove: how many times as fast a forward must be.")
+        float | None,
+        Range(1, above=True),
+        what_option(help="Instead of --remove: how many times as fast a forward must be."),
     ] = None,
     reduction: Annotated[
         choices.Reduction,
