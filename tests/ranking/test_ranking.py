@@ -112,7 +112,7 @@ def test_bad_requests_are_refused() -> None:
         "needs Block Influence": lambda: rank_layers(_PROFILE, criterion="blend"),
         "nothing to rank": lambda: rank_layers(),
         "profile is of": lambda: rank_layers(_PROFILE, other),
-        "NaN or infinity": lambda: with_influence(np.array([1.0, np.nan, 1, 1, 1, 1])),
+        "not finite": lambda: with_influence(np.array([1.0, np.nan, 1, 1, 1, 1])),
         "cannot remove 0": lambda: rank_layers(_PROFILE, criterion="rho").plan(0),
         "keep at least one": lambda: rank_layers(_PROFILE, criterion="rho").plan(LAYERS),
     }.items():
