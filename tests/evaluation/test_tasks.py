@@ -290,11 +290,11 @@ def test_what_cannot_be_scored_is_refused(
         ('{"question": "a", "answer": "1"}\n', "line 1 has an answer"),
         ('{"question": "a", "answer": "#### 1"}\n\n{"question": "a"}\n', "line 3 is no item"),
         ('{"question": " ", "answer": "#### 1"}\n', "line 1 is no item"),
-        ('{"query": "a", "choices": ["b", "c"], "gold": 2}\n', "2 choices and gold 2"),
+        ('{"query": "a", "choices": ["b", "c"], "gold": 2}\n', "is no item"),
         ('{"context": "a"}\n', "line 1 is no item"),
         ('{"context_options": ["a", "b"], "gold": 0}\n', "line 1 is no item"),
         ('{"context_options": ["a", "a"], "continuation": "c", "gold": 0}\n', "line 1 has 1 different"),
-        ('{"context_options": ["a", "b"], "continuation": "c", "gold": 2}\n', "and gold 2"),
+        ('{"context_options": ["a", "b"], "continuation": "c", "gold": 2}\n', "is no item"),
         ("[1]\n", "line 1 is no item"),
     ],
 )

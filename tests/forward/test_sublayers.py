@@ -283,7 +283,7 @@ def test_scores_save_and_rank(llama: PreTrainedModel, ids: torch.Tensor, tmp_pat
     [
         ({"remove": [1], "drop_mlp": [1]}, "layer 1 is removed whole"),
         ({"drop_attention": [LAYERS]}, "layer 6 does not exist"),
-        ({"drop_mlp": [2, 2]}, "named more than once"),
+        ({"drop_mlp": [2, 2]}, "name each once"),
         ({"remove": [1], "drop_activation": [1], "reduction": "affine"}, "layer 1 is removed whole"),
         ({"drop_mlp": [1], "drop_activation": [1], "reduction": "affine"}, "MLP of layer 1"),
         ({"drop_activation": [LAYERS], "reduction": "affine"}, "layer 6 does not exist"),

@@ -113,5 +113,5 @@ def test_without_evaluation_nothing_is_said_of_recovery(ids: torch.Tensor) -> No
 def test_rounds_that_do_not_belong_together_are_refused(ids: torch.Tensor) -> None:
     with pytest.raises(LyapunovPruneError, match="different windows"):
         report(ids, BEFORE[:3])
-    with pytest.raises(LyapunovPruneError, match="steps than losses"):
+    with pytest.raises(LyapunovPruneError, match="steps of healing"):
         report(ids, BEFORE, losses=np.zeros(3))
