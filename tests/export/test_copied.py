@@ -502,7 +502,7 @@ def test_what_fits_is_pruned_in_memory(command: Callable[..., Any]) -> None:
         (["--layers", "1", "--stream", "--dtype", "float32"], "--dtype .*--stream"),
         (["--layers", "1", "--dtype", "float32"], "--dtype .*--on-disk"),
         (["--layers", "1", "--what", "mlp"], "--what .*--on-disk"),
-        (["--layers", "9"], "layer 9 does not exist"),
+        (["--layers", "9"], "layer 9 of"),
         (["--layers", "1", "--keep-period"], "leave out --keep-period"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -294,7 +294,7 @@ def test_a_plan_file_is_taken(checkpoint: Path, run: Callable[..., Any]) -> None
         (["--remove", "2"], "--remove needs plain weights"),
         (["--layers", "1", "--stream"], "--stream has no effect where bytes are copied"),
         (["--layers", "1", "--dtype", "float32"], "--dtype needs plain weights"),
-        (["--layers", "9"], "layer 9 does not exist"),
+        (["--layers", "9"], "layer 9 of"),
         (["--layers", "1", "--output", "tiny"], "tiny exists"),
     ],
 )

@@ -281,12 +281,12 @@ def test_scores_save_and_rank(llama: PreTrainedModel, ids: torch.Tensor, tmp_pat
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"remove": [1], "drop_mlp": [1]}, "layer 1 is removed whole"),
-        ({"drop_attention": [LAYERS]}, "layer 6 does not exist"),
+        ({"remove": [1], "drop_mlp": [1]}, "layer 1 goes whole"),
+        ({"drop_attention": [LAYERS]}, "layer 6 of"),
         ({"drop_mlp": [2, 2]}, "name each once"),
-        ({"remove": [1], "drop_activation": [1], "reduction": "affine"}, "layer 1 is removed whole"),
-        ({"drop_mlp": [1], "drop_activation": [1], "reduction": "affine"}, "MLP of layer 1"),
-        ({"drop_activation": [LAYERS], "reduction": "affine"}, "layer 6 does not exist"),
+        ({"remove": [1], "drop_activation": [1], "reduction": "affine"}, "layer 1 goes whole"),
+        ({"drop_mlp": [1], "drop_activation": [1], "reduction": "affine"}, "layer 1 goes whole"),
+        ({"drop_activation": [LAYERS], "reduction": "affine"}, "layer 6 of"),
         ({"drop_activation": [1]}, "without a reduction"),
         ({"drop_activation": [1], "reduction": "mean"}, "reduction 'mean'"),
         (
