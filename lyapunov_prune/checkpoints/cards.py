@@ -17,6 +17,7 @@ from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.decoder import is_wrapped
+from lyapunov_prune.models.encoders import has_two_stacks
 from lyapunov_prune.models.gguf import BUILTIN_CARD
 from lyapunov_prune.models.hub import HUB_ID
 from lyapunov_prune.models.left_out import left_out
@@ -114,7 +115,8 @@ def _text(told: Mapping[str, object], key: str) -> str | None:
 
 
 def _task(model: PreTrainedModel) -> str | None:
-    """The hub's name for the task of `model`; None for a decoder in a multimodal model, which has several."""
+    """The hub's name for the task of `model`; None for encoder-decoders and multimodal models, which have several."""
     if looks_at_images(model):
         return "image-classification"
-    return None if is_wrapped(model) else "text-generation"
+    several = is_wrapped(model) or has_two_stacks(model.config)
+    return None if several else "text-generation"

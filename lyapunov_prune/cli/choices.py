@@ -16,6 +16,7 @@ Derivative = Literal["difference", "jvp"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 Engine = Literal["llama.cpp"]
 Shrunk = Literal["layers", "layers,width", "layers,experts"]
+Stack = Literal["encoder", "decoder"]
 Split = Literal["evaluation", "all", "calibration"]
 What = Literal["layers", "attention", "mlp", "activation", "width", "experts", "layers,width", "layers,experts"]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.cli.choices import Split
+from lyapunov_prune.cli.choices import Split, Stack
 from lyapunov_prune.cli.options import ModelOptions, TextOptions
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.errors import LyapunovPruneError
@@ -37,6 +37,7 @@ def load_inputs(
     split: Split = "calibration",
     *,
     stream: bool = False,
+    stack: Stack | None = None,
     plan: PruningPlan | MergekitSlices | None = None,
 ) -> tuple[Decoder, TokenBatch]:
     """The model and its text; a `plan` has to be for that model, of which the text says nothing."""
@@ -46,7 +47,7 @@ def load_inputs(
     require_source(text.text)  # before minutes of loading
     if stream:
         source.require_one_place("--stream")
-    loaded = source.load(model, stream=stream)
+    loaded = source.load(model, stream=stream, stack=stack)
     if plan is not None:
         plan.require_model(loaded.identity)
     require_context(loaded.structure, text.context)

@@ -94,7 +94,9 @@ class ModelOptions:
     def spread(self) -> bool:
         return self.device == SPREAD
 
-    def load(self, model: str, *, stream: bool = False, text_only: bool = False) -> Decoder:
+    def load(
+        self, model: str, *, stream: bool = False, text_only: bool = False, stack: choices.Stack | None = None
+    ) -> Decoder:
         if stream:
             self.require_one_place("--stream")
             from lyapunov_prune.checkpoints.streamed import load_streamed
@@ -109,6 +111,7 @@ class ModelOptions:
             device="auto" if self.spread else self.device,
             device_map="auto" if self.spread else None,
             text_only=text_only,
+            stack=stack,
         )
 
     def require_one_place(self, what: str) -> None:
@@ -181,6 +184,10 @@ Judge = Annotated[
 Stream = Annotated[
     bool,
     model_option("--stream", help="For a model larger than memory: one layer at a time, read from its safetensors."),
+]
+Stack = Annotated[
+    choices.Stack | None,
+    model_option("--stack", help="Of an encoder-decoder, such as T5: whose layers, the encoder's or the decoder's."),
 ]
 OnDisk = Annotated[bool, model_option("--on-disk", help="Copy the kept tensors; the model is never in memory.")]
 
@@ -266,8 +273,8 @@ class RankOptions:
         )
 
     def of_model(self, loaded: Decoder, given: Given) -> RankOptions:
-        """These options with the default of an encoder, which has no loss of the next token for `best` to go by."""
-        if loaded.encoder and "criterion" not in given:
+        """These options with the default of encoders and encoder-decoders, which `best` does not take."""
+        if not loaded.causal and "criterion" not in given:
             return replace(self, criterion=default_criterion(None, self.what))
         return self
 
@@ -303,7 +310,7 @@ class RankOptions:
         from lyapunov_prune.ranking.rank import rank
 
         return rank(
-            loaded.model,
+            loaded,
             batch,
             criterion=self.goes_by,
             what=self.what,

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.decoder import Decoder, Model, model_of
 from lyapunov_prune.models.structure import Structure, identify
 from lyapunov_prune.results.overlap import fingerprint, run_hashes, shared_tokens
 from lyapunov_prune.results.result import MeasuredOn, versions
@@ -84,11 +85,13 @@ class TokenBatch:
             return self.tokens
         return shared_tokens(self.stream, seen.fingerprint) if seen.fingerprint and not seen.images else 0
 
-    def measured_on(self, model: PreTrainedModel, seed: int | None = None) -> MeasuredOn:
+    def measured_on(self, model: Model, seed: int | None = None) -> MeasuredOn:
+        """The record of a measurement of a model; one with two stacks is given as the handle of one."""
+        plain = model_of(model)
         return MeasuredOn(
-            model=identify(model),
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=model.device.type,
+            model=model.identity if isinstance(model, Decoder) else identify(plain),
+            dtype=str(plain.dtype).removeprefix("torch."),
+            device=plain.device.type,
             text=self.text,
             split=self.split,
             text_hash=self.text_hash,

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.classifiers import image_shape, looks_at_images
+from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.results.overlap import Fingerprint
 from lyapunov_prune.results.result import MeasuredOn, versions
@@ -85,12 +86,13 @@ class ImageBatch:
         known = np.frombuffer(base64.b64decode(seen.fingerprint.hashes), dtype="<u8")
         return int(np.isin(self.image_hashes, known).sum())
 
-    def measured_on(self, model: PreTrainedModel, seed: int | None = None) -> MeasuredOn:
+    def measured_on(self, model: Model, seed: int | None = None) -> MeasuredOn:
         hashes = base64.b64encode(self.image_hashes.tobytes()).decode()
+        plain = model_of(model)
         return MeasuredOn(
-            model=identify(model),
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=model.device.type,
+            model=identify(plain),
+            dtype=str(plain.dtype).removeprefix("torch."),
+            device=plain.device.type,
             text=self.source,
             split=self.split,
             text_hash=self.text_hash,

@@ -17,8 +17,7 @@ from lyapunov_prune.mending.judge import judged_mends, second_text
 from lyapunov_prune.mending.mend import Mend
 from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.merging.table import require_reduction
-from lyapunov_prune.models.decoder import Decoder, takes_model
-from lyapunov_prune.models.encoders import require_no_encoder
+from lyapunov_prune.models.decoder import Decoder, takes_model, wrap
 from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import PlainAny
@@ -65,7 +64,7 @@ def write_pruned(
     stored.require_names(model.model.config._name_or_path, Path(target))
     require_whole(model.model)
     if mend or plan.channels:
-        require_no_encoder(model.model)
+        wrap(model)  # raises for encoders and encoder-decoders
     plan.require_model(model.identity)
     batch = None if batch is None else as_examples(model, batch)
     _require_held(stored, model, plan, batch)
@@ -73,11 +72,11 @@ def write_pruned(
     if batch is not None:
         first = batch.take([0])
         # A broken original would otherwise be blamed on the removal.
-        require_finite(model.structure, model_inputs(model.model, first, 1)[0], first.measured_on(model.model).text)
+        require_finite(model.structure, model_inputs(model.model, first, 1)[0], first.measured_on(model).text)
     merged: tuple[Merged, ...] = ()
     if batch is not None and plan.reduction is not None:
         merged = merge_layers(model, batch, plan.drop_activation, plan.reduction)
-        plan = plan.seen_on(batch.measured_on(model.model))
+        plan = plan.seen_on(batch.measured_on(model))
     mends: tuple[Mend, ...] = ()
     refits: Refits = {}
     mended = None

@@ -96,7 +96,7 @@ def read_quantised(folder: Path, name: str | Path) -> Quantised:
     with reading(()):
         stored = read_tensors(folder, getattr(decoder.model.config, "transformers_weights", None))
     targets, others = targets_of(decoder.model, stored)
-    heads = find_left_out(decoder.model, {}, others).heads
+    heads = find_left_out(decoder.model, decoder.structure, {}, others).heads
     keep_left_out(decoder.model, LeftOut({}, heads=heads), folder)
     found = Quantised(folder, decoder, {k: t for k, t in stored.items() if k not in heads}, targets, heads)
     total, layers = decoder.structure.num_layers, found.layers(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -109,8 +110,9 @@ def require_one_state(structure: Structure, hidden: torch.Tensor) -> None:
 def skipped(structure: Structure, layers: tuple[int, ...]) -> AbstractContextManager[None]:
     """In every forward inside the block, `layers` return the hidden state they were given.
 
-    A second state passed between layers (Zaya's routers) is returned unchanged too. What a layer leaves elsewhere for
-    others, such as shared keys and values, stays: only its contribution to the residual stream is skipped.
+    A second state passed between layers (Zaya's routers) is returned unchanged too; its parameter is called so, while
+    T5 returns its position bias where it takes the mask. What a layer leaves elsewhere for others, such as shared keys
+    and values, stays: only its contribution to the residual stream is skipped.
 
     The layers still compute, so this is a reference for removal and no faster than the full model.
     """
@@ -118,10 +120,13 @@ def skipped(structure: Structure, layers: tuple[int, ...]) -> AbstractContextMan
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         hidden_of(output)
         if isinstance(output, tuple):
-            given = args[: len(output)]
+            names = inspect.signature(module.forward).parameters
             passed = [
-                before if before is None or getattr(before, "shape", None) == getattr(after, "shape", ()) else after
-                for before, after in zip(given, output, strict=False)
+                before
+                if "hidden_states" in name
+                and (before is None or getattr(before, "shape", None) == getattr(after, "shape", ()))
+                else after
+                for name, before, after in zip(names, args, output, strict=False)
             ]
             output = (*passed, *output[len(passed) :])
         return with_hidden(output, layer_input(args, kwargs))

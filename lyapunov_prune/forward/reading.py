@@ -69,7 +69,7 @@ class Reading:
 
     @cached_property
     def _measured_on(self) -> MeasuredOn:
-        return self.batch.measured_on(self.model)
+        return self.batch.measured_on(self.decoder)
 
     @cached_property
     @torch.no_grad()

@@ -55,7 +55,7 @@ def fitting_and_judges(reading: Reading, judge: Tokens | None) -> tuple[Reading,
 def second_text(reading: Reading) -> TokenBatch:
     """A text written by the dense model in short windows. Raises like `self_generated`."""
     context = reading.structure.at_most(_CONTEXT)
-    return self_generated(reading.model, tokens=_TOKENS, context=context, seed=_SEED)
+    return self_generated(reading.decoder, tokens=_TOKENS, context=context, seed=_SEED)
 
 
 def losses(reading: Reading, removed: Sequence[int], mends: Sequence[Mend] = ()) -> np.ndarray:

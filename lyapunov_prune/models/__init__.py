@@ -1,7 +1,8 @@
 """Everything that depends on a model family; no other room asks for a model's name or `model_type`.
 
 - `decoder`: the handle that every room takes; `structure`: where a decoder keeps its layers, and which model it is;
-- `encoders`: which models read a text in both directions, and by which class they are loaded.
+- `encoders`: which models read a text in both directions, and by which class they are loaded; `two_stacks`: the layers
+  of the encoder or of the decoder of a model that has both, and what each of them reads;
 - `loading`: a model in memory by any name, through `from_folder`, `hub` and `gguf` (which has the built-in model);
   `folder`, `weight_files`, `adapter_folder`, `expansion`: checks of a checkpoint, its weights, a folder of adapters and
   a tokenizer before transformers reads them; `cache`: dequantised GGUF files; `packed`: packed integers that are

@@ -66,10 +66,11 @@ def load_classifier(
     model = load_weights(
         AutoModelForImageClassification, folder, folder, LOCAL | options | {"use_safetensors": True}, "a ViT or DeiT"
     )
-    tell_left_out(model, folder)
+    structure = find_layers(model)
+    tell_left_out(model, structure, folder)
     keep_history(model, read_history(folder))
     model.config._name_or_path = str(name)
-    return LoadedClassifier(model.eval(), find_layers(model), _normalisation(folder, model.config.num_channels))
+    return LoadedClassifier(model.eval(), structure, _normalisation(folder, model.config.num_channels))
 
 
 def _normalisation(folder: Path, channels: int) -> Normalisation:

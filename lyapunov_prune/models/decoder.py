@@ -13,12 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import Parsed, checked
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.dispatched import bring_all
-from lyapunov_prune.models.encoders import is_encoder, require_no_encoder
+from lyapunov_prune.models.encoders import Stack, is_encoder, require_no_encoder
 from lyapunov_prune.models.families import Family, family_entry
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.quantised import is_packed
 from lyapunov_prune.models.streamed import Stream, require_not_streamed, stream_of
 from lyapunov_prune.models.structure import Structure, find_layers, find_structure, identify, model_name, settle
+from lyapunov_prune.models.two_stacks import require_one_stack, stack_structure
 from lyapunov_prune.results.result import ModelIdentity
 
 P = ParamSpec("P")
@@ -29,6 +30,8 @@ T = TypeVar("T")
 class Decoder:
     """A decoder-only language model and its structure, made by `load` or `wrap`.
 
+    Some functions also take the handle of an encoder, or of one stack of an encoder-decoder.
+
     It is valid as long as `model` keeps its modules; weights may change in place. `tokenizer` is the one that the model
     was loaded with, or None if `wrap` was given none.
     """
@@ -38,8 +41,9 @@ class Decoder:
     tokenizer: Any = None
 
     def __repr__(self) -> str:
+        of = f" of the {self.structure.stack}" if self.structure.stack else ""
         return (
-            f"{model_name(self.model)} ({self.structure.model_type}): {self.structure.num_layers} layers, "
+            f"{model_name(self.model)} ({self.structure.model_type}): {self.structure.num_layers} layers{of}, "
             f"{self.model.num_parameters():,} parameters, {self.model.dtype} on {self.model.device}"
         )
 
@@ -68,6 +72,11 @@ class Decoder:
         return is_encoder(self.model)
 
     @property
+    def causal(self) -> bool:
+        """Whether it is a decoder with one stack of layers, which predicts every next token of its text."""
+        return not self.encoder and self.structure.stack is None
+
+    @property
     def wrapped(self) -> bool:
         """Whether it is the text part of a larger model."""
         return is_wrapped(self.model)
@@ -75,7 +84,7 @@ class Decoder:
     @property
     def identity(self) -> ModelIdentity:
         """Hashes of its settings and weights as they are now; every weight is read at each call."""
-        return identify(self.model)
+        return identify(self.model, structure=self.structure)
 
 
 # What a public function accepts as a model.
@@ -83,17 +92,24 @@ Model = PreTrainedModel | Decoder
 
 
 @checked
-def wrap(model: Model, tokenizer: PreTrainedTokenizerBase | None = None) -> Decoder:
+def wrap(model: Model, tokenizer: PreTrainedTokenizerBase | None = None, *, stack: Stack | None = None) -> Decoder:
     """The handle of `model`, which all functions of this package accept in its place; a handle is returned as it is.
 
     Weights that accelerate has offloaded are put where they can be read at any time, and packed weights into the form
     in which they are measured.
 
-    Raises LyapunovPruneError for an encoder, an encoder-decoder, a model without a list of layers, and for weights on
-    `meta`.
+    With `stack`, `model` is an encoder-decoder (`AutoModelForSeq2SeqLM`), and the handle is that of the layers of its
+    encoder or of its decoder, which profile, rank and prune accept.
+
+    Raises LyapunovPruneError for an encoder, an encoder-decoder without `stack`, a model without a list of layers, and
+    for weights on `meta`.
     """
+    if stack is not None:
+        bring_all(model_of(model))
+        return Decoder(model_of(model), stack_structure(model_of(model), stack), tokenizer)
     if isinstance(model, Decoder):
         require_no_encoder(model.model)
+        require_one_stack(model.structure)
         return model
     with held(model):
         if stream_of(model) is None:
@@ -103,8 +119,10 @@ def wrap(model: Model, tokenizer: PreTrainedTokenizerBase | None = None) -> Deco
 
 
 def wrap_text(model: Model) -> Decoder:
-    """`wrap`, which also takes encoders."""
-    return wrap_layers(model) if is_encoder(model_of(model)) else wrap(model)
+    """`wrap`, which also takes encoders, and handles of one stack of an encoder-decoder."""
+    if isinstance(model, Decoder):
+        return model
+    return wrap_layers(model) if is_encoder(model) else wrap(model)
 
 
 def wrap_any(model: Model) -> Decoder:
@@ -129,7 +147,7 @@ def in_memory(model: Model, handle: Callable[[Model], Decoder] = wrap) -> Decode
 # Annotations of public functions: the caller gives a `Model`, the function receives the handle.
 Streamable = Annotated[Decoder, Parsed(Model, wrap)]
 InMemory = Annotated[Decoder, Parsed(Model, in_memory)]
-StreamableText = Annotated[Decoder, Parsed(Model, wrap_text)]  # encoders too
+StreamableText = Annotated[Decoder, Parsed(Model, wrap_text)]  # encoders and stacks too
 InMemoryText = Annotated[Decoder, Parsed(Model, partial(in_memory, handle=wrap_text))]
 InMemoryAny = Annotated[Decoder, Parsed(Model, partial(in_memory, handle=wrap_any))]  # and image classifiers
 
@@ -150,7 +168,8 @@ def takes_models(
 
 def is_wrapped(model: PreTrainedModel) -> bool:
     """Whether the decoder is the text part of a larger model."""
-    return model.config.get_text_config(decoder=True) is not model.config
+    config = model.config
+    return not config.is_encoder_decoder and config.get_text_config(decoder=True) is not config
 
 
 def model_of(model: Model) -> PreTrainedModel:

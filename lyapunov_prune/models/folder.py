@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, compact_classes, family_of
-from lyapunov_prune.models.encoders import encoder_class
+from lyapunov_prune.models.encoders import Stack, encoder_class, has_two_stacks, stack_remedy
 from lyapunov_prune.models.quantised import UNPACK, quantisation
 from lyapunov_prune.models.structure import LAYER_COUNTS
 from lyapunov_prune.models.weight_files import weight_files
@@ -42,13 +42,17 @@ _CHOICES = ("attn_implementation", "experts_implementation")
 
 
 def require_loadable(
-    folder: Path, *, images: bool = False, quantised: Callable[[PreTrainedConfig], bool] = lambda config: False
+    folder: Path,
+    *,
+    images: bool = False,
+    quantised: Callable[[PreTrainedConfig], bool] = lambda config: False,
+    stack: Stack | None = None,
 ) -> PreTrainedConfig:
     """Return the config in `folder` if it holds a decoder with complete safetensors weights of its own.
 
-    With `images` it must be an image classifier's. `quantised(config)` says whether the caller accepts a quantised
-    checkpoint. The weight files are those that transformers would choose; only their headers and sizes are read. Raises
-    LyapunovPruneError otherwise.
+    With `images` it must be an image classifier's, with `stack` an encoder-decoder's. `quantised(config)` says whether
+    the caller accepts a quantised checkpoint. The weight files are those that transformers would choose; only their
+    headers and sizes are read. Raises LyapunovPruneError otherwise.
     """
     for path in folder.iterdir():
         require_file(path)
@@ -57,7 +61,10 @@ def require_loadable(
     method = quantisation(config)
     if method and not quantised(config):
         raise LyapunovPruneError(f"the weights in {folder} are {method}; {UNPACK}")
-    (_require_classifier if images else _require_decoder)(folder, config)
+    if images:
+        _require_classifier(folder, config)
+    else:
+        _require_decoder(folder, config, stack)
     for choice in _chosen(vars(config)):
         if choice not in _BUILT_IN:
             raise LyapunovPruneError(
@@ -130,19 +137,20 @@ def _require_classifier(folder: Path, config: PreTrainedConfig) -> None:
         )
 
 
-def _require_decoder(folder: Path, config: PreTrainedConfig) -> None:
+def _require_decoder(folder: Path, config: PreTrainedConfig, stack: Stack | None) -> None:
     architectures = ", ".join(config.architectures or ()) or config.model_type
     if family_of(config) in CLASSIFIERS:
         raise LyapunovPruneError(
             f"{folder} is an image classifier ({architectures}), and text needs a decoder; give images, or a decoder"
         )
+    if stack is not None:
+        if not has_two_stacks(config):
+            raise LyapunovPruneError(f"{folder} is no encoder-decoder of text ({architectures}); leave out --stack")
+        return
     if encoder_class(config):
         return
     if config.is_encoder_decoder:
-        raise LyapunovPruneError(
-            f"{folder} is an encoder-decoder ({architectures}), whose two stacks are neither measured nor cut; give a "
-            "decoder or an encoder"
-        )
+        raise LyapunovPruneError(f"{folder} is an encoder-decoder ({architectures}); {stack_remedy(config)}")
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys()
     if family_of(config) not in known:
         raise LyapunovPruneError(f"{folder} is no causal language model ({architectures}); give a decoder")

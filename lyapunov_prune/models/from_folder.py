@@ -24,6 +24,7 @@ from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.dispatched import bring_weights, offload_folder, require_placed
+from lyapunov_prune.models.encoders import Stack
 from lyapunov_prune.models.expansion import require_bounded, require_bounded_file
 from lyapunov_prune.models.folder import loading_errors, require_loadable
 from lyapunov_prune.models.left_out import find_left_out, keep_left_out
@@ -31,7 +32,8 @@ from lyapunov_prune.models.packed import is_loadable, is_unpacked, require_scale
 from lyapunov_prune.models.quantised import is_packed, quantisation, remedy, require_kernels
 from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
 from lyapunov_prune.models.stored_names import targets_of
-from lyapunov_prune.models.structure import find_layers, find_structure, text_structure
+from lyapunov_prune.models.structure import Structure, find_layers, find_structure, text_structure
+from lyapunov_prune.models.two_stacks import stack_structure
 from lyapunov_prune.models.weight_files import stored_names, weight_files
 from lyapunov_prune.models.wrappers import auto_class
 from lyapunov_prune.progress import warn
@@ -45,16 +47,20 @@ _TOKENIZER = ("token*", "vocab*", "*.model", "tekken.json", "*.tiktoken")
 _SETTINGS = "tokenizer_config.json"
 
 
-def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = False) -> Decoder:
+def load_folder(
+    folder: Path, options: dict[str, Any], *, text_only: bool = False, stack: Stack | None = None
+) -> Decoder:
     """Load the checkpoint in `folder` with its history, by transformers' `options` (`dtype`, `device_map`).
 
-    A decoder inside a multimodal model is loaded with the whole model, or alone with `text_only` (`auto_class`).
+    A decoder inside a multimodal model is loaded with the whole model, or alone with `text_only` (`auto_class`). Of an
+    encoder-decoder, `stack` names whose layers the handle is for.
 
     Packed integers in a format of `is_unpacked` are unpacked; other packed weights stay packed, and are refused on the
     `meta` device. Raises LyapunovPruneError for anything that cannot be loaded whole.
     """
     with quiet():  # faults of the config are reported in one line
-        config = require_loadable(folder, quantised=is_unpacked if options["device_map"] == "meta" else is_loadable)
+        quantised = is_unpacked if options["device_map"] == "meta" else is_loadable
+        config = require_loadable(folder, quantised=quantised, stack=stack)
     packed = quantisation(config)
     if packed and is_unpacked(config):
         options = options | unpacking()
@@ -74,10 +80,12 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
         wanted = "a causal decoder" if auto is AutoModelForCausalLM else "the text model alone (export --text-only)"
         if text_only:
             wanted = "the whole model (leave out text_only)"
-        loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True}, auto, wanted)
+        if stack is not None:
+            wanted = "another encoder-decoder"
+        loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True}, auto, wanted, stack)
     if packed and is_unpacked(config):  # transformers drops it, but it marks models whose weights must not be changed
         loaded.model.config.quantization_config = config.quantization_config
-    tell_left_out(loaded.model, folder, asked=text_only)
+    tell_left_out(loaded.model, loaded.structure, folder, asked=text_only)
     keep_history(loaded.model, read_history(folder))
     return loaded
 
@@ -89,10 +97,12 @@ def load_whole(
     options: dict[str, Any],
     auto: Any = AutoModelForCausalLM,
     wanted: str = "a causal decoder",
+    stack: Stack | None = None,
 ) -> Decoder:
     """Model and tokenizer; refused if any weight would have to be initialised. `wanted` names the remedy."""
     model = load_weights(auto, where, folder, source | LOCAL | options, wanted)
-    return Decoder(model.eval(), text_structure(model), _load_tokenizer(where, folder, source))
+    structure = text_structure(model) if stack is None else stack_structure(model, stack)
+    return Decoder(model.eval(), structure, _load_tokenizer(where, folder, source))
 
 
 def load_bare(folder: Path) -> Decoder:
@@ -162,7 +172,7 @@ def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], 
     return model
 
 
-def tell_left_out(model: PreTrainedModel, folder: Path, *, asked: bool = False) -> None:
+def tell_left_out(model: PreTrainedModel, structure: Structure, folder: Path, *, asked: bool = False) -> None:
     """Report the tensors in `folder` that `model` does not hold, and store them on it.
 
     Nothing is reported for packed weights, whose kernels need further tables.
@@ -172,7 +182,7 @@ def tell_left_out(model: PreTrainedModel, folder: Path, *, asked: bool = False) 
     keys = stored_names(folder, getattr(model.config, "transformers_weights", None))
     targets, others = targets_of(model, keys)
     taken = {key: target.name for key, target in targets.items()}
-    keep_left_out(model, find_left_out(model, taken, others, asked=asked), folder)
+    keep_left_out(model, find_left_out(model, structure, taken, others, asked=asked), folder)
 
 
 def _tell_of_code(model: PreTrainedModel, where: Path) -> None:
@@ -181,7 +191,9 @@ def _tell_of_code(model: PreTrainedModel, where: Path) -> None:
         return
     config = model.config.get_text_config(decoder=True)
     unknown = list(unknown_settings(config))
-    numbers = unknown_layer_numbers(config, find_layers(model).num_layers)
+    numbers = []
+    if not model.config.is_encoder_decoder:  # whose layers are numbered twice
+        numbers = unknown_layer_numbers(config, find_layers(model).num_layers)
     code = vars(model.config).pop("auto_map", None)
     if not code and not numbers:
         return

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.classifiers import looks_at_images
-from lyapunov_prune.models.structure import find_layers
+from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.progress import warn
 
 _NOTE = "_lyapunov_prune_left_out"  # a plain attribute of the model: deep copies have it, save_pretrained drops it
@@ -72,13 +72,18 @@ class LeftOut:
 
 
 def find_left_out(
-    model: PreTrainedModel, taken: Mapping[str, str], others: Mapping[str, str], *, asked: bool = False
+    model: PreTrainedModel,
+    structure: Structure,
+    taken: Mapping[str, str],
+    others: Mapping[str, str],
+    *,
+    asked: bool = False,
 ) -> LeftOut:
     """Sort by kind `others`: tensors in the files that `model` does not take, with their names in it."""
     if not others:
         return LeftOut(taken, asked=asked)
-    path = find_layers(model).layers_path
-    count, modules = len(model.get_submodule(path)), {name for name, _ in model.named_modules()}  # type: ignore[arg-type]
+    path, count = structure.layers_path, structure.num_layers
+    modules = {name for name, _ in model.named_modules()}
     extra = _counted(model.config)
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     kinds: dict[str, list[str]] = {"heads": [], "parts": [], "strays": [], "tables": []}

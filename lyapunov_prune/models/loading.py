@@ -17,6 +17,7 @@ from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.device import resolve_device
 from lyapunov_prune.models.dispatched import known_map
+from lyapunov_prune.models.encoders import Stack
 from lyapunov_prune.models.families import JUDGED
 from lyapunov_prune.models.from_folder import load_bare, load_folder, quiet
 from lyapunov_prune.models.gguf import builtin_folder, load_gguf
@@ -39,6 +40,7 @@ def load(
     offline: bool = False,
     device_map: str | Mapping[str, int | str] | None = None,
     text_only: bool = False,
+    stack: Stack | None = None,
 ) -> Decoder:
     """Load a decoder and its tokenizer, in eval mode; returns the handle that every function accepts as a model.
 
@@ -54,6 +56,9 @@ def load(
     A decoder inside a multimodal model is loaded with the whole model, so that a checkpoint made of it still reads
     pictures. With `text_only` only the text model is loaded, and a line on stderr names what is left out.
 
+    With `stack` the model is an encoder-decoder (T5, BART, …), and the handle is that of the layers of its `encoder` or
+    its `decoder`, which profile, rank and prune accept.
+
     Raises LyapunovPruneError, with the remedy, for anything that cannot be loaded whole.
     """
     wanted = known_dtype(dtype)
@@ -67,16 +72,20 @@ def load(
         options["device_map"] = known_map(device_map)
     with status(f"loading {name}"):
         if name.endswith(".gguf"):
+            if stack is not None:
+                raise LyapunovPruneError(f"{name} is a GGUF file, which holds one stack of layers; leave out --stack")
             loaded = load_gguf(Path(name), options | {"dtype": wanted or torch.float32})
         else:
             folder = checkpoint_folder(name, offline=offline)
             if holds_adapters(folder):
+                if stack is not None:
+                    raise LyapunovPruneError(f"{name} holds adapters; merge them by peft, then give --stack")
                 loaded = _load_merged(folder, options, offline, text_only)
             else:
-                loaded = load_folder(folder, options, text_only=text_only)
+                loaded = load_folder(folder, options, text_only=text_only, stack=stack)
         loaded.model.config._name_or_path = name
         settle(loaded.model)
-        if not loaded.encoder:
+        if loaded.causal:
             require_causal(loaded.model)
     return loaded
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -17,7 +17,7 @@ from lyapunov_prune.errors import LyapunovPruneError, in_short
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.dispatched import bring_weights
-from lyapunov_prune.models.encoders import is_encoder, require_no_encoder
+from lyapunov_prune.models.encoders import Stack, is_encoder, require_no_encoder, require_no_two_stacks
 from lyapunov_prune.models.experts import require_choosable
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation
@@ -48,6 +48,7 @@ class Structure:
     layers_path: str  # the name of `layers` inside the model, as in state-dict keys
     config: Any  # the text config, which holds the number of layers
     count: str  # the name of that setting
+    stack: Stack | None = None  # which one, if the model has two
 
     @property
     def num_layers(self) -> int:
@@ -75,9 +76,8 @@ def find_structure(model: PreTrainedModel) -> Structure:
     Raises LyapunovPruneError for an encoder, an encoder-decoder, or a model without a list of layers.
     """
     require_no_encoder(model)
+    require_no_two_stacks(model)
     kind = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise LyapunovPruneError(f"{kind} is an encoder-decoder; give a decoder-only language model")
     if getattr(model.config, "return_dict", True) is False:
         raise LyapunovPruneError(f"{kind} hands its outputs out without names; set model.config.return_dict = True")
     if model.get_output_embeddings() is None:
@@ -103,16 +103,34 @@ def find_layers(model: PreTrainedModel) -> Structure:
 
     Raises LyapunovPruneError if there is no such list.
     """
-    kind = type(model).__name__
+    require_no_two_stacks(model)
     config = model.config.get_text_config(decoder=True)
-    lengths = {name: getattr(config, name) for name in LAYER_COUNTS if getattr(config, name, None)}
+    return layers_in(model, config, LAYER_COUNTS)
+
+
+def layers_in(
+    model: PreTrainedModel,
+    config: Any,
+    counts: Sequence[str],
+    *,
+    within: str = "",
+    backbone: nn.Module | None = None,
+    stack: Stack | None = None,
+) -> Structure:
+    """The structure of the largest module list whose length is one of the settings `counts` of `config`.
+
+    Only lists inside the module `within` are looked at; "" means the whole model. `backbone` None means that of
+    `_backbone`. Raises LyapunovPruneError if there is no such list.
+    """
+    kind = type(model).__name__
+    lengths = {name: getattr(config, name) for name in counts if getattr(config, name, None)}
     if not lengths:
         raise LyapunovPruneError(f"the config of {kind} ({config.model_type}) counts no decoder layers; not supported")
     for count, length in lengths.items():
         lists = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) == length
+            if isinstance(module, nn.ModuleList) and len(module) == length and f"{name}.".startswith(within)
         }
         if lists:
             # Packed weights may be buffers.
@@ -127,11 +145,12 @@ def find_layers(model: PreTrainedModel) -> Structure:
                 )
             return Structure(
                 model_type=family_of(config),
-                backbone=_backbone(model, path),
+                backbone=_backbone(model, path) if backbone is None else backbone,
                 layers=lists[path],
                 layers_path=path,
                 config=config,
                 count=count,
+                stack=stack,
             )
     length = list(lengths.values())[-1]
     raise LyapunovPruneError(
@@ -232,17 +251,20 @@ def model_name(model: PreTrainedModel) -> str:
     return model.config._name_or_path or type(model).__name__
 
 
-def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> ModelIdentity:
+def identify(
+    model: PreTrainedModel, weights: dict[str, str] | None = None, structure: Structure | None = None
+) -> ModelIdentity:
     """The identity of a model: names and shapes of all parameters, digests of all weights, and settings.
 
-    `weights` are the digests of a model whose weights are elsewhere, such as on disk; None computes them.
+    `weights` are the digests of a model whose weights are elsewhere, such as on disk; None computes them. `structure`
+    is needed for a model with two stacks; None looks for it.
     """
     stream = stream_of(model)
     if weights is None:
         settle(model)
         bring_weights(model)
         weights = weight_digests(model) if stream is None else stream.digests
-    structure = find_layers(model)
+    structure = find_layers(model) if structure is None else structure
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name}{tuple(parameter.shape)};".encode())
@@ -254,4 +276,5 @@ def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> M
         architecture=digest.hexdigest(),
         weights=weights,
         settings=forward_settings(model),
+        stack=structure.stack,
     )

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import Count, Seed
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.models.decoder import StreamableText, takes_model
+from lyapunov_prune.models.decoder import Model, StreamableText, takes_model
 from lyapunov_prune.profiles.contraction import Derivative, measure_contraction
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling, dtype_note
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
@@ -71,7 +70,7 @@ class LayerProfile(Result):
         return tuple(order[: max(1, len(turn) // 8)])
 
     def answer(self) -> list[str]:
-        turn, name = self.influence.influence, self.measured_on.model.name
+        turn, model = self.influence.influence, self.measured_on.model
         contracting, transitions = self.contraction.contracting
         lines = [
             f"Try to remove first: layers {ranges(self.candidates)} of 0–{len(turn) - 1}. They turn the hidden state "
@@ -84,9 +83,10 @@ class LayerProfile(Result):
             *self._doubts(),
         ]
         if self.candidates:
+            command = "shrink" if model.stack is None else f"prune --stack {model.stack}"
             lines += [
                 "These are scores, no losses: only a model without the layers shows what they cost. Next: "
-                f"lyapunov-prune shrink {shlex.quote(name)} --remove {len(self.candidates)} -o smaller"
+                f"lyapunov-prune {command} {shlex.quote(model.name)} --remove {len(self.candidates)} -o smaller"
             ]
         else:
             lines[0] = "No layer stands out as one to remove."
@@ -174,7 +174,7 @@ HOW: dict[str, Any] = {"epsilon": 1e-2, "method": "difference", "pooling": "ener
 
 def kept_profile(
     path: str | Path,
-    model: PreTrainedModel,
+    model: Model,
     batch: TokenBatch,
     *,
     how: Mapping[str, Any] = HOW,

@@ -85,8 +85,13 @@ def held_by(model: PreTrainedModel, sizes: Sizes, shares: Mapping[str, Fraction]
 
 
 def sizes_in_memory(model: PreTrainedModel) -> Sizes:
-    """The tensors that a checkpoint of `model` holds: each of the state dict once, even if names share it."""
-    return list({place(t): (name, t.nbytes) for name, t in saved_tensors(model)}.values())
+    """The tensors that a checkpoint of `model` holds: each of the state dict once, even if names share it.
+
+    Marian saves no table of positions, which it computes.
+    """
+    left_out = model._keys_to_ignore_on_save or ()
+    saved = [(name, tensor) for name, tensor in saved_tensors(model) if name not in left_out]
+    return list({place(t): (name, t.nbytes) for name, t in saved}.values())
 
 
 def count_check(original: Decoder, sizes: Sizes, pruned: Decoder, saved: int, plan: PruningPlan) -> GateCheck:

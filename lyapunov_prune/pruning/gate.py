@@ -29,11 +29,12 @@ from lyapunov_prune.errors import CheckFailed, in_short
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import CACHE_LIMIT, SAME_LIMIT, cached_logits, deviation, last_logits
 from lyapunov_prune.models.classifiers import looks_at_images
-from lyapunov_prune.models.decoder import Decoder, wrap_any
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.dispatched import is_dispatched
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.pictures import picture_logits
+from lyapunov_prune.models.two_stacks import structure_like
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -179,13 +180,13 @@ def seen_by(decoder: Decoder, batch: Examples | Tokens | None, inputs: list[torc
         pixels, source, split = torch.cat(inputs), "random images", "all"
         if isinstance(batch, ImageBatch):
             source, split = f"{source} and the start of {batch.source}", batch.split
-        return ImageBatch(pixels, torch.zeros(len(pixels), dtype=torch.int64), source, split).measured_on(model)
+        return ImageBatch(pixels, torch.zeros(len(pixels), dtype=torch.int64), source, split).measured_on(decoder)
     tokens, text, split, bos = torch.cat([ids.flatten() for ids in inputs]).unsqueeze(0), "random tokens", "all", None
     if batch is not None and not isinstance(batch, ImageBatch):  # `sample_inputs` has refused images for a decoder
         given = checked_batch(decoder.structure, batch)
         text, split, bos = f"{text} and the start of {given.text}", given.split, given.bos
     seen = TokenBatch(tokens, text, split, bos)
-    return replace(seen.measured_on(model), context=max(ids.shape[1] for ids in inputs))
+    return replace(seen.measured_on(decoder), context=max(ids.shape[1] for ids in inputs))
 
 
 def _cache_deviation(model: PreTrainedModel, inputs: list[torch.Tensor], *, positions: bool = False) -> Any:
@@ -205,7 +206,10 @@ def _in_float32(decoder: Decoder) -> Decoder | None:
     needed = 6 * sum(p.numel() for p in model.parameters())  # the copy and its float32 version
     if torch.finfo(model.dtype).bits >= 32 or is_dispatched(model) or decoder.packed:
         return None
-    return wrap_any(copy.deepcopy(model).float()) if needed <= free_memory(str(model.device)) else None
+    if needed > free_memory(str(model.device)):
+        return None
+    wide = copy.deepcopy(model).float()
+    return Decoder(wide, structure_like(wide, decoder.structure))
 
 
 def bytes_in(folder: Path) -> int:

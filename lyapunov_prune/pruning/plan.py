@@ -322,7 +322,7 @@ class PruningPlan(Result):
             f"the activation (reduction {self.reduction}) of ": self.drop_activation,
         }
         removed = [
-            f"{part}{len(indices)} of {self.model.num_layers} layers of {self.model.name} "
+            f"{part}{len(indices)} of {self.model.num_layers} layers of {self.model.whose} "
             f"by {self.criterion}{blend}: {', '.join(map(str, indices))}"
             for part, indices in parts.items()
             if indices

@@ -26,7 +26,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.mending.mend import Mend, products
 from lyapunov_prune.merging.merge import Merged
-from lyapunov_prune.models.decoder import Decoder, InMemoryText, Model, takes_model, wrap_text
+from lyapunov_prune.models.decoder import Decoder, InMemoryText, Model, takes_model, wrap, wrap_text
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.units import find_units
@@ -64,7 +64,8 @@ def verify_removal(
     """
     operation = Operation(as_plan(original, plan), merged, mends)
     try:
-        result = wrap_text(pruned)
+        stack = original.structure.stack
+        result = wrap_text(pruned) if stack is None else wrap(pruned, stack=stack)
     except LyapunovPruneError as error:  # the result is no decoder
         return GateReport((crashed(RELOADED, error),))
     return check_removal(original, result, operation, batch, checkpoint)

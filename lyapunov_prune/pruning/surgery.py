@@ -22,7 +22,8 @@ from lyapunov_prune.models.layer_settings import require_attention, slice_settin
 from lyapunov_prune.models.left_out import forget_heads
 from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
-from lyapunov_prune.models.structure import Structure, text_structure
+from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.models.two_stacks import renew_configs, stack_config, structure_like
 from lyapunov_prune.models.units import find_units
 from lyapunov_prune.models.width import find_width, narrow
 from lyapunov_prune.models.wrappers import require_text_alone
@@ -60,7 +61,7 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
             require_text_alone(decoder, plan.remove)
         memo = shared_memo(decoder.model) if shared else {}
         made = without_layers(decoder, plan, memo) if plan.remove else copy.deepcopy(decoder.model, memo)
-    pruned = Decoder(made, text_structure(made))
+    pruned = Decoder(made, structure_like(made, decoder.structure))
     if plan.channels:
         narrow(pruned, find_width(pruned), plan.kept_channels)
         units = find_units(pruned.structure)
@@ -124,10 +125,12 @@ def without_layers(
     _renumber(pruned, layers, plan.kept, original.num_layers)
     renumber_compact(pruned, layers)
     _slice_tables(pruned, family.tables, plan.kept, original.num_layers)
+    config = stack_config(pruned, original.stack)
     if family.adapt is not None:
-        config = pruned.config.get_text_config(decoder=True)
         family.adapt(Cut(pruned, layers, config, original.config, plan.kept))
-    require_attention(original.config, pruned.config.get_text_config(decoder=True))
+    require_attention(original.config, config)
+    if original.stack is not None:
+        renew_configs(pruned)
     _rename_ties(pruned)
     _renumber_devices(pruned, original.layers_path, plan)
     return pruned
@@ -200,7 +203,9 @@ def _slice_tables(
 
 def _configs(model: PreTrainedModel, original: Structure) -> list[Any]:
     """Every distinct text config the model's modules hold; usually one object, shared by all."""
-    text: Any = model.config.get_text_config(decoder=True)
+    text = stack_config(model, original.stack)
+    if original.stack is not None:
+        return [text]  # `renew_configs` makes the others
     configs = {id(text): text}
     for module in model.modules():
         config = getattr(module, "config", None)

@@ -61,7 +61,7 @@ def rank(
     """
     streamed = model.stream is not None
     if criterion is None:
-        criterion = default_criterion(None if streamed or model.encoder else remove, what)
+        criterion = default_criterion(remove if model.causal and not streamed else None, what)
     given = {"alpha": alpha, "seeds": listed(seeds), "seed": seed, "search": search, "judge": judge}
     options = {option: given[option] for option in CRITERIA[criterion].options() if option in given}
     if mend or "mend" in CRITERIA[criterion].options():
@@ -70,10 +70,10 @@ def rank(
         options["temperature"] = temperature
     made = CRITERIA.make(criterion, **options)
     require_ranks(criterion, what, remove=remove)
-    if model.encoder and CRITERIA[criterion].next_token:
+    if not model.causal and CRITERIA[criterion].next_token:
         raise LyapunovPruneError(
-            f"criterion {criterion} goes by the loss of the next token, which an encoder does not predict; give "
-            "--criterion bi"
+            f"criterion {criterion} goes by the loss of every next token of a text, and only a decoder with one stack "
+            "of layers predicts those; give --criterion bi"
         )
     reading = read(model, batch)
     if streamed:

@@ -56,7 +56,7 @@ class ModelIdentity:
     `weights` holds digests of all weights, by dtype: as they are, and rounded to every narrower one
     (`models/digest.py`). So a model is recognised after a cast, and one changed bit makes it another. `settings` holds
     the config's settings that affect the forward (`models/settings.py`), as JSON values; None in files of older
-    versions.
+    versions. `stack` says which layers are counted in a model with two stacks, `encoder` or `decoder`.
     """
 
     name: str
@@ -66,11 +66,17 @@ class ModelIdentity:
     architecture: str  # SHA-256 over parameter names and shapes
     weights: dict[str, str]
     settings: dict[str, Any] | None = None
+    stack: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))  # shown to users, and folders may have any name
         if not 0 <= self.num_layers <= _MOST_LAYERS:  # files reserve a place for each
             raise LyapunovPruneError(f"no model has {self.num_layers} layers; make the file again")
+
+    @property
+    def whose(self) -> str:
+        """The name, or `the encoder of` it, for a sentence about its layers."""
+        return self.name if self.stack is None else f"the {self.stack} of {self.name}"
 
     def same_as(self, other: ModelIdentity) -> bool:
         """Whether both are the same model; raises LyapunovPruneError if their weights share no dtype, even rounded."""
@@ -89,7 +95,7 @@ class ModelIdentity:
         """Raise LyapunovPruneError unless `other`, the model of `what`, is this one. Raises as `same_as` does."""
         if not self.same_as(other):
             raise LyapunovPruneError(
-                f"{what} is of {other.name} ({other.model_type}, {other.num_layers} layers), not of {self.name}"
+                f"{what} is of {other.whose} ({other.model_type}, {other.num_layers} layers), not of {self.whose}"
                 f"{self.other_setting(other)}; {remedy}"
             )
 
@@ -98,7 +104,7 @@ class ModelIdentity:
 
         A setting that only one config has does not count, since versions of transformers differ in theirs.
         """
-        mine, theirs = self.settings or {}, other.settings or {}
+        mine, theirs = ({"stack": identity.stack, **(identity.settings or {})} for identity in (self, other))
         for name, value in mine.items():
             if name in theirs and value != theirs[name]:
                 return printable(f" (its {name} is {str(value)[:60]}, not {str(theirs[name])[:60]})")
@@ -131,9 +137,10 @@ class MeasuredOn:
                 f"({self.split}, {self.text_hash[:12]}), {self.context} pixels wide"
             )
         bos = {True: "BOS", False: "no BOS", None: "ids given"}[self.bos]
+        halves = "; the encoder reads one half of a window, the decoder the other" if self.model.stack else ""
         return printable(
-            f"{self.model.name}, {self.dtype} on {self.device}; {self.tokens} tokens of {self.text} "
-            f"({self.split}, {self.text_hash[:12]}), context {self.context}, {bos}"
+            f"{self.model.whose}, {self.dtype} on {self.device}; {self.tokens} tokens of {self.text} "
+            f"({self.split}, {self.text_hash[:12]}), context {self.context}, {bos}{halves}"
         )
 
 

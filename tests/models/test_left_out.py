@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.left_out import find_left_out, left_out, require_whole, without_heads
 from lyapunov_prune.models.loading import load
+from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.pruning.removal import remove_layers
 
 L = 6
@@ -63,7 +64,7 @@ def test_a_whole_checkpoint_leaves_nothing_out(checkpoint: Path, capsys: pytest.
 
 def test_layers_behind_the_last_are_heads_only_if_the_config_counts_them(llama: PreTrainedModel) -> None:
     name = f"model.layers.{L}.eh_proj.weight"
-    assert find_left_out(llama, {}, {name: name}).strays == (name,)
+    assert find_left_out(llama, find_layers(llama), {}, {name: name}).strays == (name,)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from lyapunov_prune.cli.options import (
     RankOptions,
     Resume,
     Seeds,
+    Stack,
     Stream,
     TextOptions,
     counted,
@@ -60,6 +61,7 @@ def profile(
     by_sublayer: Annotated[
         bool, what_option("--by-sublayer", help="Also the growth through attention and MLP: sublayer-growth.json.")
     ] = False,
+    stack: Stack = None,
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
@@ -73,7 +75,7 @@ def profile(
     for models with state-space, linear-attention or convolution layers; writes persistence.json and figures.
     """
     if along == "time":
-        given.refuse("has no effect with --along time; leave it out", "derivative", "by_sublayer")
+        given.refuse("has no effect with --along time; leave it out", "derivative", "by_sublayer", "stack")
         given.refuse("reads layers from files, and --along time needs them in memory; leave it out", "stream")
 
         from lyapunov_prune.profiles.persistence import measure_persistence
@@ -87,21 +89,21 @@ def profile(
         show(found, as_json, written)
         return
     if stream:
-        given.refuse(IN_MEMORY, "by_sublayer")
+        given.refuse(IN_MEMORY, "by_sublayer", "stack")
 
     from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.profiles.sublayer_growth import sublayer_growth
 
     run = begun_run(output, model, "profile.json", *(["sublayer-growth.json"] if by_sublayer else []))
-    loaded, batch = load_inputs(model, source, text, stream=stream)
+    loaded, batch = load_inputs(model, source, text, stream=stream, stack=stack)
     batch_size = windows_at_once(loaded, text.context)
     drawn = range(seeds)
     growth = None
     if by_sublayer:  # first: not every family has branches to tell apart
-        growth = sublayer_growth(loaded.model, batch, epsilon=epsilon, seeds=drawn, batch_size=batch_size)
+        growth = sublayer_growth(loaded, batch, epsilon=epsilon, seeds=drawn, batch_size=batch_size)
     result = kept_profile(
         run / "profile.json",
-        loaded.model,
+        loaded,
         batch,
         how={"epsilon": epsilon, "method": derivative, "pooling": "energy"},
         seeds=drawn,
@@ -128,6 +130,7 @@ def rank(
     ] = None,
     max_kl: MaxKL = None,
     by: RankOptions = RankOptions(),
+    stack: Stack = None,
     stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
@@ -148,11 +151,11 @@ def rank(
         given.refuse(f"has no effect on --criterion {by.goes_by}; leave it out", "resume")
     if profile_file is not None:
         measured_already = "is of a MODEL to measure, which --profile FILE was; leave it out"
-        given.refuse(measured_already, "resume", "stream")
+        given.refuse(measured_already, "resume", "stream", "stack")
         given.refuse_record(measured_already, ModelOptions)
         given.refuse_record(measured_already, TextOptions)
     if stream:
-        given.refuse(IN_MEMORY, "max_kl")
+        given.refuse(IN_MEMORY, "max_kl", "stack")
 
     from lyapunov_prune.profiles.profile import LayerProfile
     from lyapunov_prune.ranking.budget import remove_under_budget
@@ -176,7 +179,7 @@ def rank(
         assert model is not None
         run = run_folder(output, model)
         require_writable(run)
-        loaded, batch = load_inputs(model, source, text, stream=stream)
+        loaded, batch = load_inputs(model, source, text, stream=stream, stack=stack)
         by = by.of_model(loaded, given)
         batch_size = windows_at_once(loaded, text.context)
         if max_kl is not None and by.what == "experts":
@@ -191,7 +194,7 @@ def rank(
         written = plan.save(run / "plan.json")
     if max_kl is not None:
         assert isinstance(ranking, LayerRanking)  # the others ask for --remove
-        spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=batch_size)
+        spent = remove_under_budget(loaded, batch, ranking, max_kl, batch_size=batch_size)
         spent.save(run / "budget.json")
         written = spent.plan().save(run / "plan.json")
         show(spent, as_json, written, kept=run / "budget.json")

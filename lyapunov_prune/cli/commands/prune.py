@@ -28,6 +28,7 @@ from lyapunov_prune.cli.options import (
     OnDisk,
     RankOptions,
     Reduction,
+    Stack,
     Stream,
     Target,
     TextOptions,
@@ -66,6 +67,7 @@ def prune(
     mend: Mend = False,
     judge: Judge = None,
     on_disk: OnDisk = False,
+    stack: Stack = None,
     stream: Stream = False,
     images: Images = None,
     source: ModelOptions = ModelOptions(),
@@ -102,6 +104,8 @@ def prune(
             "--images is for the plan of a ViT or DeiT; give --plan FILE and --format compact, and no --on-disk, "
             "--stream, --mend or --keep-period"
         )
+    if images is not None:
+        given.refuse("is of an encoder-decoder, and --images of a classifier; leave it out", "stack")
     if on_disk or stream:
         source.require_one_place("--on-disk" if on_disk else "--stream")
     parts, together = by.what in ("width", "experts"), by.what in SPLITS
@@ -160,6 +164,7 @@ def prune(
             "--format": "prune" not in stored.streamed,
             "--mend": mend,
             "--dtype": source.dtype,
+            "--stack": stack is not None,
         }
         for option, needed in refused.items():
             if needed:
@@ -198,7 +203,7 @@ def prune(
     if mend and "text" not in given:  # see experiments/6_recovery
         text = replace(text, text=SELF)
     given_plan = None if plan_file is None else read_plan(plan_file)
-    loaded, batch = load_inputs(model, source, text, plan=given_plan)
+    loaded, batch = load_inputs(model, source, text, stack=stack, plan=given_plan)
     batch_size = windows_at_once(loaded, text.context)
     require_unquantised(loaded.model)  # before anything is measured
     require_whole(loaded.model)
@@ -209,7 +214,7 @@ def prune(
     judged = load_judge(judge, loaded, batch, text) if mend or narrower else None
     if layers is not None:
         goes: dict[str, Any] = {FIELDS[by.what]: layer_indices("--layers", layers)}
-        plan = PruningPlan.given(loaded.model, **goes, reduction=reduction)
+        plan = PruningPlan.given(loaded, **goes, reduction=reduction)
     elif given_plan is not None:
         plan = plan_for(loaded, given_plan)
     else:
@@ -218,7 +223,7 @@ def prune(
         plan = _chosen(loaded, batch, by, remove, max_kl, period, mend, judged, batch_size, shown)
     plan.require_periods(period)
     written = write_pruned(
-        loaded.model,
+        loaded,
         loaded.tokenizer,
         plan,
         output,
@@ -227,7 +232,7 @@ def prune(
         mend=mend,
         judge=judged,
     )
-    tell_written(written, as_json, output, scored=not loaded.encoder)
+    tell_written(written, as_json, output, scored=loaded.causal)
 
 
 def _chosen(
@@ -250,11 +255,11 @@ def _chosen(
     from lyapunov_prune.ranking.split import split_removal
     from lyapunov_prune.ranking.within import most_within
 
-    model, weighed = loaded.model, None
+    weighed = None
     if by.what in SPLITS:
         assert remove is not None
         weighed = split_removal(
-            model,
+            loaded,
             batch,
             remove,
             by.what,
@@ -264,14 +269,14 @@ def _chosen(
             batch_size=batch_size,
         )
     elif max_kl is not None and by.what in ("width", "experts"):
-        weighed = most_within(model, batch, by.what, max_kl, criterion=by.criterion, batch_size=batch_size)
+        weighed = most_within(loaded, batch, by.what, max_kl, criterion=by.criterion, batch_size=batch_size)
     if weighed is not None:
         if shown is not None:
             shown(weighed)
         return weighed.plan()
     if by.what == "width":
         assert remove is not None
-        return choose_channels(model, batch, remove, batch_size=batch_size)
+        return choose_channels(loaded, batch, remove, batch_size=batch_size)
     if remove is not None and by.what != "experts":
         remove = count_of(remove, loaded.structure.num_layers)
         if period > 1:
@@ -283,11 +288,11 @@ def _chosen(
         return ranking.plan(remove, period)
     assert isinstance(ranking, LayerRanking)  # the others ask for --remove
     assert max_kl is not None
-    spent = remove_under_budget(model, batch, ranking, max_kl, batch_size=batch_size)
+    spent = remove_under_budget(loaded, batch, ranking, max_kl, batch_size=batch_size)
     plan = spent.plan()
     if shown is not None:
         shown(spent)
         parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[by.what]
-        if not loaded.encoder:
+        if loaded.causal:
             say(expectation().told(float(spent.kl[spent.within - 1]), parts))
     return plan

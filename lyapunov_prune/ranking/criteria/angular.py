@@ -25,7 +25,7 @@ class Angular(Criterion):
         from lyapunov_prune.ranking.angular import angular_distance
 
         ranking = angular_distance(
-            asked.reading.model,
+            asked.reading.decoder,
             asked.reading,
             batch_size=asked.batch_size,
             protect=asked.protect,

@@ -34,7 +34,7 @@ class Best(Criterion):
 
         assert asked.remove is not None  # `chooses`
         ranking = best_removal(
-            asked.reading.model,
+            asked.reading.decoder,
             asked.reading,
             asked.remove,
             search=self.search,

@@ -34,7 +34,7 @@ class BlockInfluence(Scored):
         from lyapunov_prune.profiles.sublayer_influence import sublayer_influence
         from lyapunov_prune.ranking.measured import rank_sublayers
 
-        model, reading = asked.reading.model, asked.reading
+        model, reading = asked.reading.decoder, asked.reading
         if asked.what == "layers":
             whole = block_influence(model, reading, batch_size=asked.batch_size)
             ranking = self.of_profiles(None, whole, asked.protect)

@@ -46,7 +46,7 @@ class KL(Scored):
         from lyapunov_prune.predictions.divergence import SkipDivergence, skip_divergence, sublayer_divergence
         from lyapunov_prune.ranking.measured import rank_by_divergence
 
-        model, reading = asked.reading.model, asked.reading
+        model, reading = asked.reading.decoder, asked.reading
         measured: SkipDivergence
         if asked.what == "layers":
             name, measured = (

@@ -29,7 +29,7 @@ class Oracle(Criterion):
         assert asked.remove is not None  # `chooses`
         free = free_layers(asked.reading.structure.num_layers, asked.protect)
         ranking = greedy_removal(
-            asked.reading.model,
+            asked.reading.decoder,
             asked.reading,
             asked.remove,
             folder=asked.jobs("oracle"),
