@@ -271,7 +271,7 @@ def test_scores_save_and_rank(llama: PreTrainedModel, ids: torch.Tensor, tmp_pat
         assert ranking.order == tuple(np.argsort(getattr(scores, what)))
         plan = LayerRanking.load(ranking.save(tmp_path / "ranking.json")).plan(2)
         assert (plan.remove, getattr(plan, f"drop_{what}")) == ((), tuple(sorted(ranking.order[:2])))
-    with pytest.raises(LyapunovPruneError, match="give attention or mlp"):
+    with pytest.raises(LyapunovPruneError, match="what is 'norms'"):
         rank_sublayers(scores, "norms")
 
 
