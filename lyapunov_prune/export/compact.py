@@ -14,19 +14,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.attentions import find_attentions
+from lyapunov_prune.forward.logits import cache_of
+from lyapunov_prune.forward.sublayers import find_sublayers
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.reduction import HiddenMap
-from lyapunov_prune.models.compact import LAYOUTS, NO_ATTENTION, Layout, compact_class, is_compact
+from lyapunov_prune.models.compact import NO_ATTENTION, compact_class, is_compact
 from lyapunov_prune.models.deci import not_deci
 from lyapunov_prune.models.decoder import Decoder, takes_model, wrap_any
-from lyapunov_prune.models.feedforward import Affine
+from lyapunov_prune.models.feedforward import Affine, find_feedforward
 from lyapunov_prune.models.held import held
+from lyapunov_prune.models.modeling_compact import NONE, lacks_attention, text_config
 from lyapunov_prune.models.plain import PlainAny
 from lyapunov_prune.models.sharing import shared_memo
+from lyapunov_prune.models.structure import find_layers, in_eval_mode
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import without_layers
 from lyapunov_prune.results.arrays import each_once
@@ -74,9 +79,10 @@ def make_compact(model: PlainAny, cuts: Cuts, *, shared: bool = False) -> PreTra
     `trust_remote_code=True`. Removed modules are never copied; with `shared` the modules that stay are not copied
     either (`surgery.cut`).
 
-    Raises LyapunovPruneError for a family that the format does not know, for a layer that does not exist, is named
-    twice or has lost the same before, for a matrix of another shape or with values that are not finite, when no
-    attention of a decoder would be left, and for a model that is not its plain weights.
+    Raises LyapunovPruneError for a model without a compact class (`models.compact`), for a layer that does not exist,
+    is named twice or has lost the same before, for an attention that cannot leave (`forward.attentions`), for a matrix
+    of another shape or with values that are not finite, when no attention of a decoder would be left, and for a model
+    that is not its plain weights.
     """
     decoder = model
     compact_class(model.model)
@@ -99,7 +105,8 @@ def make_compact(model: PlainAny, cuts: Cuts, *, shared: bool = False) -> PreTra
         compact.cut(places)
     for index, (W, b) in cuts.merged.items():
         new = kept.index(index)
-        matrix: Any = compact.get_submodule(f"{structure.layers_path}.{new}.{_layout(decoder).block[0]}")
+        path = merged_path(places[new])
+        matrix: Any = compact.get_submodule(f"{structure.layers_path}.{new}.{path}")
         like = next(structure.layers[new].parameters())
         matrix.weight = nn.Parameter(W.detach().to(like, copy=True))
         if b is not None:
@@ -112,14 +119,15 @@ def compact_copy(model: PreTrainedModel, cuts: list[dict[str, str]], in_place_of
     """Copy `model` into the compact class, with a config that states `cuts`. The copy itself is not cut yet.
 
     `in_place_of` maps the id of an object to what stands in the copy instead: another module, or the shared object.
-    Raises LyapunovPruneError for a family that the format does not know.
+    Raises LyapunovPruneError for a model without a compact class.
     """
     made = compact_class(model)
     config = copy.deepcopy(model.config)
     config.__class__ = made.config_class
-    config.cuts = cuts
-    # An entry in the memo stands for the copy: all modules hold one config.
-    memo: dict[int, Any] = {id(model.config): config, **in_place_of}
+    text_config(config).cuts = cuts
+    text_config(config).layers_path = find_layers(model).layers_path
+    # An entry in the memo stands for the copy: all modules hold one config, and one text config.
+    memo: dict[int, Any] = {id(model.config): config, id(text_config(model.config)): text_config(config), **in_place_of}
     with held(model):  # what a measurement has put on it would be copied too
         compact: Any = copy.deepcopy(model, memo)
     compact.__class__ = made
@@ -136,18 +144,36 @@ def cut_places(decoder: Decoder, cuts: Cuts) -> list[dict[str, str]]:
     unmerged = sorted(set(cuts.hidden) - set(cuts.merged))
     if unmerged:
         raise LyapunovPruneError(f"layer {unmerged[0]} has a hidden map and no merged matrix; give both")
-    layout = _layout(decoder)
-    places: list[dict[str, str]] = [{} for _ in decoder.layers]
-    for index in cuts.attention:
-        places[index] = {
-            layout.attention: "none",
-            **dict.fromkeys(layout.norms_alone(decoder.model.config), "identity"),
-        }
     for index, (W, b) in cuts.merged.items():
-        _require_affine(index, W, b, decoder.model)
-        first, *others = layout.block
-        places[index] |= {first: _MERGED[b is not None], **dict.fromkeys(others, "identity")}
+        _require_affine(index, W, b, decoder)
+    places: list[dict[str, str]] = [{} for _ in decoder.layers]
+    if cuts.attention:
+        _require_entries(decoder)
+    for index, attention in find_attentions(decoder, cuts.attention).items():
+        places[index] |= attention.places
+    for index, (first, *others) in block_paths(decoder, tuple(cuts.merged)).items():
+        places[index] |= {first: _MERGED[cuts.merged[index][1] is not None], **dict.fromkeys(others, "identity")}
     return places
+
+
+def block_paths(decoder: Decoder, layers: tuple[int, ...]) -> dict[int, tuple[str, ...]]:
+    """By layer: the modules in whose place a merged matrix stands, from the first one that runs to the last.
+
+    They are those of the MLP branch, and where a layer has more parts than two, of its feed-forward block (BERT).
+    """
+    paths = {}
+    for index, found in (find_sublayers(decoder, layers) if layers else {}).items():
+        if "mlp" in found.branches:
+            paths[index] = found.branches["mlp"].parts
+        else:
+            block = find_feedforward(decoder.structure, index)
+            paths[index] = (block.block,) if block.block else (block.up.module, block.activation, block.out.module)
+    return paths
+
+
+def merged_path(places: Mapping[str, str]) -> str:
+    """The path in a layer of the matrix of a merged block; empty if there is none."""
+    return next((path for path, form in places.items() if form.startswith(_MERGED)), "")
 
 
 def require_compact(decoder: Decoder, plan: PruningPlan) -> None:
@@ -170,11 +196,11 @@ def require_compact(decoder: Decoder, plan: PruningPlan) -> None:
 
 def require_deci(decoder: Decoder, plan: PruningPlan) -> None:
     """Raise LyapunovPruneError for a plan whose compact model engines cannot run as DeciLM."""
-    layout, before = _layout(decoder), list(cuts_of(decoder))
+    before = list(cuts_of(decoder))
     for index in plan.drop_attention:
-        before[index] = before[index] | {layout.attention: "none"}
+        before[index] = before[index] | {"attention": NONE}
     for index in plan.drop_activation:
-        before[index] = before[index] | {layout.block[0]: _MERGED[0]}
+        before[index] = before[index] | {"block": _MERGED[0]}
     require_served(decoder.model, [places for i, places in enumerate(before) if i not in plan.remove])
 
 
@@ -189,7 +215,7 @@ def _require_cuts(
     decoder: Decoder, attention: tuple[int, ...], blocks: tuple[int, ...], remove: tuple[int, ...]
 ) -> None:
     """Raise LyapunovPruneError unless these layers can lose these parts."""
-    layout, before = _layout(decoder), cuts_of(decoder)
+    before = cuts_of(decoder)
     for what, indices in {"the whole": remove, "the attention": attention, "the feed-forward block": blocks}.items():
         each_once(what, indices, len(before))
     if not attention and not blocks and not remove:
@@ -198,23 +224,19 @@ def _require_cuts(
     if twice:
         raise LyapunovPruneError(f"layer {twice[0]} is removed whole, sublayers and all; name it once")
     for index in attention:
-        if layout.attention in before[index]:
+        if lacks_attention(before[index]):
             raise LyapunovPruneError(f"layer {index} has no attention any more; choose other layers")
     for index in blocks:
-        if before[index].get(layout.block[0], "").startswith(_MERGED):
+        if merged_path(before[index]):
             raise LyapunovPruneError(f"the feed-forward block of layer {index} is merged already; choose other layers")
-    left = [i for i, places in enumerate(before) if i not in {*attention, *remove} and layout.attention not in places]
+    left = [i for i, places in enumerate(before) if i not in {*attention, *remove} and not lacks_attention(places)]
     if not left and decoder.model.can_generate():
         raise LyapunovPruneError(NO_ATTENTION)
 
 
-def _layout(decoder: Decoder) -> Layout:
-    return LAYOUTS[decoder.structure.model_type]
-
-
 def cuts_of(decoder: Decoder) -> list[dict[str, str]]:
     """What each layer of the model lost in an earlier cut; nothing for a plain model."""
-    return decoder.model.config.cuts if is_compact(decoder.model) else [{} for _ in decoder.layers]
+    return text_config(decoder.model.config).cuts if is_compact(decoder.model) else [{} for _ in decoder.layers]
 
 
 def _outside(old: dict[str, str], gone: Collection[str]) -> dict[str, str]:
@@ -222,8 +244,34 @@ def _outside(old: dict[str, str], gone: Collection[str]) -> dict[str, str]:
     return {path: form for path, form in old.items() if not path.startswith(tuple(f"{module}." for module in gone))}
 
 
-def _require_affine(index: int, W: torch.Tensor, b: torch.Tensor | None, model: PreTrainedModel) -> None:
-    width = model.config.hidden_size
+@in_eval_mode
+@torch.no_grad()
+def _require_entries(decoder: Decoder) -> None:
+    """Raise LyapunovPruneError for a decoder whose cache is not one entry for each attention, found by its number."""
+    model = decoder.model
+    if not model.can_generate():
+        return
+    owner: dict[int, int] = {}
+    for index, layer in enumerate(decoder.layers):
+        for name, parameter in layer.named_parameters():
+            if owner.setdefault(id(parameter), index) != index:
+                raise LyapunovPruneError(
+                    f"layers {owner[id(parameter)]} and {index} share {name}, and a block that layers share finds its "
+                    "cache entry by the number of the layer, not of the entry; remove whole layers"
+                )
+    output = model(torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=True)
+    expected = sum(not lacks_attention(places) for places in cuts_of(decoder))
+    for name, cache in cache_of(model, output).items():
+        entries = len(getattr(cache, "layers", ()))
+        if entries not in (0, expected) or type(cache).__module__ != Cache.__module__:
+            raise LyapunovPruneError(
+                f"{type(model).__name__} keeps {name} in a {type(cache).__name__} of {entries} entries for {expected} "
+                "layers, and without one entry a layer none can leave with an attention; remove whole layers"
+            )
+
+
+def _require_affine(index: int, W: torch.Tensor, b: torch.Tensor | None, decoder: Decoder) -> None:
+    width, model = decoder.structure.config.hidden_size, decoder.model
     if W.shape != (width, width) or (b is not None and b.shape != (width,)):
         given = f"{tuple(W.shape)}" + ("" if b is None else f" and {tuple(b.shape)}")
         raise LyapunovPruneError(

@@ -26,12 +26,12 @@ from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.images import ImageBatch
-from lyapunov_prune.export.compact import Cuts, cut_places
-from lyapunov_prune.forward.hooks import hidden_of, skipped, with_hidden
+from lyapunov_prune.export.compact import Cuts, block_paths, cut_places, cuts_of, merged_path
+from lyapunov_prune.forward.attentions import find_attentions, silenced_attentions
+from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.replaced import hidden_replaced
-from lyapunov_prune.models.compact import LAYOUTS
 from lyapunov_prune.models.decoder import Decoder, InMemoryAny, takes_models
 from lyapunov_prune.models.feedforward import Affine, FeedForward, read_feedforward
 from lyapunov_prune.models.hooked import hooked
@@ -81,23 +81,21 @@ def cut_by_hooks(decoder: Decoder, cuts: Cuts) -> Iterator[None]:
     τ(x), so no merged matrix is trusted; if τ is not known, the output of the block becomes `W x + b` of its input.
     """
     structure = decoder.structure
-    layers, layout = structure.layers, LAYOUTS[structure.model_type]
+    layers = structure.layers
     known = list(_known(structure, cuts).values())
     before: list[tuple[nn.Module, Callable[..., None]]] = []
     after: list[tuple[nn.Module, Callable[..., Any]]] = []
-    for index in cuts.attention:
-        after.append((layers[index].get_submodule(layout.attention), _zero))
-    for index, affine in cuts.merged.items():
-        if index not in cuts.hidden:
-            note, replace = _replacement(affine)
-            before.append((layers[index].get_submodule(layout.block[0]), note))
-            after.append((layers[index].get_submodule(layout.block[-1]), replace))
-    with hooked(before=before, after=after), hidden_replaced(layers, known), skipped(structure, cuts.remove):
+    for index, paths in block_paths(decoder, tuple(set(cuts.merged) - set(cuts.hidden))).items():
+        note, replace = _replacement(cuts.merged[index])
+        before.append((layers[index].get_submodule(paths[0]), note))
+        after.append((layers[index].get_submodule(paths[-1]), replace))
+    with (
+        silenced_attentions(find_attentions(decoder, cuts.attention)),
+        hooked(before=before, after=after),
+        hidden_replaced(layers, known),
+        skipped(structure, cuts.remove),
+    ):
         yield
-
-
-def _zero(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    return with_hidden(output, torch.zeros_like(hidden_of(output)))
 
 
 def _replacement(affine: Affine) -> tuple[Callable[..., None], Callable[..., torch.Tensor]]:
@@ -123,7 +121,8 @@ def _merged(gate: Gate, cuts: Cuts) -> GateCheck:
     kept = [i for i in range(structure.num_layers) if i not in cuts.remove]
 
     def stored(index: int) -> Affine:
-        matrix: Any = made[kept.index(index)].get_submodule(LAYOUTS[structure.model_type].block[0])
+        new = kept.index(index)
+        matrix: Any = made[new].get_submodule(merged_path(cuts_of(gate.result)[new]))
         return matrix.weight.detach(), None if matrix.bias is None else matrix.bias.detach()
 
     return merged_check(merged_blocks(structure.layers, _known(structure, cuts), stored), "a merged block")

@@ -103,7 +103,7 @@ def find_factored(model: Model, ranks: Mapping[str, int | None]) -> tuple[Factor
 
     A fused matrix is split into its projections, each with its own rank. A rank of None leaves the matrix as it is, and
     experts that a family keeps as one tensor always stay. Raises LyapunovPruneError if factors make no matrix smaller,
-    and for a family that the compact format does not know.
+    and for a model without a compact class (`models.compact`).
     """
     require_unquantised(model_of(model))
     compact_class(model_of(model))

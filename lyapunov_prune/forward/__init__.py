@@ -5,7 +5,7 @@
 - `products`: the input and output of a matrix, even if its module is not called;
 - `rounding`: the coarsest dtype that the layers compute in, and whether they select experts or tokens;
 - `branches`, `sublayers`: attention and MLP of a layer, run alone or silenced; `outputs`: the parameters that make
-  their output;
+  their output; `attentions`: the attention of a layer, and what stands in its place when it leaves;
 - `channels`: hidden channels of feed-forward blocks and experts masked; `masking`: experts that a router may not
   choose;
 - `replacement`, `changes`: other weights, or a changed layer, inside a block;

@@ -16,9 +16,9 @@ from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, hidden_of, with_input
-from lyapunov_prune.models.compact import stores_factors
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.modeling_compact import LowRank
 from lyapunov_prune.models.plain import require_parameters
 from lyapunov_prune.models.projections import layer_projections
 from lyapunov_prune.models.quantised import require_readable
@@ -44,7 +44,8 @@ class _Call:
 class Branch:
     """A branch of `layer`, from the input of `entry` to the output of `exit`.
 
-    `x` is what entered it when it was found: the residual stream of that input.
+    `x` is what entered it when it was found: the residual stream of that input. `parts` are the names of the children
+    from its first matrix to its last; norms at its ends are not among them.
     """
 
     layer: nn.Module
@@ -53,6 +54,7 @@ class Branch:
     entry: nn.Module
     exit: nn.Module
     x: torch.Tensor
+    parts: tuple[str, ...]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The branch's output for the input `x`."""
@@ -98,8 +100,12 @@ def find_branches(
     while first > 1 and matrices[calls[places[first]].name] and matrices[calls[places[first - 1]].name]:
         first -= 1
     spans = [(places[0], places[0])] if last == 0 else [(places[0], places[0]), (places[first], places[last])]
-    ends = [_ends(calls, matrices, *span) for span in spans]
-    return tuple(Branch(layer, args, kwargs, a.module, b.module, a.given.detach()) for a, b in ends)
+    found = []
+    for start, stop in spans:
+        entry, exit = _ends(calls, matrices, start, stop)
+        parts = tuple(call.name for call in calls[start : stop + 1])
+        found.append(Branch(layer, args, kwargs, entry.module, exit.module, entry.given.detach(), parts))
+    return tuple(found)
 
 
 def _ends(calls: Sequence[_Call], matrices: dict[str, bool], first: int, last: int) -> tuple[_Call, _Call]:
@@ -129,5 +135,5 @@ def layer_children(structure: Structure, index: int) -> dict[str, bool]:
     children: dict[str, bool] = {}
     for p in layer_projections(structure.layers[index], index, name, structure.model_type, structure.config):
         child, _, rest = p.module.removeprefix(f"{name}.").partition(".")
-        children[child] = not rest or stores_factors(structure.config, index, child)
+        children[child] = not rest or isinstance(structure.layers[index].get_submodule(child), LowRank)
     return children

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.attentions import find_attentions, standing_in
 from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.forward.sublayers import find_sublayers, silent
-from lyapunov_prune.models.compact import LAYOUTS
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure, identify
@@ -101,18 +101,17 @@ def compact_layers(reading: Reading, compact: PreTrainedModel) -> Changes:
             f"the compact model has {other.num_layers} layers of {other.model_type} and the dense one "
             f"{structure.num_layers} of {structure.model_type}; give the model that it was cut from"
         )
-    layout = LAYOUTS[structure.model_type]
-    parts = {
-        "layer": tuple(name for name, _ in structure.layers[0].named_children()),
-        "attention": (layout.attention, *layout.norms_alone(structure.config)),
-        "mlp": layout.block,
-    }
     sublayers = find_sublayers(reading.decoder, range(structure.num_layers))
+    attentions = find_attentions(reading.decoder, [i for i in sublayers if "attention" in sublayers[i].branches])
 
     def change(layer: int, part: str) -> AbstractContextManager[None] | None:
+        mine, theirs = structure.layers[layer], other.layers[layer]
         if part != "layer" and part not in sublayers[layer].branches:
             return None
-        return _children_of(structure.layers[layer], other.layers[layer], parts[part])
+        if part == "layer":
+            return standing_in(mine, dict(theirs.named_children()))
+        names = attentions[layer].places if part == "attention" else sublayers[layer].branches[part].parts
+        return standing_in(mine, {name: theirs.get_submodule(name) for name in names})
 
     return change
 
@@ -126,19 +125,6 @@ def _zero(module: nn.Module, key: str) -> Iterator[None]:
         yield
     finally:
         module._parameters[key] = before
-
-
-@contextmanager
-def _children_of(layer: nn.Module, other: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Inside the block, `layer` has these children of `other`."""
-    before = {name: layer.get_submodule(name) for name in names}
-    try:
-        for name in names:
-            setattr(layer, name, other.get_submodule(name))
-        yield
-    finally:
-        for name, module in before.items():
-            setattr(layer, name, module)
 
 
 def _children(branch: Branch) -> set[str]:

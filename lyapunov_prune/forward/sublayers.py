@@ -13,6 +13,8 @@ from torch import nn
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch, find_branches, layer_children
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone, with_hidden
+from lyapunov_prune.forward.logits import random_images
+from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_parameters
@@ -37,7 +39,7 @@ class Sublayers:
 @in_eval_mode
 @torch.no_grad()
 def find_sublayers(decoder: Decoder, layers: Sequence[int]) -> dict[int, Sublayers]:
-    """Find attention and MLP of `layers` in a forward of a few random tokens.
+    """Find attention and MLP of `layers` in a forward of a few random tokens, or of an image.
 
     Of two branches the first is attention, unless only the second mixes tokens. A single branch is attention if it
     mixes tokens, otherwise the MLP. A layer with more than two branches is given neither, because no rule says which to
@@ -55,10 +57,13 @@ def find_sublayers(decoder: Decoder, layers: Sequence[int]) -> dict[int, Sublaye
 
         return hook
 
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(structure.config.vocab_size, (1, _TOKENS), generator=generator)
+    if looks_at_images(decoder.model):
+        inputs = random_images(decoder.model, 1)
+    else:
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randint(structure.config.vocab_size, (1, _TOKENS), generator=generator)
     with hooked(after=[(structure.layers[i], note(i)) for i in layers]):
-        run_backbone(structure, ids)
+        run_backbone(structure, inputs)
     return {i: sublayers.get(i, Sublayers({}, False, "does not run on text alone")) for i in layers}
 
 
@@ -89,7 +94,7 @@ def _sublayers(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
             {}, False, f"has {len(blocks)} parts with matrices ({', '.join(blocks)})" if blocks else "has no matrices"
         )
     branches = find_branches(layer, args, kwargs, matrices)
-    mixes = [_mixes(branch) for branch in branches]
+    mixes = [mixes_tokens(branch) for branch in branches]
     if len(branches) == 1:
         return Sublayers({KINDS[not mixes[0]]: branches[0]}, False, f"has one branch, {blocks[0]}")
     kinds = KINDS[::-1] if mixes == [False, True] else KINDS
@@ -98,9 +103,9 @@ def _sublayers(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return Sublayers(dict(zip(kinds, branches, strict=True)), parallel, "")
 
 
-def _mixes(branch: Branch) -> bool:
+def mixes_tokens(branch: Branch) -> bool:
     """Whether the branch's output at the last token depends on its input at other tokens."""
-    other = -branch.x
+    other = branch.x.flip(-1)  # a gated convolution does not see a change of sign
     other[..., -1, :] = branch.x[..., -1, :]
     before, after = branch(branch.x)[..., -1, :], branch(other)[..., -1, :]
     return bool((after - before).norm() > _MOVED * before.norm())

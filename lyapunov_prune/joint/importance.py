@@ -16,17 +16,15 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import Count, Seed, checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import Examples
-from lyapunov_prune.forward.branches import find_branches
+from lyapunov_prune.forward.attentions import fed_alone, find_attentions
 from lyapunov_prune.forward.hooks import hidden_of, with_hidden
 from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
 from lyapunov_prune.healing.trained import drawn_order
 from lyapunov_prune.joint.recovery import stacked
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.merging.unmerged import Unmerged
-from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.feedforward import Affine, FeedForward
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.projections import layer_projections
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
@@ -177,12 +175,13 @@ def mixed(student: Unmerged, weights: Callable[[], torch.Tensor]) -> Iterator[No
     before: list[tuple[nn.Module, Callable[..., None]]] = []
     after: list[tuple[nn.Module, Callable[..., Any]]] = []
     affines = student.merged(range(len(student.blocks)))
-    for index, ends in enumerate(_exits(student.decoder)):
-        after.append((ends[0], _scaled(index, weights)))
+    for index, attention in find_attentions(student.decoder, range(len(student.blocks))).items():
+        after += [(branch.exit, _scaled(index, weights)) for branch in attention.branches]
+    for index, norms in _following(student).items():
         layer, block = student.layers[index], student.blocks[index]
-        note, mix = _mixing(layer, block, ends[1], affines[index], weights)
+        note, mix = _mixing(block, norms, affines[index], weights)
         before.append((layer.get_submodule(block.up.module), note))
-        after.append((ends[1], mix))
+        after.append((norms[-1] if norms else layer.get_submodule(block.block or block.out.module), mix))
     with hooked(before=before, after=after):
         yield
 
@@ -195,10 +194,9 @@ def _scaled(index: int, weights: Callable[[], torch.Tensor]) -> Callable[..., An
 
 
 def _mixing(
-    layer: nn.Module, block: FeedForward, end: nn.Module, affine: Affine, weights: Callable[[], torch.Tensor]
+    block: FeedForward, norms: Sequence[nn.Module], affine: Affine, weights: Callable[[], torch.Tensor]
 ) -> tuple[Callable[..., None], Callable[..., torch.Tensor]]:
     given: list[torch.Tensor] = []
-    last = layer.get_submodule(block.block or block.out.module)
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given.append(args[0])
@@ -206,30 +204,24 @@ def _mixing(
     def mix(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
         x, (W, b), m = given.pop(), affine, weights()[1, block.layer]
         cut = linear(x, W.to(x), None if b is None else b.to(x))
-        if end is not last:  # a norm applied to the block's output alone
-            cut = end.forward(cut)
+        for norm in norms:
+            cut = norm.forward(cut)
         return m * output + (1 - m) * cut.view_as(output)
 
     return note, mix
 
 
 @torch.no_grad()
-def _exits(decoder: Decoder) -> list[tuple[nn.Module, nn.Module]]:
-    """The modules of every layer whose outputs attention and feed-forward block add to the residual stream."""
-    structure = decoder.structure
-    ends: list[tuple[nn.Module, nn.Module]] = []
+def _following(student: Unmerged) -> dict[int, list[nn.Module]]:
+    """By layer: the norms through which the output of the feed-forward block passes before it is added to the state."""
+    found: dict[int, list[nn.Module]] = {}
 
-    def note(index: int) -> Callable[..., None]:
+    def note(block: FeedForward) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            matrices: dict[str, bool] = {}
-            for p in layer_projections(layer, index, "", structure.model_type, structure.config):
-                child, _, rest = p.module.partition(".")
-                matrices[child] = not rest
-            attention, block = find_branches(layer, args, kwargs, matrices)
-            ends.append((attention.exit, block.exit))
+            found[block.layer] = fed_alone(layer, args, kwargs, block.block or block.out.module)
 
         return hook
 
-    with hooked(after=[(layer, note(index)) for index, layer in enumerate(structure.layers)]):
-        uncached_logits(decoder.model, sample_inputs(decoder, None)[0])
-    return ends
+    with hooked(after=[(student.layers[block.layer], note(block)) for block in student.blocks]):
+        uncached_logits(student.model, sample_inputs(student.decoder, None)[0])
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.blocks import sum_blocks
+from lyapunov_prune.forward.attentions import find_attentions, replaced, standing_in
 from lyapunov_prune.merging.merge import product, require_smaller
 from lyapunov_prune.merging.reduction import GateConstant, HiddenMap, gated_by
 from lyapunov_prune.merging.table import REDUCTIONS, require_reduction
-from lyapunov_prune.models.compact import LAYOUTS, compact_class
+from lyapunov_prune.models.compact import compact_class
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.feedforward import Affine, FeedForward, lifted, read_feedforward
 from lyapunov_prune.models.structure import in_eval_mode
@@ -41,8 +42,8 @@ class Unmerged:
     weights around it can be trained, and the matrix of an affine block itself; `merged` returns one affine map per
     block. `copy.deepcopy` gives another one to train.
 
-    Raises LyapunovPruneError for a family that the compact format does not support, a block that cannot be merged, and
-    a reduction that does not apply to such blocks.
+    Raises LyapunovPruneError for a model without a compact class, an attention that cannot leave, a block that cannot
+    be merged, and a reduction that does not apply to such blocks.
     """
 
     def __init__(self, decoder: Decoder, reduction: str, run: Callable[[], None]) -> None:
@@ -51,36 +52,28 @@ class Unmerged:
         structure = decoder.structure
         layers = structure.layers
         self.reduction = reduction
-        self.layout = LAYOUTS[structure.model_type]
         self.blocks = tuple(
             read_feedforward(layers, i, structure.model_type, structure.config) for i in range(len(layers))
         )
         for block in self.blocks:
             require_reduction(reduction, block)
             require_smaller(block, block.parts(layers[block.layer]))
+        # Each alone: what one layer reads of another's attention is not seen when both are left out.
+        self._attentions = {i: find_attentions(decoder, (i,))[i].places for i in range(len(layers))}
         self._stand_ins = _stand_ins(layers, self.blocks, reduction, run)
         self.model, self.layers = self.decoder.model, layers
 
     @contextmanager
     def cut(self, attention: Sequence[int], activation: Sequence[int]) -> Iterator[PreTrainedModel]:
         """`model` without the attentions and activations of these layers; restores all modules at the end."""
-        from lyapunov_prune.models.modeling_compact import NoAttention  # imports the code of every family
-
-        norms = self.layout.norms_alone(self.model.config)
-        changes: list[tuple[int, dict[str, nn.Module]]] = [(i, self._stand_ins[i]) for i in activation]
-        for i in attention:
-            changes.append((i, {self.layout.attention: NoAttention(), **{norm: nn.Identity() for norm in norms}}))
-        before: list[tuple[nn.Module, str, nn.Module]] = []
-        try:
-            for index, places in changes:
-                layer = self.layers[index]
-                for path, module in places.items():
-                    before.append((layer, path, layer.get_submodule(path)))
-                    layer.set_submodule(path, module)
+        width = self.decoder.structure.config.hidden_size
+        changes = [(self.layers[i], self._stand_ins[i]) for i in activation]
+        for layer, i in ((self.layers[i], i) for i in attention):
+            changes.append((layer, replaced(layer, self._attentions[i], width)))
+        with ExitStack() as stack:
+            for layer, modules in changes:
+                stack.enter_context(standing_in(layer, modules))
             yield self.model
-        finally:
-            for layer, path, module in reversed(before):
-                layer.set_submodule(path, module)
 
     def hidden(self, activation: Sequence[int]) -> dict[int, HiddenMap]:
         """By layer, the map τ that replaces the hidden vector inside `cut`; an affine block has none."""

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lyapunov_prune.errors import LyapunovPruneError, first_line
-from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, compact_classes, family_of
+from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, family_of, register
 from lyapunov_prune.models.encoders import Stack, encoder_class, has_two_stacks, stack_remedy
 from lyapunov_prune.models.quantised import UNPACK, quantisation
 from lyapunov_prune.models.structure import LAYER_COUNTS
@@ -129,9 +129,9 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 def _require_classifier(folder: Path, config: PreTrainedConfig) -> None:
     named = config.architectures or [config.model_type]
-    compact = compact_classes().get(family_of(config)) if family_of(config) in CLASSIFIERS else None
+    compact = register(family_of(config)) if family_of(config) in CLASSIFIERS else None
     if compact is None or not set(named) <= {config.model_type, compact.__name__, compact.__bases__[1].__name__}:
-        known = " or ".join(compact_classes()[family].__bases__[1].__name__ for family in CLASSIFIERS)
+        known = " or ".join(register(family).__bases__[1].__name__ for family in CLASSIFIERS)
         raise LyapunovPruneError(
             f"{folder} holds {', '.join(named)}, and images need a {known}; give one, or a text (--text) for a decoder"
         )
@@ -164,11 +164,11 @@ def require_module(folder: Path) -> None:
     model_type = ""
     with suppress(ValueError, AttributeError):  # if the file is broken, transformers reports how
         model_type = parsed((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    if not str(model_type).startswith(PREFIX):
+    if not isinstance(model_type, str) or not model_type.startswith(PREFIX):
         return
     if not (folder / MODULE).is_file():
         raise LyapunovPruneError(f"{folder} is a compact checkpoint without its module {MODULE}; fetch it again")
-    compact_classes()
+    register(model_type.removeprefix(PREFIX))
 
 
 def _require_safetensors(folder: Path, named: str | None) -> None:

@@ -1,11 +1,12 @@
 """A transformer without some attentions, with merged feed-forward blocks, or with matrices factored in two.
 
 This file lies beside the weights of every compact checkpoint, so that transformers can load it with
-`trust_remote_code=True`; it imports only torch and transformers. Each class below is the transformers class that it is
-named after, built whole and then changed by the list `cuts` in config.json. The list has one entry per layer: for each
-changed module of the layer, what replaces it.
+`trust_remote_code=True`; it imports only torch and transformers. A class is made for every config of transformers that
+it is asked for by name: the class that transformers makes of that config, built whole and then changed by the list
+`cuts` in config.json. The list has one entry per layer: for each changed module of the layer, what replaces it.
 
-- `none`: an attention is removed and adds nothing to the state;
+- `none`: an attention is removed and adds nothing to the state; `none 3` if it returned three things instead of two,
+  `none 0` if it returned a tensor, `none 1 list` if it returned a list of one;
 - `identity`: the input is returned, in place of a norm that only fed such an attention, or of a merged block's
   activation;
 - `linear`, `affine`: a merged feed-forward block is one square matrix, without or with a bias;
@@ -19,42 +20,37 @@ find zero tokens in the cache and silently restart at the first position.
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    DeiTForImageClassification,
-    DynamicCache,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    GemmaForCausalLM,
-    GPT2LMHeadModel,
-    GPTNeoXForCausalLM,
-    GraniteForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    MixtralForCausalLM,
-    Olmo2ForCausalLM,
-    Olmo3ForCausalLM,
-    OPTForCausalLM,
-    Phi3ForCausalLM,
-    PhiForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
-    SmolLM3ForCausalLM,
-    ViTForImageClassification,
+from transformers import DynamicCache
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
 )
 
 Cuts = list[dict[str, str]]
 
 
 class NoAttention(nn.Module):
-    """Replaces an attention: adds zero to the residual stream and leaves the cache alone."""
+    """Replaces an attention: adds zero to the residual stream and leaves the cache alone.
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return hidden_states.new_zeros(()).expand_as(hidden_states), None
+    It returns what the attention did: a tensor alone for `outputs` 0, else a tuple (or list) of `outputs`, the tensor
+    first.
+    """
+
+    def __init__(self, outputs: str = "2", kind: str = "tuple") -> None:
+        super().__init__()
+        self.outputs, self.kind = int(outputs), {"tuple": tuple, "list": list}[kind]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        zero = hidden_states.new_zeros(()).expand_as(hidden_states)
+        return self.kind([zero, *[None] * (self.outputs - 1)]) if self.outputs else zero
 
 
 class LowRank(nn.Module):
@@ -87,34 +83,67 @@ class LowRank(nn.Module):
         return torch.cat([left(part) for left, part in runs], dim=-1)
 
 
-FORMS = {
-    "none": lambda width: NoAttention(),
-    "identity": lambda width: nn.Identity(),
-    "linear": lambda width: nn.Linear(width, width, bias=False),
-    "affine": lambda width: nn.Linear(width, width),
-}
+NUMBERS = ("layer_idx", "layer_id")
+CACHES = ("past_key_values", "cache_params")  # the argument of a backbone that holds its cache
+NONE = "none"
 LOW_RANK = "low-rank"
 
 
-def number_attentions(layers: nn.ModuleList) -> None:
-    """Renumber `layer_idx`, by which an attention finds its cache entry, over the remaining attentions."""
+def stand_in(form: str, old: nn.Module, width: int) -> nn.Module:
+    """The module that `form` names, in the place of `old`, in a layer whose state has `width` entries.
+
+    Raises ValueError for an unknown form.
+    """
+    form, low, factors = form.partition(LOW_RANK)
+    kind, *options = form.split() or [""]
+    module = old
+    if kind == NONE:
+        module = NoAttention(*options)
+    elif kind == "identity":
+        module = nn.Identity()
+    elif kind in ("linear", "affine"):
+        module = nn.Linear(width, width, bias=kind == "affine")
+    elif kind:
+        raise ValueError(f"{kind} is no form that a module can have")
+    if low:
+        module = LowRank.of(low + factors, module)
+    return module.train(old.training)
+
+
+def text_config(config: Any) -> Any:
+    """The config that holds `cuts`, and `layers_path`: where the model keeps its layers."""
+    return config.get_text_config(decoder=True)
+
+
+def lacks_attention(places: dict[str, str]) -> bool:
+    """Whether a layer has lost its attention, by its entry in `cuts`."""
+    return any(form.startswith(NONE) for form in places.values())
+
+
+def number_attentions(layers: nn.ModuleList, cuts: Cuts) -> None:
+    """Renumber the attributes by which an attention finds its cache entry over the remaining attentions."""
     position = 0
-    for layer in layers:
-        attentions = [module for name, module in layer.named_modules() if name and hasattr(module, "layer_idx")]
-        for module in attentions:
-            module.layer_idx = position
-        position += bool(attentions)
+    for layer, places in zip(layers, cuts, strict=True):
+        for name, module in layer.named_modules():
+            for number in NUMBERS:
+                if name and hasattr(module, number):
+                    setattr(module, number, position)
+        position += not lacks_attention(places)
 
 
 def fit_cache(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Before a forward: drop cache entries of layers without attention, if the cache has an entry for every layer."""
-    cuts, use = backbone.config.cuts, kwargs.get("use_cache")
-    cache: Any = kwargs.get("past_key_values")
-    if cache is None and (getattr(backbone.config, "use_cache", False) if use is None else use):
-        cache = kwargs["past_key_values"] = DynamicCache(config=backbone.config)
-    if len(getattr(cache, "layers", ())) == len(cuts):
-        has_attention = ["none" not in places.values() for places in cuts]
-        cache.layers = [entry for entry, has in zip(cache.layers, has_attention, strict=True) if has]
+    config = text_config(backbone.config)
+    taken = inspect.signature(backbone.forward).parameters
+    name = next((name for name in CACHES if name in taken), None)
+    if name is None:
+        return args, kwargs
+    cache, use = kwargs.get(name), kwargs.get("use_cache")
+    if cache is None and (getattr(config, "use_cache", False) if use is None else use):
+        cache = kwargs[name] = DynamicCache(config=config)
+    if len(getattr(cache, "layers", ())) == len(config.cuts):
+        entries = zip(cache.layers, config.cuts, strict=True)
+        cache.layers = [entry for entry, places in entries if not lacks_attention(places)]
     return args, kwargs
 
 
@@ -123,28 +152,24 @@ class Compact:
 
     config: Any
     config_class: Any
-    layers_path: str
     _auto_class: str
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
-        self.cut(config.cuts)
+        self.cut(text_config(config).cuts)
         self.post_init()  # type: ignore[attr-defined]
 
     def cut(self: Any, cuts: Cuts) -> None:
         """Change this model in place by `cuts`, one entry per layer; new matrices have arbitrary weights."""
-        layers = self.get_submodule(self.layers_path)
+        config = text_config(self.config)
+        layers = self.get_submodule(config.layers_path)
         if len(cuts) != len(layers):
             raise ValueError(f"the list of cuts is of {len(cuts)} layers, and the model has {len(layers)}")
         for layer, places in zip(layers, cuts, strict=True):
             for path, form in places.items():
-                merged, low, factors = form.partition(LOW_RANK)
-                module = FORMS[merged.strip()](self.config.hidden_size) if merged else layer.get_submodule(path)
-                if low:
-                    module = LowRank.of(low + factors, module)
-                layer.set_submodule(path, module.train(layer.training))
-        number_attentions(layers)
-        backbone = self.get_submodule(self.layers_path.rpartition(".")[0])
+                layer.set_submodule(path, stand_in(form, layer.get_submodule(path), config.hidden_size))
+        number_attentions(layers, config.cuts)
+        backbone = self.get_submodule(config.layers_path.rpartition(".")[0])
         if fit_cache not in backbone._forward_pre_hooks.values():
             backbone.register_forward_pre_hook(fit_cache, with_kwargs=True)
 
@@ -176,53 +201,40 @@ class CompactConfig:
         read_blocks(self)
 
 
-# Each class of transformers, and where it keeps its layers.
-PLAIN: dict[Any, str] = {
-    DeiTForImageClassification: "deit.layers",
-    Gemma2ForCausalLM: "model.layers",
-    Gemma3ForCausalLM: "model.layers",
-    GemmaForCausalLM: "model.layers",
-    GPT2LMHeadModel: "transformer.h",
-    GPTNeoXForCausalLM: "gpt_neox.layers",
-    GraniteForCausalLM: "model.layers",
-    LlamaForCausalLM: "model.layers",
-    MistralForCausalLM: "model.layers",
-    MixtralForCausalLM: "model.layers",
-    Olmo2ForCausalLM: "model.layers",
-    Olmo3ForCausalLM: "model.layers",
-    OPTForCausalLM: "model.decoder.layers",
-    Phi3ForCausalLM: "model.layers",
-    PhiForCausalLM: "model.layers",
-    Qwen2ForCausalLM: "model.layers",
-    Qwen3ForCausalLM: "model.layers",
-    Qwen3MoeForCausalLM: "model.layers",
-    SmolLM3ForCausalLM: "model.layers",
-    ViTForImageClassification: "vit.layers",
-}
+@cache
+def compact_config(plain: Any) -> Any:
+    """`CompactLlamaConfig` for `LlamaConfig`, for example."""
+    family = plain.model_type
+    fields = {"model_type": f"compact_{family}", "family": family, "_auto_class": "AutoConfig", "__module__": __name__}
+    return type(f"Compact{plain.__name__}", (CompactConfig, plain), fields)
 
 
-def compact_class(plain: Any, layers_path: str) -> Any:
-    """`CompactLlama` for `LlamaForCausalLM`, for example, with the `config_class` `CompactLlamaConfig`."""
-    stem, _, task = plain.__name__.removesuffix("LMHeadModel").partition("For")
-    family = plain.config_class.model_type
-    here = {"__module__": __name__}
-    config: Any = type(
-        f"Compact{stem}Config",
-        (CompactConfig, plain.config_class),
-        {"model_type": f"compact_{family}", "family": family, "_auto_class": "AutoConfig", **here},
-    )
-    auto = "AutoModelForImageClassification" if task == "ImageClassification" else "AutoModelForCausalLM"
-    fields = {"config_class": config, "layers_path": layers_path, "_auto_class": auto, **here}
-    return type(f"Compact{stem}", (Compact, plain), fields)
+@cache
+def compact_model(plain: Any) -> Any:
+    """`CompactLlama` for `LlamaConfig`, for example: the class in front of the one that AutoModel makes of the config.
 
-
-CLASSES: dict[str, Any] = {}
-for _made in (compact_class(*each) for each in PLAIN.items()):
-    CLASSES |= {_made.__name__: _made, _made.config_class.__name__: _made.config_class}
+    None for a config of which transformers makes neither a causal language model nor an image classifier.
+    """
+    mappings = {
+        "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING,
+        "AutoModelForImageClassification": MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    }
+    for auto, mapping in mappings.items():
+        base = mapping.get(plain, None)
+        base = base[0] if isinstance(base, tuple) else base
+        if base is not None:
+            fields = {"config_class": compact_config(plain), "_auto_class": auto, "__module__": __name__}
+            return type(f"Compact{plain.__name__.removesuffix('Config')}", (Compact, base), fields)
+    return None
 
 
 def __getattr__(name: str) -> Any:
     """Gives the classes by the names that `auto_map` in config.json uses."""
-    if name in CLASSES:
-        return CLASSES[name]
-    raise AttributeError(name)
+    stem = name.removeprefix("Compact").removesuffix("Config")
+    plain = getattr(transformers, f"{stem}Config", None)
+    found = None
+    if plain is not None and name.startswith("Compact"):
+        found = compact_config(plain) if name.endswith("Config") else compact_model(plain)
+    if found is None:
+        raise AttributeError(name)
+    return found

@@ -22,7 +22,7 @@ from lyapunov_prune.export import compact_checkpoint
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.compact_checkpoint import GATE, write_compact
 from lyapunov_prune.models import modeling_compact
-from lyapunov_prune.models.compact import MODULE, compact_classes
+from lyapunov_prune.models.compact import MODULE, register
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import identify
@@ -85,14 +85,14 @@ def test_the_card_says_what_loading_runs(written: Path) -> None:
 def test_the_module_imports_torch_and_transformers_alone() -> None:
     lines = Path(modeling_compact.__file__).read_text().splitlines()
     imported = {line.split()[1].partition(".")[0] for line in lines if line.startswith(("import ", "from "))}
-    assert imported == {"__future__", "typing", "torch", "transformers"}
+    assert imported == {"__future__", "functools", "inspect", "typing", "torch", "transformers"}
 
 
 def test_a_classifier_is_written_and_loads_without_this_package(tmp_path: Path) -> None:
     model = make_classifier("vit")
     gate = write_compact(model, None, CUTS, tmp_path / "small")
     assert "reloads without this package" in [check.name for check in gate.checks if check.passed]
-    compact_classes()
+    register("vit")
     again = AutoModelForImageClassification.from_pretrained(tmp_path / "small", trust_remote_code=False)
     images = torch.randn(3, 1, 8, 8)
     with torch.no_grad():

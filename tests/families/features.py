@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import numpy as np
@@ -29,10 +29,12 @@ from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
+from lyapunov_prune.pruning.provenance import require_passed
 from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.pruning.width import choose_channels
 
+T = TypeVar("T")
 YES, NONE, WRONG = "yes", "-", "WRONG"
 GONE = 3  # the layer that leaves
 
@@ -50,8 +52,9 @@ def _calibration(model: PreTrainedModel) -> bool:
 
 def _compact(model: PreTrainedModel) -> bool:
     """Without one attention the model passes the gate of compact checkpoints."""
-    cuts = Cuts((GONE,), {})
-    return verify_compact(model, make_compact(model, cuts), cuts, elsewhere=False).passed
+    cuts, compact = _first(lambda layer: (Cuts((layer,)), make_compact(model, Cuts((layer,)))), (GONE, 2, 7))
+    require_passed(verify_compact(model, compact, cuts, elsewhere=False))
+    return True
 
 
 def _joint(model: PreTrainedModel) -> bool:
@@ -134,15 +137,23 @@ def _passes(model: PreTrainedModel, plan: PruningPlan) -> bool:
 
 
 def _removable(model: PreTrainedModel) -> list[int]:
-    """A layer that this family can lose: the first of a few that is not refused."""
+    """A layer that this family can lose."""
+
+    def attempt(layer: int) -> list[int]:
+        lp.remove_layers(model, [layer])
+        return [layer]
+
+    return _first(attempt)
+
+
+def _first(attempt: Callable[[int], T], layers: tuple[int, ...] = (GONE, 7, 1)) -> T:
+    """What `attempt` makes of the first of a few layers that is not refused."""
     refused: LyapunovPruneError | None = None
-    for layer in (GONE, 7, 1):
+    for layer in layers:
         try:
-            lp.remove_layers(model, [layer])
+            return attempt(layer)
         except LyapunovPruneError as error:
             refused = refused or error
-        else:
-            return [layer]
     assert refused is not None
     raise refused
 

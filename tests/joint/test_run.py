@@ -93,11 +93,11 @@ def test_what_comes_out(family: str, options: dict[str, Any], tmp_path: Path) ->
     assert not (tmp_path / "jobs").exists()
 
     with quiet():
-        from lyapunov_prune.models.compact import compact_classes
+        from lyapunov_prune.models.compact import register
         from lyapunov_prune.models.folder import require_module
 
         require_module(tmp_path / "out")
-        again = compact_classes()[model.config.model_type].from_pretrained(tmp_path / "out")
+        again = register(model.config.model_type).from_pretrained(tmp_path / "out")
     assert score(again, slices()[2]).value == pytest.approx(run.chosen, abs=1e-5)
     assert again.num_parameters() == run.parameters[1] < run.parameters[0] == model.num_parameters()
     assert run.size[1] < run.size[0]
@@ -376,7 +376,7 @@ def test_a_final_recovery_that_does_not_pay_leaves_the_weights_of_its_start(
     assert not run.gain.pays
     assert JointRun.load(tmp_path / "out" / "joint.json").gain == run.gain
     with quiet():
-        from lyapunov_prune.models.compact import compact_classes
+        from lyapunov_prune.models.compact import register
 
-        again = compact_classes()["llama"].from_pretrained(tmp_path / "out")
+        again = register("llama").from_pretrained(tmp_path / "out")
     assert torch.equal(again.get_output_embeddings().weight, kept[-1])
