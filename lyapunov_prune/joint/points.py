@@ -22,6 +22,7 @@ from lyapunov_prune.joint.chains import DENSE, Pair
 from lyapunov_prune.joint.importance import Importance
 from lyapunov_prune.joint.recovery import Lesson, Recipe, inherit, recover
 from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.models.recurrence import forget_states
 from lyapunov_prune.progress import track, warn
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.files import require_disk
@@ -133,6 +134,7 @@ class Course:
 
     def taught(self, pair: Pair) -> Unmerged:
         """A student with the weights of the point `pair`. Raises LyapunovPruneError if a state is missing."""
+        forget_states(self.student.decoder.structure)  # of RecurrentGemma's last forward, which no copy can hold
         student = copy.deepcopy(self.student)
         lineage = self.lineage(pair)
         for point in lineage if self.recipe.rank is not None else lineage[-1:]:

@@ -47,7 +47,8 @@ def register(family: str) -> Any:
     """The compact class of a `model_type`, known to transformers from now on; None if transformers has none."""
     if family not in CONFIG_MAPPING:
         return None
-    found = modeling_compact.compact_model(CONFIG_MAPPING[family])
+    plain: Any = CONFIG_MAPPING[family]
+    found = modeling_compact.compact_model(plain)
     if found is not None:
         config = found.config_class
         AutoConfig.register(config.model_type, config, exist_ok=True)

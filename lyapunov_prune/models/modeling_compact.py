@@ -138,7 +138,8 @@ def fit_cache(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     name = next((name for name in CACHES if name in taken), None)
     if name is None:
         return args, kwargs
-    cache, use = kwargs.get(name), kwargs.get("use_cache")
+    cache: Any = kwargs.get(name)
+    use = kwargs.get("use_cache")
     if cache is None and (getattr(config, "use_cache", False) if use is None else use):
         cache = kwargs[name] = DynamicCache(config=config)
     if len(getattr(cache, "layers", ())) == len(config.cuts):
@@ -220,7 +221,7 @@ def compact_model(plain: Any) -> Any:
         "AutoModelForImageClassification": MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     }
     for auto, mapping in mappings.items():
-        base = mapping.get(plain, None)
+        base: Any = mapping.get(plain, None)
         base = base[0] if isinstance(base, tuple) else base
         if base is not None:
             fields = {"config_class": compact_config(plain), "_auto_class": auto, "__module__": __name__}

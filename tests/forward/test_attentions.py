@@ -75,7 +75,7 @@ def test_modules_stand_in_a_layer_inside_the_block_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "layer", "message"),
     [
-        ("bloom", 3, "adds the state inside itself"),
+        ("bloom", 3, "returns more than what is added"),
         ("gemma4_text", 5, "reads more than the state"),
         ("longcat_flash", 3, "16 entries for 8 layers"),
         ("minimax", 3, "MiniMaxCache"),
