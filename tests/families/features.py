@@ -29,7 +29,6 @@ from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
-from lyapunov_prune.pruning.provenance import require_passed
 from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.pruning.width import choose_channels
@@ -53,7 +52,7 @@ def _calibration(model: PreTrainedModel) -> bool:
 def _compact(model: PreTrainedModel) -> bool:
     """Without one attention the model passes the gate of compact checkpoints."""
     cuts, compact = _first(lambda layer: (Cuts((layer,)), make_compact(model, Cuts((layer,)))), (GONE, 2, 7))
-    require_passed(verify_compact(model, compact, cuts, elsewhere=False))
+    verify_compact(model, compact, cuts, elsewhere=False).require_passed()
     return True
 
 
