@@ -1,4 +1,4 @@
-"""`prune --on-disk` of a GGUF file beside `cp` of what it keeps, and its peak memory.
+"""`prune_on_disk` of a GGUF file beside `cp` of what it keeps, and its peak memory.
 
 Run as `python benchmarks/gguf_copy.py FILE.gguf`. It works in the current folder, deletes what it wrote there, and
 keeps gguf_copy.json beside this script.
@@ -45,11 +45,20 @@ def main() -> None:
             },
         )
         found = Benchmark("gguf_copy")
-        what = f"`prune X.gguf --on-disk -o Y.gguf`, {source.stat().st_size / 1e9:.2g} GB: time"
+        what = f"`prune X.gguf --device disk -o Y.gguf`, {source.stat().st_size / 1e9:.2g} GB: time"
         found.add(what, "`cp` of the kept bytes", seconds["prune"] / seconds["cp"], 1.5)
         ratio = seconds["prune"] / seconds["cp and sync"]
         found.add("the same: time", "`cp` of the kept bytes, and `sync` of them", ratio, 1.5)
-        command = ["-m", "lyapunov_prune.cli", "prune", source, "--on-disk", "--layers", ",".join(map(str, gone))]
+        command = [
+            "-m",
+            "lyapunov_prune.cli",
+            "prune",
+            source,
+            "--device",
+            "disk",
+            "--layers",
+            ",".join(map(str, gone)),
+        ]
         child = [sys.executable, "-c", _PEAK, sys.executable, *command, "-o", target]
         peak = float(subprocess.run(child, check=True, capture_output=True, text=True).stdout)
         found.add("the same command: peak memory", "500 MB", peak / ALLOWED, 1.0)

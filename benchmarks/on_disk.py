@@ -1,4 +1,4 @@
-"""Throughput of `prune --on-disk` beside `cp` of the kept bytes, and its peak memory, in one run: `make bench`.
+"""Throughput of `prune_on_disk` beside `cp` of the kept bytes, and its peak memory, in one run: `make bench`.
 
 A sharded checkpoint of 3 GB is built on the spot and deleted after. Writes on_disk.json beside this file.
 """
@@ -52,7 +52,7 @@ def main() -> None:
             },
         )
         found = Benchmark("on_disk")
-        found.add("`prune --on-disk`, 3 GB: time", "`cp` of the kept bytes", seconds["prune"] / seconds["cp"], 2.0)
+        found.add("`prune_on_disk`, 3 GB: time", "`cp` of the kept bytes", seconds["prune"] / seconds["cp"], 2.0)
         # What prune leaves is on the disk, whatever happens to the machine next; what cp leaves is in memory.
         ratio = seconds["prune"] / seconds["cp and sync"]
         found.add("the same: time", "`cp` of the kept bytes, and `sync` of them", ratio, 2.0)

@@ -1,4 +1,4 @@
-"""A Llama larger than memory, profiled, ranked, pruned by eight layers, gated, scored and compressed by `--stream`.
+"""A Llama larger than memory: profiled, ranked, pruned by eight layers, gated, scored, compressed by `--device disk`.
 
 `python benchmarks/streamed.py` takes 7B parameters in bfloat16 made of random weights, 13 GB of files that are deleted
 after (skipped where the disk is short), and writes streamed.json beside this file; `--size 0.5B` is smaller and writes
@@ -87,7 +87,7 @@ def main() -> None:
             told = json.loads(done.stdout)
             passes = f"{told['passes']} passes of {told['read']:.1f} s"
             print(f"{job}: {told['seconds']:.1f} s, {passes}, peak {told['peak'] / 1e9:.2f} GB")
-            what = f"`{NAMED.get(job, job)} --stream`, {asked.size}"
+            what = f"`{NAMED.get(job, job)} --device disk`, {asked.size}"
             least = AGAINST.get(job, "reading once a pass + multiplications")
             found.add(f"{what}: time", least, told["seconds"] / told["least"], LIMIT)
             found.add("the same: peak memory", f"{MEMORY / 1e9:.0f} GB", told["peak"] / MEMORY, 1.0)
@@ -318,7 +318,7 @@ NAMED = {
     "rank": "rank --criterion angular",
     "kl": f"rank --criterion kl --tokens {KL_TOKENS}",
     "perplexity": "eval",
-    "compress": f"compress --method wanda --pattern {PATTERN[0]}:{PATTERN[1]}",
+    "compress": f"compress --method wanda --sparsity {PATTERN[0]}:{PATTERN[1]}",
     "pack": f"compress --method rtn --bits {BITS} --format packed",
 }
 

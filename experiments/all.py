@@ -197,7 +197,6 @@ def pruning(given: Inputs, profile: LayerProfile) -> Pruning:
             calibration=given.calibration,
             profile=profile,
             folder=given.sweep_folder,
-            resume=True,
         )
         for method in METHODS
     }
@@ -222,9 +221,7 @@ def pruning(given: Inputs, profile: LayerProfile) -> Pruning:
 def bounds(given: Inputs) -> Bounds:
     windows, context = CHECKED
     few = replace(given.calibration, ids=given.calibration.ids[:windows, :context])
-    report = lp.bounds.check_grid(
-        given.loaded.model, few, folder=given.jobs / f"bounds-{few.text_hash[:16]}", resume=True
-    )
+    report = lp.bounds.check_grid(given.loaded.model, few, folder=given.jobs / f"bounds-{few.text_hash[:16]}")
     return Bounds(report.checks, len(report.violations), len(report.settings), report.measured_on)
 
 

@@ -92,7 +92,7 @@ class Inputs:
     def sweep(self) -> Sweep:
         """A sweep whose jobs are those of `measure_sensitivity` in the same folder."""
         also = {"calibration": self.calibration.text_hash}
-        return Sweep(self.loaded.model, self.evaluation, folder=self.sweep_folder, resume=True, also=also)
+        return Sweep(self.loaded.model, self.evaluation, folder=self.sweep_folder, also=also)
 
     def without(self, sets: Iterable[tuple[int, ...]]) -> tuple[np.ndarray, dict[tuple[int, ...], np.ndarray]]:
         """The loss of every evaluation window of the dense model, and without each of some sets of layers."""
@@ -115,7 +115,6 @@ class Inputs:
             calibration=self.calibration,
             profile=self.profile(),
             folder=self.jobs / f"sensitivity-{self.evaluation.text_hash[:16]}",
-            resume=True,
             batch_size=2,
         )
 

@@ -55,7 +55,7 @@ def changed(model: str, device: str, dtype: str | None, kind: str) -> Iterator[C
         "model": given.evaluation.measured_on(given.loaded.model).model.weights,
         "text": given.evaluation.text_hash,
     }
-    with Store(given.jobs / kind, kind, about, resume=True) as store:
+    with Store(given.jobs / kind, kind, about) as store:
         yield Changed(given, store)
 
 

@@ -22,7 +22,7 @@ PACKAGE = Path(lp.__file__).parent
     ("written", "told"),
     [
         ("give --dtype float32, or a larger --epsilon", "give dtype='float32', or a larger epsilon"),
-        ("--derivative jvp, or --bits 4", "method='jvp', or bits=4"),
+        ("--new-tokens 2, or --bits 4", "steps=2, or bits=4"),
         ("give --remove N with it; leave out --keep-period", "give remove=N with it; leave out keep_period"),
         ("use --no-bos", "use bos=False"),
         ("leave them out (export MODEL --text-only)", "leave them out (export MODEL --text-only)"),

@@ -209,7 +209,7 @@ def main(
             about = {"commit": commit, "seed": seed}
             rooms = [drawn(of_room(Path(copy), room), each, f"{seed} {room}") for room in ROOMS]
             chosen = [mutant for one_each in zip(*rooms, strict=True) for mutant in one_each]
-            with Store(REPOSITORY / "runs" / f"mutants-{commit[:12]}", "mutants", about, resume=True) as store:
+            with Store(REPOSITORY / "runs" / f"mutants-{commit[:12]}", "mutants", about) as store:
                 rows = [_stored(store, mutant, Path(copy)) for mutant in track(chosen, "faults")]
     write_whole(TRIED, json.dumps({**about, "tried": [asdict(row) for row in rows]}, indent=1, ensure_ascii=False))
 

@@ -33,7 +33,7 @@ COMMANDS = (
     ["--help"],
     ["theorems"],
     ["profile", "tiny", "--seeds", "1", "-o", "run", *TEXT],
-    ["rank", "--profile", "run/profile.json", "--criterion", "bi", "--remove", "1"],
+    ["rank", "run/profile.json", "--criterion", "bi", "--remove", "1"],
     ["prune", "tiny", "--what", "attention", "--layers", "1", "--format", "compact", "-o", "small", *TEXT],
     ["eval", "small", "--against", "tiny", "-o", "run", *TEXT],
 )

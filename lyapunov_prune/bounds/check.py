@@ -126,14 +126,13 @@ def check_grid(
     cache_radii: Sequence[float] = CACHE_RADII,
     batch_size: Count = 1,
     folder: str | Path | None = None,
-    resume: bool = False,
 ) -> BoundsReport:
     """`check_bounds` for every combination of sparsity, rank and cache radius (thirty by default).
 
     Norms and decompositions are computed once per matrix, and once for layers that share their weights. The default
     grid covers each of Theorems 1 to 4 and a setting that changes nothing, whose error must be exactly zero. Alarms are
     as in `no_false_alarm` and `violation_is_real`. Finished settings are kept in `folder` (see `Store`) and skipped
-    with `resume`. Memory beside the model: the sparse, low-rank and residual weights of all layers, and the float64
+    by a later run. Memory beside the model: the sparse, low-rank and residual weights of all layers, and the float64
     bases of one sparsity.
     """
     reading = read(model, batch)
@@ -142,7 +141,7 @@ def check_grid(
     projections = find_projections(model)
     weights = _weights(projections, reading)
     about = {**encode(reading.measured_on()), "method": "magnitude"}
-    with Store(folder, "check", about, resume=resume) as store:
+    with Store(folder, "check", about) as store:
         known = _each(lambda W: (W, certify(W)), weights, "norms of the weights")
 
         def missing(*parts: Any) -> list[Setting]:

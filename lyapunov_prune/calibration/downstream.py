@@ -38,7 +38,7 @@ def token_weights(
     """
     model = reading.model
     if reading.decoder.stream is not None:
-        raise LyapunovPruneError("weights of tokens need a backward pass of the whole model; leave out --stream")
+        raise LyapunovPruneError("weights of tokens need a backward pass of the whole model; load the model whole")
     outputs: list[tuple[str, torch.Tensor, bool]] = []
     found: dict[str, list[torch.Tensor]] = {}
 

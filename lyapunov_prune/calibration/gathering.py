@@ -229,7 +229,7 @@ def _of_tokens(name: str, x: torch.Tensor, dense: torch.Tensor | None) -> torch.
     if dense is None or len(dense) != len(x):
         raise LyapunovPruneError(
             f"{name} is not given the same tokens in the dense and in the compressed model, as an expert that they are "
-            "routed to; leave out --weighted and --correction"
+            "routed to; leave out weighted and correction"
         )
     return dense.to(x.device)
 

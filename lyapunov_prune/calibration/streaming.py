@@ -135,7 +135,7 @@ class _Beside:
             if routing is None:
                 raise LyapunovPruneError(
                     f"the router of {name} acts outside it, so that the compressed model cannot be made to send its "
-                    "experts the tokens that the dense model sends; leave out --correction"
+                    "experts the tokens that the dense model sends; leave out correction"
                 )
             self._routings.setdefault(name, []).append(routing)
 

@@ -23,9 +23,9 @@ from lyapunov_prune.cli.commands.predictions import hierarchy
 from lyapunov_prune.cli.commands.prune import prune
 from lyapunov_prune.cli.commands.shrink import shrink
 from lyapunov_prune.cli.failures import READER_GONE, as_refusal, put_aside, require_sound_process, tell
-from lyapunov_prune.cli.options import Json, Resume, output_option, what_option
+from lyapunov_prune.cli.options import what_option
 from lyapunov_prune.cli.records import flattened
-from lyapunov_prune.cli.terminal import note, print_json, say, show, speak_any_language
+from lyapunov_prune.cli.terminal import note, say, show, speak_any_language
 
 if TYPE_CHECKING:
     from lyapunov_prune.results.result import Result
@@ -34,7 +34,7 @@ app = typer.Typer(name="lyapunov-prune")
 
 # What stands below the help of each command; `tests/cli/test_options.py` parses them.
 EXAMPLES = {
-    "demo": "demo -o runs/demo",
+    "demo": "demo",
     "shrink": "shrink smollm2-135m --remove 25% -o small",
     "profile": "profile smollm2-135m --tokens 2048",
     "rank": "rank smollm2-135m --criterion bi --remove 4",
@@ -74,28 +74,18 @@ def _common(
 
 
 @_command("demo")
-def demo(
-    output: Annotated[Path, output_option("--output", "-o", help="Folder of the run.")] = Path("runs/demo"),
-    resume: Resume = False,
-    as_json: Json = False,
-) -> None:
-    """Shrink the built-in model by a quarter, with a look at the profile of its layers (minutes on two cores)."""
+def demo() -> None:
+    """Shrink the built-in model by a quarter, after a profile of its layers: minutes on two cores, in runs/demo."""
     from lyapunov_prune.cli.demo import run_demo
 
-    document: dict[str, Any] = {}
+    output = Path("runs/demo")
 
     def show_part(name: str, result: Result) -> None:
-        if as_json:
-            document[name] = result.to_json()
-        else:
-            show(result, False, None, kept=output / f"{name}.json")
-            say("")
+        show(result, None, kept=output / f"{name}.json")
+        say("")
 
-    page = run_demo(output, resume=resume, show=show_part, told=lambda cost: note("\n".join(cost.answer())))
-    if as_json:
-        print_json(document | {"report": str(page)})
-    else:
-        say(f"Report: {page}")
+    page = run_demo(output, show=show_part, told=lambda cost: note("\n".join(cost.answer())))
+    say(f"Report: {page}")
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -121,7 +111,6 @@ for name, command in COMMANDS.items():
 @_command("theorems")
 def theorems(
     verify: Annotated[bool, what_option("--verify", help="Run lake build and lake test first.")] = False,
-    as_json: Json = False,
 ) -> None:
     """List the theorems: what they say, where they are used, whether lake verified them here."""
     from lyapunov_prune.bounds import theorems as registry
@@ -129,10 +118,6 @@ def theorems(
     if verify:
         registry.verify()
     state = registry.verification()
-    if as_json:
-        rows = registry.theorem_frame().to_dict("records")
-        print_json({"verified": state.verified, "message": state.message, "theorems": rows})
-        return
     say(state.message)
     for t in registry.theorems():
         users = ", ".join(t.used_by) or ("nothing" if t.unused else "nothing yet")
@@ -142,22 +127,16 @@ def theorems(
 @_command("report")
 def report(
     run: Annotated[Path, typer.Argument(help="Folder with the results of a run, or one of its .json files.")],
-    as_json: Json = False,
 ) -> None:
     """Draw the figures and the self-contained report.html of a run, or print every row of one of its results."""
     from lyapunov_prune.report.page import load_result, write_report
 
     if run.is_file():
         result = load_result(run)
-        show(result, as_json, None, full=True)
-        for part in () if as_json else result.further():
-            show(part, as_json, None, full=True)
+        for part in (result, *result.further()):
+            show(part, None, full=True)
         return
-    page = write_report(run)
-    if as_json:
-        print_json({"report": str(page)})
-    else:
-        say(str(page))
+    say(str(write_report(run)))
 
 
 def main() -> None:

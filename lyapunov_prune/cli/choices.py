@@ -11,10 +11,8 @@ from lyapunov_prune.export.table import formats_of
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.ranking.table import CRITERIA
 
-Along = Literal["depth", "time"]
-Derivative = Literal["difference", "jvp"]
+Along = Literal["depth", "sublayers", "time"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
-Engine = Literal["llama.cpp"]
 Shrunk = Literal["layers", "layers,width", "layers,experts"]
 Stack = Literal["encoder", "decoder"]
 Split = Literal["evaluation", "all", "calibration"]

@@ -41,15 +41,14 @@ def run_demo(
     *,
     tokens: int = 12800,
     context: int = 128,
-    resume: bool = False,
     show: Callable[[str, Result], None],
     told: Callable[[Any], Any] = lambda _: None,
 ) -> Path:
     """Profile the built-in model, shrink it into `run/small`, and return the path of the report of both.
 
     Both learn from the built-in text, of which the other half evaluates. What is measured goes to `show`, by name, and
-    the estimate of the cost to `told`. With `resume` what is there already, of the same model and text, is read instead
-    of repeated. Raises LyapunovPruneError, before anything is measured, where nothing can be written or another file
+    the estimate of the cost to `told`. What is there already, of the same model and text, is read instead of
+    repeated. Raises LyapunovPruneError, before anything is measured, where nothing can be written or another file
     of the run cannot be drawn, and when `small` in it is not as an earlier demo left it: nobody else's folder is
     replaced.
     """
@@ -59,7 +58,7 @@ def run_demo(
     loaded = load(BUILTIN)
     text = load_text("builtin", loaded.tokenizer, tokens=tokens, context=context)
     looked_at = text.take(range(min(len(text), PROFILED // context)))
-    show("profile", kept_profile(run / "profile.json", loaded.model, looked_at, resume=resume))
+    show("profile", kept_profile(run / "profile.json", loaded.model, looked_at))
 
     def shrunk() -> Shrinking:
         _clear_own(run)
@@ -71,7 +70,6 @@ def run_demo(
             search=SEARCH,
             steps=STEPS,
             folder=run / "jobs",
-            resume=resume,
             words=("--text", "builtin"),
         )
         report = carry_out(request, run / SMALL, told).report
@@ -80,8 +78,10 @@ def run_demo(
         report.evaluation.save(run / "eval.json")
         return report
 
+    if not (run / SMALL).exists():  # a report without its checkpoint answers nothing
+        (run / REPORT).unlink(missing_ok=True)
     asked = {"remove": REMOVE}
-    show("shrink", once(run / REPORT, Shrinking, text.measured_on(loaded.model), asked, shrunk, resume=resume))
+    show("shrink", once(run / REPORT, Shrinking, text.measured_on(loaded.model), asked, shrunk))
     return write_report(run)
 
 
@@ -101,4 +101,4 @@ def _require_own(run: Path) -> None:
         return
     told = record.read_text(encoding="utf-8").strip() if record.is_file() else None
     if target.is_symlink() or not target.is_dir() or (any(target.iterdir()) and folder_digest(target) != told):
-        raise LyapunovPruneError(f"{target} is not what a demo left there; move it away or give another --output")
+        raise LyapunovPruneError(f"{target} is not what a demo left there; move it away")

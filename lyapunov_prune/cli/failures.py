@@ -49,7 +49,7 @@ def as_refusal(error: BaseException, arguments: list[str]) -> LyapunovPruneError
     if isinstance(error, MemoryError):
         return LyapunovPruneError("the memory is full; lower --context, or give a smaller model")
     if isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)):
-        return LyapunovPruneError("another process failed, see its line; mend that and start all of them again")
+        return LyapunovPruneError("another process failed, see its message; correct that and start all of them again")
     file = getattr(error, "filename", None)
     if isinstance(error, OSError) and error.errno in _OF_PATHS and file is not None:
         return LyapunovPruneError(f"{_short(str(file))}: {error.strerror}; give another path, or make room there")
@@ -63,7 +63,9 @@ def as_refusal(error: BaseException, arguments: list[str]) -> LyapunovPruneError
 def require_sound_process() -> None:
     """Raise LyapunovPruneError for a process in which libraries fail with errors that do not say why."""
     if sys.stdout is None:
-        raise LyapunovPruneError("stdout is closed, and results are printed there; leave it open, or give > /dev/null")
+        raise LyapunovPruneError(
+            "stdout is closed, but results are printed there; leave it open, or redirect it to /dev/null"
+        )
     try:
         Path.cwd()
     except OSError as error:
@@ -105,8 +107,8 @@ def interrupted(error: KeyboardInterrupt) -> str:
     """What to say to someone who pressed Ctrl-C."""
     folder = getattr(error, "unfinished", None)  # see `results.claim`
     if folder is None:
-        return "stopped; nothing is kept of what was not finished"
-    return f"stopped; {folder} keeps what is finished, give the same line with --resume to go on"
+        return "stopped; unfinished work was not kept"
+    return f"stopped; {folder} keeps what is finished; the same command continues there"
 
 
 def _meant(told: str) -> str:

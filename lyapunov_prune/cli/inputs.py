@@ -36,7 +36,6 @@ def load_inputs(
     text: TextOptions,
     split: Split = "calibration",
     *,
-    stream: bool = False,
     stack: Stack | None = None,
     plan: PruningPlan | MergekitSlices | None = None,
 ) -> tuple[Decoder, TokenBatch]:
@@ -45,9 +44,7 @@ def load_inputs(
     from lyapunov_prune.data.text import require_source
 
     require_source(text.text)  # before minutes of loading
-    if stream:
-        source.require_one_place("--stream")
-    loaded = source.load(model, stream=stream, stack=stack)
+    loaded = source.load(model, stack=stack)
     if plan is not None:
         plan.require_model(loaded.identity)
     require_context(loaded.structure, text.context)
@@ -68,7 +65,7 @@ def format_for(output: Path, format: str, given: Given) -> str:
     """The format to write: an output that ends in .gguf means gguf, and refuses any other."""
     if output.suffix != ".gguf" or format == "gguf":
         return format
-    given.refuse(f"does not go with {output}, which is a GGUF file; leave it out", "format")
+    given.refuse(f"does not fit {output}, which is a GGUF file; leave it out", "format")
     return "gguf"
 
 
@@ -98,22 +95,21 @@ def load_beside(name: str, loaded: Decoder, windows: int, text: TextOptions) -> 
 
 
 def load_prompted(
-    model: str, source: ModelOptions, text: TextOptions, prompts: Path | None, chat: bool, given: Given
+    model: str, source: ModelOptions, text: TextOptions, prompts: Path | None, given: Given
 ) -> tuple[Decoder, TokenBatch]:
     """The model, and what it goes on from: the prompts of a file, or windows of the evaluation half of a text."""
     from lyapunov_prune.data.prompts import load_prompts
 
     if prompts is None:
-        given.refuse("is of own prompts; give --prompts FILE with it", "chat")
         return load_inputs(model, source, text, "evaluation")
     given.refuse(
-        "cuts windows of a text, and --prompts FILE is in its place; leave it out",
+        "applies to windows of a text, and --prompts FILE replaces them; leave it out",
         *("text", "tokens", "context"),
     )
     if not prompts.is_file():  # before minutes of loading
-        raise LyapunovPruneError(f"{prompts} is no readable file; give a file of prompts")
+        raise LyapunovPruneError(f"{prompts} is not a readable file; give a file of prompts")
     loaded = source.load(model)
-    batch = load_prompts(prompts, loaded.tokenizer, chat=chat)
+    batch = load_prompts(prompts, loaded.tokenizer)
     most = loaded.structure.max_context
     if most and batch.context >= most:
         raise LyapunovPruneError(
@@ -123,24 +119,24 @@ def load_prompted(
 
 
 def load_examples(
-    model: str, source: ModelOptions, text: TextOptions, images: str | None, given: Given
+    model: str, source: ModelOptions, text: TextOptions, given: Given
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, Examples]:
     """The model, its tokenizer if it has one, and its examples: images, or the calibration half of a text."""
-    if images is None:
+    if not text.images:
         loaded, batch = load_inputs(model, source, text)
         return loaded.model, loaded.tokenizer, batch
 
-    source.require_one_place("--images")
-    given.refuse_record("is of a text, and --images is in its place; leave it out", TextOptions)
+    source.require_one_place("a classifier of images")
+    given.refuse(f"applies to a text, and {text.text} holds images; leave it out", "tokens", "context")
 
     from lyapunov_prune.data.image_files import load_images
     from lyapunov_prune.models.classifier_loading import load_classifier
 
     classifier = load_classifier(model, dtype=source.dtype, device=source.device)
-    return classifier.model, None, load_images(images, classifier)
+    return classifier.model, None, load_images(text.text, classifier)
 
 
-def explain(run: Path, loaded: Decoder, batch: TokenBatch, batch_size: int, resume: bool) -> None:
+def explain(run: Path, loaded: Decoder, batch: TokenBatch, batch_size: int) -> None:
     """Activations on the whole batch, Jacobian norms on the start of its first window: they cost far more a token."""
     from lyapunov_prune.profiles.activations import ActivationStatistics, activation_statistics
     from lyapunov_prune.profiles.jacobian import JacobianNorms, sublayer_jacobians
@@ -152,7 +148,6 @@ def explain(run: Path, loaded: Decoder, batch: TokenBatch, batch_size: int, resu
         batch.measured_on(loaded.model),
         {},
         lambda: activation_statistics(loaded.model, batch, batch_size=batch_size),
-        resume=resume,
     )
     few = replace(batch, ids=batch.ids[:1, :_JACOBIAN_TOKENS])
     once(
@@ -161,7 +156,6 @@ def explain(run: Path, loaded: Decoder, batch: TokenBatch, batch_size: int, resu
         few.measured_on(loaded.model),
         _JACOBIAN,
         lambda: sublayer_jacobians(loaded.model, few, **_JACOBIAN),
-        resume=resume,
     )
 
 
@@ -173,7 +167,7 @@ def explain_drift(run: Path, found: Sensitivity, contraction: ContractionProfile
     if contraction.above_floor.any():
         amplification_drift(found, contraction).save(run / "drift.json")
     else:
-        warn("drift.json is left out, because every ρ is rounding; load the model in float32")
+        warn("drift.json is left out, because every rho is below the rounding floor; load the model in float32")
 
 
 def require_retrieval(files: str) -> list[str]:

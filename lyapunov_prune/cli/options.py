@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lyapunov_prune.allocation.table import SCHEDULES
-from lyapunov_prune.arguments import MOST_SEED, Range
+from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.compression.table import METHODS
@@ -42,10 +42,10 @@ def layer_indices(option: str, layers: str) -> list[int]:
     for part in map(str.strip, layers.split(",")):
         ends = re.fullmatch(r"(\d+)-(\d+)", part)
         if ends is None and re.fullmatch(r"-?\d+", part) is None:
-            raise LyapunovPruneError(f"{option} {layers!r} is no list of layers; write it as 3,7 or 3-7")
+            raise LyapunovPruneError(f"{option} {layers!r} is not a list of layers; write it as 3,7 or 3-7")
         first, last = map(int, ends.groups()) if ends else (int(part), int(part))
         if first > last or last - first > MOST_LAYERS:
-            raise LyapunovPruneError(f"{option} {part} is no range of layers; give the smaller number first")
+            raise LyapunovPruneError(f"{option} {part} is not a range of layers; give the smaller number first")
         found.extend(range(first, last + 1))
     return found
 
@@ -58,50 +58,57 @@ def count_or_share(text: str) -> int | float:
         share = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
         if 0 < share < 1:
             return share
-    raise typer.BadParameter(f"{text!r} is no number, as 7, and no share below 100%, as 25%")
+    raise typer.BadParameter(f"{text!r} is neither a number, as 7, nor a share below 100%, as 25%")
 
 
 ABOVE_ZERO = Range(above=True)
-# Of an option that says how many layers go.
+# Settings of an option that says how many layers are removed.
 counted = {"parser": count_or_share, "metavar": "N|N%"}
 
 
 def one_of(table: Mapping[str, Any], *more: str) -> str:
-    """Help of an option that takes a name of a table: `more`, then a line an entry."""
+    """Help of an option that takes a name from a table: `more`, then one line for each entry."""
     return "\n\n".join([*more, *(f"{name}: {entry.help}" for name, entry in table.items())])
 
 
-SPREAD = "spread"  # the value of --device for a model over several of them
+SPREAD, DISK = "spread", "disk"  # values of --device for models that are not on one
+
+
+Device = Annotated[
+    str,
+    model_option(
+        help="cpu, cuda, cuda:1 or mps. auto: the GPU if there is one, else the CPU. spread: layers on GPUs, in memory "
+        "and on disk (not for training). disk: one layer at a time from the safetensors, for models larger than memory "
+        "(profile, rank, prune, compress, eval, explain)."
+    ),
+]
+DType = Annotated[
+    choices.DType | None,
+    model_option(help="Type of the weights in memory; if there is no default, that of the checkpoint."),
+]
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """Where a model comes from and where it runs."""
 
-    device: Annotated[
-        str,
-        model_option(
-            help="cpu, cuda, cuda:1 or mps; auto is the GPU if there is one, else the CPU; spread lays the layers over "
-            "GPUs, memory, then the disk (not to train)."
-        ),
-    ] = "auto"
-    dtype: Annotated[
-        choices.DType | None,
-        model_option(help="Of the weights in memory; without a default, as the checkpoint has them."),
-    ] = None
+    device: Device = "auto"
+    dtype: DType = None
 
     @property
     def spread(self) -> bool:
         return self.device == SPREAD
 
-    def load(
-        self, model: str, *, stream: bool = False, text_only: bool = False, stack: choices.Stack | None = None
-    ) -> Decoder:
-        if stream:
-            self.require_one_place("--stream")
+    @property
+    def disk(self) -> bool:
+        """Whether the weights stay in their files, from which one layer at a time is read."""
+        return self.device == DISK
+
+    def load(self, model: str, *, text_only: bool = False, stack: choices.Stack | None = None) -> Decoder:
+        if self.disk:
             from lyapunov_prune.checkpoints.streamed import load_streamed
 
-            return load_streamed(model, dtype=self.dtype, device=self.device)
+            return load_streamed(model, dtype=self.dtype, device="auto")
 
         from lyapunov_prune.models.loading import load
 
@@ -115,25 +122,37 @@ class ModelOptions:
         )
 
     def require_one_place(self, what: str) -> None:
-        """Raise LyapunovPruneError for a model that is spread: `what` needs it on one device."""
+        """Raise LyapunovPruneError for a model that is spread or on disk: `what` needs it on one device."""
         if self.spread:
             raise LyapunovPruneError(f"{what} needs the model on one device; leave out --device {SPREAD}")
+        self.require_loaded(what)
+
+    def require_loaded(self, what: str) -> None:
+        """Raise LyapunovPruneError for a model that is read layer by layer: `what` needs it in memory."""
+        if self.disk:
+            raise LyapunovPruneError(f"{what} needs the model in memory; leave out --device {DISK}")
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The text, and how it is cut into windows and fed."""
+    """The text, and how it is cut into windows."""
 
     text: Annotated[
         str,
         text_option(
             help="builtin, a .txt file, a file of rows such as x.jsonl or x.csv:COLUMN, a hub data set "
-            "name[:config[:split[:COLUMN]]], or self: written by the (dense) model, which prune --mend and heal take "
-            "if none is given. Chats are written by the model's chat template."
+            "name[:config[:split[:COLUMN]]], or self: text that the (dense) model writes, the default of prune --mend. "
+            "Chats go through the model's chat template. For a ViT or DeiT (joint, prune): mnist-5k, a folder of class "
+            "folders, or an .npz."
         ),
     ] = "builtin"
-    tokens: Annotated[int, text_option(min=2, help="How many tokens to measure on.")] = 4096
-    context: Annotated[int, text_option(min=2, help="Tokens in a window.")] = 512
+    tokens: Annotated[int, text_option(min=2, help="Number of tokens.")] = 4096
+    context: Annotated[int, text_option(min=2, help="Tokens per window.")] = 512
+
+    @property
+    def images(self) -> bool:
+        """Whether `text` names images, for a classifier of images."""
+        return self.text == "mnist-5k" or self.text.endswith(".npz") or Path(self.text).is_dir()
 
     def as_eval(self, context: int) -> TextOptions:
         """The same text to score on: as much as `eval` takes, at the most, in windows of `context` tokens."""
@@ -145,7 +164,6 @@ class TextOptions:
         split: choices.Split,
         *,
         folder: Path | None = None,
-        resume: bool = False,
     ) -> TokenBatch:
         """The windows, of a text or written by the model, then kept in `folder` as they are written."""
         from lyapunov_prune.cli.terminal import note
@@ -154,7 +172,7 @@ class TextOptions:
         from lyapunov_prune.forward.own_text import SELF, written_by
 
         if self.text == SELF:
-            return written_by(loaded.model, split, self.tokens, self.context, folder=folder, resume=resume)
+            return written_by(loaded.model, split, self.tokens, self.context, folder=folder)
         batch = load_text(
             self.text,
             loaded.tokenizer,
@@ -167,77 +185,69 @@ class TextOptions:
         return checked_batch(loaded.structure, batch)
 
 
-IN_MEMORY = "needs the model in memory; leave it out, or --stream"
+IN_MEMORY = f"needs the model in memory; leave it out, or --device {DISK}"
 Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in).")]
 Format = Annotated[
     choices.Format,
-    output_option(help=one_of(formats_of("prune"), "What is written.")),
+    output_option(help=one_of(formats_of("prune"), "Format of the checkpoint.")),
 ]
-Mend = Annotated[bool, what_option("--mend", help="Close the gaps by maps fitted on the text, without training.")]
+Mend = Annotated[
+    bool, what_option("--mend", help="Fit linear maps on the text that replace what was removed, without training.")
+]
 Judge = Annotated[
     str | None,
     text_option(
-        help="A second text that judges, as --text. If not given: for --mend and --what width self, or builtin by "
-        "--text self; for heal every eighth window of its text."
+        help="A second text that decides whether a step helped; named as --text. Default: for --mend and --what width "
+        "self, or builtin if --text is self; for heal every eighth window of its text."
     ),
-]
-Stream = Annotated[
-    bool,
-    model_option("--stream", help="For a model larger than memory: one layer at a time, read from its safetensors."),
 ]
 Stack = Annotated[
     choices.Stack | None,
-    model_option("--stack", help="Of an encoder-decoder, such as T5: whose layers, the encoder's or the decoder's."),
+    model_option("--stack", help="For an encoder-decoder, such as T5: take the layers of its encoder or decoder."),
 ]
-OnDisk = Annotated[bool, model_option("--on-disk", help="Copy the kept tensors; the model is never in memory.")]
-
-Seed = Annotated[int, what_option(min=0, max=MOST_SEED, help="First random seed.")]
-Seeds = Annotated[int, what_option(min=1, help="How many perturbations to average over.")]
-Images = Annotated[
-    str | None,
-    text_option(help="For a ViT or DeiT: mnist-5k, a folder of class folders, or an .npz, in place of a text."),
-]
-Items = Annotated[int | None, what_option("--limit", min=1, help="How many items of a file or task; all if not given.")]
+Seeds = Annotated[int, what_option(min=1, help="Number of random perturbations to average over.")]
+Items = Annotated[int | None, what_option("--limit", min=1, help="Number of items of each task; default: all.")]
 
 Criterion = Annotated[
     choices.Criterion | None,
     what_option(
         help=one_of(
             CRITERIA,
-            "What layers are chosen by; if not given, best where --remove says how many whole layers of a model in "
-            "memory go, reap for experts, else bi.",
+            "How layers are chosen. Default: best if --remove gives the number of whole layers and the model is in "
+            "memory, reap for experts, otherwise bi.",
         )
     ),
 ]
-Protect = Annotated[str | None, what_option(help="Layers that stay, as 0-2,-1 (negative: counted from the end).")]
+Protect = Annotated[str | None, what_option(help="Layers to keep, as 0-2,-1 (negative numbers count from the end).")]
 Search = Annotated[
     float | None,
     what_option(
-        help="Forwards of the check windows that --criterion best may spend; if not given, by the number of layers: "
-        "20 for 7 of 30, 40 with --mend."
+        help="Number of forward passes over the check windows that --criterion best may use. Default: depends on the "
+        "number of layers, for 7 of 30 it is 20, and 40 with --mend."
     ),
 ]
 What = Annotated[
     choices.What,
     what_option(
-        help="Whole layers; the attention or the MLP of each (by "
-        f"{', '.join(name for name, c in CRITERIA.items() if 'mlp' in c.parts)}); its activation (by none: "
-        "prune --layers); hidden channels of all feed-forward blocks or experts (prune); experts, as many of every "
-        "layer (by "
-        f"{', '.join(name for name, c in CRITERIA.items() if 'experts' in c.parts)}); or layers and one of the "
-        "last two by measured loss (prune --remove 20%: of the parameters of the layers). In a plain checkpoint a part "
-        "of a layer saves no time, and channels do."
+        help="layers: whole layers. attention, mlp: that part of a layer (by "
+        f"{', '.join(name for name, c in CRITERIA.items() if 'mlp' in c.parts)}). activation: only with prune "
+        "--layers. width: hidden channels of all blocks or experts (prune). experts: the same number per layer (by "
+        f"{', '.join(name for name, c in CRITERIA.items() if 'experts' in c.parts)}). layers,width and "
+        "layers,experts: both, shared by measured loss (prune --remove 20% of the parameters of the layers). In a "
+        "plain checkpoint, removing attention, mlp or activation saves no time."
     ),
 ]
 Reduction = Annotated[
     choices.Reduction | None,
-    what_option(help=one_of(REDUCTIONS, "With --what activation: the linear map that the block becomes.")),
+    what_option(help=one_of(REDUCTIONS, "With --what activation: what replaces it.")),
 ]
 MaxKL = Annotated[
     float | None,
     ABOVE_ZERO,
     what_option(
-        "--max-kl", help="Instead of --remove: as many as keep KL(dense ‖ pruned) on the text below it, nats a token."
+        "--max-kl",
+        help="Instead of --remove: as many as possible with KL(dense ‖ pruned) on the text below this, in nats per "
+        "token.",
     ),
 ]
 Spend = Annotated[
@@ -245,23 +255,22 @@ Spend = Annotated[
     ABOVE_ZERO,
     what_option(
         "--max-kl",
-        help="Instead of --sparsity or --bits: the most that keeps KL(dense ‖ compressed) on the text below it, nats a "
-        "token, by bisection.",
+        help="Instead of --sparsity or --bits: as much compression as possible with KL(dense ‖ compressed) on the text "
+        "below this, in nats per token; found by bisection.",
     ),
 ]
 KeepPeriod = Annotated[
-    bool, what_option("--keep-period", help="Remove whole periods of a hybrid, as some serving engines need.")
+    bool, what_option("--keep-period", help="Remove whole periods of a hybrid model, which some engines need.")
 ]
 
 
 @dataclass(frozen=True)
 class RankOptions:
-    """What is ranked, and by which criterion."""
+    """What is ranked, and how."""
 
     what: What = "layers"
     criterion: Criterion = None
     protect: Protect = None
-    search: Search = None
 
     def protected(self) -> list[int]:
         return layer_indices("--protect", self.protect) if self.protect is not None else []
@@ -284,15 +293,14 @@ class RankOptions:
         assert self.criterion is not None
         return self.criterion
 
-    def require(self, given: Given) -> None:
+    def require(self, given: Given, search: float | None = None) -> None:
         """Raise LyapunovPruneError, before torch is waited for, for options that the criterion does not take."""
         takes = CRITERIA[self.goes_by].options()
-        idle = f"has no effect on --criterion {self.goes_by}; leave it out"
         if "search" not in takes:
-            given.refuse(idle, "search")
+            given.refuse(f"has no effect on --criterion {self.goes_by}; leave it out", "search")
         if self.what == "experts":
-            given.refuse("is of layers, and as many experts leave every layer; leave it out", "protect")
-        CRITERIA.make(self.goes_by, **({"search": self.search} if "search" in takes else {}))
+            given.refuse("applies to layers, and every layer loses the same number of experts; leave it out", "protect")
+        CRITERIA.make(self.goes_by, **({"search": search} if "search" in takes else {}))
         self.protected()
 
     def rank(
@@ -302,10 +310,10 @@ class RankOptions:
         remove: float | None,
         batch_size: int,
         *,
+        search: float | None = None,
         mend: bool = False,
         judge: TokenBatch | None = None,
         folder: Path | None = None,
-        resume: bool = False,
     ) -> Ranking:
         from lyapunov_prune.ranking.rank import rank
 
@@ -317,55 +325,47 @@ class RankOptions:
             remove=remove,
             batch_size=batch_size,
             protect=self.protected(),
-            search=self.search,
+            search=search,
             mend=mend and self.goes_by == "best",
             judge=judge,
             folder=folder,
-            resume=resume,
         )
 
 
-Method = Annotated[choices.Method, what_option(help=one_of(METHODS, "What a matrix is replaced by."))]
+Method = Annotated[choices.Method, what_option(help=one_of(METHODS, "How a matrix is compressed."))]
 Sparsity = Annotated[
-    float | None, ABOVE_ZERO, what_option(help="Share removed: of entries, or of parameters by low rank.")
+    str | None,
+    what_option(
+        metavar="SHARE|N:M",
+        help="Share to remove, of entries or (low rank) of parameters. 2:4 keeps two of every four inputs.",
+    ),
 ]
-Rank = Annotated[int | None, what_option(help="Rank that a low-rank method leaves a matrix, in place of --sparsity.")]
 Bits = Annotated[
-    float | None, what_option(help="Bits a weight (rtn, gptq, awq), or 1.58; the mean with an allocation of bits.")
+    float | None, what_option(help="Bits per weight (rtn, gptq, awq), or 1.58; with an allocation the mean.")
 ]
 Allocation = Annotated[
     str,
     what_option(
         autocompletion=lambda: list(SCHEDULES),
-        help=one_of(SCHEDULES, "How much of which matrix, or the JSON file of an Allocation."),
+        help=one_of(SCHEDULES, "How the amount is divided over matrices, or the JSON file of an Allocation."),
     ),
 ]
-Pattern = Annotated[str | None, what_option(help="Keep so many of so many inputs, as 2:4 (then without --sparsity).")]
-GroupSize = Annotated[int | None, what_option(help="Weights that share a grid (rtn, gptq, awq); a row if not given.")]
-Weighted = Annotated[
-    bool,
-    what_option("--weighted", help="Weigh tokens by how far an error there moves the prediction (sparsegpt, gptq)."),
-]
-Correction = Annotated[
-    float, what_option(help="How far to correct toward the dense model's outputs, 0 to 1 (sparsegpt, gptq).")
-]
+GroupSize = Annotated[int | None, what_option(help="Number of weights per grid (rtn, gptq, awq); default: a row.")]
 
 Stored = Annotated[
     choices.Stored,
-    output_option("--format", help=one_of(formats_of("compress"), "What is written.")),
+    output_option("--format", help=one_of(formats_of("compress"), "Format of the checkpoint.")),
 ]
 
-Output = Annotated[Path | None, output_option("--output", "-o", help="Folder for results; runs/MODEL if not given.")]
+Output = Annotated[Path | None, output_option("--output", "-o", help="Folder for results; default: runs/MODEL.")]
 Written = Annotated[
     choices.Written,
-    output_option("--format", help=one_of(formats_of("export"), "What is written.")),
+    output_option("--format", help=one_of(formats_of("export"), "Format of the checkpoint.")),
 ]
 Quantize = Annotated[
     str | None,
     output_option(
-        help="Type of the matrices of a .gguf file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0; f16 if not given."
+        help="Type of the matrices in a .gguf file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0; default: f16."
     ),
 ]
-Target = Annotated[Path, output_option("--output", "-o", help="Folder of the checkpoint; must be empty.")]
-Resume = Annotated[bool, output_option("--resume", help="Keep what an interrupted run has done.")]
-Json = Annotated[bool, output_option("--json", help="Print one JSON document on stdout, and nothing else.")]
+Target = Annotated[Path, output_option("--output", "-o", help="Folder for the checkpoint; must be new or empty.")]

@@ -26,10 +26,7 @@ def read_plan(path: Path) -> PruningPlan | MergekitSlices:
 
     plan = read(path)
     if isinstance(plan, MergekitSlices):
-        note(
-            f"{path} has no fingerprint of its model, {plan.model}: that it is of this one is checked by the number of "
-            "layers alone"
-        )
+        note(f"{path} has no fingerprint of its model, {plan.model}; only the number of layers was compared")
     return plan
 
 
@@ -42,9 +39,9 @@ def plan_for(model: Decoder | ModelIdentity, given: PruningPlan | MergekitSlices
     return given.plan(model if isinstance(model, ModelIdentity) else model.identity)
 
 
-def tell_written(provenance: Provenance, as_json: bool, output: Path, *, scored: bool = True) -> None:
-    show(provenance, as_json, output, kept=_record(output))
-    if not as_json and scored:
+def tell_written(provenance: Provenance, output: Path, *, scored: bool = True) -> None:
+    show(provenance, output, kept=_record(output))
+    if scored:
         dense = shlex.quote(provenance.source)
         say(f"Next: lyapunov-prune eval {shlex.quote(str(output))} --against {dense}")
 
@@ -62,7 +59,6 @@ def prune_files(
     layers: str | None,
     plan_file: Path | None,
     keep_period: bool,
-    as_json: bool,
     why: str,
     stream: bool,
     format: str,
@@ -73,7 +69,6 @@ def prune_files(
     from lyapunov_prune.export.quantised_copy import (
         plan_for_quantised,
         prune_quantised,
-        quantised,
         read_quantised,
         stays_quantised,
     )
@@ -85,17 +80,11 @@ def prune_files(
     checkpoint = None
     remove: Callable[[PruningPlan, Path], Provenance]
     if format == "gguf":
-        if stream:
-            raise LyapunovPruneError("--stream reads safetensors, and a GGUF file is copied; give --on-disk instead")
         identity, kinds = gguf_identity(model, planned=plan_file is not None), lambda: gguf_kinds(model)
-        remove = partial(prune_gguf, model)
+        remove, read = partial(prune_gguf, model), "on files"
     elif model.endswith(".gguf"):
         raise LyapunovPruneError(f"{model} is pruned on disk as a GGUF file; end --output in .gguf")
     elif stays_quantised(model):
-        if stream:
-            raise LyapunovPruneError(
-                f"--stream has no effect where bytes are copied ({quantised(model)}); leave it out"
-            )
         checkpoint = read_quantised(checkpoint_folder(model), model)
         identity, kinds = checkpoint.identity, lambda: find_kinds(checkpoint.decoder.structure)
         remove = partial(prune_quantised, checkpoint)
@@ -116,9 +105,8 @@ def prune_files(
     if keep_period:
         plan.require_periods(kinds().require_period())
     provenance = remove(plan, output)
-    if not as_json:
-        say(f"Pruned on disk ({why}); the gate's checks {read}:")
+    say(f"Pruned on disk ({why}); the gate's checks {read}:")
     if checkpoint is None:
-        tell_written(provenance, as_json, output)
+        tell_written(provenance, output)
     else:  # it may not load here, so that no eval of it is named
-        show(provenance, as_json, output, kept=_record(output))
+        show(provenance, output, kept=_record(output))

@@ -83,7 +83,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
             if isinstance(value, int) and abs(value) > _MOST:
                 raise LyapunovPruneError(f"{option} is {str(value)[:40]}; give less than 2^53")
             if isinstance(value, str | Path) and not _is_utf8(str(value)):
-                raise LyapunovPruneError(f"{value} is not UTF-8, which libraries need of a path; rename it")
+                raise LyapunovPruneError(f"{value} is not UTF-8, which libraries need for paths; rename it")
             if isinstance(value, float) and not math.isfinite(value):
                 raise LyapunovPruneError(f"{option} is {value:g}; give a finite number")
             if name in ranges and value is not None and not ranges[name].holds(value):

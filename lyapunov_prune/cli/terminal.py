@@ -1,13 +1,12 @@
-"""How results appear on stdout: a table on a terminal, plain text elsewhere, or one JSON document and nothing else."""
+"""How results appear on stdout: a table on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
 import io
-import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -35,14 +34,9 @@ def say(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """What is no result goes to stderr: stdout may be carrying JSON."""
+    """Print a message that is not a result, on stderr."""
     if is_main():
         tell(_lines(message))
-
-
-def print_json(document: dict[str, Any]) -> None:
-    if is_main():
-        _print(json.dumps(document, allow_nan=False))
 
 
 def _print(text: str) -> None:
@@ -60,7 +54,6 @@ def _lines(message: str) -> str:
 
 def show(
     result: Result,
-    as_json: bool,
     written: Path | None,
     *,
     kept: Path | None = None,
@@ -74,9 +67,6 @@ def show(
     Without the answer where it was `answered` before, as part of another result.
     """
     if not is_main():
-        return
-    if as_json:
-        print_json(result.to_json())
         return
     lines = [] if answered else result.answer()
     if full:
@@ -92,24 +82,9 @@ def show(
         say(f"Written: {written}")
 
 
-class Parts:
-    """Results of one command, each kept in `run` under its name: shown as they come, or all at the end as JSON."""
-
-    def __init__(self, run: Path, as_json: bool) -> None:
-        self._run, self._as_json = run, as_json
-        self._document: dict[str, Any] = {}
-
-    def add(self, name: str, result: Result) -> None:
-        written = result.save(self._run / f"{name}.json")
-        if self._as_json:
-            self._document[name] = result.to_json()
-        else:
-            show(result, False, written)
-
-    def end(self) -> None:
-        """Call when every part is there; before a failed check is raised."""
-        if self._as_json:
-            print_json(self._document)
+def keep(run: Path, name: str, result: Result) -> None:
+    """Save `result` under its name in `run`, and show it."""
+    show(result, result.save(run / f"{name}.json"))
 
 
 _FOLDED = 20  # columns of a console that a text keeps at least, where it cannot have as many as it is long

@@ -115,7 +115,6 @@ def compress_under_budget(
     correction: Share = 0.0,
     batch_size: Count = 1,
     folder: str | Path | None = None,
-    resume: bool = False,
 ) -> tuple[BudgetedCompression, Compressed]:
     """Compress by `method` as much as possible while `KL(p‖q)` on `batch` is at most `max_kl` nats per token.
 
@@ -142,7 +141,7 @@ def compress_under_budget(
     asked |= {"group size": group_size, "symmetric": symmetric, "weighted": weighted, "correction": correction}
     pooling = profile.pooling if profile is not None else None
     levels, refused = _LEVELS[unit], {}
-    with Store(folder, "compression budget", encode(on) | asked | {"pooling": pooling}, resume=resume) as store:
+    with Store(folder, "compression budget", encode(on) | asked | {"pooling": pooling}) as store:
 
         def compressed(level: float) -> Compressed:
             return compress(

@@ -123,7 +123,7 @@ class Recipe:
         if not getattr(self.method, "correction", 0):
             return None
         if self.calibration is not None and self.calibration.model is model:
-            raise LyapunovPruneError("a correction runs the dense model beside the compressed one; leave out --stream")
+            raise LyapunovPruneError("a correction needs the dense model beside the compressed one; load it whole")
         return self.calibration
 
     def _amount_of(self, p: Projection, W: torch.Tensor) -> float | None:
@@ -319,4 +319,4 @@ def _require_apart(model: PreTrainedModel, projections: Sequence[Projection]) ->
         W = p.stored(model)
         first = seen.setdefault((id(W), p.start, p.position), p.name)
         if first != p.name:
-            raise LyapunovPruneError(f"{first} and {p.name} are one matrix; shared layers are not compressed")
+            raise LyapunovPruneError(f"{first} and {p.name} are the same matrix; shared layers are not compressed")

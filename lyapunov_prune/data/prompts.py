@@ -72,31 +72,34 @@ class Prompts(TokenBatch):
 
 @checked
 def load_prompts(
-    path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool = False, bos: bool | None = None
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool | None = None, bos: bool | None = None
 ) -> Prompts:
     """The prompts in a file of rows (`.jsonl`, `.parquet`, as in `load_text`) with a `text`, or of plain text lines.
 
-    With `chat` each is a user's message in the tokenizer's chat template, which also decides about BOS. Rows may then
-    hold `messages` or `conversations`, which are written without their last answer. Without `chat`, a BOS token is put
-    in front if `bos`; None follows the tokenizer.
+    With `chat` each is a user's message in the tokenizer's chat template, which also decides about BOS; rows with
+    `messages` or `conversations` are written without their last answer. If `chat` is None, such rows are chats and
+    plain text is not. Without chats, a BOS token is put in front if `bos`; None follows the tokenizer.
 
     Raises LyapunovPruneError for a file without prompts or of another form, a prompt of fewer than two tokens, a BOS
     token or chat template that the tokenizer lacks, and for `bos` with `chat`.
     """
+    prompts = _read(Path(path))
+    if chat is None:
+        chat = any(not isinstance(asked, str) for _, asked in prompts)
     if chat and bos is not None:
-        raise LyapunovPruneError("a chat template says itself how a text begins; leave out bos")
+        raise LyapunovPruneError("a chat template decides how a text begins; leave out bos")
     if chat and not tokenizer.chat_template:
-        raise LyapunovPruneError("this tokenizer has no chat template; leave --chat out, or take an instruct model")
+        raise LyapunovPruneError("this tokenizer has no chat template; give plain text, or take an instruct model")
     begins = not chat and begins_with_bos(tokenizer, bos)
     rows, said = [], []
-    for where, asked in _read(Path(path)):
+    for where, asked in prompts:
         if chat:
             messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
             text = chat_text(tokenizer, messages, where, answer=True)
         elif isinstance(asked, str):
             text = asked
         else:
-            raise LyapunovPruneError(f"{where} is a chat, which the model's template writes; give --chat")
+            raise LyapunovPruneError(f"{where} is a chat, which the model's template writes; leave out chat=False")
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         row = [tokenizer.bos_token_id] * begins + ids
         if len(row) < 2:

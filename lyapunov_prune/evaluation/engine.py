@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.errors import LyapunovPruneError, require_extra
+from lyapunov_prune.errors import require_extra
 from lyapunov_prune.evaluation.llama_cpp import ENGINE, ask
 from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.speed import SpeedRow, prefill_and_decode
@@ -78,16 +78,15 @@ class EngineScores(Result):
 
 
 def engine_files(names: Sequence[str]) -> list[Path]:
-    """The GGUF files of the models called `names`.
+    """The GGUF files of the models called `names`; empty unless each of them is one.
 
-    Raises LyapunovPruneError for a model in another format, and if xllamacpp is not installed.
+    Raises LyapunovPruneError if xllamacpp, which runs them, is not installed.
     """
+    files = [file for name in names if (file := gguf_file(name)) is not None]
+    if len(files) < len(names):
+        return []
     require_extra(*ENGINE)
-    found = {name: gguf_file(name) for name in names}
-    other = next((name for name, file in found.items() if file is None), None)
-    if other is not None:
-        raise LyapunovPruneError(f"llama.cpp runs GGUF files, and {other} is none; give a .gguf file")
-    return [file for file in found.values() if file is not None]
+    return files
 
 
 def engine_scores(

@@ -179,16 +179,15 @@ def merged_path(places: Mapping[str, str]) -> str:
 def require_compact(decoder: Decoder, plan: PruningPlan) -> None:
     """Raise LyapunovPruneError for a plan that a compact checkpoint cannot hold, and for one that needs none."""
     if plan.experts_gone:
-        raise LyapunovPruneError("experts leave a plain checkpoint too; leave out --format")
+        raise LyapunovPruneError("experts are removed in a plain checkpoint too; leave out --format")
     if plan.drop_mlp:
         raise LyapunovPruneError(
-            f"the MLP of layer {plan.drop_mlp[0]} cannot leave a compact checkpoint; give --format plain, or drop its "
-            "activation"
+            f"the MLP of layer {plan.drop_mlp[0]} cannot be removed in a compact checkpoint; give --format plain, or "
+            "drop its activation"
         )
     if not plan.drops_parts or plan.channels:
         raise LyapunovPruneError(
-            "whole layers leave a plain checkpoint too, as channels do, and the plan drops no attention or activation; "
-            "leave out --format"
+            "the plan drops no attention or activation, so a plain checkpoint is enough; leave out --format"
         )
     compact_class(decoder.model)
     _require_cuts(decoder, plan.drop_attention, plan.drop_activation, plan.remove)
@@ -219,13 +218,15 @@ def _require_cuts(
     for what, indices in {"the whole": remove, "the attention": attention, "the feed-forward block": blocks}.items():
         each_once(what, indices, len(before))
     if not attention and not blocks and not remove:
-        raise LyapunovPruneError("nothing is cut; name layers that lose their attention, or whose blocks are merged")
+        raise LyapunovPruneError(
+            "nothing is removed; name layers that lose their attention, or whose blocks are merged"
+        )
     twice = sorted({*attention, *blocks} & set(remove))
     if twice:
-        raise LyapunovPruneError(f"layer {twice[0]} is removed whole, sublayers and all; name it once")
+        raise LyapunovPruneError(f"layer {twice[0]} is removed as a whole; name it once")
     for index in attention:
         if lacks_attention(before[index]):
-            raise LyapunovPruneError(f"layer {index} has no attention any more; choose other layers")
+            raise LyapunovPruneError(f"layer {index} no longer has attention; choose other layers")
     for index in blocks:
         if merged_path(before[index]):
             raise LyapunovPruneError(f"the feed-forward block of layer {index} is merged already; choose other layers")

@@ -108,7 +108,7 @@ def _silent_attentions(decoder: Decoder) -> tuple[int, ...]:
     branches = named_branches(decoder, tuple(range(decoder.structure.num_layers)), ())
     found = tuple(i for i, _, branch in branches if not branch(branch.x).any())
     if not found:
-        raise LyapunovPruneError("every attention adds something, and nothing is gone; give --format plain")
+        raise LyapunovPruneError("no attention is absent; give --format plain")
     return found
 
 

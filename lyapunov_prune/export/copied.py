@@ -107,8 +107,8 @@ def cut_outline(decoder: Decoder, plan: PruningPlan) -> Decoder:
         raise
     except Exception as error:  # meta tensors have no numbers, which some families read
         raise LyapunovPruneError(
-            f"{decoder.structure.model_type} computes with weights when layers leave ({first_line(error)}); prune it "
-            "in memory"
+            f"{decoder.structure.model_type} computes with weights when layers are removed ({first_line(error)}); "
+            "prune it in memory"
         ) from error
 
 

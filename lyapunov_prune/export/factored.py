@@ -69,7 +69,7 @@ def require_low_rank(method: str) -> None:
     low = [name for name, other in METHODS.items() if other.unit == "rank"]
     if method not in low:
         raise LyapunovPruneError(
-            f"--format {FORMAT} stores low ranks as two factors, and {method} leaves none; give --method "
+            f"--format {FORMAT} stores low ranks as two factors, and {method} gives none; give --method "
             f"{', '.join(low)}"
         )
 

@@ -123,7 +123,7 @@ class Format(Choice):
             raise LyapunovPruneError(f"--format {self.name} is not for {asked.method}; write plain, and export that")
         if METHODS[asked.method].unit not in self.units:
             methods = ", ".join(name for name, known in METHODS.items() if known.unit in self.units)
-            raise LyapunovPruneError(f"--format {self.name} does not hold what {asked.method} leaves; give {methods}")
+            raise LyapunovPruneError(f"--format {self.name} cannot store the result of {asked.method}; give {methods}")
 
     def require_model(self, model: PreTrainedModel, asked: Asked) -> None:
         """Raise LyapunovPruneError for a model whose matrices the format cannot hold, before anything is measured."""

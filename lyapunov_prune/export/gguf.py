@@ -56,8 +56,8 @@ def source_file(name: str) -> Path:
     source = gguf_file(name)
     if source is None:
         raise LyapunovPruneError(
-            f"{name} is read from no GGUF file, and a new one is made of the header and bytes of one; give a .gguf "
-            "file, or write it plain and give that to export"
+            f"{name} was not read from a GGUF file, which is needed to copy header and tensors; give a .gguf file, or "
+            "write it plain and export that"
         )
     return source
 
@@ -70,8 +70,8 @@ def require_gguf(name: str, plan: PruningPlan) -> Header:
     source = source_file(name)
     if plan.drops_parts:
         raise LyapunovPruneError(
-            "a GGUF file loses whole layers, and this plan drops parts of layers; leave those out, or write a folder "
-            "and give that to export"
+            "only whole layers are removed from a GGUF file, and this plan drops parts of layers; leave those out, "
+            "or write a folder and export that"
         )
     header = read_header(source)
     values_without(header, plan.kept)
@@ -81,7 +81,7 @@ def require_gguf(name: str, plan: PruningPlan) -> Header:
 def require_file(target: str | Path) -> None:
     """Raise LyapunovPruneError unless a GGUF file can be written to `target`."""
     if not str(target).endswith(SUFFIX):
-        raise LyapunovPruneError(f"{target} is no name of a GGUF file; end --output in {SUFFIX}")
+        raise LyapunovPruneError(f"{target} is not the name of a GGUF file; end --output in {SUFFIX}")
     require_absent(target)
 
 
@@ -95,8 +95,8 @@ def gguf_identity(name: str, *, planned: bool) -> ModelIdentity:
         folder = builtin_place() if name == BUILTIN else Entry(source).folder
         if not (folder / "config.json").is_file():
             raise LyapunovPruneError(
-                f"a plan tells its model by dequantised weights, and those of {name} are not in the cache; give "
-                "--layers, or leave out --on-disk"
+                f"a plan names its model by dequantised weights, and those of {name} are not in the cache; give "
+                "--layers, or leave out --device disk"
             )
         return read_outline(folder, name).identity
     header = read_header(source)
@@ -126,7 +126,7 @@ def prune_gguf(name: str, plan: PruningPlan, target: str | Path) -> Provenance:
     require_file(target)
     header = require_gguf(name, plan)
     if header.layers != plan.model.num_layers:
-        raise LyapunovPruneError(f"the plan is of {plan.model.num_layers} layers, and {name} has {header.layers}")
+        raise LyapunovPruneError(f"the plan is for {plan.model.num_layers} layers, and {name} has {header.layers}")
     history = History((*stored_history(header).steps, Step("prune", name, plan.measured_on)))
     provenance = _provenance(plan, GateReport(()), (SKIPPED, CACHED, RELOADED, ENGINE), None)
     written = _written(target, header, plan.kept, {}, history, provenance, {})
@@ -268,7 +268,7 @@ def _anew(original: Original, made: Decoder) -> dict[str, Anew]:
     told = ", ".join(f"{count} as {kind}" for kind, count in kinds.items())
     if other:
         told += f"; {other} of them had a quantisation that is not written here (llama-quantize writes it)"
-    warn(f"{len(stored)} tensors changed and are written anew: {told}; the others are copied byte for byte")
+    warn(f"{len(stored)} tensors changed and are written again: {told}; the others are copied byte for byte")
     return {each.name: each.anew for each in stored}
 
 

@@ -75,7 +75,7 @@ def write_gguf(
         lost = unread(config, family)
         if lost:
             not_run.append(RELOADED)
-            warn(f"not read back by transformers: it does not take {lost} from a GGUF file")
+            warn(f"not read back by transformers: it does not read {lost} from a GGUF file")
         else:
             checks.append(attempt(RELOADED, partial(file_reloads, result, file, within=1e-6)))
         if installed():
@@ -94,7 +94,8 @@ def require_quantisation(quantize: str) -> None:
     """Raise LyapunovPruneError for a type that the gguf package cannot quantise to."""
     if quantize not in QUANTISATIONS:
         raise LyapunovPruneError(
-            f"{quantize} is not written here, but {', '.join(QUANTISATIONS)}; give f16, and that file to llama-quantize"
+            f"{quantize} is not supported (only {', '.join(QUANTISATIONS)}); write f16, and convert that file with "
+            "llama-quantize"
         )
 
 

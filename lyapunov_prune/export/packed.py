@@ -64,16 +64,20 @@ def require_packed_options(
     """Raise LyapunovPruneError for options that the format cannot hold, and if the library is missing."""
     if pattern is not None:
         raise LyapunovPruneError(
-            f"{_LIBRARY} dropped its formats for patterns of zeros, and transformers loads none; leave out --format"
+            f"{_LIBRARY} no longer has a format for patterns of zeros, and transformers loads none; leave out --format"
         )
     if METHODS[method].unit != "bits":
         rounding = " or ".join(name for name, known in METHODS.items() if getattr(known, "on_grid", False))
         raise LyapunovPruneError(f"--format {FORMAT} packs rounded weights, not those of {method}; give {rounding}")
     if not METHODS[method].on_grid:  # type: ignore[attr-defined]  # a method of bits is a Rounder
-        raise LyapunovPruneError(f"the scales of {method} are in its weights, which no grid holds; leave out --format")
+        raise LyapunovPruneError(
+            f"{method} folds its scales into the weights, which no grid can represent; leave out --format"
+        )
     if isinstance(allocation, Allocation):
         if allocation.unit != "bits" or not {*allocation.amount} <= {*range(2, 9), DENSE}:
-            raise LyapunovPruneError(f"--format {FORMAT} packs 2 to 8 whole bits, or none (16); allocate such widths")
+            raise LyapunovPruneError(
+                f"--format {FORMAT} packs 2 to 8 whole bits, or 16 for unpacked; allocate such widths"
+            )
     elif allocation == "uniform":
         if bits not in BITS:
             given = "no bits" if bits is None else f"{bits:g} bits"
@@ -101,11 +105,11 @@ def require_packable(model: PreTrainedModel, group_size: int | None) -> tuple[Pr
         if p.expert is not None or not isinstance(module, nn.Linear):
             kept = "holds all experts in one tensor" if p.expert is not None else f"is a {type(module).__name__}"
             raise LyapunovPruneError(
-                f"{p.module} {kept}, and {_LIBRARY} packs Linear modules alone; compress it without --format"
+                f"{p.module} {kept}, and {_LIBRARY} packs only Linear modules; compress it without --format"
             )
         if owners.setdefault(id(module.weight), p.module) != p.module:
             raise LyapunovPruneError(
-                f"{owners[id(module.weight)]} and {p.module} are one matrix; shared layers are not compressed"
+                f"{owners[id(module.weight)]} and {p.module} are the same matrix; shared layers are not compressed"
             )
         n = module.in_features
         if group_size is not None and (group_size < 1 or n % group_size):
@@ -213,7 +217,7 @@ class Packing:
         grid = Grid(*(torch.cat(part) for part in zip(*parts, strict=True)))
         if not torch.equal(grid.values(), after):
             raise CheckFailed(
-                f"nothing written: {p.name} is not what {self._method.name} makes of the model; compress it anew"
+                f"nothing written: {p.name} is not what {self._method.name} gives for the model; compress it again"
             )
         self._grids.setdefault(p.module, []).append(grid)
 

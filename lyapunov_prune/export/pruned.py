@@ -109,7 +109,7 @@ def _require_held(stored: Format, decoder: Decoder, plan: PruningPlan, batch: Ex
     """Raise LyapunovPruneError, before anything is fitted, if the format cannot hold `plan`."""
     if stored.card is None:
         raise LyapunovPruneError(
-            f"format {stored.name} holds no pruned model; give one of {', '.join(formats_of('prune'))}"
+            f"format {stored.name} cannot store a pruned model; give one of {', '.join(formats_of('prune'))}"
         )
     stored.require_plan(decoder, plan)  # before parts are looked up, which a merged block does not have
     if plan.reduction is not None:

@@ -71,7 +71,7 @@ class Quantised:
                 try:
                     found[name] = json.loads((self.folder / name).read_text(encoding="utf-8"))
                 except ValueError:
-                    raise LyapunovPruneError(f"{self.folder / name} is no JSON; fetch it again") from None
+                    raise LyapunovPruneError(f"{self.folder / name} is not JSON; fetch it again") from None
         return found
 
 
@@ -121,7 +121,7 @@ def plan_for_quantised(checkpoint: Quantised, plan: PruningPlan) -> PruningPlan:
             f"this plan was made for {theirs.name} ({theirs.model_type}, {theirs.num_layers} layers), not for "
             f"{mine.name}{other}; give --layers"
         )
-    warn(f"the plan is of {theirs.name}; that it is of these weights is not checked, only family, depth and settings")
+    warn(f"the plan is for {theirs.name}; family, depth and settings were checked, weights were not")
     return replace(plan, model=mine)
 
 

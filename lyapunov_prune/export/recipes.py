@@ -45,7 +45,7 @@ def llm_compressor_recipe(model: PreTrainedModel, report: CompressionReport) -> 
     groups: dict[int, dict[str, None]] = {}
     for p in find_projections(wrap(model)):
         if not isinstance(model.get_submodule(p.module), nn.Linear):
-            raise LyapunovPruneError(f"{p.module} is no Linear module, and a recipe names those; leave it out")
+            raise LyapunovPruneError(f"{p.module} is not a Linear module, which a recipe needs; leave it out")
         groups.setdefault(_bits(report, p.name), {})[p.module] = None
     named = {name for width, names in groups.items() if width != DENSE for name in names}
     size = report.group_size
@@ -82,7 +82,7 @@ def llama_cpp_overrides(report: CompressionReport) -> str:
 
 def _bits(report: CompressionReport, name: str) -> int:
     if report.allocation.unit != "bits":
-        raise LyapunovPruneError(f"{report.method} leaves no widths to write a recipe of; take a method that rounds")
+        raise LyapunovPruneError(f"{report.method} gives no bit widths for a recipe; use a method that rounds")
     bits = report.allocation.of(name)
     if bits % 1:
         raise LyapunovPruneError(f"recipes name whole bits, not {bits:g}; leave them out, or give --bits 2 or more")

@@ -42,8 +42,8 @@ def require_streamed(allocation: str | Allocation) -> None:
     """Raise LyapunovPruneError for a schedule that a streamed model cannot be compressed by."""
     if isinstance(allocation, str) and SCHEDULES[allocation].needs in ("score", "cost"):
         raise LyapunovPruneError(
-            f"allocation {allocation} changes the model once a trial, and a streamed one reads and writes all "
-            "of its files each time; name another, or take the model in memory"
+            f"allocation {allocation} changes the model in every trial, and a streamed one would read and write all "
+            "files each time; name another, or take the model in memory"
         )
 
 
@@ -128,7 +128,7 @@ def _packing(
     require_packed_options(method, bits, symmetric, allocation, as_pattern(pattern))
     if allocation != "uniform":
         raise LyapunovPruneError(
-            f"--stream packs all matrices alike ({PACKED}); leave out --allocation, or take the model in memory"
+            f"layer by layer all matrices are packed alike ({PACKED}); leave out --allocation, or load the model whole"
         )
     assert bits is not None
     projections = require_packable(model, group_size)
@@ -136,7 +136,7 @@ def _packing(
         n: Any = model.get_submodule(p.module).in_features
         if group_size is None and n * bits % 32:  # read from its outline, it would get the width of whole words
             raise LyapunovPruneError(
-                f"the {n} inputs of {p.module} at {bits:g} bits do not fill words of 32, by which packed rows are read "
-                "a layer at a time; give --group-size, or leave out --stream"
+                f"the {n} inputs of {p.module} at {bits:g} bits do not fill words of 32 bits, in which packed rows "
+                "are read layer by layer; give --group-size, or load the model whole"
             )
     return Packing(method, {p.module: int(bits) for p in projections}, group_size)

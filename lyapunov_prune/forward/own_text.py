@@ -32,7 +32,6 @@ def written_by(
     context: int,
     *,
     folder: Path | None = None,
-    resume: bool = False,
 ) -> TokenBatch:
     """The text `self` of a model: `self_generated` with the seed of a split."""
     how: dict[str, Any] = {
@@ -40,7 +39,6 @@ def written_by(
         "context": context,
         "seed": _SEEDS[split],
         "folder": folder,
-        "resume": resume,
     }
     return replace(self_generated(model, **how), split=split)
 
@@ -56,14 +54,13 @@ def self_generated(
     temperature: Positive = 1.0,
     batch_size: Count = 16,
     folder: str | Path | None = None,
-    resume: bool = False,
 ) -> TokenBatch:
     """Windows written by `model`: its BOS token, then tokens drawn from `softmax(logits / temperature)`.
 
     Returns `tokens // context` windows, (windows × context) int64; after the end of a text another begins. The random
     numbers depend only on `seed` and the window's number, so `batch_size` affects rounding only. The batch's `text`
-    names the model, its weights, the temperature and the seed. Finished windows are stored in `folder`; with `resume`
-    they are not written again.
+    names the model, its weights, the temperature and the seed. Finished windows are stored in `folder` and
+    not written again.
 
     Raises LyapunovPruneError for a model without a BOS or end-of-text token to begin with, a context below two tokens
     or longer than the model's, fewer tokens than one window, a temperature not above 0, and for logits that are not
@@ -77,7 +74,7 @@ def self_generated(
     known = model.identity
     about: dict[str, Any] = {"weights": known.weights, "settings": known.settings, "dtype": str(model.model.dtype)}
     about |= {"context": context, "seed": seed, "temperature": temperature}
-    with Store(folder, _KIND, about, resume=resume) as store:
+    with Store(folder, _KIND, about) as store:
         missing = [window for window in range(windows) if str(window) not in store]
         for first in track(range(0, len(missing), batch_size), "writing text"):
             some = missing[first : first + batch_size]

@@ -58,7 +58,6 @@ def heal(
     temperature: Positive = 1.0,
     seed: Seed = 0,
     folder: str | Path | None = None,
-    resume: bool = False,
     judge: Readable | None = None,
     evaluation: Readable | None = None,
     batch_size: Count = 1,
@@ -92,10 +91,10 @@ def heal(
     and optimizer state, and gathers a layer to run it (`sharded.py`); both models are on the CPU, where they are
     scored, and so is the healed one. `shard` excludes `rank`, whose factors are small.
 
-    The training state is kept in `folder` about every 20 seconds and after each round. With `resume` the run continues
-    from it; on the CPU, with the same number of threads and without `minutes`, it ends bit for bit as if it had not
-    been interrupted. The state holds the trained tensors four times; delete it when the model is saved. A folder is
-    refused if it holds state files without the header of a healing run, or if another run is at work in it.
+    The training state is kept in `folder` about every 20 seconds and after each round. A later run of the same settings
+    continues from it; on the CPU, with the same number of threads and without `minutes`, it ends bit for bit as if it
+    had not been interrupted. The state holds the trained tensors four times; delete it when the model is saved. A
+    folder is refused if it holds state files without the header of a healing run, or if another run is at work in it.
     `evaluation` is text on which the recovery is measured, `batch_size` windows per forward.
 
     Raises LyapunovPruneError for a student in half precision without `rank`, adapters or packed weights, another
@@ -117,7 +116,7 @@ def heal(
     if per_step < processes.num_processes:
         raise LyapunovPruneError(
             f"steps of {per_step} windows cannot be shared by {processes.num_processes} (one a process); give as many "
-            "or more (--per-step)"
+            "or more (per_step)"
         )
     learnt, judging = _apart(reading, judge)
     if evaluation is not None:
@@ -134,7 +133,7 @@ def heal(
     if folder is not None:
         about = {"teacher": [guided_by.weights, guided_by.settings], **encode(measured_on), **settings}
         about["judged_on"] = encode(judged_on)
-    with TrainingState(folder if processes.is_main_process else None, about, resume=resume) as state:
+    with TrainingState(folder if processes.is_main_process else None, about) as state:
         tensors = state.load()
         if evaluation is not None:  # first, to fail before the training
             before = perplexity(student, evaluation, batch_size=batch_size, description="perplexity, pruned")

@@ -38,7 +38,7 @@ def sharing(per_step: int, rank: int | None) -> PartialState:
     if per_step % count:
         raise LyapunovPruneError(
             f"{per_step} windows per step cannot be split evenly over {count} processes; "
-            f"give a multiple of {count} (--per-step)"
+            f"give a multiple of {count} (per_step)"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""The training state on disk: written whole or not at all, and resumed only by the same run."""
+"""The training state on disk: written whole or not at all, and continued only by the same run."""
 
 from __future__ import annotations
 
@@ -20,29 +20,31 @@ from lyapunov_prune.results.files import RETRY, halves, whole_folder
 SECONDS = 20.0  # least time between two states
 _SHARE = 0.1  # largest share of the time spent on writing
 _NAME = "state.safetensors"
-# The remedy when a state exists but no more could be written: without --resume it would be deleted.
-KEPT = "free space and give --resume: the training is kept"
+_KIND, _PART = "training state", "state"
+# The remedy when a state exists but no more could be written.
+KEPT = "free space and run again: the training so far is kept"
 
 
 class TrainingState:
     """The newest state in `folder/step-<n>/`; does nothing when `folder` is None.
 
     `about` identifies the run. A state is written next to the last one and renamed, so that a kill always leaves a
-    whole one. The folder is claimed (`claim.py`) by `hold` or with the first state. Without `resume` the states of an
-    earlier run are deleted. `close`, or the end of a `with` block, releases the folder.
+    whole one. The folder is claimed (`claim.py`) by `hold` or with the first state. The states of another run are
+    deleted, which a line on stderr says; with `about` None all are deleted without a word. `close`, or the end of a
+    `with` block, releases the folder.
 
-    Raises LyapunovPruneError when the folder is not for training or another run is at work in it, with `resume` when
-    the states are of another run, or when the disk refuses.
+    Raises LyapunovPruneError when the folder is not for training or another run is at work in it, or when the disk
+    refuses.
     """
 
-    def __init__(self, folder: str | Path | None, about: Mapping[str, Any], *, resume: bool = False) -> None:
+    def __init__(self, folder: str | Path | None, about: Mapping[str, Any] | None) -> None:
         self._folder = None if folder is None else Path(folder)
         self._due = time.monotonic() + SECONDS
         if self._folder is None:
             return
-        self._claim = Claim(self._folder, "training state", about, "state")
+        self._claim = Claim(self._folder, _KIND, about, _PART)
         try:
-            self._begin(resume)
+            self._begin()
         except BaseException:  # else the traceback keeps the lock alive
             self.close()
             raise
@@ -76,9 +78,9 @@ class TrainingState:
                 origin = file.metadata()["origin"]
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError):
-            raise LyapunovPruneError(f"{path} is damaged; run without --resume") from None
+            raise LyapunovPruneError(f"{path} is damaged; delete {path.parent} and run again") from None
         if origin != self._claim.origin:
-            raise LyapunovPruneError(f"{path} is a state of another run; run without --resume")
+            raise LyapunovPruneError(f"{path} is a state of another run; delete {path.parent} and run again")
         return tensors
 
     def is_due(self) -> bool:
@@ -102,17 +104,19 @@ class TrainingState:
         now = time.monotonic()
         self._due = now + max(SECONDS, (now - began) / _SHARE)
 
-    def _begin(self, resume: bool) -> None:
+    def _begin(self) -> None:
         assert self._folder is not None
-        if not self._claim.begin(self._states, resume):
+        same = self._claim.begin(self._states)
+        if not (same or self._claim.other):
             return
-        if not resume:
+        if not same:
             states = self._states()
             for path in states:
                 if more := sorted({p.name for p in path.iterdir()} - {_NAME}):
                     raise LyapunovPruneError(f"{path} holds {more[0]}, which is not part of a state; move it away")
             _delete(states)
             self._claim.give_up()
+            self._claim.say_replaced()
         left = halves(self._folder, "step-[0-9]+")
         _delete(path for path in left if path.is_dir())
         for lock in left:
@@ -128,7 +132,12 @@ class TrainingState:
 
 def clear_states(folder: Path) -> None:
     """Delete the states in `folder`, of any run. Raises like TrainingState."""
-    TrainingState(folder, {}).close()  # without resume it deletes them
+    TrainingState(folder, None).close()
+
+
+def require_idle(folder: Path) -> None:
+    """Raise LyapunovPruneError if a training is at work in `folder`, or the folder is for something else."""
+    Claim(folder, _KIND, None, _PART).require_idle()
 
 
 def _delete(states: Iterable[Path]) -> None:

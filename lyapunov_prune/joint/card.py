@@ -53,18 +53,15 @@ def _settings(run: JointRun) -> str:
     """The settings that only `remove_jointly` in Python takes."""
     points = run.points
     rank = "all weights trained" if points.recipe.rank is None else f"updates of rank {points.recipe.rank}"
-    return f"importance {run.importance.method}, {rank}, {len(set(points.seeds.tolist()))} seeds a point"
+    return (
+        f"importance {run.importance.method}, {rank}, {points.steps} steps a point and {len(run.losses)} of the chosen "
+        f"pair, {len(set(points.seeds.tolist()))} seeds a point from {points.seeds[0]} on"
+    )
 
 
 def _command(run: JointRun) -> str:
     """The command, as far as the results record it."""
-    decision, points = run.decision, run.points
+    decision = run.decision
     budget = ["--remove", f"{decision.remove}"] if decision.remove else ["--speedup", f"{decision.speedup:g}"]
-    asked = {
-        "reduction": run.importance.reduction,
-        "steps-per-point": points.steps,
-        "recover": len(run.losses),
-        "seed": points.seeds[0],
-    }
-    options = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+    options = ["--reduction", run.importance.reduction]
     return printable(shlex.join(["lyapunov-prune", "joint", run.plan.model.name, *budget, *options, "-o", "OUT"]))

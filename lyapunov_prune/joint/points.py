@@ -129,8 +129,8 @@ class Course:
         smaller = [p for p in (DENSE, *self.parents) if p[0] <= pair[0] and p[1] <= pair[1]]
         return max(smaller, key=sum)
 
-    def state(self, name: str, lesson: Lesson, *, resume: bool) -> TrainingState:
-        return TrainingState(self.folder / name, {**self.about, **vars(lesson)}, resume=resume)
+    def state(self, name: str, lesson: Lesson) -> TrainingState:
+        return TrainingState(self.folder / name, {**self.about, **vars(lesson)})
 
     def taught(self, pair: Pair) -> Unmerged:
         """A student with the weights of the point `pair`. Raises LyapunovPruneError if a state is missing."""
@@ -139,31 +139,29 @@ class Course:
         lineage = self.lineage(pair)
         for point in lineage if self.recipe.rank is not None else lineage[-1:]:
             lesson = self.lesson(point, self.seed)
-            with self.state(_name(point), lesson, resume=True) as state:
+            with self.state(_name(point), lesson) as state:
                 tensors = state.load()
             if not tensors:
                 raise LyapunovPruneError(
-                    f"{self.folder / _name(point)} has lost the weights of {lesson.name}; run without --resume"
+                    f"{self.folder} lacks the weights of {lesson.name}; delete that folder and run again"
                 )
             inherit(student, lesson, self.recipe, tensors)
         return student
 
-    def learn_point(self, point: Pair, seed: int, *, resume: bool) -> tuple[Unmerged, Lesson, list[float]]:
+    def learn_point(self, point: Pair, seed: int) -> tuple[Unmerged, Lesson, list[float]]:
         """Train the point from the weights of the previous one on its chain; its state is kept."""
         lesson = self.lesson(point, seed)
         student = self.taught(self.parents[point])
-        with self.state(
-            _name(point) if seed == self.seed else f"{_name(point)}-{seed}", lesson, resume=resume
-        ) as state:
+        with self.state(_name(point) if seed == self.seed else f"{_name(point)}-{seed}", lesson) as state:
             return student, lesson, recover(student, self.teacher, self.learn, lesson, self.recipe, state)
 
     def finish(
-        self, pair: Pair, start: Pair, steps: int, *, resume: bool, name: str = "final"
+        self, pair: Pair, start: Pair, steps: int, *, name: str = "final"
     ) -> tuple[Unmerged, Lesson, list[float]]:
         """Final recovery of `pair` from the weights of the point `start`; its state is kept under `name`."""
         lesson = self.last_lesson(pair, start, steps)
         student = self.taught(start)
-        with self.state(name, lesson, resume=resume) as state:
+        with self.state(name, lesson) as state:
             return student, lesson, recover(student, self.teacher, self.learn, lesson, self.recipe, state)
 
     def forget(self, keep: Sequence[Pair] = ()) -> None:
@@ -180,7 +178,6 @@ def recover_points(
     seeds: int,
     store: Store,
     *,
-    resume: bool,
     batch_size: int,
 ) -> Points:
     """Recover and score every point of `course`, and those in `repeated` with `seeds` − 1 more seeds.
@@ -198,7 +195,7 @@ def recover_points(
     for point, seed in track(jobs, "points"):
         key = f"{_name(point)}-{seed}"
         if key not in store:
-            store.add(key, _recovered(course, select, point, seed, resume=resume, batch_size=batch_size))
+            store.add(key, _recovered(course, select, point, seed, batch_size=batch_size))
             if seed != course.seed:  # no point inherits from it
                 clear_states(course.folder / key)
         rows.append(store[key])
@@ -218,11 +215,9 @@ def recover_points(
     )
 
 
-def _recovered(
-    course: Course, select: Examples, point: Pair, seed: int, *, resume: bool, batch_size: int
-) -> dict[str, Any]:
+def _recovered(course: Course, select: Examples, point: Pair, seed: int, *, batch_size: int) -> dict[str, Any]:
     began = time.monotonic()
-    student, lesson, losses = course.learn_point(point, seed, resume=resume)
+    student, lesson, losses = course.learn_point(point, seed)
     with student.cut(lesson.attention, lesson.activation) as model:
         scored = score(model, select, batch_size=batch_size)
     return {

@@ -74,7 +74,6 @@ def remove_jointly(
     seeds: Count = 2,
     seed: Seed = 0,
     folder: str | Path,
-    resume: bool = False,
     batch_size: Count = 1,
 ) -> JointRun:
     """Remove attentions and activations of `model`, the number of each chosen by a map of the score after recovery.
@@ -89,8 +88,7 @@ def remove_jointly(
 
     Without `reduction` blocks are reduced by the least-squares fit: after recovery it was better than or
     indistinguishable from the others on two models (experiments/5_joint). `folder` keeps the unfinished work:
-    with `resume` an interrupted run continues from there and reaches the same decision; it is emptied when `output`
-    exists.
+    an interrupted run continues from there and reaches the same decision; it is emptied when `output` exists.
 
     Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, a final slice
     that a recorded step of `model` has seen, fewer than five items to select by, a model that the compact format does
@@ -127,7 +125,7 @@ def remove_jointly(
         "steps": [steps, recover_steps],
         "seeds": [seed, seeds],
     }
-    with Store(folder, "joint removal", about, resume=resume) as store:
+    with Store(folder, "joint removal", about) as store:
         times = None
         if speedup is not None:
             with _timing(seconds, "times"):
@@ -137,7 +135,6 @@ def remove_jointly(
                     origins[0],
                     about,
                     lambda: measure_times(student, learn, most),
-                    resume=resume,
                 )
         table = None if times is None else times.table()
         pairs = within_budget(L, remove, speedup, None if table is None else table.tolist(), most)
@@ -152,11 +149,10 @@ def remove_jointly(
                 lambda: measure_importance(
                     student, learn, importance, batch=recipe.batch, targets=_targets(reach, most), seed=seed
                 ),
-                resume=resume,
             )
         course = Course(student, learn, worth, chains(reach, most), steps, seed, recipe, folder, about)
         between = rivals(reach, most, allowed)
-        points = recover_points(course, select, between, seeds, store, resume=resume, batch_size=batch_size)
+        points = recover_points(course, select, between, seeds, store, batch_size=batch_size)
         seconds["points"] = float(points.seconds.sum())  # includes earlier runs
         with _timing(seconds, "decision"):
             fitted = fit_map(
@@ -181,7 +177,7 @@ def remove_jointly(
         course.forget(keep=course.lineage(start))
         with _timing(seconds, "recovery"):
             pupil, lesson, losses, gain = _recovered(
-                course, select, decision.chosen, start, recover_steps, resume=resume, batch_size=batch_size
+                course, select, decision.chosen, start, recover_steps, batch_size=batch_size
             )
         saw = origins[:2]
         add_step(pupil.model, "heal", saw[:1], dense)
@@ -274,13 +270,13 @@ def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[M
 
 
 def _recovered(
-    course: Course, select: Examples, pair: Pair, start: Pair, steps: int, *, resume: bool, batch_size: int
+    course: Course, select: Examples, pair: Pair, start: Pair, steps: int, *, batch_size: int
 ) -> tuple[Unmerged, Lesson, list[float], Comparison]:
     """Train `pair` for `steps` more steps; keep the start if the result is worse on `select`.
 
     Returns the student, the losses of the steps, and the comparison over the items of `select`.
     """
-    pupil, lesson, losses = course.finish(pair, start, steps, resume=resume)
+    pupil, lesson, losses = course.finish(pair, start, steps)
     untaught = course.taught(start)
 
     def scored(student: Unmerged) -> np.ndarray:

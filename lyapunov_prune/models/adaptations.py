@@ -61,7 +61,7 @@ def diffllama(cut: Cut) -> None:
         score = q @ k
         own(attention)
         if new != old and not k.any():
-            raise LyapunovPruneError(f"layer {old} has lambda_k1 = 0, into which its depth cannot be folded; keep it")
+            raise LyapunovPruneError(f"layer {old} has lambda_k1 = 0, so its depth cannot be folded in; keep it")
         if new != old:
             step = torch.log(score.exp() + was - now) - score
             attention.lambda_q1.copy_(q + k * step / (k @ k))
@@ -97,8 +97,8 @@ def _set_period(cut: Cut, period: str, offset: str) -> None:
                 return
     marked = ", ".join(str(i) for i, yes in enumerate(wanted) if yes)
     raise LyapunovPruneError(
-        f"{period} and {offset} describe every n-th layer, and {marked} of the {depth} layers left are none such; "
-        "remove whole periods, or a run at the end"
+        f"{period} and {offset} describe every n-th layer, and {marked} of the {depth} remaining layers do not match; "
+        "remove whole periods, or only the last layers"
     )
 
 
@@ -119,8 +119,8 @@ def ernie_experts(cut: Cut) -> None:
             config.moe_layer_interval = interval
             return
     raise LyapunovPruneError(
-        f"moe_layer_interval describes every n-th layer, and {marked} of the {len(cut.kept)} left are none such; "
-        "remove whole intervals, or a run at the end"
+        f"moe_layer_interval describes every n-th layer, and {marked} of the {len(cut.kept)} remaining ones do not "
+        "match; remove whole intervals, or only the last layers"
     )
 
 
@@ -159,8 +159,8 @@ def random_blocks(cut: Cut) -> None:
 def only_the_end(cut: Cut) -> None:
     if cut.kept != tuple(range(len(cut.kept))):
         raise LyapunovPruneError(
-            "this family weighs what a layer adds by the layer's number, which no checkpoint holds; "
-            "remove a run at the end"
+            "this family scales the output of a layer by its number, which no checkpoint stores; remove only the "
+            "last layers"
         )
 
 
@@ -173,8 +173,8 @@ def first_has_attention(cut: Cut) -> None:
     """MiniMax reads the cache's length from the first layer; a linear attention there would not record it."""
     if cut.config.layer_types[0] != "full_attention":
         raise LyapunovPruneError(
-            "this family counts positions in the cache of its first layer, and that would have no attention; "
-            f"keep a layer with full attention before layer {cut.kept[0]}"
+            "this family counts positions in the cache of its first layer, which would have no attention; keep a "
+            f"layer with full attention before layer {cut.kept[0]}"
         )
 
 

@@ -33,7 +33,9 @@ def base_of(folder: Path) -> str:
         config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         base, kind = config["base_model_name_or_path"], config["peft_type"]
     if kind != "LORA":
-        raise LyapunovPruneError(f"the adapters in {folder} are {kind}, not LORA; merge them with the tool of theirs")
+        raise LyapunovPruneError(
+            f"the adapters in {folder} are {kind}, not LORA; merge them with the tool that made them"
+        )
     if not (isinstance(base, str) and base):
         raise LyapunovPruneError(f"{folder} names no base model; set base_model_name_or_path in {ADAPTER_CONFIG}")
     return base
@@ -65,6 +67,6 @@ def attach_adapters(model: PreTrainedModel, folder: Path) -> Any:
     if missing or strange:
         raise LyapunovPruneError(
             f"the adapters in {folder} do not fit their config: {len(missing)} tensors are missing and "
-            f"{len(strange)} have no place ({(missing + strange)[0]}); fetch them again"
+            f"{len(strange)} do not fit anywhere ({(missing + strange)[0]}); fetch them again"
         )
     return adapted

@@ -64,7 +64,7 @@ def merge_adapters(model: Any) -> PreTrainedModel:
     if not off <= limit:
         raise LyapunovPruneError(
             f"merged, the logits differ from the adapted ones by {off:.2g} of their spread, {limit:g} at most: the "
-            f"adapters do more than add to weights, or stand where they have no effect; {_ELSEWHERE}"
+            f"adapters do more than add to weights, or are attached where they have no effect; {_ELSEWHERE}"
         )
     return model
 
@@ -92,7 +92,7 @@ def _require_plain_layers(base: PreTrainedModel) -> None:
         if getattr(config, "layer_replication", None):
             raise LyapunovPruneError(
                 "the adapters repeat layers (layer_replication) that share their weights, and no merged checkpoint "
-                f"holds those; {_ELSEWHERE}"
+                f"can store that; {_ELSEWHERE}"
             )
 
 
@@ -115,7 +115,7 @@ def _require_unshared(base: Any, adapter: Any) -> None:
     for name, module in base.named_modules():
         if isinstance(module, adapter) and any(owners[id(p)] > 1 for p in module.get_base_layer().parameters()):
             raise LyapunovPruneError(
-                f"{name} shares its weights with another module, and its adapter is not the other's; {_ELSEWHERE}"
+                f"{name} shares its weights with another module that has a different adapter; {_ELSEWHERE}"
             )
 
 
@@ -130,4 +130,4 @@ def _settle_tying(merged: PreTrainedModel) -> None:
         return
     for config in (merged.config, merged.config.get_text_config(decoder=True)):
         config.tie_word_embeddings = False
-    warn("the adapters change one of two tied embeddings; the merged model holds each by itself and is larger by one")
+    warn("the adapters change one of two tied embeddings; the merged model stores both and is larger by one")

@@ -143,7 +143,7 @@ def cached() -> list[Cached]:
     place = cache_folder()
     there = next(path for path in (place, *place.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise LyapunovPruneError(f"{there} is no folder, and the cache is one; set {PLACE} to a folder")
+        raise LyapunovPruneError(f"{there} is not a folder, and the cache needs one; set {PLACE} to a folder")
     found = []
     for folder in [*_folders(), builtin_place()]:
         with suppress(OSError, ValueError, KeyError, TypeError):  # skip what another process is writing or deleting

@@ -24,7 +24,7 @@ def resolve_device(name: str) -> str:
     if name == "cuda" and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     if not _usable(name):
-        raise LyapunovPruneError(f"there is no device {name} here; give cpu, cuda, cuda:1, mps or auto")
+        raise LyapunovPruneError(f"there is no device {name} here; give cpu, cuda, cuda:1, mps, auto, spread or disk")
     return name
 
 

@@ -111,7 +111,7 @@ def bring_all(model: nn.Module) -> None:
     if elsewhere:
         raise LyapunovPruneError(
             f"{len(elsewhere)} weights hold no numbers ({elsewhere[0]}, …); load the model whole "
-            "(lyapunov_prune.load), or prune its checkpoint with --on-disk"
+            "(lyapunov_prune.load), or prune its files: prune MODEL --device disk"
         )
 
 
@@ -133,7 +133,7 @@ def require_placed(model: nn.Module, device_map: Mapping[str, int | str]) -> Non
     nowhere = [name for name in names if not any(not at or f"{name}.".startswith(f"{at}.") for at in device_map)]
     if nowhere:
         raise LyapunovPruneError(
-            f"the device map leaves {len(nowhere)} weights nowhere ({nowhere[0]}, …); give a place for each module"
+            f"the device map gives {len(nowhere)} weights no place ({nowhere[0]}, …); give a place for each module"
         )
 
 
@@ -263,7 +263,8 @@ def _told(key: str) -> Iterator[None]:
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise LyapunovPruneError(
-            f"the offloaded weight {key} cannot be read ({reason}); its file is gone or changed: load the model again"
+            f"the offloaded weight {key} cannot be read ({reason}); its file was removed or changed; load the model "
+            "again"
         ) from None
 
 

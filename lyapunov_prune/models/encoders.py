@@ -41,8 +41,8 @@ def require_no_encoder(model: PreTrainedModel) -> None:
     """Raise LyapunovPruneError for an encoder."""
     if is_encoder(model):
         raise LyapunovPruneError(
-            f"{type(model).__name__} reads a text in both directions; profile, rank and prune take its layers, and "
-            "this needs a causal decoder"
+            f"{type(model).__name__} reads text in both directions; only profile, rank and prune accept it, and this "
+            "needs a causal decoder"
         )
 
 

@@ -154,13 +154,13 @@ def _matrices(layer: nn.Module, where: str, projections: Sequence[Projection]) -
             f"{missing} a feed-forward block" if into or outs else "of a feed-forward block (state spaces have none)"
         )
         raise LyapunovPruneError(
-            f"{where} has no matrix {missing} by a name that is known; {_OTHERS}, or name it in models/roles.py"
+            f"{where} has no matrix {missing} with a known name; {_OTHERS}, or name it in models/roles.py"
         )
     hidden, width = outs[0].weight(layer).shape[1], into[0].weight(layer).shape[1]
     shapes = [tuple(p.weight(layer).shape) for p in into]
     if len(outs) == 1 and shapes == [(2 * hidden, width)]:
         raise LyapunovPruneError(
-            f"{where} keeps gate and up in one matrix, {into[0].name}, of which no rule says how it comes apart; "
+            f"{where} keeps gate and up in one matrix, {into[0].name}, and no rule says how to split it; "
             f"{_OTHERS}, or add its row to FUSED in models/projections.py"
         )
     if len(outs) != 1 or shapes not in ([(hidden, width)], [(hidden, width)] * 2):
@@ -170,7 +170,7 @@ def _matrices(layer: nn.Module, where: str, projections: Sequence[Projection]) -
 
 
 def _unknown(where: str, what: str) -> LyapunovPruneError:
-    return LyapunovPruneError(f"{where} has a feed-forward block of a shape that is not known ({what}); {_OTHERS}")
+    return LyapunovPruneError(f"{where} has a feed-forward block of an unknown shape ({what}); {_OTHERS}")
 
 
 def _require_own(layers: nn.ModuleList, index: int, projections: Sequence[Projection]) -> None:
@@ -180,8 +180,8 @@ def _require_own(layers: nn.ModuleList, index: int, projections: Sequence[Projec
         for _, parameter in layer.named_parameters() if other != index else ():
             if parameter.data_ptr() in own:
                 raise LyapunovPruneError(
-                    f"{own[parameter.data_ptr()]} of layer {index} is also a matrix of layer {other}; what layers "
-                    f"share is not merged: {_OTHERS}"
+                    f"{own[parameter.data_ptr()]} of layer {index} is also a matrix of layer {other}; shared matrices "
+                    f"are not merged: {_OTHERS}"
                 )
 
 
@@ -243,7 +243,7 @@ def _activation(where: str, calls: Sequence[_Call], matrices: set[str]) -> _Call
         if not _elementwise(call):
             raise LyapunovPruneError(
                 f"{where} has a {type(call.module).__name__} ({call.path}) between the matrices of its feed-forward "
-                f"block, where an activation alone can be removed; {_OTHERS}"
+                f"block, where only an activation can be removed; {_OTHERS}"
             )
     if len(between) != 1:
         found = ", ".join(c.path for c in between) or "none: a function without a module cannot be replaced"

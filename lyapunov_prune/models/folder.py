@@ -69,7 +69,7 @@ def require_loadable(
         if choice not in _BUILT_IN:
             raise LyapunovPruneError(
                 f"the config in {folder} asks for {choice} as attention or experts, and only what is built into torch "
-                f"is run ({', '.join(_BUILT_IN)}); take that line out of config.json"
+                f"is run ({', '.join(_BUILT_IN)}); remove that line from config.json"
             )
     # For some models, transformers continues with the inner text config.
     named, inner = (getattr(c, "transformers_weights", None) for c in (config, config.get_text_config(decoder=True)))
@@ -116,14 +116,20 @@ def read_config(folder: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     named = config.architectures
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
-        raise LyapunovPruneError(f"the config in {folder} has architectures that are no list of names; mend it there")
+        raise LyapunovPruneError(
+            f"the config in {folder} has architectures that are not a list of names; correct it there"
+        )
     text = config.get_text_config(decoder=True)
     layers = [count for name in LAYER_COUNTS if isinstance(count := getattr(text, name, None), int)]
     if layers and max(layers) > _MOST_LAYERS:
-        raise LyapunovPruneError(f"the config in {folder} has {max(layers)} layers, more than can be; mend it there")
+        raise LyapunovPruneError(
+            f"the config in {folder} has {max(layers)} layers, which is too many; correct it there"
+        )
     window = getattr(text, "sliding_window", None)
     if window is not None and not (type(window) is int and 0 <= window < 2**31):
-        raise LyapunovPruneError(f"the config in {folder} has a sliding_window that is no number of tokens; mend it")
+        raise LyapunovPruneError(
+            f"the config in {folder} has a sliding_window that is not a number of tokens; correct it"
+        )
     return config
 
 
@@ -153,7 +159,7 @@ def _require_decoder(folder: Path, config: PreTrainedConfig, stack: Stack | None
         raise LyapunovPruneError(f"{folder} is an encoder-decoder ({architectures}); {stack_remedy(config)}")
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys()
     if family_of(config) not in known:
-        raise LyapunovPruneError(f"{folder} is no causal language model ({architectures}); give a decoder")
+        raise LyapunovPruneError(f"{folder} is not a causal language model ({architectures}); give a decoder")
 
 
 def require_module(folder: Path) -> None:
@@ -199,7 +205,7 @@ def loading_errors(where: Path | str) -> Iterator[None]:
     except Exception as error:  # transformers and gguf raise whatever their parsers run into
         if "trust_remote_code" in str(error):
             raise LyapunovPruneError(
-                f"{where} needs Python code of its own, which is never run; give a model that transformers knows"
+                f"{where} needs its own Python code, which is never run; give a model that transformers knows"
             ) from None
         unknown = re.search("model type `(.*?)` but Transformers does not recognize", str(error))
         if unknown:
@@ -209,8 +215,8 @@ def loading_errors(where: Path | str) -> Iterator[None]:
             ) from None
         if isinstance(error, StrictDataclassError):
             raise LyapunovPruneError(
-                f"{where} has a setting that transformers {transformers.__version__} cannot take: {first_line(error)}; "
-                "mend it there, or give another model"
+                f"{where} has a setting that transformers {transformers.__version__} does not accept: "
+                f"{first_line(error)}; correct it there, or give another model"
             ) from None
         raise LyapunovPruneError(
             f"cannot load {where}, it may be truncated or corrupt: {first_line(error)}; fetch it again"

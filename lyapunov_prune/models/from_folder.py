@@ -201,7 +201,9 @@ def _tell_of_code(model: PreTrainedModel, where: Path) -> None:
     told = [f"names code of its own ({', '.join(files)}), which is never run"] if code else []
     told += [f"holds settings that transformers does not know ({', '.join(unknown)})"] if unknown else []
     layers = f"; {', '.join(numbers)}: numbers of layers that go unused" if numbers else ""
-    warn(f"the config in {where} {' and '.join(told)}{layers}. All numbers are of the plain {type(model).__name__}")
+    warn(
+        f"the config in {where} {' and '.join(told)}{layers}. All numbers are those of the plain {type(model).__name__}"
+    )
 
 
 @contextmanager

@@ -161,7 +161,7 @@ def _temporary_folder() -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise LyapunovPruneError(
-            f"a GGUF file cannot be dequantised here: {reason}; free space, or name a folder that has some in {PLACE}"
+            f"a GGUF file cannot be dequantised here: {reason}; free space, or set {PLACE} to a folder that has space"
         ) from None
 
 

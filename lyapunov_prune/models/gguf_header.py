@@ -175,7 +175,7 @@ def _read_one(path: Path) -> Header:
     except OSError as error:
         raise LyapunovPruneError(f"cannot read {path}: {error.strerror}; check its permissions") from None
     except (ValueError, KeyError, struct.error, OverflowError):  # mmap raises ValueError for an empty file
-        raise LyapunovPruneError(f"{path} is truncated or no GGUF file; fetch it again") from None
+        raise LyapunovPruneError(f"{path} is truncated or not a GGUF file; fetch it again") from None
 
 
 def _parsed(path: Path, data: mmap.mmap) -> Header:
@@ -217,7 +217,7 @@ def _parsed(path: Path, data: mmap.mmap) -> Header:
 
 def _require_distinct(path: Path, names: list[str]) -> None:
     if len(set(names)) < len(names):
-        raise LyapunovPruneError(f"{path} holds two tensors of one name; fetch it again")
+        raise LyapunovPruneError(f"{path} holds two tensors with the same name; fetch it again")
 
 
 def _size(kind: int, dims: Sequence[int]) -> int | None:

@@ -86,7 +86,8 @@ def values_without(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
     engine = _ENGINE.get(name)
     if engine is None:
         raise LyapunovPruneError(
-            f"how llama.cpp tells the layers of {name} apart is not known here; load it, and leave out --format gguf"
+            f"it is not known here how llama.cpp distinguishes the layers of {name}; load it, and leave out --format "
+            "gguf"
         )
     if engine.scaled is not None and (layers == engine.scaled) != (len(kept) == engine.scaled):
         raise LyapunovPruneError(
@@ -99,7 +100,7 @@ def values_without(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
         own = key.removeprefix(f"{name}.")
         if key == own or value.length is None or own in _OTHER_ARRAYS:
             if own in _BY_PLACE and key != own and value.read():
-                raise LyapunovPruneError(f"{key} says by their numbers which layers differ; not pruned as GGUF")
+                raise LyapunovPruneError(f"{key} names layers by number; such a model is not pruned as GGUF")
             values[key] = value
         else:
             values[key] = value.picked(kept)
@@ -125,8 +126,8 @@ def period_values(architecture: str, full: tuple[bool, ...], told: Any = None) -
         if _repeated(period, len(full)) == full:
             return {} if period == now else {_PATTERN: number(period)}
     raise LyapunovPruneError(
-        f"llama.cpp reads one period for the windows of {architecture}, and no period fits the layers that "
-        "stay; give --keep-period, or --layers at equal distances"
+        f"llama.cpp reads one period for the windows of {architecture}, and no period fits the remaining layers; give "
+        "--keep-period, or --layers at equal distances"
     )
 
 
@@ -147,6 +148,6 @@ def _repeated(period: int, layers: int) -> tuple[bool, ...]:
 
 def _wrong_length(header: Header, key: str, length: int) -> LyapunovPruneError:
     return LyapunovPruneError(
-        f"{key} in {header.path} holds {length} values, and the model has {header.layers} layers: which of them leave "
-        "is not known; fetch it again"
+        f"{key} in {header.path} holds {length} values, and the model has {header.layers} layers, so it is unclear "
+        "which to remove; fetch it again"
     )

@@ -184,7 +184,9 @@ def _context(config: PretrainedConfig, family: GGUFFamily) -> int:
     window = (getattr(config, "sliding_window", None) or most) if "sliding_attention" in kinds else most
     if family.windowed or window >= most:
         return most
-    warn(f"llama.cpp knows no windows of {family.architecture}: the file is for the {window} tokens of one")
+    warn(
+        f"llama.cpp knows no windows of {family.architecture}: the file is limited to the {window} tokens of one window"
+    )
     return int(window)
 
 

@@ -57,7 +57,7 @@ def rounded(
     for own, values in changed.items():
         name = names.get(own)
         if name is None or name not in before:
-            raise LyapunovPruneError(f"{own} changed, and a GGUF file holds no such tensor; write it plain")
+            raise LyapunovPruneError(f"{own} changed, and a GGUF file cannot store such a tensor; write it plain")
         shape = tuple(reversed(before[name].dims))
         order, shift = _reading(processor, name, shape)
         stored = np.empty(order.size, dtype=np.float32)
@@ -75,7 +75,7 @@ def _reading(processor: Any, name: str, shape: tuple[int, ...]) -> tuple[np.ndar
     read = processor.process(numbers, name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
     shift = int(read.weights.min()) if read.name is not None and read.weights.dtype == np.int64 else 0
     if read.name is None or not np.array_equal(np.sort(read.weights, axis=None) - shift, numbers.ravel()):
-        raise LyapunovPruneError(f"{name} changed, and how a GGUF file holds it is not known; write it plain")
+        raise LyapunovPruneError(f"{name} changed, and it is not known how a GGUF file stores it; write it plain")
     return read.weights - shift, shift
 
 

@@ -127,7 +127,7 @@ def _splitting(told: dict[str, Any]) -> str:
             whole, merged = _SPLITS.get(steps[0]["pattern"].get("Regex"), (None, None))
             name = whole if told["model"].get("ignore_merges") else merged
     if name is None:
-        raise LyapunovPruneError(f"the tokenizer splits text in no way that is known here of llama.cpp; {CONVERT}")
+        raise LyapunovPruneError(f"the tokenizer splits text in a way that llama.cpp does not support; {CONVERT}")
     return name
 
 
@@ -148,7 +148,7 @@ def _special(tokenizer: PreTrainedTokenizerBase, prefix: str, size: int) -> dict
     before, after = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
     around = [(a, b) for a, b in product((False, True), repeat=2) if whole == before * a + bare + after * b]
     if not around:
-        raise LyapunovPruneError(f"the tokenizer puts other tokens around a text than BOS and EOS; {CONVERT}")
+        raise LyapunovPruneError(f"the tokenizer adds tokens other than BOS and EOS around a text; {CONVERT}")
     values[f"{prefix}add_bos_token"] = number(around[0][0], BOOL)
     values[f"{prefix}add_eos_token"] = number(around[0][1], BOOL)
     template = tokenizer.chat_template

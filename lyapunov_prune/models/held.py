@@ -29,8 +29,8 @@ def held(*models: nn.Module) -> Iterator[None]:
                 lock = _LOCKS.setdefault(model, threading.RLock())
             if not lock.acquire(blocking=False):
                 raise LyapunovPruneError(
-                    f"another thread is at work on this {type(model).__name__}, and a model serves one at a time; "
-                    "wait for it, or give each thread a copy (copy.deepcopy)"
+                    f"another thread is using this {type(model).__name__}, which only one can do at a time; wait for "
+                    "it, or give each thread a copy (copy.deepcopy)"
                 )
             stack.callback(lock.release)
         yield

@@ -38,7 +38,7 @@ def shared_index(cut: Cut) -> None:
         if source not in cut.kept:
             raise LyapunovPruneError(
                 f"layer {i} attends to the tokens that layer {source} chooses; "
-                f"keep layer {source}, or remove every layer that follows its choice"
+                f"keep layer {source}, or remove every layer that uses its choice"
             )
 
 
@@ -46,7 +46,7 @@ def gemma4(cut: Cut) -> None:
     if cut.config.layer_types[-1] != "full_attention":
         raise LyapunovPruneError(
             "the last layer of this family always has full attention on loading, and layer "
-            f"{cut.kept[-1]} has {cut.config.layer_types[-1]}; let a layer with full attention be the last one left"
+            f"{cut.kept[-1]} has {cut.config.layer_types[-1]}; keep a layer with full attention as the last one"
         )
     shared_keys(cut)
     for module in cut.model.modules():
@@ -92,7 +92,7 @@ def zamba2(cut: Cut) -> None:
     turn = list(dict.fromkeys(blocks))
     if any(block != turn[j % len(turn)] for j, block in enumerate(blocks)):
         raise LyapunovPruneError(
-            f"hybrid layers take {cut.before.num_mem_blocks} shared blocks in turn, and those left would take "
+            f"hybrid layers take {cut.before.num_mem_blocks} shared blocks in turn, and the remaining ones would take "
             f"{', '.join(map(str, blocks))}; remove hybrid layers so that the turn is kept"
         )
     cut.config.num_mem_blocks = len(turn) or 1

@@ -40,7 +40,7 @@ def download(name: str, offline: bool) -> Path:
         ) from None
     except HFValidationError as error:
         raise LyapunovPruneError(
-            f"no model at {name}, and it is no hub id ({first_line(error)}); give a folder, a hub id or {BUILTIN}"
+            f"no model at {name}, and it is not a hub id ({first_line(error)}); give a folder, a hub id or {BUILTIN}"
         ) from None
     except Exception as error:  # disk errors, the hub's own, a proxy's, those of the HTTP library
-        raise LyapunovPruneError(f"the hub did not give {name}: {first_line(error)}; try again later") from None
+        raise LyapunovPruneError(f"the hub did not provide {name}: {first_line(error)}; try again later") from None

@@ -40,8 +40,8 @@ def require_attention(before: Any, after: Any) -> None:
     if had and not has:
         kept = [i for i, kind in enumerate(before.layer_types) if kind not in NO_KEYS]
         raise LyapunovPruneError(
-            "no layer with attention is left, and by its keys transformers' cache counts positions; "
-            f"keep one of layers {', '.join(map(str, kept))}"
+            "no layer with attention is left, and transformers' cache counts positions by its keys; keep one of "
+            f"layers {', '.join(map(str, kept))}"
         )
 
 

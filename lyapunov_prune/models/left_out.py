@@ -127,8 +127,8 @@ def require_whole(model: PreTrainedModel) -> None:
     left = left_out(model)
     if left is not None and left.parts and not left.asked and not looks_at_images(model):
         raise LyapunovPruneError(
-            f"what is written would lack {_grouped(left.parts)}, which {type(model).__name__} has no place for; leave "
-            "them out first, by export --text-only"
+            f"the written model would lack {_grouped(left.parts)}, for which {type(model).__name__} has no place for; "
+            "leave them out first, by export --text-only"
         )
 
 

@@ -103,8 +103,8 @@ class Mixtures:
                 continue
             if not gone:
                 raise LyapunovPruneError(
-                    f"layer {layer} keeps all of its {self.router.experts} experts and others do not, and a config "
-                    "gives one number for all layers; remove as many from each"
+                    f"layer {layer} keeps all of its {self.router.experts} experts and other layers do not, but a "
+                    "config has one number for all layers; remove the same number from each"
                 )
             if gone[-1] >= self.router.experts:
                 raise LyapunovPruneError(
@@ -113,7 +113,7 @@ class Mixtures:
             self.router.require_removed(len(gone))
             if len({len(group) for group in self.router.groups_of(gone)}) > 1:
                 raise LyapunovPruneError(
-                    f"the experts {', '.join(map(str, gone))} of layer {layer} are not as many in each of the "
+                    f"the experts {', '.join(map(str, gone))} of layer {layer} are not the same number in each of the "
                     f"{self.router.groups} groups that the router chooses among; remove the same number of each"
                 )
 
@@ -126,16 +126,14 @@ def find_mixtures(structure: Structure) -> Mixtures:
     """
     found = {i: mixture for i, layer in enumerate(structure.layers) if (mixture := _mixture(layer, i)) is not None}
     if not found:
-        raise LyapunovPruneError(
-            f"no layer of {type(structure.backbone).__name__} has experts: nothing is routed; give --what layers"
-        )
+        raise LyapunovPruneError(f"no layer of {type(structure.backbone).__name__} has experts; give --what layers")
     counts = {i: _count(structure.layers[i].get_submodule(mixture.experts)) for i, mixture in found.items()}
     first = min(counts)
     other = next((i for i, count in counts.items() if count != counts[first]), None)
     if other is not None:
         raise LyapunovPruneError(
-            f"layer {first} has {counts[first]} experts and layer {other} has {counts[other]}; experts are removed "
-            "where all layers have the same number"
+            f"layer {first} has {counts[first]} experts and layer {other} has {counts[other]}; experts can only be "
+            "removed if all layers have the same number"
         )
     owners: dict[int, int] = {}
     for i, mixture in found.items():
@@ -143,14 +141,14 @@ def find_mixtures(structure: Structure) -> Mixtures:
         owner = owners.setdefault(id(tensor), i)
         if owner != i:
             raise LyapunovPruneError(
-                f"layers {owner} and {i} share their experts; an expert would leave both: remove whole layers"
+                f"layers {owner} and {i} share their experts; an expert would be removed from both; remove whole layers"
             )
     config = structure.config
     chosen = max(chosen_by(config), default=0)
     if min(chosen_by(config), default=0) != chosen:
         raise LyapunovPruneError(
-            f"layers take {min(chosen_by(config))} to {chosen} experts for each token; experts are removed where all "
-            "take as many: remove whole layers"
+            f"layers take {min(chosen_by(config))} to {chosen} experts for each token; experts can only be removed if "
+            "all take the same number; remove whole layers"
         )
     if chosen < 1:
         raise LyapunovPruneError(
@@ -222,9 +220,7 @@ def _tensors(layer: nn.Module, path: str, *, recurse: bool = False) -> dict[str,
 
 
 def _unknown(layer: int, why: str) -> LyapunovPruneError:
-    return LyapunovPruneError(
-        f"layer {layer} has experts in a form that is not known ({why}); remove whole layers instead"
-    )
+    return LyapunovPruneError(f"layer {layer} has experts in an unknown form ({why}); remove whole layers instead")
 
 
 def _some(layers: Mapping[int, Mixture]) -> str:

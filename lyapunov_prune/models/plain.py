@@ -65,8 +65,9 @@ def require_parameters(structure: Structure) -> None:
         made = list(module.parametrizations) if is_parametrized(module) else _made_by_hooks(module)
         if made:
             raise LyapunovPruneError(
-                f"{name}.{made[0]} is no parameter, but made of others at every forward; make it one (torch.nn.utils."
-                "parametrize.remove_parametrizations, remove_weight_norm, remove_spectral_norm or prune.remove)"
+                f"{name}.{made[0]} is not a parameter but computed from others in every forward pass; make it one "
+                "(torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, remove_spectral_norm or "
+                "prune.remove)"
             )
 
 

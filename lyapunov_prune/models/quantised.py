@@ -82,7 +82,7 @@ def require_readable(model: nn.Module) -> None:
     """Raise LyapunovPruneError for packed weights, whose integers must not be taken for a matrix."""
     if is_packed(model):
         raise LyapunovPruneError(
-            f"the weights are {quantisation(model.config)} and packed, and this goes by their numbers; {UNPACK}"
+            f"the weights are {quantisation(model.config)} and packed, and this needs their values; {UNPACK}"
         )
 
 
@@ -90,7 +90,7 @@ def require_derivatives(model: nn.Module) -> None:
     """Raise LyapunovPruneError for packed weights: many kernels have no derivative, or drop it silently."""
     if is_packed(model):
         raise LyapunovPruneError(
-            f"the weights are {quantisation(model.config)}, whose kernels have no derivatives to rely on; use method "
+            f"the weights are {quantisation(model.config)}, whose kernels give no reliable derivatives; use method "
             "difference"
         )
 

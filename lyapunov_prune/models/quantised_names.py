@@ -175,7 +175,7 @@ class Layers:
 
     def _refused(self, name: str) -> LyapunovPruneError:
         return LyapunovPruneError(
-            f"the quantisation config names layers by number in {name}, which cannot follow them safely; write the "
+            f"the quantisation config names layers by number in {name}, which cannot be renumbered safely; write the "
             "names of the modules there, one by one"
         )
 

@@ -79,6 +79,6 @@ def require_not_streamed(model: nn.Module) -> None:
     """Raise LyapunovPruneError for a streamed model, if its weights have to be in memory."""
     if stream_of(model) is not None:
         raise LyapunovPruneError(
-            f"the layers of this {type(model).__name__} are streamed from disk, and this needs all of them in memory; "
-            "load it whole (without --stream); its files are pruned by prune --on-disk, compressed by compress --stream"
+            f"the layers of this {type(model).__name__} are read from disk one by one, and this needs all of them in "
+            "memory; load it whole (without --device disk)"
         )

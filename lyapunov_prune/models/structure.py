@@ -79,7 +79,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
     require_no_two_stacks(model)
     kind = type(model).__name__
     if getattr(model.config, "return_dict", True) is False:
-        raise LyapunovPruneError(f"{kind} hands its outputs out without names; set model.config.return_dict = True")
+        raise LyapunovPruneError(f"{kind} returns its outputs without names; set model.config.return_dict = True")
     if model.get_output_embeddings() is None:
         raise LyapunovPruneError(
             f"{kind} has no language-model head; load it with AutoModelForCausalLM, or give a decoder"
@@ -87,8 +87,8 @@ def find_structure(model: PreTrainedModel) -> Structure:
     weight = getattr(model.get_output_embeddings(), "weight", None)
     if is_packed(model) and not (isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.ndim == 2):
         raise LyapunovPruneError(
-            f"the head of this {kind} is {quantisation(model.config)} too, and losses are summed by its numbers; give "
-            "a checkpoint whose layers alone are"
+            f"the head of this {kind} is {quantisation(model.config)} too, and computing losses needs its values; "
+            "give a checkpoint in which only the layers are quantised"
         )
     return find_layers(model)
 
@@ -181,7 +181,7 @@ def require_causal(model: PreTrainedModel) -> None:
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     except (TypeError, ValueError, AttributeError) as error:
         raise LyapunovPruneError(
-            f"{kind} does not run on text alone ({in_short(error, 120)}); give its text model alone"
+            f"{kind} does not run on text only ({in_short(error, 120)}); give its text model alone"
         ) from None
     except RuntimeError:
         require_choosable(model.config.get_text_config(decoder=True))
@@ -230,8 +230,7 @@ def settle(model: PreTrainedModel) -> None:
         model(torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
     except Exception as error:  # raised by the kernels
         raise LyapunovPruneError(
-            f"the weights are {quantisation(model.config)}, and no forward of them runs here "
-            f"({in_short(error, 100)}); {UNPACK}"
+            f"the weights are {quantisation(model.config)}, and they do not run here ({in_short(error, 100)}); {UNPACK}"
         ) from None
     _settled.add(model)
 

@@ -34,7 +34,8 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = 
         raise
     except BaseException as error:  # a panic in the tokenizers library is not an Exception
         raise LyapunovPruneError(
-            f"the tokenizer cannot read {text[:20]!r} ({type(error).__name__}: {error}); give the model's own, whole"
+            f"the tokenizer cannot read {text[:20]!r} ({type(error).__name__}: {error}); give the model's own, "
+            "complete tokenizer"
         ) from error
 
 

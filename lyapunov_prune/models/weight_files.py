@@ -64,5 +64,5 @@ def _indexed(index: Path) -> list[Any]:
         return sorted({*where.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LyapunovPruneError(
-            f"{index} is no index of weights, it may be truncated or corrupt ({error}); fetch it again"
+            f"{index} is not an index of weights and may be truncated or corrupt ({error}); fetch it again"
         ) from None

@@ -40,9 +40,7 @@ def auto_class(config: PreTrainedConfig, *, text_only: bool = False) -> Any:
     if whole is None or (apart and (text_only or text.__name__ in (config.architectures or ()))):
         return AutoModelForCausalLM
     if text_only:
-        raise LyapunovPruneError(
-            f"transformers has no class of the text alone of a {whole.__name__}; leave out text_only"
-        )
+        raise LyapunovPruneError(f"transformers has no text-only class for {whole.__name__}; leave out text_only")
     return AutoModelForMultimodalLM
 
 
@@ -80,8 +78,8 @@ def require_text_alone(decoder: Decoder, removed: tuple[int, ...]) -> None:
     silent = sorted(set(range(structure.num_layers)) - run)
     if silent:
         raise LyapunovPruneError(
-            f"layers {', '.join(map(str, silent))} of {kind} run only when there is an image, so no check on text "
-            "can see that a removal is right; not supported"
+            f"layers {', '.join(map(str, silent))} of {kind} run only when there is an image, so checks on text "
+            "cannot verify a removal; not supported"
         )
     require_levels_stay(model, removed)
 
@@ -93,6 +91,6 @@ def require_levels_stay(model: PreTrainedModel, removed: tuple[int, ...]) -> Non
     early = [i for i in removed if i < levels]
     if early:
         raise LyapunovPruneError(
-            f"layer {early[0]} of {kind} is one of the first {levels}, each of which takes in a level of the image; "
+            f"layer {early[0]} of {kind} is one of the first {levels}, each of which reads one level of the image; "
             f"remove layers from {levels} on"
         )

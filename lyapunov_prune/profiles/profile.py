@@ -29,7 +29,7 @@ KEEP = 4.0  # a layer above this multiple of the median Block Influence is kept
 
 @dataclass(frozen=True)
 class LayerProfile(Result):
-    """What `lyapunov-prune profile` writes and `rank --profile` reads.
+    """What `lyapunov-prune profile` writes and `rank` reads.
 
     Raises LyapunovPruneError when its parts were measured on two models, on two texts, or in two ways.
     """
@@ -180,7 +180,6 @@ def kept_profile(
     how: Mapping[str, Any] = HOW,
     seeds: Iterable[Seed] = range(2),
     batch_size: Count = 1,
-    resume: bool = True,
 ) -> LayerProfile:
     """Measure a profile once and keep it at `path`; `how` are the parameters of `profile_layers` besides its seeds.
 
@@ -193,5 +192,4 @@ def kept_profile(
         batch.measured_on(model),
         asked,
         lambda: profile_layers(model, batch, **asked, batch_size=batch_size),
-        resume=resume,
     )

@@ -109,7 +109,7 @@ def evaluate_removals(
     if dense is None:
         dense = perplexity(model, reading, batch_size=batch_size, description="perplexity, dense")
     elif dense.measured_on != reading.measured_on():
-        raise LyapunovPruneError("the dense perplexity is another model's or of another text; leave it out")
+        raise LyapunovPruneError("the dense perplexity belongs to another model or text; leave it out")
     rows = [removal_row("dense", (), dense, dense, model)]
     measured: dict[tuple[object, ...], RemovalRow] = {}
     jobs = [(criterion, plan) for criterion, chosen in plans.items() for plan in chosen]

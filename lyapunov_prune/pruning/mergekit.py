@@ -82,12 +82,12 @@ def _content(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise LyapunovPruneError(f"cannot read {path}: {error.strerror}; give a plan.json or a mergekit file") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise LyapunovPruneError(f"{path} is no YAML ({first_line(error)}); give a mergekit file of slices") from None
+        raise LyapunovPruneError(f"{path} is not YAML ({first_line(error)}); give a mergekit file of slices") from None
     if not isinstance(content, dict) or not isinstance(content.get("slices"), list) or not content["slices"]:
         raise LyapunovPruneError(f"{path} has no slices; give a mergekit file of slices with their layer_range")
     if content.get("merge_method") != "passthrough":
         raise LyapunovPruneError(
-            f"{path} merges by {_shown(content.get('merge_method'))}; a plan passes layers through, by passthrough"
+            f"{path} merges by {_shown(content.get('merge_method'))}; a plan needs the method passthrough"
         )
     _require_unscaled(path, content)
     return content
@@ -97,7 +97,9 @@ def _sources(path: str | Path, content: dict[str, Any]) -> Iterator[tuple[str, t
     for number, piece in enumerate(content["slices"]):
         sources = piece.get("sources") if isinstance(piece, dict) else None
         if not isinstance(sources, list) or len(sources) != 1 or not isinstance(sources[0], dict):
-            raise LyapunovPruneError(f"slice {number} of {path} has not one source; give one model and its layer_range")
+            raise LyapunovPruneError(
+                f"slice {number} of {path} needs exactly one source; give one model and its layer_range"
+            )
         source = sources[0]
         _require_unscaled(path, piece)
         _require_unscaled(path, source)

@@ -38,8 +38,8 @@ class Operation:
         given = tuple(sorted(each.block.layer for each in self.merged))
         if given != self.plan.drop_activation:
             raise LyapunovPruneError(
-                f"the plan drops the activations of layers {list(self.plan.drop_activation)}, and merged blocks are "
-                f"given of {list(given)}; a reduction is fitted on a text: write the plan with export.write_pruned "
+                f"the plan drops the activations of layers {list(self.plan.drop_activation)}, but merged blocks are "
+                f"given for {list(given)}; a reduction is fitted on a text: write the plan with export.write_pruned "
                 "and a batch"
             )
 

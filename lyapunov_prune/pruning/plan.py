@@ -94,15 +94,15 @@ class PruningPlan(Result):
         if self.channels or self.widths:
             if self.drops_sublayers or self.experts_gone:
                 raise LyapunovPruneError(
-                    "channels leave beside whole layers alone; remove parts of layers first, and channels of what is "
-                    "written then"
+                    "channels can be combined only with whole layers; remove other parts first, then channels of the "
+                    "result"
                 )
             require_channels(self.channels, self.widths, self.model, self.remove)
         if not self.touched:
             raise LyapunovPruneError("the plan removes no layer; name one or more")
         if len(self.remove) >= layers:
             raise LyapunovPruneError(
-                f"{len(self.remove)} layers to remove and {self.model.name} has {layers}; keep at least one"
+                f"{len(self.remove)} layers to remove, but {self.model.name} has {layers}; keep at least one"
             )
 
     @classmethod
@@ -143,8 +143,8 @@ class PruningPlan(Result):
             missing = set(range(start, start + period)) - set(self.remove)
             if missing:
                 raise LyapunovPruneError(
-                    f"layer {layer} leaves and layer {min(missing)} of the same period stays; name all of layers "
-                    f"{start} to {start + period - 1} or none, or leave out --keep-period"
+                    f"layer {layer} would be removed without layer {min(missing)} of the same period; name all of "
+                    f"layers {start} to {start + period - 1} or none, or leave out --keep-period"
                 )
 
     @property
@@ -219,7 +219,9 @@ class PruningPlan(Result):
     def followed_by(self, further: PruningPlan) -> PruningPlan:
         """This plan of whole layers, and what `further` removes of the layers that stay: channels or experts."""
         if self.drops_parts or further.remove or not self.model.same_as(further.model):
-            raise LyapunovPruneError("layers leave, and channels or experts of the others; give plans of those two")
+            raise LyapunovPruneError(
+                "one plan removes whole layers, the other channels or experts of the same model; give these two plans"
+            )
         routed = further.routed
         if routed is not None:
             routed = np.where(np.isin(range(len(routed)), self.remove), np.nan, routed)

@@ -23,13 +23,13 @@ def require_experts(
     layers, counts = model.num_layers, {len(gone) for gone in experts} - {0}
     if experts and len(experts) != layers:
         raise LyapunovPruneError(
-            f"plan, experts: {len(experts)} entries and {model.name} has {layers} layers; give one a layer, empty "
-            "where none goes"
+            f"plan, experts: {len(experts)} entries and {model.name} has {layers} layers; give one per layer, empty "
+            "where none is removed"
         )
     if len(counts) > 1:
         raise LyapunovPruneError(
-            f"plan, experts: {min(counts)} go from one layer and {max(counts)} from another, and a config gives "
-            "one number for all layers; remove as many from each"
+            f"plan, experts: {min(counts)} are removed from one layer and {max(counts)} from another, but a config "
+            "has one number for all layers; remove the same number from each"
         )
     for layer, gone in enumerate(experts):
         if any(a >= b for a, b in pairwise(gone)) or any(expert < 0 for expert in gone):
@@ -37,7 +37,7 @@ def require_experts(
                 f"plan, experts: {list(gone)} of layer {layer}; name each once, ascending, counted from 0"
             )
         if gone and layer in without:
-            raise LyapunovPruneError(f"layer {layer} loses its experts with the rest of it; name it once")
+            raise LyapunovPruneError(f"layer {layer} is removed with its experts; name it once")
     if routed is not None:
         require_array("plan, routed", routed, (layers,), most=1 + 1e-9, finite=False)
 
@@ -76,7 +76,9 @@ def require_channels(
 def require_reduction(activations: Sequence[int], reduction: str | None) -> None:
     """Raise LyapunovPruneError unless activations that go, and they alone, have one of REDUCTIONS."""
     if reduction is not None and not activations:
-        raise LyapunovPruneError(f"reduction {reduction} is of dropped activations, and none is; name them or leave it")
+        raise LyapunovPruneError(
+            f"reduction {reduction} applies to dropped activations, and none are; name them or leave it out"
+        )
     if activations and reduction not in REDUCTIONS:
         said = "without a reduction" if reduction is None else f"by the unknown reduction {reduction!r}"
         raise LyapunovPruneError(f"activations cannot be dropped {said}; give one of {', '.join(REDUCTIONS)}")

@@ -119,8 +119,8 @@ def without_layers(
         gone.update(slice_settings(config, original.count, plan.kept, original.num_layers))
     if gone:
         warn(
-            f"{', '.join(sorted(gone))} in the config names layers by the numbers of the original, which nothing here "
-            "understands: left out of the config of the pruned model"
+            f"{', '.join(sorted(gone))} in the config names layers by the numbers of the original, which is unknown "
+            "here: left out of the config of the pruned model"
         )
     _renumber(pruned, layers, plan.kept, original.num_layers)
     renumber_compact(pruned, layers)
@@ -161,8 +161,8 @@ def _rename_ties(pruned: PreTrainedModel) -> None:
             fresh = type(pruned)(copy.deepcopy(pruned.config))
     except Exception as error:  # the family's own code may raise anything
         raise LyapunovPruneError(
-            f"these layers of {type(pruned).__name__} cannot be removed correctly: without them no such model can be "
-            f"built ({in_short(error, 100)}); remove other layers"
+            f"these layers of {type(pruned).__name__} cannot be removed correctly: the model cannot be built without "
+            f"them ({in_short(error, 100)}); remove other layers"
         ) from None
     for name, module in tied.items():
         module._tied_weights_keys = fresh.get_submodule(name)._tied_weights_keys

@@ -153,7 +153,7 @@ def staying(width: int, remove: int | float) -> int:
     stay = round(wanted / multiple) * multiple
     if not 0 < stay < width:
         raise LyapunovPruneError(
-            f"of {width} channels a multiple of {multiple} stays, and {remove:g} to remove leaves {stay:d}; give "
-            f"{multiple} to {width - multiple}, or a share"
+            f"the remaining width must be a multiple of {multiple}, and removing {remove:g} of {width} channels "
+            f"leaves {stay:d}; give {multiple} to {width - multiple}, or a share"
         )
     return stay

@@ -34,8 +34,8 @@ def zero_sublayers(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int,
         needed = zero_outputs(branch)
         if needed is None:
             raise LyapunovPruneError(
-                f"the {kind} of layer {index} ends in a {type(branch.exit).__name__} that adds something of its own, a "
-                "bias or the residual stream, which zeroing the output projection leaves in; remove the whole layer"
+                f"the {kind} of layer {index} ends in a {type(branch.exit).__name__} that adds a bias or the residual "
+                "stream, which zeroing the output projection does not remove; remove the whole layer"
             )
         for parameter in needed:
             _require_alone(decoder.model, parameter, index, kind)

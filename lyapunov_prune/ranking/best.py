@@ -49,7 +49,6 @@ def best_removal(
     judge: Tokens | None = None,
     fit: Fit = fit_mends,
     folder: str | Path | None = None,
-    resume: bool = False,
     batch_size: Count = 1,
 ) -> BestRemoval:
     """Choose `remove` layers of `model` that can be removed together, by the loss, for `search` forwards.
@@ -70,7 +69,7 @@ def best_removal(
     the first removed layer (`Sweep`). A measurement is left out if it would cost more than half of the remaining budget
     or refuses the model. What an earlier search of another number of layers measured on the reading `batch` is not
     measured again; it costs the same, so that the search finds what it would find alone. `protect` lists layers that
-    stay, counted from the end if negative. Finished checks are kept in `folder`; with `resume` they are not repeated.
+    stay, counted from the end if negative. Finished checks are kept in `folder` and not repeated.
 
     Raises LyapunovPruneError for a batch of one window, too few tokens to mend on, a number of layers that cannot be
     removed beside the protected ones, a budget smaller than one check, no set with a finite loss, a model that cannot
@@ -106,12 +105,11 @@ def best_removal(
     if other is not None:
         about["other_on"] = encode(other.measured_on())
     with (
-        Store(folder, _KIND, about, resume=resume) as store,
+        Store(folder, _KIND, about) as store,
         Sweep(
             model,
             checking,
             folder=None if folder is None else folder / _CHECKS,
-            resume=resume,
             batch_size=batch_size,
         ) as sweep,
         phases(2 + len(SOURCES) + mend) as begin_phase,

@@ -38,7 +38,6 @@ class Asked:
     protect: tuple[int, ...]
     batch_size: int
     folder: Path | None
-    resume: bool
 
     def keep(self, name: str, measured: Result) -> None:
         """Save a measurement as `name.json`, if there is a folder."""
@@ -46,7 +45,7 @@ class Asked:
             measured.save(self.folder / f"{name}.json")
 
     def jobs(self, name: str) -> Path | None:
-        """The folder of a search that can be resumed."""
+        """The folder in which a search keeps its finished work."""
         return None if self.folder is None else self.folder / "jobs" / name
 
 
@@ -55,7 +54,7 @@ class Criterion(Choice):
 
     `parts` are what it can rank: whole layers, their attention or MLP, the experts of each. `streamed` are the parts
     that it can rank in a model which is read one layer at a time. `profiled` says whether a saved LayerProfile holds
-    all that it needs, `resumes` whether an interrupted measurement continues. `chooses` says in words how it chooses a
+    all that it needs. `chooses` says in words how it chooses a
     number of layers together; it is empty if layers have scores, which give an order. `next_token` says whether it goes
     by the loss of the next token, which encoders do not predict.
     """
@@ -63,7 +62,6 @@ class Criterion(Choice):
     parts: ClassVar[tuple[str, ...]] = ("layers",)
     streamed: ClassVar[tuple[str, ...]] = ()
     profiled: ClassVar[bool] = False
-    resumes: ClassVar[bool] = False
     chooses: ClassVar[str] = ""
     next_token: ClassVar[bool] = False
 
@@ -204,7 +202,6 @@ class ByProfile(Scored):
 
     streamed = ("layers",)
     profiled = True
-    resumes = True
 
     def rank(self, asked: Asked) -> LayerRanking:
         from lyapunov_prune.profiles.contraction import require_above_rounding
@@ -224,5 +221,5 @@ class ByProfile(Scored):
         else:
             path = asked.folder / "profile.json"  # the command `profile` writes there too
             origin = reading.measured_on()
-            profile = once(path, LayerProfile, origin, how, measure, resume=asked.resume, shared=True)
+            profile = once(path, LayerProfile, origin, how, measure, shared=True)
         return self.of_profiles(profile.contraction, profile.influence, asked.protect)

@@ -135,7 +135,6 @@ def greedy_removal(
     remove: int,
     *,
     folder: str | Path | None = None,
-    resume: bool = False,
     batch_size: Count = 1,
     candidates: Candidates | None = None,
     criterion: str = "oracle",
@@ -149,8 +148,8 @@ def greedy_removal(
     the removed layers are skipped, so its measurements on `model` see the pruned model. `criterion` names the search in
     plans and on disk.
 
-    Finished steps and jobs are kept in `folder` (see `Store`); with `resume` they are not repeated, and an interrupted
-    step counts only the forwards after it resumed. Raises LyapunovPruneError if `remove` leaves no layer, if a
+    Finished steps and jobs are kept in `folder` (see `Store`) and not repeated by a later run; an interrupted step
+    counts only the forwards after it continued. Raises LyapunovPruneError if `remove` leaves no layer, if a
     candidate was removed already, if no candidate leaves a finite loss, and as `Sweep` does.
     """
     reading = read(model, batch)
@@ -158,8 +157,8 @@ def greedy_removal(
     require_count(remove, structure.num_layers)
     measured_on = reading.measured_on()
     folder = None if folder is None else Path(folder)
-    with Store(folder, "greedy removal", {**encode(measured_on), "criterion": criterion}, resume=resume) as store:
-        if folder is not None and not resume and is_main():
+    with Store(folder, "greedy removal", {**encode(measured_on), "criterion": criterion}) as store:
+        if folder is not None and store.replaced and is_main():
             for path in folder.glob("step-[0-9]*"):  # also the steps beyond the end of this search
                 clear_sweep(path)
         removed: tuple[int, ...] = ()
@@ -171,7 +170,7 @@ def greedy_removal(
                     also = {"removed": ",".join(map(str, removed))}
                     with (
                         reading.prefix.without(removed),
-                        Sweep(model, batch, folder=kept, resume=resume, batch_size=batch_size, also=also) as sweep,
+                        Sweep(model, batch, folder=kept, batch_size=batch_size, also=also) as sweep,
                     ):
                         tried = _tried(candidates, removed, structure.num_layers)
                         jobs = [Job(f"remove {layer}", layer, remove=(layer,)) for layer in tried]

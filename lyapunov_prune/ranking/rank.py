@@ -39,7 +39,6 @@ def rank(
     judge: TokenBatch | None = None,
     temperature: Positive = 1.0,
     folder: str | Path | None = None,
-    resume: bool = False,
 ) -> Ranking:
     """Measure on `batch` what a criterion of CRITERIA needs, and rank the layers of `model` for removal.
 
@@ -50,7 +49,7 @@ def rank(
     is that of `random`. Layers of `protect` stay (counted from the end if negative). `search` is the number of forwards
     that `best` may spend. With `mend`, `best` also compares the sets with their gaps mended, on the text `judge` too
     (`best_removal`). `temperature` is that of the predictions behind `kl` and `cosine`. Measurements are saved in
-    `folder`; with `resume` a profile found there is used, and an interrupted `oracle` or `best` continues. Options that
+    `folder`; a profile found there is used, and an interrupted `oracle` or `best` continues. Options that
     the criterion does not have are ignored, except `mend` and `temperature`, which are refused.
 
     Raises LyapunovPruneError, before anything is measured, for an unknown criterion or part, a criterion that does not
@@ -89,4 +88,4 @@ def rank(
             require_count(remove, reading.structure.num_layers, what)
         protected_layers(reading.structure.num_layers, protect, remove or 1)
     folder = None if folder is None else Path(folder)
-    return made.rank(Asked(reading, what, remove, tuple(protect), batch_size, folder, resume))
+    return made.rank(Asked(reading, what, remove, tuple(protect), batch_size, folder))

@@ -44,7 +44,6 @@ def split_removal(
     protect: Sequence[int] = (),
     search: float | None = None,
     folder: str | Path | None = None,
-    resume: bool = False,
     batch_size: Count = 1,
 ) -> WeighedPlans:
     """Find the cheapest way to remove a share of the parameters of the layers: whole layers, and parts of the others.
@@ -53,8 +52,8 @@ def split_removal(
     make up the share alone. `criterion` chooses the layers, with `protect` and `search` if it takes them. From the
     layers that stay, as many channels (`channel_costs`) or experts (`reap`) are removed as the share still needs. All
     of this sees every second window of `batch`; the KL of the predictions on the other windows decides, with nothing
-    mended or refitted. No candidate leaves more parameters than the share allows. A search for layers that `resumes`
-    keeps its checks in `folder`; with `resume` they are not repeated.
+    mended or refitted. No candidate leaves more parameters than the share allows. A search for layers keeps its checks
+    in `folder` and does not repeat them.
 
     Layers alone and parts alone are among the candidates if they can make up the share, so the result costs no more
     than either on the windows that decide.
@@ -87,7 +86,6 @@ def split_removal(
                     protect=protect,
                     search=search,
                     folder=None if folder is None else Path(folder) / f"{count}-layers",
-                    resume=resume,
                     batch_size=batch_size,
                 )
             layers = ranked.plan(count)

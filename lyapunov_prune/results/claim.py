@@ -1,4 +1,4 @@
-"""A folder of unfinished work belongs to one run: a header names the run, and a lock shows that it is alive."""
+"""A folder of unfinished work belongs to one question: a header names it, and a lock shows that a run is alive."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.progress import warn
 from lyapunov_prune.results.files import parsed, release_lock, write_whole
 
 HEADER = "lyapunov-prune.json"
@@ -20,53 +21,65 @@ HEADER = "lyapunov-prune.json"
 class Claim:
     """The right of one run to the contents of `folder`; without it nothing there is read, written or deleted.
 
-    The header is the first file in a new folder and names the `kind` of work and what it is `about`. `origin`, a hash
-    of both, is stored in every piece of work, so that pieces of another run are recognised. The lock is per `part`,
-    because the processes of one run share a folder; it ends with `release` or with the process.
+    The header is the first file in a new folder and names the `kind` of work and what it is `about` (None: nothing
+    that could be continued). `origin`, a hash of both, is stored in every piece of work, so that pieces of another
+    question are recognised. `other` says after `begin` what differs if the folder held work on another question. The
+    lock is per `part`, because the processes of one run share a folder; it ends with `release` or with the process.
 
     Raises LyapunovPruneError when the folder holds another kind of work, while another run holds the lock, or when the
     disk refuses.
     """
 
-    def __init__(self, folder: Path, kind: str, about: Mapping[str, Any], part: str) -> None:
+    def __init__(self, folder: Path, kind: str, about: Mapping[str, Any] | None, part: str) -> None:
         self.folder = folder
-        self._told = {"kind": kind, "about": json.loads(json.dumps(about))}
-        self.origin = hashlib.sha256(json.dumps(self._told, sort_keys=True).encode()).hexdigest()[:16]
+        self.other = ""
+        self._header = {"kind": kind, "about": json.loads(json.dumps(about))}
+        self.origin = hashlib.sha256(json.dumps(self._header, sort_keys=True).encode()).hexdigest()[:16]
         # thread_local would let a run lose its lock to its own threads.
         self._lock = FileLock(folder / f".{part}.lock", timeout=0, thread_local=False)
         self._held = False
 
-    def begin(self, pieces: Callable[[], list[Path]], resume: bool) -> bool:
-        """Whether an earlier run has claimed the folder. If so, this run takes it over; else it is claimed by `hold`.
+    def begin(self, pieces: Callable[[], list[Path]]) -> bool:
+        """Whether an earlier run on the same question has claimed the folder; this run then continues its work.
 
+        If the folder is about another question, `other` says what differs: delete its pieces, then call `give_up`.
         `pieces` lists the files and folders there that are named like the pieces of this run. Raises LyapunovPruneError
-        when there are some but no header, and with `resume` when the folder is about something else.
+        when there are some but no header.
         """
-        told = self._read()
-        if told is not None:
+        found = self._read()
+        if found is not None:
             self._acquire()
-            told = self._read()  # the previous run may have left nothing
-        if told is None:
+            found = self._read()  # the previous run may have left nothing
+        if found is None:
             if stored := pieces():  # after the header, which is deleted last when a folder is cleared
                 raise LyapunovPruneError(
                     f"{self.folder} holds {stored[0].name} and no {HEADER} that says whose it is; give another folder"
                 )
             return False
-        if resume and told != self._told:
-            raise LyapunovPruneError(
-                f"{self.folder} was measured on {_difference(told['about'], self._told['about'])}; run without --resume"
-            )
-        return True
+        if found != self._header:
+            self.other = _difference(found["about"], self._header["about"])
+        return not self.other
+
+    def say_replaced(self) -> None:
+        """Tell the user that the work on another question was deleted, if this run has a question of its own."""
+        if self._header["about"] is not None:
+            warn(f"{self.folder} held unfinished work on {self.other}; it was deleted, and this run starts afresh")
+
+    def require_idle(self) -> None:
+        """Raise LyapunovPruneError if another run is at work in the folder."""
+        if self._read() is not None:
+            self._acquire()
+            self.release()
 
     def hold(self) -> None:
         """Claim the folder for this run, if it is not yet; call before the first piece is written."""
         if self._held:
             return
         self._acquire()
-        told = self._read()
-        if told is None:
-            write_whole(self.folder / HEADER, json.dumps(self._told) + "\n")
-        elif told != self._told:
+        found = self._read()
+        if found is None:
+            write_whole(self.folder / HEADER, json.dumps(self._header) + "\n")
+        elif found != self._header:
             raise LyapunovPruneError(f"another run has begun in {self.folder}; give another folder")
         self._held = True
 
@@ -108,17 +121,17 @@ class Claim:
     def _read(self) -> dict[str, Any] | None:
         path = self.folder / HEADER
         try:
-            told = parsed(path.read_text(encoding="utf-8"))
-            kind, about = told["kind"], dict(told["about"])
+            header = parsed(path.read_text(encoding="utf-8"))
+            kind, about = header["kind"], dict(header["about"])
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError):
             raise LyapunovPruneError(f"{path} is damaged or of something else; give another folder") from None
-        if kind != self._told["kind"]:
+        if kind != self._header["kind"]:
             raise LyapunovPruneError(f"{self.folder} holds a {kind}; give another folder")
         return {"kind": kind, "about": about}
 
 
-def _difference(told: dict[str, Any], wanted: dict[str, Any]) -> str:
-    key = next((k for k in wanted if told.get(k) != wanted[k]), None)
-    return f"another {key} ({str(told.get(key))[:60]})" if key else "something else"
+def _difference(found: dict[str, Any], wanted: dict[str, Any] | None) -> str:
+    key = next((k for k in wanted or {} if found.get(k) != (wanted or {})[k]), None)
+    return f"another {key} ({str(found.get(key))[:60]})" if key else "something else"

@@ -22,7 +22,6 @@ def once(
     parameters: Mapping[str, Any],
     measure: Callable[[], R],
     *,
-    resume: bool = True,
     shared: bool = False,
 ) -> R:
     """The result at `path` if it was measured on `origin` with exactly these `parameters`, else a new one, saved there.
@@ -30,17 +29,17 @@ def once(
     `parameters` holds everything the numbers depend on besides the model and its tokens: method, ε, seeds, temperature,
     changes of the model. They are stored in the file under `asked`. A file with other or unknown parameters is
     replaced, so `path` must not be used by others. If it is (`shared`), such a file raises LyapunovPruneError before
-    anything is measured. Without `resume` no result is read.
+    anything is measured.
     """
     path = Path(path)
     asked = json.loads(json.dumps(encode({"origin": replace(origin, fingerprint=None, short=None), **parameters})))
     same = _asked(path) == asked
     if shared and path.exists() and not same:
         raise LyapunovPruneError(
-            f"{path} was measured with other settings, on other text or of another model, and would be replaced; go by "
-            "it as it is (rank --profile), or give another --output"
+            f"{path} was measured with other settings, on other text or on another model, and would be replaced; rank "
+            "it as it is (rank FILE), or give another --output"
         )
-    if resume and same:
+    if same:
         return kind.load(path)
     result = measure()
     result.save(path, asked)

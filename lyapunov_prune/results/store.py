@@ -20,14 +20,15 @@ class Store:
 
     Every process appends to its own file and reads the files of all. A line is complete when its newline is written:
     incomplete lines are dropped, so at most the job in flight is lost. The folder is claimed (`claim.py`) for this
-    `kind` and for what `about` says, and every line holds the claim's origin. With `resume` finished jobs are kept,
-    without it those of any run of the kind are deleted. `close`, or the end of a `with` block, releases the folder.
+    `kind` and the question `about`, and every line holds the claim's origin. Finished jobs of the same question are
+    kept; those of another question are deleted, which a line on stderr says (`replaced` is then True). With `about`
+    None all are deleted without a word. `close`, or the end of a `with` block, releases the folder.
 
-    Raises LyapunovPruneError when a file is about something else, when the folder belongs to another kind of work or
-    another run is at work in it, or when the disk refuses.
+    Raises LyapunovPruneError when a file is damaged or of another question than the header, when the folder belongs to
+    another kind of work or another run is at work in it, or when the disk refuses.
     """
 
-    def __init__(self, folder: str | Path | None, kind: str, about: Mapping[str, Any], *, resume: bool = False) -> None:
+    def __init__(self, folder: str | Path | None, kind: str, about: Mapping[str, Any] | None) -> None:
         self._done: dict[str, Any] = {}
         self._file: Path | None = None
         if folder is None:
@@ -36,7 +37,7 @@ class Store:
         self._file = folder / f"{process()}.jsonl"
         self._claim = Claim(folder, kind, about, self._file.name)
         try:
-            self._begin(resume)
+            self._begin()
         except BaseException:  # else the traceback keeps the lock alive
             self.close()
             raise
@@ -70,7 +71,7 @@ class Store:
                 os.fsync(file.fileno())
         except OSError as error:
             raise LyapunovPruneError(
-                f"cannot write {self._file}: {error.strerror}; free space and go on with --resume"
+                f"cannot write {self._file}: {error.strerror}; free space and run again, which continues"
             ) from None
 
     def learn(self, others: Mapping[str, Any]) -> None:
@@ -80,16 +81,20 @@ class Store:
     def items(self) -> dict[str, Any]:
         return dict(self._done)
 
-    def _begin(self, resume: bool) -> None:
-        if not self._claim.begin(self._files, resume):
-            return
-        if resume:
+    @property
+    def replaced(self) -> bool:
+        """Whether work on another question was found here and deleted."""
+        return self._file is not None and bool(self._claim.other)
+
+    def _begin(self) -> None:
+        if self._claim.begin(self._files):
             for path in self._files():
                 self._read(path)
-        elif is_main():  # for all processes, because a later --resume reads the files of all
+        elif self._claim.other and is_main():  # for all processes, because a later run reads the files of all
             for path in self._files():
                 path.unlink()
             self._claim.give_up()
+            self._claim.say_replaced()
 
     def _files(self) -> list[Path]:
         assert self._file is not None
@@ -106,15 +111,15 @@ class Store:
             values = {row["key"]: row["value"] for row in rows}
             origins = {row["origin"] for row in rows}
         except (ValueError, KeyError, TypeError):
-            raise LyapunovPruneError(f"{path} is damaged; run without --resume") from None
+            raise LyapunovPruneError(f"{path} is damaged; delete {path.parent} and run again") from None
         if origins - {self._claim.origin}:
-            raise LyapunovPruneError(f"{path} holds results of another run; run without --resume")
+            raise LyapunovPruneError(f"{path} holds results of another run; delete {path.parent} and run again")
         self._done.update(values)
 
 
 def clear_results(folder: Path, kind: str) -> None:
     """Delete the finished jobs of this kind in `folder`, of any run. Raises like Store."""
-    Store(folder, kind, {}).close()  # deletes them, since it does not resume
+    Store(folder, kind, None).close()
 
 
 def _line(content: Any) -> bytes:

@@ -208,7 +208,6 @@ def measure_sensitivity(
     calibration: Readable | None = None,
     profile: LayerProfile | None = None,
     folder: str | Path | None = None,
-    resume: bool = False,
     batch_size: Count = 1,
 ) -> Sensitivity:
     """Change one thing after another and measure the loss on `batch`.
@@ -219,7 +218,7 @@ def measure_sensitivity(
     Each change is applied to the dense model and calibrated on the inputs there.
 
     `calibration` is the text on which methods see inputs, `profile` is compared with the regret; neither may share text
-    with `batch`. Jobs are kept in `folder` (see `Store`), and with `resume` none is repeated. Structural sensitivity,
+    with `batch`. Jobs are kept in `folder` (see `Store`), and none is repeated by a later run. Structural sensitivity,
     §5 and §6.1.
 
     Raises LyapunovPruneError for an unknown study or method, overlapping text, a missing calibration, or a profile of
@@ -245,7 +244,7 @@ def measure_sensitivity(
     also = {"calibration": None if calibration is None else calibration.batch.text_hash}
     outcomes: dict[str, Outcome] = {}
     pairs: list[tuple[Change, Outcome]] = []
-    with Sweep(model, reading, folder=folder, resume=resume, batch_size=batch_size, also=also) as sweep:
+    with Sweep(model, reading, folder=folder, batch_size=batch_size, also=also) as sweep:
 
         def measured(asked: Sequence[Change], study: str) -> dict[str, float]:
             outcomes.update(sweep.run(compressor.jobs(asked), study))

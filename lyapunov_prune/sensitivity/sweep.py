@@ -70,8 +70,8 @@ class Sweep:
     L layers costs about L / 2 forwards of the layers, and L of the head. The dense states of all boundaries are kept (L
     × tokens × width).
 
-    Finished jobs are kept in `folder` and, with `resume`, not measured again if the model, the text and `also` (what
-    the changes depend on) are the same. The end of a `with` block releases the folder. Under `accelerate launch` every
+    Finished jobs are kept in `folder` and not measured again if the model, the text and `also` (what the changes depend
+    on) are the same. The end of a `with` block releases the folder. Under `accelerate launch` every
     process takes its share of each `run`, and all receive all results.
     """
 
@@ -81,7 +81,6 @@ class Sweep:
         batch: Readable,
         *,
         folder: str | Path | None = None,
-        resume: bool = False,
         batch_size: Count = 1,
         also: Mapping[str, str | None] | None = None,
     ) -> None:
@@ -89,7 +88,7 @@ class Sweep:
         self._processes = processes_of(self.reading.model)
         self.measured_on = self.reading.measured_on()
         require_alike(self._processes, "texts", [self.measured_on.text_hash, also])
-        self._store = Store(folder, _KIND, {**encode(self.measured_on), **(also or {})}, resume=resume)
+        self._store = Store(folder, _KIND, {**encode(self.measured_on), **(also or {})})
         # All processes must split the same list, whatever others have added meanwhile.
         self._processes.wait_for_everyone()
         self._ids = self.reading.windows(batch_size)

@@ -58,7 +58,6 @@ class Chooser:
     search: float | None
     mend: bool
     folder: Path | None
-    resume: bool
     batch_size: int
 
     @cached_property
@@ -82,7 +81,6 @@ class Chooser:
             judge=self.judge if self.mend else None,
             fit=fit,
             folder=None if self.folder is None else self.folder / f"best-{remove}",
-            resume=self.resume,
             batch_size=self.batch_size,
         )
         plan = found.plan(remove)
@@ -104,7 +102,6 @@ class Chooser:
             what,
             search=self.search,
             folder=self.folder,
-            resume=self.resume,
             batch_size=self.batch_size,
         )
         plan = found.plan()

@@ -46,7 +46,6 @@ class Request:
     seed: int = 0
     batch_size: int = 1
     folder: Path | None = None
-    resume: bool = False
     words: tuple[str, ...] = ()
     source: tuple[str, ...] = ()
 

@@ -70,7 +70,6 @@ def shrink(
     seed: Seed = 0,
     batch_size: Count = 1,
     folder: str | Path | None = None,
-    resume: bool = False,
 ) -> Shrunk:
     """A smaller model made from `model`, which stays untouched, and a report; written to `output` if that is given.
 
@@ -92,7 +91,7 @@ def shrink(
     `batch` teaches every step; None has the model write `tokens` tokens in windows of `context` to heal by, and longer
     windows to choose layers and mend by. `judge` is a second
     text that judges mending, `evaluation` one that no step sees; the built-in text if None (`Texts.filled`). Finished
-    work is kept in `folder`, and with `resume` not repeated.
+    work is kept in `folder` and not repeated by a later run.
 
     An `output` that ends in .gguf is the GGUF file that `model` was read from without the layers, copied byte for byte
     but for the tensors that changed; they keep their type.
@@ -115,7 +114,6 @@ def shrink(
         seed=seed,
         batch_size=batch_size,
         folder=place,
-        resume=resume,
     )
     return carry_out(request, None if output is None else Path(output))
 
@@ -131,7 +129,7 @@ def carry_out(request: Request, output: Path | None, told: Callable[[Estimate], 
     about |= {"choose": None if texts.choose is None else texts.choose.text_hash}
     about |= {"search": request.search, "steps": request.steps}
     about |= {"tokens": texts.tokens, "context": texts.context, "minutes": request.minutes}
-    with Store(request.folder, "shrinking", about, resume=request.resume) as store:
+    with Store(request.folder, "shrinking", about) as store:
         done = in_eval_mode(_run)(request.model, request, output, told, Clock(request.minutes, store))
     if request.folder is not None:
         _clear(request.folder)
@@ -149,7 +147,7 @@ def _run(
             require_disk(place, expected.disk, "the smaller model and the state of its healing")
     search = clock.once("search", lambda: request.search or search_forwards(expected, clock))
     told(expected)
-    choose, learn, judge, held_out = request.texts.filled(model, request.tokenizer, request.folder, request.resume)
+    choose, learn, judge, held_out = request.texts.filled(model, request.tokenizer, request.folder)
     chooser = Chooser(
         model,
         choose,
@@ -157,7 +155,6 @@ def _run(
         search=search,
         mend=search is None or search >= MENDED_SEARCH,
         folder=request.folder,
-        resume=request.resume,
         batch_size=request.batch_size,
     )
     choice = _chosen(request, chooser, remove, None if items is None else items[0])
@@ -235,7 +232,6 @@ def _healed(
             rank=expected.rank,
             seed=request.seed,
             folder=None if request.folder is None else request.folder / "heal",
-            resume=request.resume,
             batch_size=request.batch_size,
         )
     except Diverged as error:
@@ -252,7 +248,7 @@ def _heal_words(request: Request, expected: Estimate, minutes: float | None) -> 
     dtype = str(request.model.dtype).removeprefix("torch.")
     if dtype != "float32" and "--dtype" not in request.source:  # that of `heal`
         words += ["--dtype", dtype]
-    return words + (["--seed", f"{request.seed}"] if request.seed else [])
+    return words
 
 
 def _evaluation(request: Request, smaller: PreTrainedModel, held_out: TokenBatch, task: Task | None) -> Evaluation:

@@ -80,7 +80,7 @@ class Texts:
             require_disjoint(one, other)
 
     def filled(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | None, resume: bool
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | None
     ) -> tuple[TokenBatch, TokenBatch, TokenBatch, TokenBatch]:
         """The text that chooses, then `learn`, `judge` and `held_out`.
 
@@ -96,9 +96,9 @@ class Texts:
             judge = load_text("builtin", tokenizer, tokens=windows // 2 * width, context=width)
         replace(self, judge=judge, held_out=held_out).require(model)  # before minutes of generation
         if choose is None and width != self.context:
-            choose = _written(model, windows * width, width, folder, "chooses", resume)
+            choose = _written(model, windows * width, width, folder, "chooses")
         if learn is None:
-            learn = _written(model, self.tokens, self.context, folder, "text", resume)
+            learn = _written(model, self.tokens, self.context, folder, "text")
         choose = (choose or learn).take(range(windows))
         if judge is None:
             judge = second_text(read(in_memory(model), choose))
@@ -118,8 +118,6 @@ def clear_texts(folder: Path) -> None:
         clear_text(folder / name)
 
 
-def _written(
-    model: PreTrainedModel, tokens: int, context: int, folder: Path | None, name: str, resume: bool
-) -> TokenBatch:
+def _written(model: PreTrainedModel, tokens: int, context: int, folder: Path | None, name: str) -> TokenBatch:
     place = None if folder is None else folder / name
-    return written_by(model, "calibration", tokens, context, folder=place, resume=resume)
+    return written_by(model, "calibration", tokens, context, folder=place)

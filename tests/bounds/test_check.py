@@ -204,9 +204,7 @@ def test_settings_that_print_alike_are_two(few: torch.Tensor, tmp_path: Path, mo
     outcome = checks._outcome
     monkeypatch.setattr(checks, "_outcome", lambda *given: (taken.append(1), outcome(*given))[1])
     for sparsities, radii in (((0.5,), (0.1,)), ((0.5, 0.50000001), (0.1, 0.1000000001))):
-        check_grid(
-            model, few[:1], sparsities=sparsities, ranks=(None,), cache_radii=radii, folder=tmp_path, resume=True
-        )
+        check_grid(model, few[:1], sparsities=sparsities, ranks=(None,), cache_radii=radii, folder=tmp_path)
     assert len(taken) == 4
 
 

@@ -292,7 +292,7 @@ def test_logits_are_formed_a_block_at_a_time(
 def test_what_needs_the_weights_says_so(
     use: Callable[[PreTrainedModel, torch.Tensor], object], checkpoint: Path, ids: torch.Tensor
 ) -> None:
-    with pytest.raises(LyapunovPruneError, match="streamed from disk"):
+    with pytest.raises(LyapunovPruneError, match="read from disk one by one"):
         use(load_streamed(checkpoint).model, ids)
 
 

@@ -12,13 +12,11 @@ from lyapunov_prune.cli.inputs import require_studies
 from lyapunov_prune.data import batch
 from lyapunov_prune.models import encoders
 from lyapunov_prune.models.loading import _DTYPES
-from lyapunov_prune.profiles import contraction
 from lyapunov_prune.pruning.plan import FIELDS
 from lyapunov_prune.ranking.counts import SPLITS
 from lyapunov_prune.sensitivity import table as studies
 
 TABLES: dict[str, tuple[Any, Iterable[str]]] = {
-    "derivative": (choices.Derivative, get_args(contraction.Derivative)),
     "dtype": (choices.DType, _DTYPES),
     "stack": (choices.Stack, get_args(encoders.Stack)),
     "split": (choices.Split, get_args(batch.Split)),

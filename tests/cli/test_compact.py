@@ -92,7 +92,7 @@ def test_eval_gives_the_perplexity_of_the_hooked_original(
 def test_profile_gives_the_rho_of_the_hooked_original(
     small: Path, hooked: PreTrainedModel, run: Callable[..., Done], batch: TokenBatch
 ) -> None:
-    done = run("profile", "small", *TEXT, "--seeds", "1", "--by-sublayer")
+    done = run("profile", "small", *TEXT, "--seeds", "1", "--along", "sublayers")
     assert done.code == 0, done.err
     profile = LayerProfile.load("runs/small/profile.json")
     wanted = lp.measure_contraction(hooked, batch, seeds=(0,))
@@ -141,7 +141,7 @@ def test_a_ranking_of_it_and_the_plan(small: Path, run: Callable[..., Done]) -> 
 
 def test_what_is_gone_is_refused_in_one_line(small: Path, run: Callable[..., Done]) -> None:
     again = {
-        "attention": "layer 3 has no attention",
+        "attention": "layer 3 no longer has attention",
         "activation": "layer 3 is merged",
     }
     for what, message in again.items():

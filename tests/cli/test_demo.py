@@ -48,9 +48,9 @@ def tiny_demo(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     monkeypatch.setattr(demo_module, "STEPS", 2)
     monkeypatch.setattr(texts, "EVALUATED", 256)
 
-    def demo(resume: bool = False, tokens: int = 32 * 24) -> Path:
+    def demo(tokens: int = 32 * 24) -> Path:
         run = checkpoint.parent / "run"
-        demo_module.run_demo(run, tokens=tokens, context=24, resume=resume, show=lambda *_: None)
+        demo_module.run_demo(run, tokens=tokens, context=24, show=lambda *_: None)
         return run / "small"
 
     return demo
@@ -70,19 +70,19 @@ def test_a_demo_replaces_the_checkpoint_of_an_earlier_one(tiny_demo: Callable[..
     names = {path.name for path in small.parent.iterdir()}
     results = {f"{name}.json" for name in ("profile", "shrink", "best", "eval")}
     assert names == results | {"report.html", "figures", "small", "small.fingerprint"}
-    told = record.read_text()
+    kept = record.read_text()
+    tiny_demo()
+    assert record.read_text() == kept == f"{folder_digest(small)}\n"
+    shutil.rmtree(small)
     tiny_demo()
     assert weights(small) == first
-    assert record.read_text() != told  # written anew
-    told = record.read_text()
-    tiny_demo(resume=True)
-    assert record.read_text() == told == f"{folder_digest(small)}\n"
+    assert record.read_text() != kept  # it was written again
 
 
 def test_a_demo_on_other_tokens_takes_nothing_of_the_last(tiny_demo: Callable[..., Path]) -> None:
     record = tiny_demo().parent / "small.fingerprint"
     told = record.read_text()
-    small = tiny_demo(resume=True, tokens=33 * 24)
+    small = tiny_demo(tokens=33 * 24)
     assert record.read_text() == f"{folder_digest(small)}\n" != told
 
 
@@ -114,9 +114,8 @@ def test_a_folder_that_is_not_the_demo_s_is_refused_before_anything_is_measured(
         run = Path(shutil.copytree(whole, tmp_path / "run"))  # with the times that the record knows
         own(run / "small")
         before = contents(run)
-        for resume in (False, True):
-            with pytest.raises(LyapunovPruneError, match="small is not what a demo left there"):
-                tiny_demo(resume)
+        with pytest.raises(LyapunovPruneError, match="small is not what a demo left there"):
+            tiny_demo()
         assert contents(run) == before, name
         shutil.rmtree(run)
 
@@ -177,12 +176,12 @@ def test_the_demo_makes_a_smaller_model_that_is_healed(run: Path) -> None:
     assert (run / "report.html").read_text().count("<svg") >= 3
 
 
-def test_the_demo_resumes(run: Path, smollm2: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_demo_repeats_nothing(run: Path, smollm2: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_module, "load", lambda name: smollm2)
     monkeypatch.setattr(demo_module, "PROFILED", 256)
     monkeypatch.setattr(profile_module, "profile_layers", lambda *a, **k: pytest.fail("repeated"))
     monkeypatch.setattr(demo_module, "carry_out", lambda *a, **k: pytest.fail("repeated"))
-    demo_module.run_demo(run, tokens=32 * 64, context=64, resume=True, show=lambda *_: None)
+    demo_module.run_demo(run, tokens=32 * 64, context=64, show=lambda *_: None)
 
 
 def test_the_checkpoint_is_plain_transformers(run: Path, english: TokenBatch, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_damaged_profile_on_the_command_line(
     @given(damaged(valid[LayerProfile].to_json()))
     def check(document: Any) -> None:
         (checkpoint.parent / "profile.json").write_text(json.dumps(document))
-        must_end_well(run("rank", "--profile", "profile.json", "--remove", "1"))
+        must_end_well(run("rank", "profile.json", "--remove", "1"))
 
     check()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,8 +24,7 @@ def test_a_file_and_a_folder(run: Callable[..., Done]) -> None:
     assert done.changed == {"a.gguf"}
     assert "tensors Q8_0" in done.out
     assert read_header(Path("a.gguf")).read("general.file_type") == 7
-    done = run("export", "a.gguf", "-o", "b", "--json")
-    assert json.loads(done.out)["format"] == "plain"
+    assert run("export", "a.gguf", "-o", "b").code == 0
     assert load("b").structure.num_layers == load("tiny").structure.num_layers
 
 
@@ -34,12 +32,11 @@ def test_a_file_and_a_folder(run: Callable[..., Done]) -> None:
     ("command", "told"),
     [
         ("export tiny -o tiny", "is not empty"),
-        ("export tiny -o x.gguf --format plain", "--format does not go with x.gguf"),
+        ("export tiny -o x.gguf --format plain", "--format does not fit x.gguf"),
         ("export tiny -o x --format gguf", "end --output in .gguf"),
         ("export tiny -o x.gguf --quantize q4_k_m", "llama-quantize"),
         ("export tiny -o x --quantize q8_0", "plain has no quantize"),
         ("export tiny -o x --format packed", "packed"),
-        ("export tiny -o x --device spread", "one device"),
         ("export absent -o x.gguf", "absent"),
         ("compress tiny --sparsity 0.5 -o x.gguf", "write plain, and export that"),
     ],

@@ -38,7 +38,7 @@ class Panic(BaseException):
 @pytest.mark.parametrize(
     "error", [ValueError("of no\nkind"), RecursionError("of no kind"), RuntimeError("of no kind"), Panic("of no kind")]
 )
-@pytest.mark.parametrize("more", [[], ["--json"]])
+@pytest.mark.parametrize("more", [[], ["--epsilon", "0.1"]])
 def test_what_nobody_foresaw_is_one_line_with_its_trace(
     error: BaseException, more: list[str], run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, traces: Path
 ) -> None:
@@ -129,13 +129,13 @@ def test_a_full_stdout_is_one_line(command: Command, checkpoint: Path) -> None:
     assert json.loads((checkpoint.parent / "run" / "eval.json").read_text())["kind"] == "Evaluation"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["theorems"], [*EVAL, "--json"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["theorems"], EVAL])
 def test_a_reader_that_goes_away_is_no_failure(arguments: list[str], command: Command) -> None:
     done = command(arguments, "| true; exit ${PIPESTATUS[0]}")
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], [*EVAL, "--json"]])
+@pytest.mark.parametrize("arguments", [["--help"], EVAL])
 def test_a_closed_stdout_is_refused_before_anything_is_measured(
     arguments: list[str], command: Command, checkpoint: Path
 ) -> None:
@@ -147,8 +147,9 @@ def test_a_closed_stdout_is_refused_before_anything_is_measured(
 def test_a_stderr_that_takes_nothing_changes_no_exit_code(stderr: str, command: Command, checkpoint: Path) -> None:
     done = command(["eval"], stderr)
     assert (done.returncode, done.stdout) == (2, "")
-    done = command([*EVAL, "--json"], stderr)
-    assert (done.returncode, json.loads(done.stdout)["kind"]) == (0, "Evaluation")
+    done = command(EVAL, stderr)
+    assert done.returncode == 0
+    assert "perplexity" in done.stdout.lower()
 
 
 def test_a_warning_that_cannot_be_shown_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +191,7 @@ def test_a_user_without_a_home(
     for name in ("HOME", "XDG_CACHE_HOME", "LYAPUNOV_PRUNE_CACHE"):
         monkeypatch.delenv(name, raising=False)
     assert "LYAPUNOV_PRUNE_CACHE" in run_bad("cache", "--clear")
-    assert json.loads(run(*EVAL, "--json").out)["kind"] == "Evaluation"  # which needs no cache
+    assert run(*EVAL).code == 0  # which needs no cache
 
 
 @pytest.fixture
@@ -209,7 +210,7 @@ def no_rights_left() -> Iterator[None]:
         ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "-o", "out"],
         ["heal", "tiny", "--teacher", "tiny", "-o", "out"],
         ["joint", "tiny", "--remove", "1", "-o", "out"],
-        ["demo", "-o", "out"],
+        ["demo"],
     ],
     ids=lambda arguments: arguments[0],
 )
@@ -236,7 +237,7 @@ LATIN = os.fsdecode(b"caf\xe9")
         ["eval", "tiny", "--tasks", f"{LATIN}.jsonl"],
         ["prune", "tiny", "--layers", "1", "-o", LATIN],
         ["prune", "tiny", "--plan", f"{LATIN}.json", "-o", "out"],
-        ["rank", "--profile", f"{LATIN}.json"],
+        ["rank", f"{LATIN}.json"],
         ["compress", "tiny", "--allocation", f"{LATIN}.json", "-o", "out"],
         ["heal", "tiny", "--teacher", LATIN, "-o", "out"],
         ["hierarchy", "tiny", LATIN],
@@ -260,8 +261,8 @@ def test_nothing_is_written_below_a_folder_of_another_encoding(
     monkeypatch.chdir(checkpoint.parent / LATIN)
     for arguments in (
         ["prune", "tiny", "--layers", "1", "-o", "out"],
-        ["prune", "tiny", "--layers", "1", "--on-disk", "-o", "out"],
-        ["compress", "tiny", "--stream", "--method", "magnitude", "--sparsity", "0.5", "-o", "out"],
+        ["prune", "tiny", "--layers", "1", "--device", "disk", "-o", "out"],
+        ["compress", "tiny", "--device", "disk", "--method", "magnitude", "--sparsity", "0.5", "-o", "out"],
     ):
         done = run(*arguments)
         assert (done.code, done.err.count("\n"), done.changed) == (2, 1, set())

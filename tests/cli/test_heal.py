@@ -55,16 +55,13 @@ def test_where_nothing_beats_the_pruned_model_nothing_is_written(run: Any, monke
     monkeypatch.setattr(Healing, "kept", -1)
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
     heal = ("heal", "out", "-o", "healed", "--teacher", "tiny", "--minutes", "0.01", *TEXT)
-    for more in ((), ("--update-rank", "2"), ("--json",)):
+    for more in ((), ("--update-rank", "2")):
         done = run(*heal, *more)
         assert done.code == 1
         assert "healed was not written" in done.err
         assert not Path("healed").exists()
         assert not list(Path("runs").rglob("jobs/*"))
-        if more == ("--json",):
-            assert json.loads(done.out)["kind"] == "Healing"
-        else:
-            assert "Nothing kept" in done.out
+        assert "Nothing kept" in done.out
 
 
 @pytest.mark.usefixtures("healing_kept")
@@ -190,7 +187,7 @@ def test_two_ways_to_heal_one_model_run_side_by_side(run: Any, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(Distillation, "take_step", lambda self, *a: (taken.append(self.step), take_step(self, *a)))
         for output, steps in (("c/a", "5"), ("a", "3"), ("b", "4")):
-            assert run(*heal, "-o", output, "--steps", steps, "--resume").code == 0
+            assert run(*heal, "-o", output, "--steps", steps).code == 0
             assert Healing.load(f"{output}/healing.json").steps == int(steps)
     assert taken == [2, 3, 4, 2, 2, 3]
     assert not list(Path("runs").rglob("jobs/*"))
@@ -215,6 +212,6 @@ def test_a_full_disk_leaves_what_was_trained_and_says_so(run: Any, monkeypatch: 
         patch.setattr(PreTrainedModel, "save_pretrained", disk_full)
         done = run(*heal)
     assert done.code == 2
-    assert "give --resume" in done.err
+    assert "run again" in done.err
     monkeypatch.setattr(Distillation, "take_step", lambda *_: pytest.fail("it was trained already"))
-    assert run(*heal, "--resume").code == 0
+    assert run(*heal).code == 0

@@ -22,10 +22,9 @@ from lyapunov_prune.predictions.verdict import Verdict
 def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
     few = ["--tokens", "32", "--context", "16", "--new-tokens", "3"]
     assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded").code == 0
-    Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 3)
-    assert "give COMPRESSED too" in run("hierarchy", "tiny", "--choices", "items.jsonl").err
-    assert "--choices FILE" in run("hierarchy", "tiny", "rounded", "--limit", "2").err
-    asked = ["--choices", "items.jsonl", "--limit", "2"]
+    Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 2)
+    assert "give COMPRESSED as well" in run("hierarchy", "tiny", "--choices", "items.jsonl").err
+    asked = ["--choices", "items.jsonl"]
     assert run("hierarchy", "tiny", "rounded", *asked, *few).code == 0
     written = {p.name for p in Path("runs/tiny").iterdir()}
     assert {
@@ -87,7 +86,7 @@ def test_hierarchy_decodes_each_text_once_and_by_the_batch(run: Any, monkeypatch
 
 
 def test_hierarchy_gives_a_verdict_by_kind_of_task(run: Any) -> None:
-    Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 3)
+    Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 2)
     Path("queries.jsonl").write_text('{"_id": "q", "text": "one two"}\n')
     Path("docs.jsonl").write_text("".join(f'{{"_id": "d{i}", "text": "three {i}"}}\n' for i in range(12)))
     Path("qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\td3\t1\n")
@@ -113,8 +112,8 @@ def test_hierarchy_goes_on_from_own_prompts(run: Any) -> None:
     assert done.code == 0
     assert "tokens of mine.txt (all" in done.out
     assert HierarchyProbe.load("runs/tiny/hierarchy.json").kl.shape[-1] == 3
-    assert "no chat template" in run("hierarchy", "tiny", *few, "--chat").err
-    assert "--prompts FILE" in run("hierarchy", "tiny", "--chat").err
+    Path("chat.jsonl").write_text('{"messages": [{"role": "user", "content": "one two"}]}\n')
+    assert "no chat template" in run("hierarchy", "tiny", "--prompts", "chat.jsonl").err
     Path("long.txt").write_text("a long prompt " * 200)
     assert "context is 128" in run("hierarchy", "tiny", "--prompts", "long.txt").err
     assert "no.txt" in run("hierarchy", "tiny", "--prompts", "no.txt").err

@@ -39,28 +39,25 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     whole = {"sensitivity": 13, "check": 30}[name]  # the dense model, six layers twice; thirty settings
     stopped = run(*arguments)
     assert stopped.code == 130
-    assert (
-        stopped.err
-        == f"stopped; runs/tiny/jobs/{name} keeps what is finished, give the same line with --resume to go on\n"
-    )
+    assert stopped.err == f"stopped; runs/tiny/jobs/{name} keeps what is finished; the same command continues there\n"
     limit[0] = whole
-    done = run(*arguments, "--resume")
+    done = run(*arguments)
     assert (done.code, calls[0]) == (0, whole)
-    again = run(*arguments, "--resume")
+    again = run(*arguments)
     assert (again.code, calls[0]) == (0, whole)
     assert again.out == done.out
     assert not again.changed
-    limit[0] = whole + 1
-    assert run(*arguments).code == 130  # without --resume the first job is done anew
-    assert calls[0] == whole + 1
 
 
-def test_resuming_on_other_text_is_refused(run: Callable[..., Done]) -> None:
-    arguments = ["sensitivity", "tiny", "--study", "removal", "-o", "run"]
-    assert run(*arguments, *TEXT).code == 0
-    done = run(*arguments, "--tokens", "192", "--context", "64", "--resume")
-    assert done.code == 2
-    assert "run without --resume" in done.err
+def test_on_other_text_it_starts_afresh_and_says_so(run: Callable[..., Done]) -> None:
+    arguments = ["sensitivity", "tiny", "--study", "removal"]
+    other = ["--tokens", "192", "--context", "64"]
+    assert run(*arguments, "-o", "run", *TEXT).code == 0
+    done = run(*arguments, "-o", "run", *other)
+    assert done.code == 0
+    assert "run/jobs/sensitivity held unfinished work on another text_hash" in done.err
+    assert run(*arguments, "-o", "fresh", *other).code == 0
+    assert Path("run/sensitivity.json").read_bytes() == Path("fresh/sensitivity.json").read_bytes()
 
 
 def test_an_interruption_is_exit_code_130(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +67,7 @@ def test_an_interruption_is_exit_code_130(run: Callable[..., Done], monkeypatch:
     monkeypatch.setattr(surgery, "cut", interrupt)
     done = run(*COMMANDS["prune"])
     assert (done.code, done.changed) == (130, set())
-    assert done.err == "stopped; nothing is kept of what was not finished\n"
+    assert done.err == "stopped; unfinished work was not kept\n"
 
 
 def test_a_second_run_in_a_folder_at_work_is_refused_in_one_line(run: Any, run_bad: Callable[..., str]) -> None:
@@ -82,6 +79,5 @@ def test_a_second_run_in_a_folder_at_work_is_refused_in_one_line(run: Any, run_b
         assert "another run is at work in runs/out" in run_bad(
             "heal", "out", "--teacher", "tiny", "-o", "healed", "--steps", "1", *TEXT
         )
-        for resume in ([], ["--resume"]):
-            assert "another run is at work in runs/tiny" in run("sensitivity", "tiny", *TEXT, *resume).err
+        assert "another run is at work in runs/tiny" in run("sensitivity", "tiny", *TEXT).err
         assert store.items() == {"a": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +21,16 @@ from lyapunov_prune.models.classifier_loading import PROCESSOR, load_classifier
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 
-JOINT = ["joint", "tiny", "-o", "out", "--steps-per-point", "1", "--recover", "1"]
+JOINT = ["joint", "tiny", "-o", "out"]
 TEXT = ["--tokens", "800", "--context", "32"]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A random model has no pair that selection could tell from another, and a process takes seconds to start."""
+    command = importlib.import_module("lyapunov_prune.cli.commands.joint")
+    monkeypatch.setattr(command, "STEPS", 1)
+    monkeypatch.setattr(command, "LAST_STEPS", 1)
     monkeypatch.setattr(module, "_selection_error", lambda *_: 0.0)
     monkeypatch.setattr(points, "_warn_of_noise", lambda *_: None)
     verify = compact_checkpoint.verify_compact
@@ -54,7 +58,7 @@ def test_a_checkpoint_with_its_decision_and_its_report(run: Callable[..., Done])
         "The choice is " + ("certain" if result.decision.certain else "not certain"),
         f"The noise is at most {result.decision.noise:.3g}",
         f"not used above: {result.chosen:.4g}, dense {result.dense:.4g}",
-        "    lyapunov-prune joint tiny --remove 2 --reduction affine --steps-per-point 1",
+        "    lyapunov-prune joint tiny --remove 2 --reduction affine -o OUT",
     ):
         assert line in told
     assert "not been\ntrained" not in told
@@ -84,7 +88,7 @@ def test_every_command_takes_what_comes_out(run: Callable[..., Done]) -> None:
 
 
 def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(*JOINT, "--remove", "2", "--json", *TEXT)
+    assert run(*JOINT, "--remove", "2", *TEXT).code == 0
     Path("out").rename("whole")
     take_step = Distillation.take_step
     left = [5]
@@ -99,11 +103,9 @@ def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], m
         patch.setattr(Distillation, "take_step", interrupt)
         assert run(*JOINT, "--remove", "2", *TEXT).code == 130
     assert not Path("out").exists()
-    told = run(*JOINT, "--remove", "3", "--resume", *TEXT)
-    assert (told.code, told.err.count("\n"), told.changed) == (2, 1, set())
-    assert "run without --resume" in told.err
-    resumed = run(*JOINT, "--remove", "2", "--resume", "--json", *TEXT)
-    assert json.loads(resumed.out)["decision"] == json.loads(whole.out)["decision"]
+    assert run(*JOINT, "--remove", "2", *TEXT).code == 0
+    decisions = [json.loads(Path(folder, "joint.json").read_text())["decision"] for folder in ("out", "whole")]
+    assert decisions[0] == decisions[1]
     assert Path("out/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
 
 
@@ -119,7 +121,6 @@ def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], m
         (["--remove", "2", "--reduction", "identity"], "reduction identity"),
         (["--remove", "2", "--tokens", "96", "--context", "32"], "three slices"),
         (["--remove", "2", "--tokens", "640"], "4 items"),
-        (["--remove", "2", "--dtype", "bfloat16"], "in bfloat16"),
         (["--remove", "2", "-o", "tiny"], "tiny exists"),
     ],
 )
@@ -137,7 +138,7 @@ def test_the_plan_of_a_classifier_is_cut_out_of_the_dense_one(run: Callable[...,
     Path("vit", PROCESSOR).write_text(json.dumps({"image_mean": [0.5], "image_std": [0.25]}))
     rng = np.random.default_rng(0)
     np.savez("images.npz", images=rng.random((100, 8, 8), dtype=np.float32), labels=np.arange(100) % 5)
-    options = ("--images", "images.npz")
+    options = ("--text", "images.npz")
     done = run(*(word if word != "tiny" else "vit" for word in JOINT), "--remove", "3", *options)
     assert done.code == 0, done.err
     assert "Top-1 accuracy on data" in Path("out/README.md").read_text()
@@ -145,7 +146,7 @@ def test_the_plan_of_a_classifier_is_cut_out_of_the_dense_one(run: Callable[...,
     for wrong, told in (
         ((), "image classifier (ViTForImageClassification)"),
         (options, "give --plan FILE and --format compact"),
-        ((*options, "--format", "compact", "--on-disk"), "and no --on-disk"),
+        ((*options, "--format", "compact", "--device", "disk"), "--device disk"),
     ):
         refused = run(*plan, *wrong)
         assert (refused.code, refused.err.count("\n"), refused.changed) == (2, 1, set()), refused.err

@@ -21,9 +21,8 @@ OWN = Path("run/sensitivity/profile.json")
 def test_sensitivity_leaves_the_profile_as_it_is(run: Callable[..., Done]) -> None:
     run("profile", "tiny", "-o", "run", *QUICK)
     before = Path("run/profile.json").read_bytes()
-    for resume in ([], ["--resume"]):
-        assert run(*SENSITIVITY, *resume).code == 0
-        assert Path("run/profile.json").read_bytes() == before
+    assert run(*SENSITIVITY).code == 0
+    assert Path("run/profile.json").read_bytes() == before
     assert len(LayerProfile.load(OWN).contraction.seeds) == 2
     page = Path("run/report.html").read_text(encoding="utf-8")
     assert "<h2>Contraction and Block Influence</h2>" in page
@@ -38,9 +37,9 @@ def test_rank_replaces_no_profile_of_other_settings(run: Callable[..., Done]) ->
     assert done.code == 2
     assert "run/profile.json was measured" in done.err
     assert Path("run/profile.json").read_bytes() == before
-    assert run("rank", "--profile", "run/profile.json").code == 0
-    for resume in ([], ["--resume"]):
-        assert run(*rho, *resume).code == 0
+    assert run("rank", "run/profile.json").code == 0
+    for _ in range(2):
+        assert run(*rho).code == 0
         assert Path("run/profile.json").read_bytes() == before
 
 
@@ -48,27 +47,26 @@ def test_rank_replaces_no_profile_of_other_settings(run: Callable[..., Done]) ->
     "other",
     [
         ["--seeds", "2", "--epsilon", "0.1"],
-        ["--seeds", "2", "--derivative", "jvp"],
         ["--seeds", "3"],
     ],
     ids=" ".join,
 )
-def test_resume_takes_no_profile_of_other_settings(other: list[str], run: Callable[..., Done]) -> None:
+def test_no_profile_is_taken_of_other_settings(other: list[str], run: Callable[..., Done]) -> None:
     run(*SENSITIVITY)
     wanted = OWN.read_bytes()
     scores = Sensitivity.load("run/sensitivity.json").scores
     assert run("profile", "tiny", "-o", "run", *TEXT, *other).code == 0
     shutil.copy("run/profile.json", OWN)
-    assert run(*SENSITIVITY, "--resume").code == 0
+    assert run(*SENSITIVITY).code == 0
     assert OWN.read_bytes() == wanted
     again = Sensitivity.load("run/sensitivity.json").scores
     assert {name: values.tolist() for name, values in again.items()} == {k: v.tolist() for k, v in scores.items()}
 
 
-def test_resume_takes_no_jacobian_of_fewer_steps(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_jacobian_is_taken_of_fewer_steps(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(inputs._JACOBIAN, "steps", 3)
         run(*SENSITIVITY, "--why")
     assert JacobianNorms.load("run/jacobian.json").steps == 3
-    assert "run/jacobian.json" in run(*SENSITIVITY, "--why", "--resume").changed
+    assert "run/jacobian.json" in run(*SENSITIVITY, "--why").changed
     assert JacobianNorms.load("run/jacobian.json").steps == 12

@@ -134,8 +134,8 @@ def test_weights_alone_see_no_text(text: str, run: Callable[..., Done]) -> None:
         (PRUNE, COMPRESS),
         (["compress", "--method", "wanda", "--sparsity", "0.3"], ["prune", "--layers", "0"]),
         (PRUNE, ["prune", "--layers", "0"]),
-        (PRUNE, ["prune", "--layers", "0", "--on-disk"]),
-        ([*COMPRESS, "--allocation", "owl"], ["prune", "--layers", "0", "--on-disk"]),
+        (PRUNE, ["prune", "--layers", "0", "--device", "disk"]),
+        ([*COMPRESS, "--allocation", "owl"], ["prune", "--layers", "0", "--device", "disk"]),
         (PRUNE, ["heal", "--steps", "1", "--teacher", "tiny"]),
     ],
     ids=lambda options: " ".join(options[::2]),
@@ -144,7 +144,7 @@ def test_a_second_step_keeps_what_the_first_saw(
     first: list[str], second: list[str], text: str, run: Callable[..., Done], run_bad: Callable[..., str]
 ) -> None:
     assert run(*first, "tiny", "-o", "out", *LONGER, "--text", text).code == 0
-    reads = [] if "--on-disk" in second or second == COMPRESS else LONGER
+    reads = [] if "disk" in second or second == COMPRESS else LONGER
     assert run(*second, "out", "-o", "again", *reads).code == 0
     assert [step.kind for step in History.load("again/history.json").steps] == [first[0], second[0]]
     line = run_bad("eval", "again", *LONGER, "--text", text, "--split", "calibration")

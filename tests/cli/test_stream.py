@@ -1,8 +1,7 @@
-"""`--stream` from the command line: the same results, and refusals before anything is read."""
+"""`--device disk` from the command line: the same results, and refusals before anything is read."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,11 @@ import numpy as np
 import pytest
 from helpers import TEXT, make_tiny
 
+from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.export import disk_gate
+from lyapunov_prune.export.copied import prune_on_disk
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -25,7 +26,7 @@ PACKED = ["--method", "rtn", "--bits", "4", "--format", "packed", "-o", "out"]
 
 
 def test_ranked_pruned_and_scored_as_in_memory(run: Callable[..., Any]) -> None:
-    for flags, folder in ((["--stream"], "apart"), ([], "whole")):
+    for flags, folder in ((["--device", "disk"], "apart"), ([], "whole")):
         assert run("profile", "tiny", *flags, *TEXT, "-o", folder).code == 0
         assert run("rank", "tiny", *flags, "--criterion", "blend", "--remove", "2", *TEXT, "-o", folder).code == 0
     a, b = (LayerProfile.load(Path(folder) / "profile.json") for folder in ("apart", "whole"))
@@ -33,7 +34,7 @@ def test_ranked_pruned_and_scored_as_in_memory(run: Callable[..., Any]) -> None:
     apart, whole = (PruningPlan.load(Path(folder) / "plan.json") for folder in ("apart", "whole"))
     assert apart.remove == whole.remove
     assert apart.model == whole.model
-    done = run("prune", "tiny", "--plan", "apart/plan.json", "--stream", "-o", "smaller")
+    done = run("prune", "tiny", "--plan", "apart/plan.json", "--device", "disk", "-o", "smaller")
     assert (done.code, done.err) == (0, "")
     assert "the gate's checks on files, and on logits of streamed models:" in done.out
     assert "Not run: cached decoding." in done.out
@@ -44,7 +45,7 @@ def test_ranked_pruned_and_scored_as_in_memory(run: Callable[..., Any]) -> None:
     assert made.gate.measured_on is not None
     assert made.gate.measured_on.model == whole.model
     assert "both models read one layer at a time" in " ".join(Path("smaller/README.md").read_text().split())
-    for flags, folder in ((["--stream"], "apart"), ([], "whole")):
+    for flags, folder in ((["--device", "disk"], "apart"), ([], "whole")):
         assert run("eval", "smaller", "--against", "tiny", *flags, *TEXT, "-o", folder).code == 0
     c, d = (Evaluation.load(Path(folder) / "eval.json") for folder in ("apart", "whole"))
     assert c.zeros == d.zeros
@@ -53,45 +54,52 @@ def test_ranked_pruned_and_scored_as_in_memory(run: Callable[..., Any]) -> None:
 
 def test_compressed_as_in_memory(run: Callable[..., Any]) -> None:
     by = ["--sparsity", "0.5", "--allocation", "lyapunov-budget"]
-    for flags, folder in ((["--stream"], "apart"), ([], "whole")):
+    for flags, folder in ((["--device", "disk"], "apart"), ([], "whole")):
         done = run("compress", "tiny", *flags, "--method", "wanda", *by, *TEXT, "-o", folder)
         assert (done.code, done.err) == (0, "")
     apart, whole = (CompressionReport.load(Path(folder) / "compression.json") for folder in ("apart", "whole"))
     np.testing.assert_allclose(apart.allocation.amount, whole.allocation.amount, rtol=1e-4)
     np.testing.assert_allclose(apart.zeros, whole.zeros, rtol=1e-3)
-    found = [json.loads(run("eval", f, "--json", *TEXT).out)["perplexities"][0]["nll"] for f in ("apart", "whole")]
+    for folder in ("apart", "whole"):
+        run("eval", folder, *TEXT, "-o", f"{folder}-scored")
+    found = [Evaluation.load(f"{folder}-scored/eval.json").perplexities[0].nll for folder in ("apart", "whole")]
     np.testing.assert_allclose(*found, rtol=1e-4)
 
 
 @pytest.mark.parametrize("what", ["layers", "attention"])
 def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> None:
     for criterion in ("bi", *(["angular", "kl"] if what == "layers" else [])):
-        asked = ["--criterion", criterion, "--what", what, "--remove", "2", *TEXT, "--json"]
-        found = [json.loads(run("rank", "tiny", *flags, *asked).out) for flags in (["--stream"], [])]
-        assert found[0].keys() == found[1].keys()
-        plan = PruningPlan.load("runs/tiny/plan.json")
-        assert plan.criterion == criterion
+        asked = ["--criterion", criterion, "--what", what, "--remove", "2", *TEXT]
+        plans = []
+        for flags in (["--device", "disk"], []):
+            assert run("rank", "tiny", *flags, *asked).code == 0
+            plans.append(PruningPlan.load("runs/tiny/plan.json"))
+        assert plans[0].remove == plans[1].remove
+        assert plans[1].criterion == criterion
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["profile", "tiny", "--by-sublayer"], "--by-sublayer needs the model in memory"),
+        (["profile", "tiny", "--along", "sublayers"], "--along sublayers needs the model in memory"),
         (["rank", "tiny", "--criterion", "kl", "--what", "mlp"], "criterion kl runs the model once for every layer"),
         (["rank", "tiny", "--criterion", "bi", "--max-kl", "0.5"], "--max-kl needs the model in memory"),
         (["eval", "tiny", "--speed"], "--speed needs the model in memory"),
         (["eval", "tiny", "--tasks", "piqa.jsonl"], "--tasks needs the model in memory"),
-        (["prune", "tiny", "--remove", "2", "-o", "out"], "--remove needs the model in memory .* of rank --stream"),
+        (
+            ["prune", "tiny", "--remove", "2", "-o", "out"],
+            "--remove needs the model in memory .* of rank --device disk",
+        ),
         ([*COMPRESS, "--max-kl", "0.1"], "--max-kl needs the model in memory"),
         (
             [*COMPRESS, "--sparsity", "0.5", "--allocation", "atp-search"],
-            "atp-search changes .* once a trial",
+            "atp-search changes the model in every trial",
         ),
         (["profile", "model.gguf"], "is no safetensors file, and only those are streamed"),
     ],
 )
 def test_what_is_not_streamed_is_refused(arguments: list[str], message: str, run: Callable[..., Any]) -> None:
-    done = run(*arguments, "--stream")
+    done = run(*arguments, "--device", "disk")
     assert (done.code, done.changed, done.err.count("\n")) == (2, set(), 1)
     assert re.search(message, done.err)
 
@@ -101,7 +109,7 @@ def test_another_layer_skipped_is_not_what_was_written(
 ) -> None:
     skipped = disk_gate.skipped
     monkeypatch.setattr(disk_gate, "skipped", lambda structure, layers: skipped(structure, (2, *layers[1:])))
-    done = run("prune", "tiny", "--layers", "1,4", "--on-disk", "--stream", "-o", "out")
+    done = run("prune", "tiny", "--layers", "1,4", "--device", "disk", "-o", "out")
     assert (done.code, done.changed) == (1, set())
     assert "same as skipping" in done.err
 
@@ -118,11 +126,12 @@ def test_a_setting_outside_the_layers_is_seen_by_logits_alone(
         return cut(outline)
 
     monkeypatch.setattr(disk_gate, "streamed", turned)
-    assert run("prune", "tiny", "--layers", "1,4", "--on-disk", "-o", "unseen").code == 0
-    assert run("prune", "tiny", "--layers", "1,4", "--on-disk", "--stream", "-o", "out").code == 1
+    assert run("prune", "tiny", "--layers", "1,4", "--device", "disk", "-o", "out").code == 1
+    outline = read_outline(Path("tiny"), "tiny")
+    prune_on_disk(outline, PruningPlan.given(outline.identity, [1, 4]), "unseen")  # compares no logits
 
 
 def test_a_long_window_is_split_and_still_the_same(run: Callable[..., Any]) -> None:
     """The gate's inputs are longer than a sliding window."""
     make_tiny("mistral", vocab_size=260).save_pretrained("tiny")
-    assert run("prune", "tiny", "--layers", "1,4", "--stream", "-o", "out").code == 0
+    assert run("prune", "tiny", "--layers", "1,4", "--device", "disk", "-o", "out").code == 0

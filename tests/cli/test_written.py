@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers import COMMANDS, QUICK, TEXT, Done, write_gguf
@@ -70,30 +69,10 @@ def test_check_reads_what_was_written(run: Callable[..., Done], run_bad: Callabl
     assert "\n".join(report.answer()) in done.out
     assert report.compressed is not None
     assert (report.measured_on.model.name, report.compressed.name) == ("tiny", "sparse")
-    assert json.loads(run("check", "tiny", "sparse", "-o", "run", *few, "--json").out) == report.to_json()
-    assert "thirty settings, and this is one" in run_bad("check", "tiny", "sparse", "--resume", *few)
     assert "nothing to check" in run_bad("check", "tiny", "tiny", *few)
     assert "both in one dtype" in run_bad("check", "tiny", half("sparse"), *few)
     run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT)
     assert "5 layers and the dense one 6" in run_bad("check", "tiny", "out", *few)
-
-
-def test_check_rounds_by_itself(run: Callable[..., Done], run_bad: Callable[..., str]) -> None:
-    """The same numbers as of the checkpoint that `compress` writes."""
-    few = ["--tokens", "32", "--context", "16"]
-    run("compress", "tiny", "--method", "rtn", "--bits", "3", "-o", "rounded")
-    run("check", "tiny", "rounded", "-o", "run", *few)
-    written = BoundsReport.load("run/bounds.json")
-    done = run("check", "tiny", "--bits", "3", "-o", "run", *few)
-    assert (done.code, done.err) == (0, "")
-    report = BoundsReport.load("run/bounds.json")
-    assert report.theorems == ("sparse_activation_bound",)
-    assert report.passed
-    np.testing.assert_allclose(report.ratio, written.ratio)
-    assert "matrices of tiny by rtn, 3 bits, " in report.headline()
-    assert "thirty settings, and this is one" in run_bad("check", "tiny", "--bits", "3", "--resume", *few)
-    assert "COMPRESSED has its own" in run_bad("check", "tiny", "rounded", "--bits", "3", *few)
-    run_bad("check", "tiny", "--bits", "9", *few)
 
 
 def half(folder: str) -> str:
@@ -118,7 +97,7 @@ def test_a_written_bound_that_is_violated_is_exit_code_1(
 def test_rank_reads_a_profile_and_measures_nothing(run: Callable[..., Done]) -> None:
     run("profile", "tiny", "-o", "run", *QUICK)
     shutil.rmtree("tiny")
-    done = run("rank", "--profile", "run/profile.json", "--criterion", "rho", "--remove", "2")
+    done = run("rank", "run/profile.json", "--criterion", "rho", "--remove", "2")
     assert done.code == 0
     assert done.changed == {"run/plan.json"}
     plan, measured = PruningPlan.load("run/plan.json"), LayerProfile.load("run/profile.json")
@@ -178,7 +157,7 @@ def test_sensitivity_why_measures_what_may_explain_it(run: Callable[..., Done]) 
     done = run(*arguments)
     assert (done.code, done.err) == (0, "")
     assert {"run/activations.json", "run/jacobian.json"} <= done.changed
-    assert not run(*arguments, "--resume").changed
+    assert not run(*arguments).changed
 
 
 def test_why_of_groups_holds_their_drift_against_the_later_layers(run: Callable[..., Done]) -> None:
@@ -187,7 +166,7 @@ def test_why_of_groups_holds_their_drift_against_the_later_layers(run: Callable[
     drift, found = AmplificationDrift.load("run/drift.json"), Sensitivity.load("run/sensitivity.json")
     assert drift.drift.tolist() == found.of("group").drift.tolist()
     assert drift.amplification["energy"].tolist() == found.scores["amplification"].tolist()
-    assert not run(*arguments, "--resume").changed
+    assert not run(*arguments).changed
 
 
 def test_report_draws_a_run_again(run: Callable[..., Done]) -> None:
@@ -212,11 +191,8 @@ def test_the_cache_is_shown_and_emptied(
     done = run("cache")
     assert done.changed == set()
     assert done.out.splitlines()[1].endswith("  x.gguf")
-    (model,) = json.loads(run("cache", "--json").out)["models"]
-    assert model["source"] == "x.gguf"
-    assert Path(model["folder"]).is_relative_to(place)
     assert "GB deleted" in run("cache", "--clear").out
-    assert json.loads(run("cache", "--json").out)["models"] == []
+    assert len(run("cache").out.splitlines()) == 1
     assert list(place.iterdir()) == []
     monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE_GB", "much")
     assert "LYAPUNOV_PRUNE_CACHE_GB is 'much'" in run_bad("cache")

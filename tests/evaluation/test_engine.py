@@ -13,7 +13,7 @@ from lyapunov_prune.evaluation import engine, llama_cpp
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.llama_cpp import installed
 
-ASKED = ("--engine", "llama.cpp", "--tokens", "96", "--context", "48")
+ASKED = ("--speed", "--tokens", "96", "--context", "48")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_the_same_windows_have_the_same_losses_there(file: Path, run: Callable[.
 def test_an_engine_that_crashes_hangs_or_is_absent_is_one_line(
     file: Path,
     tmp_path_factory: pytest.TempPathFactory,
-    run_bad: Callable[..., str],
+    run: Callable[..., Done],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in (engine, llama_cpp):
@@ -55,14 +55,15 @@ def test_an_engine_that_crashes_hangs_or_is_absent_is_one_line(
         ("time.sleep(60)", "was not done with x.gguf within 2 s"),
     ):
         place.write_text(f"import os, time; {program}")
-        assert told in run_bad("eval", "x.gguf", *ASKED)
+        done = run("eval", "x.gguf", *ASKED)
+        assert (done.code, told in done.err, done.err.count("\n")) == (0, True, 1), done
     monkeypatch.setattr(engine, "installed", lambda: False)
-    assert "xllamacpp is not installed" in run_bad("eval", "x.gguf", *ASKED)
+    assert "not run in llama.cpp: xllamacpp is not installed" in run("eval", "x.gguf", *ASKED).err
 
 
-def test_what_llama_cpp_does_not_run_is_refused(
-    file: Path, run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+def test_llama_cpp_runs_only_where_every_model_is_its_file(
+    file: Path, checkpoint: Path, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "installed", lambda: True)
-    assert "tiny is none" in run_bad("eval", "x.gguf", "--against", "tiny", *ASKED)
-    assert "--engine" in run_bad("eval", "x.gguf", "--stream", *ASKED)
+    assert engine.engine_files(["x.gguf", str(checkpoint)]) == []
+    assert engine.engine_files(["x.gguf", "dense.gguf"]) == [Path("x.gguf"), Path("dense.gguf")]

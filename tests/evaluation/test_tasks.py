@@ -443,8 +443,7 @@ def test_eval_scores_tasks_of_both_models(
     page = Path("runs/tiny/report.html").read_text(encoding="utf-8")
     assert "<h2>Tasks</h2>" in page
     assert Path("runs/tiny/figures/tasks.svg").is_file()
-    done = called(capsys, monkeypatch, "--json", *common)
-    assert json.loads(done["out"])["tasks"]["limit"] == 2
+    assert json.loads(Path("runs/tiny/eval.json").read_text())["tasks"]["limit"] == 2
     for options, message in (
         (["--limit", "2"], "give --tasks with it"),
         (["--tasks", "nothing.jsonl"], "cannot read nothing.jsonl"),

@@ -297,7 +297,7 @@ NAN = torch.full((WIDTH, WIDTH), float("nan"))
 @pytest.mark.parametrize(
     ("cuts", "message"),
     [
-        (Cuts(), "nothing is cut"),
+        (Cuts(), "nothing is removed"),
         (Cuts((6,)), "attention: layer 6"),
         (Cuts((1, 1)), "name each once"),
         (Cuts(merged={-1: (W, None)}), "block: layer -1"),
@@ -318,7 +318,7 @@ def test_bad_cuts(llama: PreTrainedModel, cuts: Cuts, message: str) -> None:
 
 
 def test_what_is_gone_cannot_go_again(compact: PreTrainedModel) -> None:
-    with pytest.raises(LyapunovPruneError, match="layer 3 has no attention"):
+    with pytest.raises(LyapunovPruneError, match="layer 3 no longer has attention"):
         make_compact(compact, Cuts((1, 3)))
     with pytest.raises(LyapunovPruneError, match="layer 3 is merged"):
         make_compact(compact, Cuts(merged={3: (W, None)}))

@@ -448,11 +448,10 @@ def command(
 
 
 def test_prune_on_disk_says_what_was_checked(command: Callable[..., Any]) -> None:
-    code, out, err = command("--on-disk", "--layers", "1,4")
+    code, out, err = command("--device", "disk", "--layers", "1,4")
     assert (code, err) == (0, "")
-    assert "Pruned on disk (--on-disk); the gate's checks on files:" in out
-    assert "Removal gate: passed" not in out
-    assert "Not run: same as skipping, cached decoding, logits after reloading." in out
+    assert "Pruned on disk (--device disk); the gate's checks on files, and on logits of streamed models:" in out
+    assert "Not run: cached decoding." in out
     assert len(Provenance.load(Path("out") / PROVENANCE).kept_to_original) == 4
 
 
@@ -462,6 +461,8 @@ def test_what_does_not_fit_is_pruned_on_disk(command: Callable[..., Any], monkey
     code, out, err = command("--layers", "1,4")
     assert (code, err) == (0, "")
     assert "Pruned on disk (two copies need 0.0 GB and 0.0 GB are free)" in out
+    assert "Removal gate: passed" not in out
+    assert "Not run: same as skipping, cached decoding, logits after reloading." in out
 
 
 def test_what_does_not_fit_on_the_gpu_is_pruned_on_disk(
@@ -497,18 +498,17 @@ def test_what_fits_is_pruned_in_memory(command: Callable[..., Any]) -> None:
     [
         (
             ["--remove", "2"],
-            "--remove .*--on-disk",
+            "--remove .*--device disk",
         ),
-        (["--layers", "1", "--stream", "--dtype", "float32"], "--dtype .*--stream"),
-        (["--layers", "1", "--dtype", "float32"], "--dtype .*--on-disk"),
-        (["--layers", "1", "--what", "mlp"], "--what .*--on-disk"),
+        (["--layers", "1", "--dtype", "float32"], "--dtype .*--device disk"),
+        (["--layers", "1", "--what", "mlp"], "--what .*--device disk"),
         (["--layers", "9"], "layer 9 of"),
         (["--layers", "1", "--keep-period"], "leave out --keep-period"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_cannot_be_done_on_disk_is_one_line(options: list[str], message: str, command: Callable[..., Any]) -> None:
-    code, out, err = command("--on-disk", *options)
+    code, out, err = command("--device", "disk", *options)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert re.search(message, err)
     assert not Path("out").exists()

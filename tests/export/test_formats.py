@@ -309,7 +309,7 @@ def test_prune_by_hand_and_by_plan(run: Callable[..., Done]) -> None:
         (["--what", "activation", "--layers", "1", "--reduction", "affine"], "gated, .*--format"),
         (["--what", "attention", "--layers", "0,1,2,3,4,5", "--format", "compact"], "no attention is left"),
         (["--layers", "1", "--format", "compact"], "leave out --format"),
-        (["--layers", "1", "--format", "compact", "--on-disk"], "--format .*in memory"),
+        (["--layers", "1", "--format", "compact", "--device", "disk"], "--format .*in memory"),
         (["--what", "mlp", "--layers", "1", "--format", "compact"], "--format plain, or drop"),
         (["--layers", "1", "--format", "small"], "'small' is not one of"),
     ],

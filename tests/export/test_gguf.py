@@ -162,7 +162,7 @@ def test_an_array_of_every_layer_loses_those_that_go(reader: PreTrainedModel, tm
     ("values", "told"),
     [
         ({"attention.some_new_counts": [0, 1, 2, 3, 4]}, "holds 5 values, and the model has 6 layers"),
-        ({"leading_dense_block_count": 2}, "leading_dense_block_count says by their numbers"),
+        ({"leading_dense_block_count": 2}, "leading_dense_block_count names layers by number"),
     ],
 )
 def test_a_header_that_cannot_follow_is_refused(
@@ -263,17 +263,16 @@ def test_a_truncated_file(share: float, file: Path, tmp_path: Path) -> None:
     ("command", "told"),
     [
         ("prune x.gguf --layers 1 -o there.gguf", "there.gguf exists"),
-        ("prune x.gguf --layers 1 --on-disk -o there.gguf", "there.gguf exists"),
-        ("prune x.gguf --layers 1 --on-disk -o x.gguf", "x.gguf exists"),
+        ("prune x.gguf --layers 1 --device disk -o there.gguf", "there.gguf exists"),
+        ("prune x.gguf --layers 1 --device disk -o x.gguf", "x.gguf exists"),
         ("prune x.gguf --layers 1 --format gguf -o y", "end --output in .gguf"),
-        ("prune x.gguf --layers 1 --format compact -o y.gguf", "--format does not go with y.gguf"),
-        ("prune x.gguf --layers 1 --on-disk -o y", "end --output in .gguf"),
+        ("prune x.gguf --layers 1 --format compact -o y.gguf", "--format does not fit y.gguf"),
+        ("prune x.gguf --layers 1 --device disk -o y", "end --output in .gguf"),
         ("prune x.gguf --layers 1 --what attention -o y.gguf", "--format gguf holds whole layers"),
-        ("prune x.gguf --layers 1 --stream -o y.gguf", "--stream reads safetensors"),
-        ("prune x.gguf --plan p.json --on-disk -o y.gguf", "not in the cache"),
-        ("prune tiny --layers 1 -o y.gguf", "is read from no GGUF file"),
-        ("prune tiny --layers 1 --on-disk -o y.gguf", "is read from no GGUF file"),
-        ("prune absent.gguf --layers 1 --on-disk -o y.gguf", "no GGUF file at absent.gguf"),
+        ("prune x.gguf --plan p.json --device disk -o y.gguf", "not in the cache"),
+        ("prune tiny --layers 1 -o y.gguf", "was not read from a GGUF file"),
+        ("prune tiny --layers 1 --device disk -o y.gguf", "was not read from a GGUF file"),
+        ("prune absent.gguf --layers 1 --device disk -o y.gguf", "no GGUF file at absent.gguf"),
     ],
 )
 def test_a_command_that_cannot_be_is_refused_in_a_line(
@@ -298,9 +297,9 @@ def test_a_plan_is_held_against_the_dequantised_weights(
     monkeypatch.chdir(file.parent)
     PruningPlan.given(load("x.gguf"), GONE).save("p.json")
     PruningPlan.given(make_tiny("llama", seed=5), GONE).save("other.json")
-    done = run("prune", "x.gguf", "--plan", "p.json", "--on-disk", "-o", "y.gguf")
+    done = run("prune", "x.gguf", "--plan", "p.json", "--device", "disk", "-o", "y.gguf")
     assert "eval y.gguf --against x.gguf" in done.out
-    for more in ([], ["--on-disk"]):
+    for more in ([], ["--device", "disk"]):
         assert "plan was made for" in run_bad("prune", "x.gguf", "--plan", "other.json", *more, "-o", "z.gguf")
     edit_json(Path("p.json"), remove=[0, 1])
     run("prune", "x.gguf", "--plan", "p.json", *TEXT, "-o", "w.gguf")
@@ -342,7 +341,7 @@ def test_a_pruned_model_is_healed_into_a_file(
     assert run("prune", "x.gguf", "--layers", "1,4", "-o", cut, *TEXT).code == 0
     done = run("heal", cut, "--teacher", "x.gguf", "--steps", "2", "--text", "builtin", "-o", "y.gguf", *TEXT)
     assert done.code == 0, done.err
-    assert "tensors changed and are written anew" in done.err
+    assert "tensors changed and are written again" in done.err
     same = unchanged(Path("y.gguf"), file, (0, 2, 3, 5))
     assert {"token_embd.weight", "output.weight"} <= same
     assert not any(name.startswith("blk.") and "ffn_up" in name for name in same)
@@ -374,10 +373,10 @@ def test_a_model_shrinks_into_a_file(file: Path, run: Callable[..., Done], monke
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("shrink tiny --remove 1 -o y.gguf", "is read from no GGUF file"),
+        ("shrink tiny --remove 1 -o y.gguf", "was not read from a GGUF file"),
         ("shrink x.gguf --remove 1 -o there.gguf", "there.gguf exists"),
         ("shrink g.gguf --remove 1 -o y.gguf", "prune --keep-period"),
-        ("heal tiny --teacher tiny -o y.gguf", "is read from no GGUF file"),
+        ("heal tiny --teacher tiny -o y.gguf", "was not read from a GGUF file"),
     ],
 )
 def test_what_no_file_can_be_made_of_is_refused(

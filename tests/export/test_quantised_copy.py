@@ -268,7 +268,7 @@ def test_a_plan_of_the_model_before_it_was_quantised_is_taken_and_another_is_not
 PRUNE = ("prune", "tiny")
 
 
-@pytest.mark.parametrize("options", [["--on-disk"], []])
+@pytest.mark.parametrize("options", [["--device", "disk"], []])
 def test_what_cannot_be_loaded_is_copied_and_said(
     options: list[str], checkpoint: Path, run: Callable[..., Any]
 ) -> None:
@@ -292,7 +292,6 @@ def test_a_plan_file_is_taken(checkpoint: Path, run: Callable[..., Any]) -> None
     ("options", "message"),
     [
         (["--remove", "2"], "--remove needs plain weights"),
-        (["--layers", "1", "--stream"], "--stream has no effect where bytes are copied"),
         (["--layers", "1", "--dtype", "float32"], "--dtype needs plain weights"),
         (["--layers", "9"], "layer 9 of"),
         (["--layers", "1", "--output", "tiny"], "tiny exists"),

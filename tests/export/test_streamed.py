@@ -207,7 +207,10 @@ def test_what_cannot_be_streamed_is_refused_before_anything_runs(
     stream: Any = stream_of(model)
     before, out = stream.passes, checkpoint.parent / "out"
     for how, message in (
-        ({"method": "wanda", "sparsity": 0.5, "allocation": "atp-search"}, "once a trial, .* take the model in memory"),
+        (
+            {"method": "wanda", "sparsity": 0.5, "allocation": "atp-search"},
+            "in every trial, .* take the model in memory",
+        ),
         ({"method": "wanda", "sparsity": 0.5, "bits": 4}, "takes sparsity"),
         ({"method": "svd"}, "got nothing"),
     ):

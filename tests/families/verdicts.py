@@ -44,9 +44,9 @@ TRIED = {
     "joint": "`joint`: attentions and activations are chosen together ([joint.md](joint.md))",
     "width": "`prune --what width`",
     "experts": '`prune --what experts`; "-" where there are none',
-    "low-rank healing": "`heal --rank` of a model that lost a layer",
+    "low-rank healing": "`heal --update-rank` of a model that lost a layer",
     "mending": "`prune --mend`",
-    "streamed": "`--stream`: logits and Block Influence with one layer in memory",
+    "streamed": "`--device disk`: logits and Block Influence with one layer in memory",
 }
 REMOVALS = {
     "one (3)": [3],

@@ -339,7 +339,7 @@ def test_ranked_planned_pruned_and_loaded(what: str, run: Callable[..., Any]) ->
     assert torch.equal(logits[0], logits[2])
     with silenced(wrap(dense := AutoModelForCausalLM.from_pretrained("tiny")), plan.drop_attention, plan.drop_mlp):
         torch.testing.assert_close(dense(ids).logits, logits[0])
-    done = run("prune", "tiny", "--plan", "runs/tiny/plan.json", "--on-disk", "-o", "on-disk")
+    done = run("prune", "tiny", "--plan", "runs/tiny/plan.json", "--device", "disk", "-o", "on-disk")
     assert (done.code, done.changed) == (2, set())
     assert done.err.endswith("prune it in memory\n")
     card = Path("by-plan/README.md").read_text()
@@ -369,6 +369,6 @@ def test_bad_options(options: list[str], message: str, run: Callable[..., Any]) 
 
 
 def test_a_profile_cannot_rank_sublayers(run: Callable[..., Any]) -> None:
-    done = run("rank", "--profile", "profile.json", "--what", "mlp", "--criterion", "bi")
+    done = run("rank", "profile.json", "--what", "mlp", "--criterion", "bi")
     assert done.code == 2
     assert "scores of mlp" in done.err

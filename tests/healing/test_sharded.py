@@ -53,7 +53,7 @@ for module in (torch.distributed, torch.distributed.distributed_c10d):
         sent.append(tensor.nbytes)
         return broadcast(tensor, *args, **kwargs)
     module.broadcast = counted
-done = heal(*models, ids, folder=folder / "state", resume=True, shard=True, **SETTINGS)
+done = heal(*models, ids, folder=folder / "state", shard=True, **SETTINGS)
 again = heal(*models, ids, shard=True, checkpointing=True, **SETTINGS)
 alike = all(torch.equal(p, weights(again.model)[name]) for name, p in weights(done.model).items())
 untouched = all(torch.equal(p, weights(m)[n]) for m, w in zip(models, before) for n, p in w.items())

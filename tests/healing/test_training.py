@@ -289,10 +289,10 @@ def test_a_run_goes_on_from_anywhere_to_the_same_end(
     start = run.copies()
     assert [each.stretch.begin for each in done.done.rounds].count("best") == 3
 
-    def again(resume: bool) -> Training:
+    def again() -> Training:
         run.losses = []
         run.begin_anew(start)
-        with TrainingState(tmp_path, {}, resume=resume) as state:
+        with TrainingState(tmp_path, {}) as state:
             monkeypatch.setattr(state, "is_due", lambda: often)
             going = training(
                 run, lambda: BEFORE + JUDGED[run.step], BUDGET, state=state, tensors=state.load(), start=start
@@ -303,8 +303,8 @@ def test_a_run_goes_on_from_anywhere_to_the_same_end(
     with pytest.MonkeyPatch.context() as patch:
         stops_at(step, patch)
         with pytest.raises(Stop):
-            again(False)
-    resumed = again(True)
+            again()
+    resumed = again()
     assert same(run.copies(), never.copies())
     assert same(resumed.weights, done.weights)
     assert run.losses == never.losses
@@ -319,8 +319,8 @@ def test_a_run_by_minutes_goes_on_with_the_time_that_is_left(
     clock = Clock(monkeypatch, 1.0, 0.0)
     budget, start = Budget(None, 2.0, 1e-3, 3), run.copies()
 
-    def again(resume: bool) -> Training:
-        with TrainingState(tmp_path, {}, resume=resume) as state:
+    def again() -> Training:
+        with TrainingState(tmp_path, {}) as state:
             monkeypatch.setattr(state, "is_due", lambda: True)
             going = training(
                 run, lambda: BEFORE - 0.001 * run.step, budget, state=state, tensors=state.load(), start=start
@@ -331,11 +331,11 @@ def test_a_run_by_minutes_goes_on_with_the_time_that_is_left(
     with pytest.MonkeyPatch.context() as patch:
         stops_at(step, patch)
         with pytest.raises(Stop):
-            again(False)
+            again()
     began, clock.now = clock.now, clock.now + 1e6  # while nothing ran
     run.losses = []
     run.begin_anew(start)
-    resumed = again(True)
+    resumed = again()
     assert len(run.losses) == sum(each.stretch.steps for each in resumed.done.rounds)
     assert clock.now - 1e6 - 1000 <= 2 * 60 + 2
     assert clock.now - 1e6 > began

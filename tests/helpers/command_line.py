@@ -44,11 +44,10 @@ TEXT = ["--tokens", "128", "--context", "64"]
 # Every way of writing a checkpoint of the folder `tiny`, without its output.
 WRITERS = [
     ["prune", "tiny", "--layers", "1", *TEXT],
-    ["prune", "tiny", "--layers", "1", "--on-disk"],
-    ["prune", "tiny", "--layers", "1", "--stream"],
+    ["prune", "tiny", "--layers", "1", "--device", "disk"],
     ["prune", "tiny", "--layers", "1", "--what", "attention", "--format", "compact", *TEXT],
     ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5"],
-    ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--stream"],
+    ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--device", "disk"],
     ["compress", "tiny", "--method", "svd", "--sparsity", "0.5", "--format", "compact"],
     ["compress", "tiny", "--method", "rtn", "--bits", "4", "--format", "packed"],
     ["heal", "tiny", "--teacher", "tiny", "--steps", "1", *TEXT],
@@ -57,7 +56,7 @@ WRITERS = [
 
 
 def writer_id(arguments: list[str]) -> str:
-    return " ".join(a for a in arguments if a.isalpha() or a in ("--on-disk", "--stream"))
+    return " ".join(a for a in arguments if a.isalpha())
 
 
 QUICK = [*TEXT, "--seeds", "1"]

@@ -47,7 +47,7 @@ def test_a_point_begins_with_what_those_before_it_have_learnt(rank: int | None, 
     subject = course(tmp_path, rank, reduction)
     select = batch("select", 4, 1)
     with Store(tmp_path, "joint removal", subject.about) as store:
-        points = recover_points(subject, select, [(1, 0)], 2, store, resume=False, batch_size=2)
+        points = recover_points(subject, select, [(1, 0)], 2, store, batch_size=2)
     assert points.pairs.tolist() == [[1, 0], [2, 0], [0, 1], [2, 1], [1, 1], [1, 0]]
     assert subject.lineage((2, 1)) == [(1, 0), (2, 0), (2, 1)]
     pupil = copy.deepcopy(subject.student)
@@ -95,7 +95,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_learnt(
         Store(tmp_path / "jobs", "joint removal", {}) as store,
         pytest.raises(LyapunovPruneError, match="5 points"),
     ):
-        recover_points(subject, batch("select", 4, 1), [], 1, store, resume=False, batch_size=1)
+        recover_points(subject, batch("select", 4, 1), [], 1, store, batch_size=1)
 
 
 def test_a_selection_that_cannot_tell_the_axes_apart_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:

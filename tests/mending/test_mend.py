@@ -258,7 +258,7 @@ def test_prune_writes_a_mended_checkpoint(run: Callable[..., Done], monkeypatch:
     [
         (["--layers", "2,3", "--what", "mlp"], "--mend closes the gaps"),
         (["--layers", "2,3", "--format", "compact"], "--mend closes the gaps"),
-        (["--layers", "2,3", "--on-disk"], "--mend .*in memory"),
+        (["--layers", "2,3", "--device", "disk"], "--mend .*in memory"),
         (["--layers", "2", "--tokens", "64", "--context", "16"], "86 tokens .*4 windows"),
         (["--layers", "0,3"], "layer 0 is removed.*before the gap"),
         (["--layers", "2", "--tokens", "64", "--context", "64"], "one window"),

@@ -329,8 +329,6 @@ def test_auto_on_a_machine_that_is_too_small(run: Callable[..., Any], monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("profile", "tiny", "--stream"), "--stream .*one device"),
-        (("prune", "tiny", "--layers", "1", "-o", "out", "--on-disk"), "--on-disk .*one device"),
         (("heal", "tiny", "-o", "out"), "heal .*one device"),
         (("joint", "tiny", "--remove", "1", "-o", "out"), "joint .*one device"),
     ],

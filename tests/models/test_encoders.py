@@ -120,7 +120,7 @@ def test_without_its_first_norm_modernbert_has_no_first_layer() -> None:
 )
 def test_what_needs_a_causal_decoder_says_so(call: Any, ids: torch.Tensor) -> None:
     model = make_encoder()
-    with pytest.raises(LyapunovPruneError, match="reads a text in both directions"):
+    with pytest.raises(LyapunovPruneError, match="reads text in both directions"):
         call(model) if call is wrap else call(model, ids)
 
 

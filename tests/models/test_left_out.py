@@ -71,14 +71,14 @@ def test_layers_behind_the_last_are_heads_only_if_the_config_counts_them(llama: 
     "arguments",
     [
         ["prune", "tiny", "--layers", "1", *TEXT],
-        ["prune", "tiny", "--layers", "1", "--on-disk"],
+        ["prune", "tiny", "--layers", "1", "--device", "disk"],
         ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5"],
-        ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--stream"],
+        ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--device", "disk"],
         ["compress", "tiny", "--method", "svd", "--sparsity", "0.5", "--format", "compact"],
         ["heal", "tiny", "--teacher", "tiny", "--steps", "1", *TEXT],
         ["joint", "tiny", "--remove", "1", "--tokens", "512", "--context", "16"],
     ],
-    ids=lambda arguments: " ".join(arguments[:1] + [a for a in arguments if a in ("--on-disk", "--stream", "compact")]),
+    ids=lambda arguments: " ".join(arguments[:1] + [a for a in arguments if a in ("disk", "compact")]),
 )
 def test_a_part_that_would_be_lost_is_refused_by_name_until_asked(
     arguments: list[str], checkpoint: Path, run: Callable[..., Done]

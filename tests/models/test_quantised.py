@@ -34,7 +34,7 @@ from lyapunov_prune.profiles.jacobian import sublayer_jacobians
 from lyapunov_prune.ranking.measured import rank_layers
 
 CHANGED = rf"quantised \({METHOD}\)"
-READ = rf"quantised \({METHOD}\) and packed, and this goes by their numbers"
+READ = rf"quantised \({METHOD}\) and packed, and this needs their values"
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_a_packed_head_is_refused(small: PreTrainedModel, ids: torch.Tensor) -> 
 
 def test_a_kernel_that_fails_is_one_line(small: PreTrainedModel, ids: torch.Tensor) -> None:
     small.model.layers[0].mlp.up_proj.qweight = torch.zeros(3, 3, dtype=torch.int32)
-    with pytest.raises(LyapunovPruneError, match="no forward of them"):
+    with pytest.raises(LyapunovPruneError, match="they do not run here"):
         block_influence(small, ids)
 
 

@@ -273,6 +273,6 @@ def test_commands_ask_for_a_stack(saved: str, checkpoint: Path, run_bad: Callabl
     assert "--stack" in run_bad("profile", saved, *some)
     assert "--stack" in run_bad("eval", saved, *some)
     assert "--stack" in run_bad("profile", str(checkpoint), "--stack", "encoder", *some)
-    assert "--stack" in run_bad("prune", saved, "--stack", "encoder", "--layers", "1", "--on-disk", "-o", "out")
+    assert "--stack" in run_bad("prune", saved, "--stack", "encoder", "--layers", "1", "--device", "disk", "-o", "out")
     mended = ("--stack", "decoder", "--layers", "1", "--mend", "--text", "builtin", *some, "-o", "out")
     assert "causal decoder" in run_bad("prune", saved, *mended)

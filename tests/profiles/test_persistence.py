@@ -178,9 +178,7 @@ def test_the_command_writes_result_and_report(run: Callable[..., Any], tokenizer
 
 def test_the_command_refuses_what_has_no_effect(run_bad: Callable[..., str]) -> None:
     for option, told in (
-        (["--derivative", "jvp"], "--derivative has no effect with --along time"),
-        (["--by-sublayer"], "--by-sublayer has no effect with --along time"),
-        (["--stream"], "--stream reads layers from files"),
+        (["--device", "disk"], "--along time needs the model in memory"),
         ([], "no layer of llama has a recurrent state"),
     ):
         assert told in run_bad("profile", "tiny", "--along", "time", *QUICK, *option)

@@ -64,7 +64,7 @@ def test_a_kept_profile_is_measured_once(
     assert len(made) == 1
     kept_profile(path, llama, batch, seeds=(0,))
     kept_profile(path, llama, batch, seeds=(0,), how={**HOW, "pooling": "token"})
-    kept_profile(path, llama, batch, seeds=(0,), how={**HOW, "pooling": "token"}, resume=False)
+    kept_profile(path, llama, batch, seeds=(0,), how={**HOW, "pooling": "token"})
     assert len(made) == 4
 
 

@@ -84,7 +84,7 @@ def test_every_set_of_layers_but_the_last_can_be_written(kept: set[int]) -> None
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("slices: [", "is no YAML"),
+        ("slices: [", "is not YAML"),
         ("- 1", "has no slices"),
         ("", "has no slices"),
         ({"slices": [], "merge_method": "passthrough"}, "has no slices"),
@@ -108,7 +108,7 @@ def test_every_set_of_layers_but_the_last_can_be_written(kept: set[int]) -> None
             "slice 0 .*layer_range",
         ),
         (BOMB + "\nslices: [1]\nmerge_method: *i", "merges by"),
-        ("[" * 5000, "is no YAML"),
+        ("[" * 5000, "is not YAML"),
     ],
 )
 def test_what_is_no_removal_of_layers_is_one_line(content: Any, told: str, tmp_path: Path) -> None:
@@ -126,11 +126,11 @@ def test_a_model_of_other_layers_is_refused(ranges: tuple[tuple[int, int], ...])
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--on-disk"], ["--mend", "--tokens", "256"]], ids=["in memory", "on disk", "mended"]
+    "more", [[], ["--device", "disk"], ["--mend", "--tokens", "256"]], ids=["in memory", "on disk", "mended"]
 )
 def test_prune_takes_it_as_a_plan(more: list[str], run: Any) -> None:
     Path("slices.yaml").write_text(PRUNEME)
-    text = [] if "--on-disk" in more else TEXT
+    text = [] if "disk" in more else TEXT
     done: Done = run("prune", "tiny", "--plan", "slices.yaml", *text, *more, "-o", "out")
     assert done.code == 0, done.err
     assert "mistralai/Mistral-7B-Instruct-v0.2" in done.err

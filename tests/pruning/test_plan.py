@@ -177,11 +177,11 @@ def test_a_sentence_says_what_goes_and_what_it_saves(llama: PreTrainedModel) -> 
     ("changes", "message"),
     [
         ({"experts": ((0,), (1,))}, "2 entries and .* 6 layers"),
-        ({"experts": ((0,), (1, 2), (), (), (), ())}, "1 go from one layer and 2 from another"),
+        ({"experts": ((0,), (1, 2), (), (), (), ())}, "1 are removed from one layer and 2 from another"),
         ({"experts": ((1, 0), (), (), (), (), ())}, r"\[1, 0\] of layer 0"),
         ({"experts": ((), (2, 2), (), (), (), ())}, r"\[2, 2\] of layer 1"),
         ({"experts": ((-1,), (), (), (), (), ())}, r"\[-1\] of layer 0"),
-        ({"experts": ((0,), (), (), (), (), ()), "remove": (0,)}, "layer 0 loses its experts"),
+        ({"experts": ((0,), (), (), (), (), ()), "remove": (0,)}, "layer 0 is removed with its experts"),
         ({"experts": ((),) * 6}, "removes no layer"),
         ({"experts": ((0,), (), (), (), (), ()), "routed": np.zeros(5)}, "routed: 5 numbers"),
         ({"experts": ((0,), (), (), (), (), ()), "routed": np.full(6, 2.0)}, "routed: 2"),
@@ -216,7 +216,7 @@ def test_layers_and_channels_of_the_others_are_one_plan(llama: PreTrainedModel, 
     other = replace(both, channels=(both.channels[2], *both.channels[1:]))
     assert not verify_removal(llama, remove_layers(llama, other), both, ids).passed
     for wrong in (first, choose_channels(remove_layers(llama, first), ids, 8)):
-        with pytest.raises(LyapunovPruneError, match="layers leave, and channels"):
+        with pytest.raises(LyapunovPruneError, match="one plan removes whole layers"):
             first.followed_by(wrong)
     with pytest.raises(LyapunovPruneError, match="every unit"):
         replace(both, channels=tuple(both.channels[0] for _ in range(6)))

@@ -205,12 +205,12 @@ def test_mended_sets_are_not_mended_again(many: torch.Tensor, other: torch.Tenso
     model = make_tiny("llama")
     how: dict[str, Any] = {"search": 80, "mend": True, "judge": other, "folder": tmp_path}
     whole = best_removal(model, many, REMOVE, **how)
-    found = best_removal(model, many, REMOVE, **how, resume=True, fit=lambda *_, **__: pytest.fail("mended again"))
+    found = best_removal(model, many, REMOVE, **how, fit=lambda *_, **__: pytest.fail("mended again"))
     assert str(found) == str(whole)
     loaded = BestRemoval.load(found.save(tmp_path / "best.json"))
     assert (str(loaded), loaded.finals[0].layers) == (str(found), found.finals[0].layers)
-    with pytest.raises(lp.LyapunovPruneError, match="run without resume"):
-        best_removal(model, many, REMOVE, search=40, folder=tmp_path, resume=True)
+    found = best_removal(model, many, REMOVE, search=40, folder=tmp_path)
+    assert str(found) == str(best_removal(model, many, REMOVE, search=40))
 
 
 def test_killed_before_the_last_set_is_mended(many: torch.Tensor, other: torch.Tensor, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_killed_before_the_last_set_is_mended(many: torch.Tensor, other: torch.T
 
     with pytest.raises(KeyboardInterrupt):
         best_removal(model, many, REMOVE, **how, folder=tmp_path, fit=dies)
-    found = best_removal(model, many, REMOVE, **how, folder=tmp_path, resume=True)
+    found = best_removal(model, many, REMOVE, **how, folder=tmp_path)
     assert found.to_json() == whole.to_json()
 
 
@@ -345,14 +345,15 @@ def test_finished_checks_are_not_repeated(many: torch.Tensor, tmp_path: Path, mo
     again: list[str] = []
     monkeypatch.setattr(module.Sweep, "_measure", lambda self, job: again.append(job.key) or measure(self, job))
     monkeypatch.setattr(module, "angular_distance", pytest.fail)
-    found = best_removal(model, many, REMOVE, search=30, folder=tmp_path, resume=True)
+    found = best_removal(model, many, REMOVE, search=30, folder=tmp_path)
     assert not {*seen} & {*again}
     assert [t.layers for t in found.tried] == [t.layers for t in whole.tried]
     assert str(found) == str(whole)
     loaded = BestRemoval.load(found.save(tmp_path / "best.json"))
     assert (str(loaded), loaded.plan(REMOVE).remove) == (str(found), found.remove)
-    with pytest.raises(lp.LyapunovPruneError, match="run without resume"):
-        best_removal(model, many, REMOVE + 1, folder=tmp_path, resume=True)
+    monkeypatch.undo()
+    found = best_removal(model, many, REMOVE + 1, folder=tmp_path)
+    assert str(found) == str(best_removal(model, many, REMOVE + 1))
 
 
 # The plan, and how far it holds.

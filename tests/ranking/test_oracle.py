@@ -196,7 +196,7 @@ def interrupted(model: PreTrainedModel, ids: torch.Tensor, folder: Path, after: 
 
 
 @pytest.mark.parametrize("after", [2, 6, 13])
-def test_resume_does_no_job_twice(after: int, ids: torch.Tensor, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_later_run_does_no_job_twice(after: int, ids: torch.Tensor, tmp_path: Path, monkeypatch: Any) -> None:
     model = make_tiny("llama")
     wanted = greedy_removal(model, ids, 3)
     interrupted(model, ids, tmp_path, after, monkeypatch)
@@ -204,13 +204,13 @@ def test_resume_does_no_job_twice(after: int, ids: torch.Tensor, tmp_path: Path,
     monkeypatch.setattr(
         Sweep, "_measure", lambda self, job, *args: measured.append(job.key) or measure(self, job, *args)
     )
-    found = greedy_removal(model, ids, 3, folder=tmp_path, resume=True)
+    found = greedy_removal(model, ids, 3, folder=tmp_path)
     assert len([key for key in measured if key != "dense"]) == 6 + 5 + 4 - after
     assert_agree(found, [(step.layer, step.windows) for step in wanted.steps])
     np.testing.assert_array_equal(found.dense, wanted.dense)
     calls = computed(model)
-    again = greedy_removal(model, ids, 3, folder=tmp_path, resume=True)
-    assert greedy_removal(model, ids, 2, folder=tmp_path, resume=True).order == found.order[:2]
+    again = greedy_removal(model, ids, 3, folder=tmp_path)
+    assert greedy_removal(model, ids, 2, folder=tmp_path).order == found.order[:2]
     assert not calls
     assert again.to_json() == found.to_json()
 
@@ -218,7 +218,7 @@ def test_resume_does_no_job_twice(after: int, ids: torch.Tensor, tmp_path: Path,
 def test_a_search_goes_on_from_a_shorter_one(ids: torch.Tensor, tmp_path: Path) -> None:
     model = make_tiny("llama")
     short = greedy_removal(model, ids, 1, folder=tmp_path)
-    found = greedy_removal(model, ids, 2, folder=tmp_path, resume=True)
+    found = greedy_removal(model, ids, 2, folder=tmp_path)
     assert_agree(found, [(step.layer, step.windows) for step in greedy_removal(model, ids, 2).steps])
     assert found.steps[0].forwards == short.steps[0].forwards
 
@@ -227,17 +227,18 @@ def test_a_new_search_leaves_nothing_of_an_old_one(ids: torch.Tensor, tmp_path: 
     model = make_tiny("llama")
     greedy_removal(model, ids.flip(0, 1), 3, folder=tmp_path)
     greedy_removal(model, ids, 1, folder=tmp_path)
-    found = greedy_removal(model, ids, 3, folder=tmp_path, resume=True)
+    assert not list(tmp_path.glob("step-[12]"))
+    found = greedy_removal(model, ids, 3, folder=tmp_path)
     assert_agree(found, [(step.layer, step.windows) for step in greedy_removal(model, ids, 3).steps])
 
 
 @pytest.mark.parametrize("what", ["text", "criterion"])
-def test_a_search_of_something_else_is_refused(what: str, ids: torch.Tensor, tmp_path: Path) -> None:
+def test_a_search_of_something_else_takes_nothing_of_it(what: str, ids: torch.Tensor, tmp_path: Path) -> None:
     model = make_tiny("llama")
     greedy_removal(model, ids, 1, folder=tmp_path)
     other: dict[str, Any] = {"batch": ids.flip(1)} if what == "text" else {"batch": ids, "criterion": "other"}
-    with pytest.raises(LyapunovPruneError, match=r"another .*resume"):
-        greedy_removal(model, remove=2, folder=tmp_path, resume=True, **other)
+    found = greedy_removal(model, remove=2, folder=tmp_path, **other)
+    assert_agree(found, [(step.layer, step.windows) for step in greedy_removal(model, remove=2, **other).steps])
 
 
 def test_of_equal_losses_the_earlier_layer_goes(ids: torch.Tensor) -> None:

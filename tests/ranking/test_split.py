@@ -75,7 +75,7 @@ def test_an_expert_that_gets_no_token_is_among_those_that_go() -> None:
     [
         ({"batch": IDS[:3]}, "there are 3; give 4"),
         ({"what": "layers,attention"}, "layers,attention"),
-        ({"what": "layers,experts"}, "LlamaModel has experts: nothing"),
+        ({"what": "layers,experts"}, "LlamaModel has experts; give"),
         ({"remove": 0.99}, "99% of the parameters"),
         ({"remove": 20}, "20"),
         ({"protect": list(range(6)), "remove": 0.7}, "protect fewer"),
@@ -107,7 +107,7 @@ def test_from_the_command_line_to_one_checkpoint(run: Callable[..., Done], run_b
         (("--remove", "20%", "--keep-period"), "--keep-period"),
         (("--remove", "20%", "--mend"), "--mend"),
         (("--remove", "20%", "--format", "compact"), "--format"),
-        (("--remove", "20%", "--on-disk"), "--what needs the model in memory"),
+        (("--remove", "20%", "--device", "disk"), "--what needs the model in memory"),
         (("--remove", "20%", "--criterion", "reap"), "reap is defined for experts"),
     ):
         assert told in run_bad(*asked, *given, *TEXT, "-o", "other")

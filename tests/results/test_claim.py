@@ -60,17 +60,16 @@ def own_files(folder: Path) -> dict[str, bytes]:
     return contents(folder)
 
 
-@pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("header", [None, "", "{}", '{"kind": "weights", "about": {}}'])
 def test_a_folder_that_is_not_a_run_s_is_refused_and_left_as_it_is(
-    work: Callable[..., Any], header: str | None, resume: bool, ids: torch.Tensor, tmp_path: Path
+    work: Callable[..., Any], header: str | None, ids: torch.Tensor, tmp_path: Path
 ) -> None:
     own_files(tmp_path)
     if header is not None:
         (tmp_path / HEADER).write_text(header)
     before = contents(tmp_path)
     with pytest.raises(LyapunovPruneError, match="give another folder") as raised:
-        work(make_tiny("llama"), ids, folder=tmp_path, resume=resume)
+        work(make_tiny("llama"), ids, folder=tmp_path)
     assert "\n" not in str(raised.value)
     assert contents(tmp_path) == before
 
@@ -82,8 +81,8 @@ def test_what_others_put_beside_stays(work: Callable[..., Any], ids: torch.Tenso
     for name in mine:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
-    for resume in (True, False):
-        work(model, ids, folder=tmp_path, resume=resume)
+    for text in (ids, ids.flip(1)):
+        work(model, text, folder=tmp_path)
         assert mine <= contents(tmp_path).keys()
 
 
@@ -125,18 +124,11 @@ def test_of_two_runs_in_one_folder_one_is_refused_and_the_other_s_results_are_it
     monkeypatch.setattr(Store, "add", killed)
     assert sorted(both_killed(tmp_path / "run", run)) == [2, 9]
     monkeypatch.undo()
-    done = 0
     for text in texts:
-        try:
-            found = WORK[name](model, text, folder=tmp_path / "run", resume=True)
-        except LyapunovPruneError as error:
-            assert "measured on another text_hash" in str(error)  # noqa: PT017 (one of the two)
-        else:
-            pd.testing.assert_frame_equal(
-                *(f.to_frame().drop(columns="forwards", errors="ignore") for f in (found, WORK[name](model, text)))
-            )
-            done += 1
-    assert done == 1
+        found = WORK[name](model, text, folder=tmp_path / "run")
+        pd.testing.assert_frame_equal(
+            *(f.to_frame().drop(columns="forwards", errors="ignore") for f in (found, WORK[name](model, text)))
+        )
 
 
 # One owner.
@@ -144,11 +136,11 @@ def test_of_two_runs_in_one_folder_one_is_refused_and_the_other_s_results_are_it
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     first, second = claim(tmp_path / "a"), claim(tmp_path / "a", about={"text": "b"})
-    assert not first.begin(list, resume=False)
-    assert not second.begin(list, resume=False)
+    assert not first.begin(list)
+    assert not second.begin(list)
     assert not (tmp_path / "a").exists()
     first.hold()
-    for refused in (second.hold, lambda: claim(tmp_path / "a").begin(list, resume=True)):
+    for refused in (second.hold, lambda: claim(tmp_path / "a").begin(list)):
         with pytest.raises(LyapunovPruneError, match="another run is at work") as raised:
             refused()
         assert "\n" not in str(raised.value)
@@ -156,7 +148,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(LyapunovPruneError, match="another run has begun in"):
         second.hold()  # it began when nobody was there
     second.release()
-    assert claim(tmp_path / "a").begin(list, resume=True)
+    assert claim(tmp_path / "a").begin(list)
 
 
 def hold(folder: Path) -> None:
@@ -172,10 +164,10 @@ def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
     while not (tmp_path / "held").exists():
         time.sleep(0.01)
     with pytest.raises(LyapunovPruneError, match="another run is at work"):
-        claim(tmp_path).begin(list, resume=True)
+        claim(tmp_path).begin(list)
     process.kill()
     process.join()
-    assert claim(tmp_path).begin(list, resume=True)
+    assert claim(tmp_path).begin(list)
 
 
 def test_processes_of_one_run_share_a_folder(tmp_path: Path) -> None:
@@ -188,9 +180,9 @@ def test_processes_of_one_run_share_a_folder(tmp_path: Path) -> None:
 def test_a_refused_run_keeps_nobody_out(tmp_path: Path) -> None:
     with Store(tmp_path, "jobs", ABOUT) as store:
         store.add("a", 1)
-    with pytest.raises(LyapunovPruneError, match="another text") as raised:
-        Store(tmp_path, "jobs", {"text": "b"}, resume=True)
-    assert Store(tmp_path, "jobs", ABOUT, resume=True).items() == {"a": 1}
+    with pytest.raises(LyapunovPruneError, match="holds a jobs") as raised:
+        Store(tmp_path, "sweep", ABOUT)
+    assert Store(tmp_path, "jobs", ABOUT).items() == {"a": 1}
     assert raised.traceback  # in which that store lives on
 
 
@@ -218,16 +210,16 @@ def test_a_line_of_another_run_is_seen_under_any_header(tmp_path: Path) -> None:
     with (tmp_path / "a/0.jsonl").open("ab") as file:
         file.write((tmp_path / "b/0.jsonl").read_bytes())
     with pytest.raises(LyapunovPruneError, match=r"0\.jsonl holds results of another run"):
-        Store(tmp_path / "a", "jobs", {"text": "a"}, resume=True)
+        Store(tmp_path / "a", "jobs", {"text": "a"})
 
 
 def test_another_kind_of_work_is_never_cleared(tmp_path: Path) -> None:
     with Store(tmp_path, "check", ABOUT) as store:
         store.add("a", 1)
     before = contents(tmp_path)
-    for resume in (False, True):
+    for about in (ABOUT, None):
         with pytest.raises(LyapunovPruneError, match="holds a check"):
-            Store(tmp_path, "sweep", ABOUT, resume=resume)
+            Store(tmp_path, "sweep", about)
     assert contents(tmp_path) == before
 
 
@@ -258,8 +250,8 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
 
 
 def test_no_lock_file_stays_after_work_has_ended(work: Callable[..., Any], ids: torch.Tensor, tmp_path: Path) -> None:
-    for resume in (False, True):
-        work(make_tiny("llama"), ids, folder=tmp_path, resume=resume)
+    for _ in range(2):
+        work(make_tiny("llama"), ids, folder=tmp_path)
         assert [name for name in contents(tmp_path) if name.endswith(".lock")] == []
 
 

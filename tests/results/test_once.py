@@ -36,16 +36,12 @@ class Asked:
     def __init__(self, path: Path) -> None:
         self.path, self.times = path, 0
 
-    def __call__(
-        self, origin: MeasuredOn = ORIGIN, resume: bool = True, shared: bool = False, **parameters: Any
-    ) -> int:
+    def __call__(self, origin: MeasuredOn = ORIGIN, shared: bool = False, **parameters: Any) -> int:
         def measure() -> Count:
             self.times += 1
             return Count(np.array([self.times]))
 
-        return int(
-            once(self.path, Count, origin, SETTINGS | parameters, measure, resume=resume, shared=shared).values[0]
-        )
+        return int(once(self.path, Count, origin, SETTINGS | parameters, measure, shared=shared).values[0])
 
 
 @pytest.fixture
@@ -88,15 +84,10 @@ def test_the_fingerprint_is_of_the_tokens_that_the_hash_names(asked: Asked) -> N
 def test_a_file_that_others_write_too_is_not_replaced_by_another_question(asked: Asked) -> None:
     assert asked(shared=True) == 1
     before = asked.path.read_bytes()
-    for resume in (True, False):
-        with pytest.raises(LyapunovPruneError, match="other settings"):
-            asked(shared=True, resume=resume, epsilon=0.1)
+    with pytest.raises(LyapunovPruneError, match="other settings"):
+        asked(shared=True, epsilon=0.1)
     assert (asked.path.read_bytes(), asked.times) == (before, 1)
-    assert [asked(shared=True), asked(shared=True, resume=False)] == [1, 2]
-
-
-def test_without_resume_it_is_measured_anew(asked: Asked) -> None:
-    assert [asked(), asked(resume=False), asked()] == [1, 2, 2]
+    assert asked(shared=True) == 1
 
 
 def test_a_file_that_does_not_say_what_it_was_asked_is_measured_anew(asked: Asked) -> None:

@@ -35,7 +35,7 @@ def filled(folder: Path, keys: list[str]) -> bytes:
 
 
 def kept(folder: Path) -> set[str]:
-    return set(Store(folder, "jobs", ABOUT, resume=True).items())
+    return set(Store(folder, "jobs", ABOUT).items())
 
 
 # Killed.
@@ -43,7 +43,7 @@ def kept(folder: Path) -> set[str]:
 
 def work(folder: Path, log: int) -> None:
     """What a process does: every job that is not done, one after the other, told to `log` as it begins."""
-    store = Store(folder, "jobs", ABOUT, resume=True)
+    store = Store(folder, "jobs", ABOUT)
     for key in JOBS:
         if key not in store:
             os.write(log, f"{key}\n".encode())
@@ -77,7 +77,7 @@ def test_a_kill_loses_at_most_the_job_in_flight(tmp_path: Path) -> None:
             assert not set(began) & before  # nothing done twice
             assert after >= before | set(began[:-1])
             kills += 1
-        assert Store(tmp_path / str(seed), "jobs", ABOUT, resume=True).items() == {key: value_of(key) for key in JOBS}
+        assert Store(tmp_path / str(seed), "jobs", ABOUT).items() == {key: value_of(key) for key in JOBS}
     assert kills > 2
 
 
@@ -101,7 +101,7 @@ def test_a_line_torn_anywhere_costs_that_job_alone(tmp_path: Path) -> None:
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
     for length in range(len(whole) + 1):
         (tmp_path / "0.jsonl").write_bytes(whole[:length])
-        with Store(tmp_path, "jobs", ABOUT, resume=True) as store:
+        with Store(tmp_path, "jobs", ABOUT) as store:
             lines = sum(end <= length for end in ends)
             assert set(store.items()) == set(JOBS[:lines])
             for key in JOBS[:2]:
@@ -113,17 +113,28 @@ def test_a_line_torn_anywhere_costs_that_job_alone(tmp_path: Path) -> None:
 # Refused.
 
 
-def test_what_was_measured_on_something_else_is_refused_in_one_line(tmp_path: Path) -> None:
-    before = filled(tmp_path, JOBS[:2])
-    for other, message in [
-        ({**ABOUT, "tokens": 6}, r"another tokens \(5\)"),
-        ({**ABOUT, "dtype": "float32"}, r"another dtype \(None\)"),
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({**ABOUT, "tokens": 6}, "another tokens (5)"),
+        ({**ABOUT, "dtype": "float32"}, "another dtype (None)"),
         ({"text": "a"}, "something else"),
-    ]:
-        with pytest.raises(LyapunovPruneError, match=message) as raised:
-            Store(tmp_path, "jobs", other, resume=True)
-        assert "\n" not in str(raised.value)
-    assert (tmp_path / "0.jsonl").read_bytes() == before
+    ],
+)
+def test_what_was_measured_on_something_else_is_deleted_which_one_line_says(
+    other: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(tmp_path, JOBS[:2])
+    with Store(tmp_path, "jobs", other) as store:
+        assert store.replaced
+        assert store.items() == {}
+        store.add("mine", 1)
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    with Store(tmp_path, "jobs", other) as store:
+        assert (store.items(), store.replaced) == ({"mine": 1}, False)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -136,7 +147,7 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, damage: bytes) ->
     for content in (damage + b"\n", head + damage + b"".join(rows)):
         (tmp_path / "0.jsonl").write_bytes(content)
         with pytest.raises(LyapunovPruneError, match=r"0\.jsonl is damaged") as raised:
-            Store(tmp_path, "jobs", ABOUT, resume=True)
+            Store(tmp_path, "jobs", ABOUT)
         assert "\n" not in str(raised.value)
         assert (tmp_path / "0.jsonl").read_bytes() == content
 
@@ -144,7 +155,7 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, damage: bytes) ->
 def test_a_value_that_is_no_strict_json_is_not_written(tmp_path: Path) -> None:
     before = filled(tmp_path, JOBS[:2])
     with pytest.raises(ValueError, match="JSON"):
-        Store(tmp_path, "jobs", ABOUT, resume=True).add("x", float("nan"))
+        Store(tmp_path, "jobs", ABOUT).add("x", float("nan"))
     assert (tmp_path / "0.jsonl").read_bytes() == before
 
 
@@ -153,7 +164,7 @@ def test_a_value_that_is_no_strict_json_is_not_written(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path, JOBS[:2])
-    store = Store(tmp_path, "jobs", ABOUT, resume=True)
+    store = Store(tmp_path, "jobs", ABOUT)
     monkeypatch.setattr(os, "fsync", disk_full)
     with pytest.raises(LyapunovPruneError, match=r"0\.jsonl: No space left"):
         store.add(JOBS[2], value_of(JOBS[2]))
@@ -163,7 +174,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_disk_that_fills_in_the_middle_of_a_line_keeps_those_before(tmp_path: Path, room: int) -> None:
     before = filled(tmp_path, JOBS[:2])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Store(tmp_path, "jobs", ABOUT, resume=True) as store:
+    with Store(tmp_path, "jobs", ABOUT) as store:
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, limits[1]))
         try:
             with pytest.raises(LyapunovPruneError, match="cannot write") as raised:
@@ -202,7 +213,7 @@ def test_each_process_writes_its_own_file_and_reads_all(tmp_path: Path, process:
     assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == ["0.jsonl", "1.jsonl", "2.jsonl"]
     for rank, count in ((0, 1), (2, 3), (5, 6)):
         process(rank, count)
-        assert Store(tmp_path, "jobs", ABOUT, resume=True).items() == {"of 0": 0, "of 1": 1, "of 2": 2}
+        assert Store(tmp_path, "jobs", ABOUT).items() == {"of 0": 0, "of 1": 1, "of 2": 2}
 
 
 def test_another_process_s_unfinished_line_is_left_to_it(tmp_path: Path, process: Any) -> None:
@@ -223,10 +234,10 @@ def test_a_fresh_start_leaves_nothing_of_former_processes(tmp_path: Path, proces
         process(rank, 4)
         Store(tmp_path, "jobs", ABOUT).add(f"of {rank}", rank)
     process(1, 2)
-    Store(tmp_path, "jobs", ABOUT).close()  # leaves that to the main process
+    Store(tmp_path, "jobs", {"text": "b"}).close()  # leaves that to the main process
     assert len(list(tmp_path.glob("*.jsonl"))) == 4
     process(0, 2)
-    Store(tmp_path, "jobs", ABOUT).close()
+    Store(tmp_path, "jobs", {"text": "b"}).close()
     assert not list(tmp_path.glob("*.jsonl"))
     assert not kept(tmp_path)
 
@@ -240,7 +251,7 @@ def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
 
 def test_what_others_found_is_known_and_not_written(tmp_path: Path) -> None:
     before = filled(tmp_path, JOBS[:1])
-    store = Store(tmp_path, "jobs", ABOUT, resume=True)
+    store = Store(tmp_path, "jobs", ABOUT)
     store.learn({"theirs": 1})
     assert "theirs" in store
     assert store["theirs"] == 1
@@ -256,7 +267,7 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Path, "open", touched)
-    store = Store(None, "jobs", ABOUT, resume=True)
+    store = Store(None, "jobs", ABOUT)
     store.add("a", 1)
     assert store.items() == {"a": 1}
     assert "a" in store
@@ -265,11 +276,11 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
 
 
 def test_no_folder_appears_before_the_first_job(tmp_path: Path) -> None:
-    Store(tmp_path / "x", "jobs", ABOUT, resume=True)
+    Store(tmp_path / "x", "jobs", ABOUT)
     Store(tmp_path / "x", "jobs", ABOUT)
     assert not (tmp_path / "x").exists()
 
 
 def test_what_is_measured_on_is_compared_as_json_keeps_it(tmp_path: Path) -> None:
     Store(tmp_path, "jobs", {"layers": (1, 2), "none": None}).add("a", 1)
-    assert "a" in Store(tmp_path, "jobs", {"none": None, "layers": [1, 2]}, resume=True)
+    assert "a" in Store(tmp_path, "jobs", {"none": None, "layers": [1, 2]})

@@ -216,33 +216,26 @@ def interrupted(model: PreTrainedModel, ids: torch.Tensor, folder: Path, after: 
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_resume_does_nothing_twice(after: int, ids: torch.Tensor, tmp_path: Path) -> None:
+def test_a_later_run_does_nothing_twice(after: int, ids: torch.Tensor, tmp_path: Path) -> None:
     model = make_tiny("llama")
     before = interrupted(model, ids, tmp_path, after)
     assert len(before) == after
     assert hooks_of(model) == 0
     taken: list[str] = []
     jobs = [sparse(model, [k], taken) for k in range(LAYERS)]
-    found = Sweep(model, ids, folder=tmp_path, resume=True).run(jobs)
+    found = Sweep(model, ids, folder=tmp_path).run(jobs)
     assert before + taken == [job.key for job in jobs]
     wanted = Sweep(model, ids).run([sparse(model, [k]) for k in range(LAYERS)])
     for key, outcome in wanted.items():
         np.testing.assert_array_equal(found[key].windows, outcome.windows)
         assert found[key].drift == outcome.drift
     calls = computed(model)
-    Sweep(model, ids, folder=tmp_path, resume=True).run(jobs)
+    Sweep(model, ids, folder=tmp_path).run(jobs)
     assert not calls
 
 
-def test_without_resume_all_is_measured_again(ids: torch.Tensor, tmp_path: Path) -> None:
-    model, taken = make_tiny("llama"), []
-    for _ in range(2):
-        Sweep(model, ids, folder=tmp_path).run([sparse(model, [2], taken)])
-    assert len(taken) == 2
-
-
 @pytest.mark.parametrize("what", ["text", "model", "mlp", "head", "dtype", "calibration"])
-def test_what_was_measured_on_something_else_is_refused(what: str, ids: torch.Tensor, tmp_path: Path) -> None:
+def test_what_was_measured_on_something_else_is_measured_again(what: str, ids: torch.Tensor, tmp_path: Path) -> None:
     model = make_tiny("llama")
     Sweep(model, ids, folder=tmp_path, also={"calibration": "a"}).run([sparse(model, [2])])
     other: dict[str, Any] = {"model": model, "batch": ids, "also": {"calibration": "a"}}
@@ -258,8 +251,9 @@ def test_what_was_measured_on_something_else_is_refused(what: str, ids: torch.Te
         "dtype": {"model": make_tiny("llama").double()},
         "calibration": {"also": {"calibration": "b"}},
     }[what]
-    with pytest.raises(LyapunovPruneError, match=r"another .*resume"):
-        Sweep(**other, folder=tmp_path, resume=True)
+    taken: list[str] = []
+    Sweep(**other, folder=tmp_path).run([sparse(other["model"], [2], taken)])
+    assert len(taken) == 1
 
 
 # Numbers that are none.
@@ -275,8 +269,8 @@ def test_a_change_that_diverges_is_told_and_the_sweep_goes_on(ids: torch.Tensor,
     wrecked = [wreck(1, math.nan), wreck(2, math.inf)]
     good = [sparse(model, [1]), sparse(model, [3])]
     wanted = really("llama", good, ids)
-    for resume in (False, True):
-        found = Sweep(model, ids, folder=tmp_path, resume=resume).run([*wrecked, *good])
+    for _ in range(2):
+        found = Sweep(model, ids, folder=tmp_path).run([*wrecked, *good])
         for job in wrecked:
             assert not np.isfinite(found[job.key].windows).any()
             assert math.isnan(found[job.key].drift)
@@ -336,7 +330,7 @@ for name in ("fresh", "half"):
     jobs = [sparse(model, [k], taken) for k in range(6)]
     if name == "half" and rank == "1":
         time.sleep(2)  # late, as after a slow load: what the other has done by then changes nothing
-    sweep = Sweep(model, ids, folder=folder / name, resume=name == "half")
+    sweep = Sweep(model, ids, folder=folder / name)
     found = [sweep.run(jobs), sweep.run([removed(2), *jobs])]
     outcomes = {{key: [o.windows.tolist(), o.drift] for run in found for key, o in run.items()}}
     (folder / f"{{name}}-{{rank}}.json").write_text(json.dumps([taken, outcomes]))

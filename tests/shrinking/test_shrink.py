@@ -204,7 +204,7 @@ def test_what_goes_on_ends_as_if_it_had_never_stopped(
     monkeypatch.setattr(request, "count_for", lambda *_: pytest.fail("counted again"))
     monkeypatch.setattr(own_text, "sample", timed_alone)
     monkeypatch.setattr("lyapunov_prune.ranking.best.angular_distance", lambda *_, **__: pytest.fail("ranked again"))
-    done = lp.shrink(reader, tokenizer, tmp_path / "out", **asked, resume=True, **kept)
+    done = lp.shrink(reader, tokenizer, tmp_path / "out", **asked, **kept)
     assert done.report.plan.to_json() == whole.report.plan.to_json()
     assert {k: v.tolist() for k, v in done.model.state_dict().items()} == {
         k: v.tolist() for k, v in whole.model.state_dict().items()
@@ -218,8 +218,9 @@ def test_another_request_takes_nothing_of_the_last(
     monkeypatch.setattr(module, "heal", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         lp.shrink(reader, tokenizer, remove=2, folder=tmp_path, **SMALL)
-    with pytest.raises(LyapunovPruneError, match="run without resume"):
-        lp.shrink(reader, tokenizer, remove=1, folder=tmp_path, resume=True, **SMALL)
+    monkeypatch.setattr(module, "heal", heal)
+    done = lp.shrink(reader, tokenizer, remove=1, folder=tmp_path, **SMALL)
+    assert done.report.plan.to_json() == lp.shrink(reader, tokenizer, remove=1, **SMALL).report.plan.to_json()
 
 
 def test_a_removal_that_fails_the_gate_is_not_healed(

@@ -103,9 +103,7 @@ def measure(given: Inputs, search: float) -> BestOnOneText:
     found = [(name, order[name].plan(count).remove, 0, 0.0) for count in COUNTS for name in SINGLE]
     for count in COUNTS:
         folder = given.jobs / f"best-{count}-{search:g}-{given.calibration.text_hash[:16]}"
-        best = lp.ranking.best_removal(
-            given.loaded.model, given.calibration, count, search=search, folder=folder, resume=True
-        )
+        best = lp.ranking.best_removal(given.loaded.model, given.calibration, count, search=search, folder=folder)
         proposed = [tried for tried in best.tried if not tried.swap]
         first = min(proposed, key=lambda tried: tried.windows.mean())
         found.append(("first", first.layers, len(proposed), proposed[-1].forwards))

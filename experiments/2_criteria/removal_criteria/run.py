@@ -58,7 +58,7 @@ def main(
     many = read_text(loaded, evaluation, tokens, 1024, half(evaluation, 1))
     require_disjoint(few, many)
     jobs = job_folder(model) / f"oracle-{few.text_hash[:16]}"
-    oracle = lp.ranking.greedy_removal(loaded.model, few, REMOVALS[-1], folder=jobs, resume=True)
+    oracle = lp.ranking.greedy_removal(loaded.model, few, REMOVALS[-1], folder=jobs)
     oracle.save(folder / "oracle.json")
     print(oracle, end="\n\n")
     divergence = lp.predictions.skip_divergence(loaded.model, few)

@@ -86,10 +86,10 @@ def main(
     require_disjoint(longest, judged)
     origins, jobs = (longest.measured_on(loaded.model), judged.measured_on(loaded.model)), job_folder(model)
     courses = []
-    with Store(jobs / "search-curve", "search curve", {"texts": encode(origins)}, resume=True) as store:
+    with Store(jobs / "search-curve", "search curve", {"texts": encode(origins)}) as store:
         for tokens, search in SEARCHES:
             folder = jobs / f"search-curve-{tokens}"
-            found = best_removal(loaded.model, batches[tokens], REMOVE, search=search, folder=folder, resume=True)
+            found = best_removal(loaded.model, batches[tokens], REMOVE, search=search, folder=folder)
             steps = []
             for number in held(found):
                 tried = found.tried[number]

@@ -48,7 +48,6 @@ def main(
             calibration=given.calibration,
             profile=profile,
             folder=given.jobs / f"spread-{method}-{given.evaluation.text_hash[:16]}",
-            resume=True,
             batch_size=2,
         )
         for method in METHODS

@@ -142,7 +142,7 @@ def measure(
 ) -> Asymmetry:
     """The rate of each optimizer is that of the best score at the end, as a mean over both types at a middle depth."""
     marks, middle = marks_of(steps), depths[len(depths) // 2]
-    with Store(given.jobs / "asymmetry", "asymmetry", {**given.about(), "steps": steps}, resume=True) as store:
+    with Store(given.jobs / "asymmetry", "asymmetry", {**given.about(), "steps": steps}) as store:
         worth = given.importance(store)
 
         def items(optimizer: str, rate: float, kind: str, n: int, seed: int) -> np.ndarray:

@@ -83,7 +83,7 @@ def main(
     removed = lp.rank(loaded.model, learnt, criterion=DEFAULT).plan(remove).remove
     origins = learnt.measured_on(loaded.model), judged.measured_on(loaded.model)
     about = {"texts": encode(origins), "removed": removed, "begins": begins, "steps": steps}
-    with Store(job_folder(model) / "healed-spaces", "healed spaces", about, resume=True) as store:
+    with Store(job_folder(model) / "healed-spaces", "healed spaces", about) as store:
         for name, make in makers(loaded.model, removed, learnt).items():
             if name not in store:
                 store.add(name, compared(loaded.model, make(), judged, begins, steps))

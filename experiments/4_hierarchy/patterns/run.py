@@ -105,7 +105,7 @@ def main(
     lines = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()[:asked]]
     about = {"text": encode(origin), "items": encode(some), "questions": lines, "steps": steps}
     made = {"dense": lambda: loaded.model} | patterned(loaded, learnt)
-    with Store(job_folder(model) / "patterns", "patterns", about, resume=True) as store:
+    with Store(job_folder(model) / "patterns", "patterns", about) as store:
         for name, make in made.items():
             if name not in store:
                 store.add(name, encode(measured(name, loaded, make(), some, lines, steps)))

@@ -53,7 +53,7 @@ def main(
     drawn = [
         sets[i] for i in np.random.default_rng(0).permutation(len(sets))
     ]  # an interrupted run has some of every kind
-    with Store(job_folder(model) / f"measured-{window.text_hash[:16]}", "measured", {}, resume=True) as jobs:
+    with Store(job_folder(model) / f"measured-{window.text_hash[:16]}", "measured", {}) as jobs:
         left = [each for each in drawn if ",".join(map(str, each)) not in jobs]
         for start in range(0, len(left), TOGETHER):
             some = left[start : start + TOGETHER]

@@ -60,7 +60,7 @@ def main(
     }
     about = {"calibration": encode(calibration.measured_on(loaded.model)), "prompts": f"{PROMPTS} × {PROMPT} + {STEPS}"}
     kept = job_folder(model) / f"prediction-{calibration.text_hash[:16]}"
-    jobs = Store(kept, "prediction", {**about, "held out": held_out.text_hash}, resume=True)
+    jobs = Store(kept, "prediction", {**about, "held out": held_out.text_hash})
     dense = lp.perplexity(loaded.model, scoring)
     chosen = sets(rankings, loaded.structure.num_layers)
     for removed in track(list(chosen), "sets of layers"):

@@ -93,7 +93,7 @@ def main(
     begun = replace(begun, ids=begun.ids[:, :begins])
     origins = learnt.measured_on(loaded.model), begun.measured_on(loaded.model)
     about, made = {"texts": encode(origins), "steps": steps}, makers(loaded, learnt)
-    with Store(job_folder(model) / "sampled-decoding", "sampled decoding", about, resume=True) as store:
+    with Store(job_folder(model) / "sampled-decoding", "sampled decoding", about) as store:
         for name in MODELS:
             if name not in store:
                 store.add(name, compared(loaded.model, made[name](), begun, steps))

@@ -128,7 +128,7 @@ def main(
         "generation": (*halves, plain(other)),
     }
     found = JudgedVerdicts(steps, tuple((kind, *sources[kind]) for kind in KINDS), (), *origins)
-    with Store(job_folder(model) / "verdicts", "verdicts", about, resume=True) as store:
+    with Store(job_folder(model) / "verdicts", "verdicts", about) as store:
         if "dense" not in store:
             store.add("dense", encode(decided(loaded, loaded.model, asked, steps)))
         dense = decode(Decisions, store["dense"])

@@ -81,7 +81,7 @@ def main(
     tasks = {task: drawn(task, items, seed) for task in STEPS}
     origin = learnt.measured_on(loaded.model)
     made = {"dense": lambda: loaded.model} | makers(loaded, learnt)
-    with Store(job_folder(model) / "reach", "reach", {"text": encode(origin), "tasks": tasks}, resume=True) as store:
+    with Store(job_folder(model) / "reach", "reach", {"text": encode(origin), "tasks": tasks}) as store:
         for name, make in made.items():
             if name not in store:
                 made_now = make()

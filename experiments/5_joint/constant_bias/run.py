@@ -117,11 +117,11 @@ def measure(given: Taught, reach: int, steps: int, seeds: int) -> ConstantBias:
     recipe = Recipe(batch=given.batch, rank=RANK)
     about: dict[str, Any] = {**given.about(), "rank": RANK, "steps": steps, "reach": reach}
     folder, five = given.jobs / f"bias-{reach}-{steps}", spread_out(reach, given.most)
-    with Store(folder, "constant bias", about, resume=True) as store:
+    with Store(folder, "constant bias", about) as store:
         worth = given.importance(store)
         parents = chains(reach, given.most)
         course = Course(given.student, given.data.learn, worth, parents, steps, 0, recipe, folder, about)
-        points = recover_points(course, given.data.select, five, seeds, store, resume=True, batch_size=8 * given.batch)
+        points = recover_points(course, given.data.select, five, seeds, store, batch_size=8 * given.batch)
         fast = np.array([[of_point(points, pair, seed) for seed in range(seeds)] for pair in five])
         jobs = [(pair, seed) for pair in five for seed in range(seeds)]
         rows = [longer(given, course, store, pair, seed) for pair, seed in track(jobs, "longer recoveries")]
@@ -147,7 +147,7 @@ def longer(given: Taught, course: Course, store: Store, pair: Pair, seed: int) -
         order = drawn_order(len(course.learn), before + LONGER * each, seed)[before:]
         lesson = replace(lesson, name=f"{lesson.name}, {LONGER} times longer", items=tuple(order))
         student = course.taught(course.parents[pair])
-        with course.state(key, lesson, resume=True) as state:
+        with course.state(key, lesson) as state:
             recover(student, course.teacher, course.learn, lesson, course.recipe, state)
         with student.cut(lesson.attention, lesson.activation) as model:
             found = score(model, given.data.select, batch_size=8 * given.batch)

@@ -144,7 +144,7 @@ def measure(of: Subject, speedups: tuple[float, ...], seeds: int, steps: int, re
         "importance": encode(run.importance),
         "map": encode(run.map),
     }
-    with Store(of.jobs / "equal_time", "equal time", about, resume=True) as store:
+    with Store(of.jobs / "equal_time", "equal time", about) as store:
         student = of.student(run.importance.reduction)
         orders = ordered(of, run, store)
         count = IMAGES if of.final.images else 1
@@ -321,7 +321,7 @@ def learnt(of: Subject, student: Unmerged, parts: Parts, steps: int, seed: int, 
         folder = of.jobs / "equal_time" / "state"
         about = {**of.about(), **vars(lesson), "layers": parts[2]}
         with cut(student, parts) as model:
-            with TrainingState(folder, about, resume=True) as state:
+            with TrainingState(folder, about) as state:
                 losses = train(model, student.model, of.data.learn, lesson, recipe, state)
             store.add(key, {**of.scored(model), "steps": len(losses)})
         TrainingState(folder, {}).close()

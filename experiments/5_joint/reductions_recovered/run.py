@@ -131,7 +131,7 @@ def measure(of: Subject, removed: tuple[int, ...], seeds: int, steps: int) -> Re
     names = [name for name, entry in REDUCTIONS.items() if kind in entry.blocks]
     students = {name: of.student(name) for name in names}
     about = of.about() | {"steps": steps}
-    with Store(of.jobs / "reductions_recovered", "reductions", about, resume=True) as store:
+    with Store(of.jobs / "reductions_recovered", "reductions", about) as store:
         order = first_to_go(of, students, store)
         if "dense" not in store:
             store.add("dense", of.scored(of.model))
@@ -189,7 +189,7 @@ def learnt(
         recipe, folder = of.recipe, of.jobs / "reductions_recovered" / "state"
         items = drawn_order(len(of.data.learn), steps * recipe.batch, seed)
         lesson, pupil = Lesson(key, (), layers, tuple(items), seed), copy.deepcopy(student)
-        with TrainingState(folder, {**of.about(), **vars(lesson)}, resume=True) as state:
+        with TrainingState(folder, {**of.about(), **vars(lesson)}) as state:
             losses = recover(pupil, of.model, of.data.learn, lesson, recipe, state)
         with pupil.cut((), layers) as model:
             store.add(key, {**of.scored(model), "steps": len(losses)})

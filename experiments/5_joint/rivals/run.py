@@ -124,7 +124,7 @@ def measure(of: Subject, random: int, seeds: int, steps: int | None) -> Rivals:
     about |= {"steps": [run.points.steps, last], "line": run.decision.pairs.tolist()}
     folder = of.jobs / "rivals"
     rows: dict[Pair, list[dict[str, Any]]] = {pair: [] for pair in chosen}
-    with Store(folder, "rivals", about, resume=True) as store:
+    with Store(folder, "rivals", about) as store:
         for seed in range(seeds):
             course = Course(
                 student,
@@ -205,10 +205,10 @@ def recovered(of: Subject, course: Course, pairs: list[Pair], last: int, store: 
             taken = 0
             for point in course.lineage(pair):
                 if point not in learnt:
-                    course.learn_point(point, course.seed, resume=True)
+                    course.learn_point(point, course.seed)
                     learnt.add(point)
                 taken += course.steps
-            student, lesson, losses = course.finish(pair, pair, last, resume=True, name=name)
+            student, lesson, losses = course.finish(pair, pair, last, name=name)
             with student.cut(lesson.attention, lesson.activation) as model:
                 store.add(key, {**of.scored(model), "steps": taken + len(losses)})
         TrainingState(course.folder / name, {}).close()

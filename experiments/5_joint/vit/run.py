@@ -112,7 +112,7 @@ def train(model: ViTForImageClassification, learn: ImageBatch, select: ImageBatc
     parameters = dict(model.named_parameters())
     about = {"config": CONFIG, "training": TRAINING, "seed": SEED, "learn": learn.text_hash, "select": select.text_hash}
     losses, accuracies, seconds = [], [], np.zeros(2)
-    with TrainingState(JOBS / "state", about, resume=True) as state:
+    with TrainingState(JOBS / "state", about) as state:
         if tensors := state.load():
             losses, accuracies = (tensors[name].tolist() for name in ("losses", "accuracies"))
             seconds = tensors["seconds"].numpy()

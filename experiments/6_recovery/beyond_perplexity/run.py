@@ -95,7 +95,7 @@ def main(
     removed = lp.rank(loaded.model, learnt, criterion=DEFAULT).plan(remove).remove
     origins = learnt.measured_on(loaded.model), judged.measured_on(loaded.model)
     about = {"texts": encode(origins), "removed": removed, "items": items, "tasks": choices, "steps": steps}
-    with Store(job_folder(model) / "beyond", "beyond perplexity", about, resume=True) as store:
+    with Store(job_folder(model) / "beyond", "beyond perplexity", about) as store:
         for name, make in makers(loaded.model, removed, learnt).items():
             if name not in store:
                 made = make()

@@ -113,9 +113,7 @@ def measure(
 ) -> GoalsOnOneText:
     model = loaded.model
     origins = learnt.measured_on(model), judged.measured_on(model)
-    with Store(
-        folder / learnt.text_hash[:16], "goals", {"texts": encode(origins), "remove": remove}, resume=True
-    ) as store:
+    with Store(folder / learnt.text_hash[:16], "goals", {"texts": encode(origins), "remove": remove}) as store:
 
         def once(key: str, make: Callable[..., Made], *given: Any) -> Way:
             if key not in store:

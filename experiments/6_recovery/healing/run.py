@@ -55,9 +55,7 @@ def main(
     courses: dict[str, Course] = {}
     for name, rank in (("full", None), ("low-rank", RANK)):
         jobs = job_folder(model) / f"healing-{name}-{remove}"
-        done = lp.heal(
-            pruned, loaded.model, calibration, steps=STEPS, rank=rank, evaluation=evaluation, folder=jobs, resume=True
-        )
+        done = lp.heal(pruned, loaded.model, calibration, steps=STEPS, rank=rank, evaluation=evaluation, folder=jobs)
         report = done.report
         assert report.held_out is not None
         assert report.recovered is not None

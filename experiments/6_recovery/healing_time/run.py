@@ -86,7 +86,7 @@ def main(
     learnt = read_text(loaded, text, tokens, context, "all")
     require_disjoint(learnt, judged)
     origins = learnt.measured_on(dense), judged.measured_on(dense)
-    with Store(job_folder(model) / "healing-time", "healing time", {"texts": encode(origins)}, resume=True) as store:
+    with Store(job_folder(model) / "healing-time", "healing time", {"texts": encode(origins)}) as store:
 
         def once(
             state: str, removed: tuple[int, ...], make: Make, given: Given = lambda: dense, steps: int = 0

@@ -131,7 +131,7 @@ def main(
     }
     makers: dict[str, Make] = {"dense": lambda: dense, "cut": starts[False], "mended": starts[True]}
     makers |= {way.name: lambda way=way: heal(starts[way.mended](), dense, removed, learnt, way) for way in WAYS}
-    with Store(job_folder(model) / "healing-ways", "healing ways", {"texts": encode(origins)}, resume=True) as store:
+    with Store(job_folder(model) / "healing-ways", "healing ways", {"texts": encode(origins)}) as store:
         for name, make in makers.items():
             if name not in store:
                 store.add(name, lp.perplexity(make(), judged, description=name).windows.tolist())

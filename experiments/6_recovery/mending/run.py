@@ -86,7 +86,7 @@ def measure(given: Inputs) -> MendedOnOneText:
     model = given.loaded.model
     origins = given.evaluation.measured_on(model), given.calibration.measured_on(model)
     folder = given.jobs / f"mending-{given.evaluation.text_hash[:16]}"
-    with Store(folder, "mending", {"texts": encode(origins)}, resume=True) as store:
+    with Store(folder, "mending", {"texts": encode(origins)}) as store:
         if "dense" not in store:
             store.add("dense", {"windows": losses(given, (), nullcontext())})
         keys = [f"{criterion}-{count}" for criterion in CRITERIA for count in COUNTS]

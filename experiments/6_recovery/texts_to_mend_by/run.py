@@ -96,7 +96,7 @@ def main(
 
     def own(temperature: float, seed: int, n: int) -> lp.TokenBatch:
         folder = jobs / f"self-{temperature:g}-{seed}"
-        how: dict[str, Any] = {"temperature": temperature, "seed": seed, "folder": folder, "resume": True}
+        how: dict[str, Any] = {"temperature": temperature, "seed": seed, "folder": folder}
         return lp.self_generated(loaded.model, tokens=n, context=context, **how)
 
     user = plain(text)
@@ -141,7 +141,7 @@ def measure(
     removed = ranked.plan(0.25).remove
     origins = {name: batch.measured_on(model) for name, batch in judges.items()}
     about = {"judged": encode(origins), "removed": list(removed), "tokens": tokens}
-    with Store(folder / "scores", "texts to mend by", about, resume=True) as store:
+    with Store(folder / "scores", "texts to mend by", about) as store:
 
         def windows(key: str, make: Callable[[], PreTrainedModel]) -> dict[str, np.ndarray]:
             if key not in store:

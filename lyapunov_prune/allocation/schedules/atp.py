@@ -34,7 +34,7 @@ class ATP(Schedule):
     beta: float | None = None
 
     name = "atp"
-    help = "in arithmetic progression, the first layer densest"
+    help = "sparsity in arithmetic progression, with the first layer densest"
     reference = "Huang et al., ICML 2025, arXiv:2502.14770"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:

@@ -31,7 +31,7 @@ class ATPSearch(Schedule):
     trials: Count = 9
 
     name = "atp-search"
-    help = "atp at the slope of least loss on held-out calibration windows"
+    help = "atp with the slope of least loss on held-out calibration windows"
     reference = "Huang et al., ICML 2025, arXiv:2502.14770"
     needs = "score"
 

@@ -33,7 +33,7 @@ class Bits(Schedule):
     high: Annotated[int, Range(1, 16)] = 8
 
     name = "bits"
-    help = "wide weights for the layers whose errors grow most"
+    help = "more bits for the layers whose errors grow most"
     reference = "structural sensitivity, §6.2"
     needs = "profile"
     unit = "bits"

@@ -20,7 +20,7 @@ class BitsAmplification(BitWidths):
     """
 
     name = "bits-amplification"
-    help = "bits a layer by the product of later rho"
+    help = "bits of each layer by the product of the rho of later layers"
     reference = "structural sensitivity, §6.2"
     needs = "profile"
 

@@ -20,7 +20,7 @@ class BitsEnds(BitWidths):
     """
 
     name = "bits-ends"
-    help = "bits a layer: more for the first and the last, else alike"
+    help = "more bits for the first and the last layer, the same for all others"
     reference = "control"
 
     def cost(self, matrices: Matrices, given: Any) -> np.ndarray:

@@ -24,7 +24,7 @@ class BitsKL(BitWidths):
     """
 
     name = "bits-kl"
-    help = "bits a layer by the measured KL of rounding it alone"
+    help = "bits of each layer by the measured KL of rounding it alone"
     reference = "Dong et al., NeurIPS 2020, arXiv:1911.03852, with KL in place of curvature"
     needs = "cost"
 

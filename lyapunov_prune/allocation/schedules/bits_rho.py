@@ -20,7 +20,7 @@ class BitsRho(BitWidths):
     """
 
     name = "bits-rho"
-    help = "bits a layer by rho: more where an error grows most"
+    help = "bits of each layer by its rho: more where errors grow most"
     reference = "structural sensitivity, §6.4"
     needs = "profile"
 

@@ -53,7 +53,7 @@ class Guidelines(Schedule):
     protected: Annotated[int, Range(0)] = 2
 
     name = "guidelines"
-    help = "early MLP inputs whole, keys and values sparser, a ceiling"
+    help = "early MLP inputs dense, keys and values sparser, with an upper limit"
     reference = "structural sensitivity, §6.4"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:

@@ -35,7 +35,7 @@ class Lyapunov(Schedule):
     most: Annotated[float, Range(1)] = 1.2
 
     name = "lyapunov"
-    help = "least error at the output by a quadratic model"
+    help = "least error at the output in a quadratic model"
     reference = "structural sensitivity, §6.4 and Appendix E"
     needs = "profile"
 

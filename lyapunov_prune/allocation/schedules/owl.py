@@ -37,7 +37,7 @@ class OWL(Schedule):
     width: Annotated[float, Range(0)] = 0.08
 
     name = "owl"
-    help = "layers with more outliers among their Wanda scores stay denser"
+    help = "layers with more outliers among Wanda scores are kept denser"
     reference = "Yin et al., ICML 2024, arXiv:2310.05175, §3.2"
     needs = "batch"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,29 +20,25 @@ from lyapunov_prune.cli.options import (
     IN_MEMORY,
     Allocation,
     Bits,
-    Correction,
     GroupSize,
-    Json,
     Method,
     Model,
     ModelOptions,
-    Pattern,
-    Rank,
-    Resume,
     Sparsity,
     Spend,
     Stored,
-    Stream,
     Target,
     TextOptions,
-    Weighted,
 )
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
-from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.table import FORMATS, require_streamed_format
 
 if TYPE_CHECKING:
+    from lyapunov_prune.allocation.allocation import Allocation as Allocated
+    from lyapunov_prune.compression.amount import BudgetedCompression
+    from lyapunov_prune.compression.compress import Compressed
     from lyapunov_prune.results.result import Result
 
 
@@ -50,111 +48,144 @@ def compress(
     method: Method = "wanda",
     sparsity: Sparsity = None,
     max_kl: Spend = None,
-    rank: Rank = None,
     bits: Bits = None,
     allocation: Allocation = "uniform",
-    pattern: Pattern = None,
     group_size: GroupSize = None,
-    weighted: Weighted = False,
-    correction: Correction = 0.0,
     format: Stored = "plain",
-    stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
-    resume: Resume = False,
     output: Target,
-    as_json: Json = False,
     given: Given = Given(),
 ) -> None:
     """Compress every matrix of the layers; writes a plain transformers checkpoint with compression.json.
 
-    Zeros, low ranks and rounded weights are stored as dense matrices of the same size: the checkpoint shows what a
-    compression does to the predictions, and is neither smaller nor faster. With --format packed rtn and
-    gptq round to 4 or 8 bits on grids around 0, and the weights are packed: the checkpoint is smaller, and faster only
-    in an engine that has a kernel for them. With --format compact what svd, whitened-svd and balanced cut to low rank
-    is two factors: smaller, with fewer multiplications, loaded with this package or by the module beside the weights.
-    With --stream each layer is read, compressed and written before the next one.
-    With --max-kl the amounts that were tried stand in amounts.json beside it; interrupted, the search goes on with the
-    same --output and --resume.
+    In a plain checkpoint zeros, low ranks and rounded weights are stored as dense matrices of the same size: it shows
+    what the compression does to the predictions, but is neither smaller nor faster. --format packed stores the 4 or 8
+    bits of rtn and gptq as packed integers: the checkpoint is smaller, and faster in an engine that has a kernel for
+    them. --format compact stores the low ranks of svd, whitened-svd and balanced as two factors: smaller, with fewer
+    multiplications, loaded with this package or with the module beside the weights. With --device disk each layer is
+    read, compressed and written before the next one.
+    With --max-kl the amounts that were tried go to amounts.json; after an interruption the same command continues.
     """
-    from lyapunov_prune.compression.amount import compress_under_budget, require_spendable
+    from lyapunov_prune.compression.amount import compress_under_budget
     from lyapunov_prune.compression.compress import compress as compress_model
-    from lyapunov_prune.compression.masks import as_pattern
-    from lyapunov_prune.compression.recipe import require_amount, require_options
     from lyapunov_prune.compression.report import REPORT
     from lyapunov_prune.export.format import Asked
-    from lyapunov_prune.export.recipes import recipes_of
-    from lyapunov_prune.export.streamed import compress_on_disk, require_streamed
+    from lyapunov_prune.export.streamed import compress_on_disk
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_unquantised
-    from lyapunov_prune.predictions.expectation import expectation
-    from lyapunov_prune.results.files import require_empty, write_whole
+    from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
-    keep_of = as_pattern(pattern)
+    share, keep_of = _share_or_pattern(sparsity)
     schedule = chosen_allocation(allocation)
-    if max_kl is not None:
-        jobs = jobs_folder("compress", model, output)
-        require_spendable(method, schedule, sparsity=sparsity, rank=rank, bits=bits, pattern=pattern)
-    else:
-        given.refuse("goes on with the search of --max-kl; give both or neither", "resume")
-        if keep_of and sparsity is None:
-            sparsity = 1 - keep_of[0] / keep_of[1]
-        require_amount(method, sparsity, rank, bits, schedule)
-    require_options(schedule, {}, bits)
-    errors_used: dict[str, Any] = {"weighted": weighted, "correction": correction}
-    METHODS.make(method, **{option: value for option, value in errors_used.items() if value})
+    _require_amount(method, schedule, share, keep_of, bits, max_kl)
+    jobs = jobs_folder("compress", model, output) if max_kl is not None else None
     reads = max_kl is not None or reads_text(method, schedule)
     if not reads:
-        given.refuse_record(
-            f"has no effect: {method} by {allocation} looks at weights alone; leave it out",
-            TextOptions,
-        )
+        given.refuse_record(f"has no effect: {method} by {allocation} reads weights only; leave it out", TextOptions)
     format = format_for(output, format, given)
     stored = FORMATS.make(format)
-    if stream:
-        given.refuse(IN_MEMORY, "max_kl", "weighted", "correction")
-        require_streamed(schedule)
-        require_streamed_format(format, "compress")
-    asked = Asked(method, schedule, rank, bits, keep_of, group_size, stored.symmetric)
+    if source.disk:
+        _require_streamed(schedule, format, given)
+    asked = Asked(method, schedule, None, bits, keep_of, group_size, stored.symmetric)
     stored.require_method(asked)
-    loaded, batch = (
-        load_inputs(model, source, text, stream=stream) if reads else (source.load(model, stream=stream), None)
-    )
+    loaded, batch = load_inputs(model, source, text) if reads else (source.load(model), None)
     batch_size = windows_at_once(loaded, text.context)
     require_unquantised(loaded.model)  # before anything is measured
     require_whole(loaded.model)
     stored.require_model(loaded.model, asked)
     profile = profile_for(schedule, loaded, batch, batch_size) if batch is not None else None
-    results: dict[str, Result] = {}
     how: dict[str, Any] = {
         "method": method,
         "allocation": schedule,
         "profile": profile,
         "group_size": group_size,
         "symmetric": stored.symmetric,
-        **errors_used,
     }
-    amount: dict[str, Any] = {"sparsity": sparsity, "rank": rank, "bits": bits, "pattern": keep_of}
-    if stream:
+    amount: dict[str, Any] = {"sparsity": share, "bits": bits, "pattern": keep_of}
+    if source.disk:
         report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, format=format, **how, **amount)
-        show(report, as_json, output, kept=output / REPORT)
+        show(report, output, kept=output / REPORT)
         return
-    how["batch_size"] = batch_size
+    results: dict[str, Result] = {}
     if max_kl is None:
-        done = compress_model(loaded.model, batch, **how, **amount)
+        done = compress_model(loaded.model, batch, **how, **amount, batch_size=batch_size)
     else:
-        assert batch is not None  # `reads`
-        spent, done = compress_under_budget(loaded.model, batch, max_kl, **how, folder=jobs, resume=resume)
+        assert batch is not None
+        spent, done = compress_under_budget(loaded.model, batch, max_kl, **how, folder=jobs, batch_size=batch_size)
         results["amounts.json"] = spent
-        if not as_json:
-            show(spent, as_json, None, kept=output / "amounts.json")
-            say(expectation().told(float(spent.kl[spent.chosen]), "matrices compressed"))
+        _show_spent(spent, output)
     tokenizer, dense = loaded.tokenizer, loaded.model if stored.keeps_dense else None
     del loaded  # what was written is loaded beside what was compressed: no room for a third
-    by_layer = isinstance(schedule, str) and schedule.startswith("bits-")
-    recipes = recipes_of(done.model, done.report) if by_layer else {}
+    recipes = _recipes(schedule, done)
     report = stored.write(done, dense, tokenizer, output, f"{Path(model).name}, compressed", results)
+    _write(output, recipes)
+    show(report, output, kept=output / REPORT)
+
+
+def _require_amount(
+    method: str,
+    schedule: str | Allocated,
+    share: float | None,
+    keep_of: tuple[int, int] | None,
+    bits: float | None,
+    max_kl: float | None,
+) -> None:
+    """Raise LyapunovPruneError for an amount that the method or the schedule cannot use."""
+    from lyapunov_prune.compression.amount import require_spendable
+    from lyapunov_prune.compression.recipe import require_amount, require_options
+
+    if max_kl is not None:
+        require_spendable(method, schedule, sparsity=share, bits=bits, pattern=keep_of)
+    else:
+        require_amount(method, share, None, bits, schedule)
+    require_options(schedule, {}, bits)
+    if share == 0:
+        raise LyapunovPruneError("--sparsity 0 removes nothing; give more than 0")
+
+
+def _show_spent(spent: BudgetedCompression, output: Path) -> None:
+    from lyapunov_prune.predictions.expectation import expectation
+
+    show(spent, None, kept=output / "amounts.json")
+    say(expectation().told(float(spent.kl[spent.chosen]), "matrices compressed"))
+
+
+def _require_streamed(schedule: str | Allocated, format: str, given: Given) -> None:
+    """Raise LyapunovPruneError for what cannot be done one layer at a time."""
+    from lyapunov_prune.export.streamed import require_streamed
+
+    given.refuse(IN_MEMORY, "max_kl")
+    require_streamed(schedule)
+    require_streamed_format(format, "compress")
+
+
+def _recipes(schedule: str | Allocated, done: Compressed) -> dict[str, str]:
+    """The recipes of other tools for bits that differ by layer, by file name."""
+    from lyapunov_prune.export.recipes import recipes_of
+
+    by_layer = isinstance(schedule, str) and schedule.startswith("bits-")
+    return dict(recipes_of(done.model, done.report)) if by_layer else {}
+
+
+def _write(output: Path, recipes: dict[str, str]) -> None:
+    from lyapunov_prune.results.files import write_whole
+
     for name, recipe in recipes.items():
         write_whole(output / name, recipe)
-    show(report, as_json, output, kept=output / REPORT)
+
+
+def _share_or_pattern(sparsity: str | None) -> tuple[float | None, tuple[int, int] | None]:
+    """The share removed, and the pattern (keep, of) if `sparsity` is one, as 2:4."""
+    from lyapunov_prune.compression.masks import as_pattern
+
+    if sparsity is None:
+        return None, None
+    if ":" in sparsity:
+        keep, of = as_pattern(sparsity) or (0, 1)
+        return 1 - keep / of, (keep, of)
+    with suppress(ValueError):
+        if math.isfinite(share := float(sparsity)):
+            return share, None
+    raise LyapunovPruneError(f"--sparsity {sparsity!r} is not a share, as 0.5, or a pattern, as 2:4")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import (
@@ -15,85 +15,83 @@ from lyapunov_prune.cli.inputs import (
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
     Items,
-    Json,
     Model,
     ModelOptions,
     Output,
-    Stream,
     TextOptions,
     model_option,
     text_option,
     what_option,
 )
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.terminal import say, show
+from lyapunov_prune.cli.terminal import note, say, show
+from lyapunov_prune.errors import LyapunovPruneError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lyapunov_prune.data.batch import TokenBatch
+    from lyapunov_prune.evaluation.engine import EngineScores
+    from lyapunov_prune.evaluation.perplexity import Perplexity
+    from lyapunov_prune.models.decoder import Decoder
 
 
 def evaluate(
     model: Model,
     *,
-    speed: Annotated[bool, what_option("--speed", help="Measure prefill and decoding speed too.")] = False,
+    speed: Annotated[
+        bool,
+        what_option(
+            "--speed",
+            help="Also measure the speed of prefill and decoding; of .gguf files also in llama.cpp, with the "
+            "perplexity of the same windows (needs xllamacpp).",
+        ),
+    ] = False,
     tasks: Annotated[
-        str | None, what_option(help="Score tasks too: .jsonl files, names of lm-evaluation-harness (piqa,arc_easy).")
+        str | None,
+        what_option(help="Also score tasks: .jsonl files or names of lm-evaluation-harness (piqa,arc_easy)."),
     ] = None,
     limit: Items = None,
     retrieval: Annotated[
         str | None,
         what_option(
             metavar="QUERIES,DOCS[,QRELS]",
-            help="Score retrieval too, by pooled states: .jsonl files of _id and text, and a .tsv of query, document, "
-            "grade (qrels/test.tsv beside the queries if not given); texts are read up to --context tokens.",
+            help="Also score retrieval by pooled states: .jsonl files of _id and text, a .tsv of query, document, "
+            "grade (default: qrels/test.tsv beside the queries); texts are cut at --context tokens.",
         ),
     ] = None,
     few_shot: Annotated[
-        int | None, what_option(min=0, help="Examples before an item: the first of the file. None, or the task's own.")
+        int | None, what_option(min=0, help="Number of examples before each item; default: that of the task.")
     ] = None,
     against: Annotated[
-        str | None, model_option(help="A reference model, measured in the same run (the dense one).")
+        str | None, model_option(help="A reference model to measure in the same run, usually the dense one.")
     ] = None,
-    engine: Annotated[
-        choices.Engine | None,
-        model_option(help="Run the .gguf files there too: perplexity of the same windows, and speed."),
-    ] = None,
-    stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
-    split: Annotated[choices.Split, text_option(help="Which half of the text.")] = "evaluation",
+    split: Annotated[choices.Split, text_option(help="Which half of the text to score.")] = "evaluation",
     output: Output = None,
-    as_json: Json = False,
     given: Given = Given(),
 ) -> None:
-    """Perplexity, and on request speed, tasks and retrieval, and what an engine makes of it; writes eval.json."""
+    """Measure perplexity, and on request speed, tasks and retrieval; writes eval.json."""
     from lyapunov_prune.data.retrieval import load_retrieval
-    from lyapunov_prune.data.unseen import require_unseen
-    from lyapunov_prune.evaluation.engine import engine_files, engine_scores
     from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
     from lyapunov_prune.evaluation.perplexity import perplexity
     from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
     from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
     from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
-    from lyapunov_prune.models.quantised import is_packed, quantisation
-    from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
     if tasks is None:
-        given.refuse("is of the items of tasks; give --tasks with it", "limit", "few_shot")
-    if stream:
-        given.refuse(IN_MEMORY, "speed", "tasks", "retrieval", "engine")
+        given.refuse("applies to the items of tasks; give --tasks with it", "limit", "few_shot")
+    if source.disk:
+        given.refuse(IN_MEMORY, "speed", "tasks", "retrieval")
     names = [against, model] if against else [model]
-    files = engine_files(names) if engine is not None else []
     run = begun_run(output, model, "eval.json")
     chosen = load_tasks(tasks.split(","), few_shot=few_shot) if tasks is not None else None
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
-    first, batch = load_inputs(names[0], source, text, split, stream=stream)
+    first, batch = load_inputs(names[0], source, text, split)
     batch_size = windows_at_once(first, text.context)
     prompt = prompt_for(first.structure)
-    models = {names[0]: first.model}
-    for name in names[1:]:
-        other = source.load(name, stream=stream)
-        require_same_tokenizer(first.tokenizer, other.tokenizer, (names[0], name))
-        models[name] = other.model
-    for evaluated in models.values():
-        require_unseen(evaluated, batch)
+    models = _models(first, names, source, batch)
     # First: what cannot be scored is found before the perplexity is measured.
     scored = evaluate_tasks(models, first.tokenizer, chosen, limit=limit, batch_size=batch_size) if chosen else None
     found = (
@@ -108,13 +106,50 @@ def evaluate(
         speed=measure_speed(models, prompt=prompt) if speed else None,
         tasks=scored,
         retrieval=found,
-        engine=engine_scores(files, perplexities, batch, prompt=prompt) if files else None,
+        engine=_in_llama_cpp(names, perplexities, batch, prompt) if speed else None,
     )
     result.save(run / "eval.json")
     draw_report(run)
-    show(result, as_json, run / "eval.json")
-    for part in () if as_json else result.further():
-        show(part, as_json, None, kept=run / "eval.json", answered=True)
-    unpacked = [name for name, m in models.items() if quantisation(m.config) and not is_packed(m)]
-    if speed and unpacked and not as_json:
+    show(result, run / "eval.json")
+    for part in result.further():
+        show(part, None, kept=run / "eval.json", answered=True)
+    if speed:
+        _say_unpacked(models)
+
+
+def _models(first: Decoder, names: list[str], source: ModelOptions, batch: TokenBatch) -> dict[str, PreTrainedModel]:
+    """The models by name, none of which was made with the text of `batch`."""
+    from lyapunov_prune.data.unseen import require_unseen
+    from lyapunov_prune.models.tokenizers import require_same_tokenizer
+
+    models = {names[0]: first.model}
+    for name in names[1:]:
+        other = source.load(name)
+        require_same_tokenizer(first.tokenizer, other.tokenizer, (names[0], name))
+        models[name] = other.model
+    for model in models.values():
+        require_unseen(model, batch)
+    return models
+
+
+def _say_unpacked(models: dict[str, PreTrainedModel]) -> None:
+    """Say which models have packed weights that loading unpacked, since that is what was timed."""
+    from lyapunov_prune.models.quantised import is_packed, quantisation
+
+    unpacked = [name for name, model in models.items() if quantisation(model.config) and not is_packed(model)]
+    if unpacked:
         say(f"The packed weights of {', '.join(unpacked)} were unpacked on loading: these are speeds of dense ones.")
+
+
+def _in_llama_cpp(
+    names: list[str], perplexities: tuple[Perplexity, ...], batch: TokenBatch, prompt: int
+) -> EngineScores | None:
+    """The scores of GGUF files in llama.cpp; None for other models, or if llama.cpp does not run them, with a note."""
+    from lyapunov_prune.evaluation.engine import engine_files, engine_scores
+
+    try:
+        files = engine_files(names)
+        return engine_scores(files, perplexities, batch, prompt=prompt) if files else None
+    except LyapunovPruneError as error:
+        note(f"not run in llama.cpp: {error.message}")
+        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -10,11 +9,9 @@ import typer
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, windows_at_once
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
-    Json,
     Model,
     ModelOptions,
     Output,
-    Stream,
     TextOptions,
     what_option,
 )
@@ -29,29 +26,25 @@ if TYPE_CHECKING:
 def explain(
     dense: Model,
     compressed: Annotated[
-        str | None, typer.Argument(help="Made from DENSE: packed, GGUF, sparsified, rounded, pruned, mended, healed.")
+        str | None,
+        typer.Argument(help="A model made from DENSE: packed, GGUF, sparse, rounded, pruned, mended, healed."),
     ] = None,
     *,
     kv_bits: Annotated[
         int | None,
-        what_option(help="In the place of COMPRESSED: DENSE with keys and values rounded to 8, 4 or 2 bits."),
+        what_option(help="Instead of COMPRESSED: DENSE with keys and values rounded to 8, 4 or 2 bits."),
     ] = None,
-    profile: Annotated[
-        Path | None,
-        what_option(help="profile.json of DENSE, whose ρ is set beside that of this very error."),
-    ] = None,
-    stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=2048, context=256),
     output: Output = None,
-    as_json: Json = False,
     given: Given = Given(),
 ) -> None:
-    """Where the error of COMPRESSED comes from: layer by layer inherited, added or amplified; writes explanation.json.
+    """Show where the error of COMPRESSED comes from: what each layer inherits, adds and amplifies.
 
-    And what each layer costs at the prediction: KL and perplexity when it alone is compressed, and when all others
-    are. A layer that is gone is told by the provenance of its checkpoint. Of the layers to blame every matrix, with its
-    certified bound. Exit code 1 where the parts do not add up or a bound is violated.
+    Also shows what each layer costs at the prediction (KL and perplexity with only this layer compressed, and with all
+    others compressed), and for the layers that cost most every matrix with its certified bound. Removed layers are read
+    from the provenance of the checkpoint. If the folder of the run has a profile.json, its rho is shown beside. Writes
+    explanation.json. The exit code is 1 if the parts do not add up or a bound is violated.
     """
     from lyapunov_prune.data.unseen import require_unseen
     from lyapunov_prune.explaining.cost import told_cost
@@ -63,29 +56,27 @@ def explain(
     from lyapunov_prune.profiles.profile import LayerProfile
 
     if (compressed is None) == (kv_bits is None):
-        raise LyapunovPruneError("give COMPRESSED, or --kv-bits in its place")
-    if stream:
+        raise LyapunovPruneError("give COMPRESSED, or --kv-bits instead")
+    if source.disk:
         given.refuse(IN_MEMORY, "kv_bits")
-    known = None if profile is None else LayerProfile.load(profile).contraction
     run = begun_run(output, dense, EXPLANATION)
-    loaded, batch = load_inputs(dense, source, text, "evaluation", stream=stream)
-    other = (
-        source.load(compressed, stream=stream) if compressed else with_rounded_cache(loaded, cast("CacheBits", kv_bits))
-    )
+    profile = run / "profile.json"
+    known = LayerProfile.load(profile).contraction if profile.is_file() else None
+    loaded, batch = load_inputs(dense, source, text, "evaluation")
+    other = source.load(compressed) if compressed else with_rounded_cache(loaded, cast("CacheBits", kv_bits))
     for model in (loaded.model, other.model):
         require_unseen(model, batch)
     reading = read(loaded, batch)
     require_same_ids(loaded.tokenizer, other.tokenizer, (dense, compressed or dense), reading.scorer.vocabulary)
-    if not as_json:
-        note(told_cost(reading))
+    note(told_cost(reading))
     result = measured(
         loaded, other, reading, profile=known, batch_size=windows_at_once(loaded, text.context), folder=run
     )
     written = result.save(run / EXPLANATION)
     draw_report(run)
-    show(result, as_json, written)
-    for part in () if as_json else result.further():
-        show(part, as_json, None, kept=written)
+    show(result, written)
+    for part in result.further():
+        show(part, None, kept=written)
     if not (result.adds_up and (result.sublayers is None or result.sublayers.adds_up)):
         raise CheckFailed(f"the parts of the error do not add up; see {written}")
     if result.matrices is not None and result.matrices.violations:

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 from lyapunov_prune.cli.inputs import format_for
 from lyapunov_prune.cli.options import (
-    Json,
     Model,
     ModelOptions,
     Quantize,
@@ -26,22 +25,21 @@ def export(
     quantize: Quantize = None,
     text_only: Annotated[
         bool,
-        model_option("--text-only", help="Of a multimodal checkpoint the text model alone; what is left out is named."),
+        model_option(
+            "--text-only", help="Write only the text model of a multimodal checkpoint; names what is left out."
+        ),
     ] = False,
-    source: ModelOptions = ModelOptions(),
     output: Target,
-    as_json: Json = False,
     given: Given = Given(),
 ) -> None:
-    """Write MODEL as it is in another format: a .gguf file for llama.cpp, or a folder.
+    """Write MODEL unchanged in another format: a .gguf file for llama.cpp, or a folder.
 
-    An --output that ends in .gguf means --format gguf: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 and Phi-3, with
-    their tokenizer. What was written is read back and compared, in llama.cpp too where xllamacpp is installed.
+    If --output ends in .gguf, the format is gguf: for Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 and Phi-3, with
+    their tokenizer. The file is read back and compared, also in llama.cpp if xllamacpp is installed.
     """
     format = format_for(output, format, given)
     options: dict[str, Any] = {} if quantize is None else {"quantize": quantize}
     stored = FORMATS.make(format, **options)
-    source.require_one_place("export")
     stored.require_target(output)
-    loaded = source.load(model, text_only=text_only)
-    show(stored.export(loaded, output), as_json, output)
+    loaded = ModelOptions("cpu").load(model, text_only=text_only)
+    show(stored.export(loaded, output), output)

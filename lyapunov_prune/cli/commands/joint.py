@@ -9,11 +9,9 @@ from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import draw_report, jobs_folder, load_examples
 from lyapunov_prune.cli.options import (
     ABOVE_ZERO,
-    Images,
-    Json,
+    Device,
     Model,
     ModelOptions,
-    Resume,
     Target,
     TextOptions,
     counted,
@@ -25,6 +23,7 @@ from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.table import DEFAULT, REDUCTIONS
 
+STEPS, LAST_STEPS = 12, 100  # of each point of the map, and of the chosen pair (experiments/5_joint)
 _RANK = 8
 _IMAGES = 32  # in a step, and in a forward
 
@@ -33,35 +32,33 @@ def joint(
     model: Model,
     *,
     remove: Annotated[
-        float | None, ABOVE_ZERO, what_option(help="How many attentions and activations go together.", **counted)
+        float | None,
+        ABOVE_ZERO,
+        what_option(help="Number or share of attentions and activations.", **counted),
     ] = None,
     speedup: Annotated[
         float | None,
         Range(1, above=True),
-        what_option(help="Instead of --remove: how many times as fast a forward must be."),
+        what_option(help="Instead of --remove: how many times as fast a forward pass must be."),
     ] = None,
     reduction: Annotated[
         choices.Reduction,
-        what_option(help=one_of(REDUCTIONS, "What an activation is replaced by.")),
+        what_option(help=one_of(REDUCTIONS, "What replaces an activation.")),
     ] = DEFAULT,
-    steps_per_point: Annotated[int, what_option(min=1, help="Training steps of each point of the map.")] = 12,
-    recover: Annotated[int, what_option(min=1, help="Training steps of the chosen pair.")] = 100,
-    images: Images = None,
-    source: ModelOptions = ModelOptions(dtype="float32"),
+    device: Device = "auto",
     text: TextOptions = TextOptions(tokens=40960, context=256),
-    resume: Resume = False,
     output: Target,
-    as_json: Json = False,
     given: Given = Given(),
 ) -> None:
     """Remove attentions and activations, so many of each as a map of the score after recovery says.
 
-    Writes a compact checkpoint, with joint.json, plan.json and a report. Interrupted, it goes on with the same --output
-    and --resume.
+    Writes a compact checkpoint, with joint.json, plan.json and a report. If it is interrupted, the same command
+    continues.
     """
+    source = ModelOptions(device, "float32")
     source.require_one_place("joint")
     if (remove is None) == (speedup is None):
-        raise LyapunovPruneError("give one budget: --remove K or --speedup S")
+        raise LyapunovPruneError("give one budget, --remove K or --speedup S")
 
     from lyapunov_prune.data.slices import slices
     from lyapunov_prune.joint.recovery import Recipe
@@ -73,7 +70,8 @@ def joint(
     require_empty(output)
     folder = jobs_folder("joint", model, output)
     what = "attentions and activations"
-    dense, tokenizer, data = load_examples(model, source, text, images, given)
+    at_once = _IMAGES if text.images else 1
+    dense, tokenizer, data = load_examples(model, source, text, given)
     done = remove_jointly(
         dense,
         tokenizer,
@@ -82,14 +80,12 @@ def joint(
         remove=remove if remove is None else count_of(remove, 2 * find_layers(dense).num_layers, what),
         speedup=speedup,
         reduction=reduction,
-        steps=steps_per_point,
-        recover_steps=recover,
-        recipe=Recipe(batch=1 if images is None else _IMAGES, rank=_RANK),
+        steps=STEPS,
+        recover_steps=LAST_STEPS,
+        recipe=Recipe(batch=at_once, rank=_RANK),
         folder=folder,
-        resume=resume,
-        batch_size=1 if images is None else _IMAGES,
+        batch_size=at_once,
     )
     draw_report(output)
-    show(done, as_json, output, kept=output / "joint.json")
-    if not as_json:
-        say(f"Report: {output / 'report.html'}")
+    show(done, output, kept=output / "joint.json")
+    say(f"Report: {output / 'report.html'}")

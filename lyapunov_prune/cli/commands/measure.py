@@ -20,26 +20,23 @@ from lyapunov_prune.cli.inputs import (
 )
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
-    Json,
     MaxKL,
     Method,
     Model,
     ModelOptions,
     Output,
     RankOptions,
-    Resume,
     Seeds,
     Stack,
-    Stream,
     TextOptions,
     counted,
     one_of,
     what_option,
 )
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.terminal import Parts, say, show
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
-from lyapunov_prune.ranking.table import CRITERIA, require_ranks
+from lyapunov_prune.cli.terminal import keep, note, say, show
+from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.ranking.table import require_ranks
 from lyapunov_prune.sensitivity.table import STUDIES
 
 if TYPE_CHECKING:
@@ -51,32 +48,27 @@ def profile(
     *,
     along: Annotated[
         choices.Along,
-        what_option(help="Follow errors from layer to layer, or from token to token in recurrent states."),
+        what_option(
+            help="depth: from layer to layer. sublayers: also through attention and MLP (sublayer-growth.json). time: "
+            "from token to token, in recurrent states."
+        ),
     ] = "depth",
     seeds: Seeds = 4,
     epsilon: Annotated[float, what_option(help="Relative size of the perturbation.")] = 1e-2,
-    derivative: Annotated[
-        choices.Derivative, what_option(help="Follow a finite difference, or the forward-mode derivative.")
-    ] = "difference",
-    by_sublayer: Annotated[
-        bool, what_option("--by-sublayer", help="Also the growth through attention and MLP: sublayer-growth.json.")
-    ] = False,
     stack: Stack = None,
-    stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
     output: Output = None,
-    as_json: Json = False,
     given: Given = Given(),
 ) -> None:
-    """Measure contraction and Block Influence of every layer; writes profile.json and figures.
+    """Measure the contraction and Block Influence of every layer; writes profile.json and figures.
 
-    With --along time instead how much of an error in the recurrent state of each layer is left 1 to 64 tokens later,
-    for models with state-space, linear-attention or convolution layers; writes persistence.json and figures.
+    --along time measures instead how much of an error in the recurrent state of each layer is left 1 to 64 tokens
+    later, for models with state-space, linear-attention or convolution layers; writes persistence.json and figures.
     """
     if along == "time":
-        given.refuse("has no effect with --along time; leave it out", "derivative", "by_sublayer", "stack")
-        given.refuse("reads layers from files, and --along time needs them in memory; leave it out", "stream")
+        given.refuse("has no effect with --along time; leave it out", "stack")
+        source.require_loaded("--along time")
 
         from lyapunov_prune.profiles.persistence import measure_persistence
 
@@ -86,75 +78,72 @@ def profile(
         found = measure_persistence(loaded.model, batch, epsilon=epsilon, seeds=range(seeds), batch_size=at_once)
         written = found.save(run / "persistence.json")
         draw_report(run)
-        show(found, as_json, written)
+        show(found, written)
         return
-    if stream:
-        given.refuse(IN_MEMORY, "by_sublayer", "stack")
+    by_sublayer = along == "sublayers"
+    if by_sublayer:
+        source.require_loaded("--along sublayers")
+    if source.disk:
+        given.refuse(IN_MEMORY, "stack")
 
     from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.profiles.sublayer_growth import sublayer_growth
 
     run = begun_run(output, model, "profile.json", *(["sublayer-growth.json"] if by_sublayer else []))
-    loaded, batch = load_inputs(model, source, text, stream=stream, stack=stack)
+    loaded, batch = load_inputs(model, source, text, stack=stack)
     batch_size = windows_at_once(loaded, text.context)
-    drawn = range(seeds)
+    drawn, path = range(seeds), run / "profile.json"
+    before = path.stat().st_mtime_ns if path.exists() else None
     growth = None
     if by_sublayer:  # first: not every family has branches to tell apart
         growth = sublayer_growth(loaded, batch, epsilon=epsilon, seeds=drawn, batch_size=batch_size)
     result = kept_profile(
-        run / "profile.json",
+        path,
         loaded,
         batch,
-        how={"epsilon": epsilon, "method": derivative, "pooling": "energy"},
+        how={"epsilon": epsilon, "method": "difference", "pooling": "energy"},
         seeds=drawn,
         batch_size=batch_size,
-        resume=False,
     )
+    if path.stat().st_mtime_ns == before:
+        note(f"{path} holds this measurement already, of the same model, text and options; delete it to measure again")
     if growth is None:
         draw_report(run)
-        show(result, as_json, run / "profile.json")
+        show(result, path)
     else:
-        parts = Parts(run, as_json)
-        parts.add("profile", result)
-        parts.add("sublayer-growth", growth)
+        keep(run, "profile", result)
+        keep(run, "sublayer-growth", growth)
         draw_report(run)
-        parts.end()
 
 
 def rank(
-    model: Annotated[str | None, typer.Argument(help="As for profile; not needed with --profile.")] = None,
+    model: Annotated[str, typer.Argument(help="A model, as for profile, or the profile.json of one.")],
     *,
-    profile_file: Annotated[Path | None, what_option("--profile", help="A profile.json to rank by.")] = None,
     remove: Annotated[
-        float | None, what_option(help="Write plan.json for so many layers (or experts of each).", **counted)
+        float | None,
+        what_option(help="Write plan.json for this number or share of layers (or experts per layer).", **counted),
     ] = None,
     max_kl: MaxKL = None,
     by: RankOptions = RankOptions(),
     stack: Stack = None,
-    stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
-    resume: Resume = False,
     output: Output = None,
-    as_json: Json = False,
     given: Given = Given(),
 ) -> None:
-    """Order the layers, or their attention or MLP, for removal; with --remove N or --max-kl X writes plan.json."""
-    if (model is None) == (profile_file is None):
-        raise LyapunovPruneError("give a MODEL to measure or --profile FILE, one of the two")
-    by = by.settled(None if stream or profile_file is not None else remove)
+    """Rank the layers, or parts of them, for removal; with --remove or --max-kl writes plan.json."""
+    profile_file = Path(model) if model.endswith(".json") else None
+    by = by.settled(None if source.disk or profile_file is not None else remove)
     by.require(given)
-    require_ranks(by.goes_by, by.what, remove=remove, streamed=stream, profiled=profile_file is not None)
+    require_ranks(by.goes_by, by.what, remove=remove, streamed=source.disk, profiled=profile_file is not None)
     if max_kl is not None:
-        given.refuse("does not go with --max-kl; give one of the two", "remove", "profile_file")
-    if not CRITERIA[by.goes_by].resumes:
-        given.refuse(f"has no effect on --criterion {by.goes_by}; leave it out", "resume")
+        given.refuse("cannot be combined with --max-kl; give one of the two", "remove")
     if profile_file is not None:
-        measured_already = "is of a MODEL to measure, which --profile FILE was; leave it out"
-        given.refuse(measured_already, "resume", "stream", "stack")
+        measured_already = f"applies to a model, and {profile_file} was measured already; leave it out"
+        given.refuse(measured_already, "max_kl", "stack")
         given.refuse_record(measured_already, ModelOptions)
         given.refuse_record(measured_already, TextOptions)
-    if stream:
+    if source.disk:
         given.refuse(IN_MEMORY, "max_kl", "stack")
 
     from lyapunov_prune.profiles.profile import LayerProfile
@@ -176,18 +165,17 @@ def rank(
             protect=by.protected(),
         )
     else:
-        assert model is not None
         run = run_folder(output, model)
         require_writable(run)
-        loaded, batch = load_inputs(model, source, text, stream=stream, stack=stack)
+        loaded, batch = load_inputs(model, source, text, stack=stack)
         by = by.of_model(loaded, given)
         batch_size = windows_at_once(loaded, text.context)
         if max_kl is not None and by.what == "experts":
             weighed = most_within(loaded, batch, by.what, max_kl, criterion=by.goes_by, batch_size=batch_size)
             kept = weighed.save(run / "weighed.json")
-            show(weighed, as_json, weighed.plan().save(run / "plan.json"), kept=kept)
+            show(weighed, weighed.plan().save(run / "plan.json"), kept=kept)
             return
-        ranking = by.rank(loaded, batch, remove, batch_size, folder=run, resume=resume)
+        ranking = by.rank(loaded, batch, remove, batch_size, folder=run)
     plan = written = None
     if remove is not None:
         plan = ranking.plan(remove)
@@ -197,56 +185,47 @@ def rank(
         spent = remove_under_budget(loaded, batch, ranking, max_kl, batch_size=batch_size)
         spent.save(run / "budget.json")
         written = spent.plan().save(run / "plan.json")
-        show(spent, as_json, written, kept=run / "budget.json")
+        show(spent, written, kept=run / "budget.json")
         return
-    show(ranking, as_json, None)
-    if plan is not None and not as_json:
+    show(ranking, None)
+    if plan is not None:
         say("\n".join(filter(None, (f"Written: {written}", plan.stability()))))
 
 
 def check(
     model: Model,
     compressed: Annotated[
-        str | None, typer.Argument(help="Made from MODEL by anything that changed its matrices alone.")
+        str | None, typer.Argument(help="A model made from MODEL by changing only its matrices.")
     ] = None,
     *,
-    bits: Annotated[
-        int | None, what_option(min=2, max=8, help="Round every matrix to this many bits (rtn), and follow that.")
-    ] = None,
     engines: Annotated[
-        bool, what_option("--engines", help="Only hold the config against known short cuts of serving engines.")
+        bool, what_option("--engines", help="Only compare the config with known shortcuts of inference engines.")
     ] = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=512, context=128),
-    resume: Resume = False,
     output: Output = None,
-    as_json: Json = False,
     given: Given = Given(),
 ) -> None:
-    """Approximate every matrix and check its bound on every forward; writes bounds.json.
+    """Approximate every matrix and check its error bound in every forward pass; writes bounds.json.
 
-    With COMPRESSED its matrices are the approximations, on the inputs that they are given in its own forward; with
-    --bits those of MODEL rounded, in the same way; with neither thirty settings of sparsity, rank and cache radius.
-    With --engines no weight is read: the layers of the checkpoint are held against what vLLM, SGLang, llama.cpp and
-    others are known to make of them. Exit code 1 on a violation, and where an engine would go wrong.
+    With COMPRESSED its matrices are the approximations, on the inputs that they get in its own forward; without it,
+    thirty settings of sparsity, rank and cache radius are checked. --engines reads no weights: it compares the layers
+    of the checkpoint with what vLLM, SGLang, llama.cpp and others are known to do with them. The exit code is 1 if a
+    bound is violated or an engine would be wrong.
     """
     if engines:
-        alone = "is of bounds, and --engines reads the config alone; leave it out"
-        given.refuse(alone, "compressed", "bits", "resume", "output")
+        alone = "applies to bounds, and --engines reads the config alone; leave it out"
+        given.refuse(alone, "compressed", "output")
         given.refuse_record(alone, ModelOptions)
         given.refuse_record(alone, TextOptions)
-        _check_engines(model, as_json)
+        _check_engines(model)
         return
 
     from lyapunov_prune.bounds.check import check_grid, check_written
-    from lyapunov_prune.compression.compress import compress
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.models.tokenizers import require_same_ids
 
-    if compressed is not None:
-        given.refuse("rounds the matrices of MODEL, and COMPRESSED has its own; leave out one of them", "bits")
-    if compressed is not None or bits is not None:
-        given.refuse("goes on with a check of thirty settings, and this is one; leave it out", "resume")
+    source.require_loaded("check")
     run = begun_run(output, model, "bounds.json")
     loaded, batch = load_inputs(model, source, text)
     if compressed is not None:
@@ -254,28 +233,27 @@ def check(
         reading = read(loaded, batch)
         require_same_ids(loaded.tokenizer, other.tokenizer, (model, compressed), reading.scorer.vocabulary)
         result = check_written(loaded, other.model, reading)
-    elif bits is not None:
-        rounded = compress(loaded.model, method="rtn", bits=bits)
-        result = check_written(loaded.model, rounded.model, batch, method=f"rtn, {bits} bits")
     else:
-        result = check_grid(loaded.model, batch, folder=run / "jobs" / "check", resume=resume)
+        result = check_grid(loaded.model, batch, folder=run / "jobs" / "check")
     written = result.save(run / "bounds.json")
     draw_report(run)
-    show(result, as_json, written)
+    show(result, written)
     if not result.passed:
         raise CheckFailed(f"{len(result.violations)} bounds are violated; see {written}")
 
 
-def _check_engines(model: str, as_json: bool) -> None:
+def _check_engines(model: str) -> None:
     from lyapunov_prune.models.engines import check_engines
 
     found = check_engines(model)
-    if found.passed and not as_json:
+    if found.passed:
         say(f"{found.headline()}.")
         return
-    show(found, as_json, None)
+    show(found, None)
     if not found.passed:
-        raise CheckFailed(f"{len(found.findings)} short cuts of engines meet {model}; compare outputs there before use")
+        raise CheckFailed(
+            f"{len(found.findings)} shortcuts of engines affect {model}; compare outputs there before using it"
+        )
 
 
 def sensitivity(
@@ -285,33 +263,32 @@ def sensitivity(
         str,
         what_option(
             autocompletion=lambda: ["all", *STUDIES],
-            help=one_of(STUDIES, "What is changed: all, or some of these with commas between."),
+            help=one_of(STUDIES, "What is changed: all, or a list of these separated by commas."),
         ),
     ] = "group,layer,removal",
     method: Method = "magnitude",
-    sparsity: Annotated[float, what_option(help="Share of entries removed, or of parameters by low rank.")] = 0.5,
-    bits: Annotated[float | None, what_option(help="Bits a weight, of a method that rounds; 4 if not given.")] = None,
+    sparsity: Annotated[float, what_option(help="Share to remove, of entries or (low rank) of parameters.")] = 0.5,
+    bits: Annotated[float | None, what_option(help="Bits per weight, for methods that round; default: 4.")] = None,
     why: Annotated[
-        bool, what_option("--why", help="Also what may explain it: rank, tails, sparsity, Jacobian norms, drift by A.")
+        bool, what_option("--why", help="Also measure possible causes: rank, tails, sparsity, Jacobian norms, drift.")
     ] = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=1024, context=256),
-    resume: Resume = False,
     output: Output = None,
-    as_json: Json = False,
     given: Given = Given(),
 ) -> None:
-    """Change one thing at a time and measure the loss: which matrices and layers can bear it.
+    """Change one thing at a time and measure the loss: which matrices and layers are sensitive.
 
-    Writes sensitivity.json and a heat map, the profile that it is compared with as sensitivity/profile.json, with
-    --why activations.json and jacobian.json, and of the study group drift.json. Interrupted, it goes on with --resume;
-    under `accelerate launch -m lyapunov_prune.cli` the processes share the work.
+    Writes sensitivity.json and a heat map, and the profile to compare with as sensitivity/profile.json; with --why also
+    activations.json and jacobian.json, and for the study group drift.json. If the run is interrupted, the same command
+    continues. Under `accelerate launch -m lyapunov_prune.cli` the processes share the work.
     """
     from lyapunov_prune.models.launched import processes_of
     from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.sensitivity.changes import Compression
     from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity
 
+    source.require_loaded("sensitivity")
     studies = require_studies(study)
     base = Compression(method, sparsity, None, bits)  # refused before anything is loaded
     for setting, option in (("method", "method"), ("amount", "sparsity"), ("amount", "bits")):
@@ -327,7 +304,7 @@ def sensitivity(
     processes_of(loaded.model)  # of two models nothing is kept
     # run/profile.json is of `profile`, and as a rule by more tokens and seeds.
     beside = run / "sensitivity" / "profile.json"
-    profile = kept_profile(beside, loaded.model, calibration, batch_size=batch_size, resume=resume)
+    profile = kept_profile(beside, loaded.model, calibration, batch_size=batch_size)
     result = measure_sensitivity(
         loaded.model,
         batch,
@@ -338,13 +315,12 @@ def sensitivity(
         calibration=calibration,
         profile=profile,
         folder=run / "jobs" / "sensitivity",
-        resume=resume,
         batch_size=batch_size,
     )
     result.save(run / "sensitivity.json")
     if why:
-        explain(run, loaded, calibration, batch_size, resume)
+        explain(run, loaded, calibration, batch_size)
         if "group" in studies:
             explain_drift(run, result, profile.contraction)
     draw_report(run)
-    show(result, as_json, run / "sensitivity.json")
+    show(result, run / "sensitivity.json")

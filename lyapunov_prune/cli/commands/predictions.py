@@ -10,8 +10,6 @@ import typer
 
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_prompted, require_retrieval, windows_at_once
 from lyapunov_prune.cli.options import (
-    Items,
-    Json,
     Model,
     ModelOptions,
     Output,
@@ -20,96 +18,73 @@ from lyapunov_prune.cli.options import (
     what_option,
 )
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.terminal import Parts, note
+from lyapunov_prune.cli.terminal import keep, note
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lyapunov_prune.data.batch import TokenBatch
+    from lyapunov_prune.forward.reading import Reading
     from lyapunov_prune.models.decoder import Decoder
 
 
 def hierarchy(
     dense: Model,
-    compressed: Annotated[str | None, typer.Argument(help="Made from DENSE: pruned, sparsified, rounded.")] = None,
+    compressed: Annotated[str | None, typer.Argument(help="A model made from DENSE: pruned, sparse, rounded.")] = None,
     *,
-    new_tokens: Annotated[int, what_option(min=1, help="How many to decode after each prompt.")] = 16,
+    new_tokens: Annotated[int, what_option(min=1, help="Number of tokens to decode after each prompt.")] = 16,
     choices: Annotated[
         Path | None,
-        what_option(help="Multiple-choice items, a JSONL file of query, choices, gold; for COMPRESSED."),
+        what_option(help="Multiple-choice items for both models: a .jsonl file of query, choices, gold."),
     ] = None,
-    limit: Items = None,
     retrieval: Annotated[
         str | None,
-        what_option(metavar="QUERIES,DOCS[,QRELS]", help="Retrieval with both models, as for eval: retrieval.json."),
+        what_option(metavar="QUERIES,DOCS[,QRELS]", help="Retrieval with both models, as for eval."),
     ] = None,
     prompts: Annotated[
         Path | None,
         text_option(
-            help="Own prompts in place of windows of --text: one a line, or rows of text, messages or conversations."
+            help="Prompts in place of windows of --text: one a line, or rows of text; rows of messages or "
+            "conversations go through the chat template."
         ),
     ] = None,
-    chat: Annotated[
-        bool, text_option("--chat", help="--prompts are what a user says: through the chat template.")
-    ] = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=128, context=32),
     output: Output = None,
-    as_json: Json = False,
     given: Given = Given(),
 ) -> None:
-    """Follow a change from hidden state to logits to probabilities; writes hierarchy.json and what follows.
+    """Follow a change from hidden state to logits to probabilities; writes hierarchy.json and more.
 
-    Each layer by itself is replaced by that of COMPRESSED, or dropped where COMPRESSED has fewer or is not given, in
-    the dense model's own context; estimates and proven bounds stand beside what is measured. With COMPRESSED both
-    models then decode on their own (generation.json, paths.json), COMPRESSED also reads the dense text
-    (diverged-history.json), both answer --choices (choices.json), and verdict.json says which kinds of task stay.
-    Prompts are windows of --context tokens, or --prompts. Exit code 1 on a violated bound.
+    One layer at a time is replaced by that of COMPRESSED, or dropped if COMPRESSED has fewer layers or is not given, in
+    the context of the dense model; estimates and proven bounds are shown beside the measurements. With COMPRESSED both
+    models also decode on their own (generation.json, paths.json), COMPRESSED reads the dense text
+    (diverged-history.json), both answer --choices (choices.json), and verdict.json says which kinds of task survive.
+    Prompts are windows of --context tokens, or those of --prompts. The exit code is 1 if a bound is violated.
     """
     from lyapunov_prune.data.choices import load_items
-    from lyapunov_prune.data.prompts import Prompts
     from lyapunov_prune.data.retrieval import load_retrieval
-    from lyapunov_prune.data.unseen import require_unseen, require_unseen_items
-    from lyapunov_prune.evaluation.retrieval import evaluate_retrieval, require_unseen_texts
     from lyapunov_prune.forward.decoding import greedy_text
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.models.structure import identify
-    from lyapunov_prune.models.tokenizers import require_same_tokenizer
-    from lyapunov_prune.predictions.attention_paths import attention_paths
-    from lyapunov_prune.predictions.choices import compare_choices, fitting
-    from lyapunov_prune.predictions.generation import compare_generation
     from lyapunov_prune.predictions.hierarchy import probe_layers
-    from lyapunov_prune.predictions.history import history_divergence
-    from lyapunov_prune.predictions.verdict import task_verdict
 
+    source.require_loaded("hierarchy")
     if compressed is None:
-        given.refuse("compares two models; give COMPRESSED too", "choices", "retrieval")
-    if choices is None:
-        given.refuse("is of the items of a file; give --choices FILE with it", "limit")
+        given.refuse("compares two models; give COMPRESSED as well", "choices", "retrieval")
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
     items = load_items(choices) if choices else ()
     of_two = ("generation", "paths", "diverged-history", "verdict") if compressed else ()
     asked = [name for name, wanted in (("choices", choices), ("retrieval", retrieval)) if wanted]
     run = begun_run(output, dense, *(f"{name}.json" for name in ("hierarchy", *of_two, *asked)))
-    loaded, batch = load_prompted(dense, source, text, prompts, chat, given)
+    loaded, batch = load_prompted(dense, source, text, prompts, given)
     batch_size = windows_at_once(loaded, batch.context)
-    most = loaded.structure.max_context
-    if most and batch.context + new_tokens - 1 > most:
-        raise LyapunovPruneError(
-            f"{batch.context} tokens and {new_tokens} behind them are more than the {most} of the model's context; "
-            "lower --new-tokens or --context"
-        )
-    other = None
-    if compressed is not None:
-        other = source.load(compressed)
-        require_same_tokenizer(loaded.tokenizer, other.tokenizer, (dense, compressed))
-        _require_made_from(loaded, other, (dense, compressed))
+    _require_room(loaded, batch, new_tokens)
+    other = None if compressed is None else _other(loaded, source, (dense, compressed))
     for model in (loaded.model, *([other.model] if other else [])):
-        require_unseen(model, batch)
-        if isinstance(batch, Prompts):
-            require_unseen_items(model, loaded.tokenizer, batch.said, batch.text, "prompts")
-    if other is not None and items:  # before minutes of decoding
-        fitting(items, loaded.tokenizer, (loaded.model, other.model), limit)
-    if other is not None and sought is not None:
-        require_unseen_texts({dense: loaded.model, str(compressed): other.model}, loaded.tokenizer, sought)
+        _require_unseen(model, loaded, batch)
+    if other is not None:  # before minutes of decoding
+        _require_fitting(items, sought, loaded, other, (dense, str(compressed)))
     reading = read(loaded, batch)
     dense_text = greedy_text(reading, new_tokens, batch_size)
     same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers
@@ -123,40 +98,104 @@ def hierarchy(
     )
     if other is not None and not same_layers:
         probe = replace(probe, beside=identify(other.model))
-    parts = Parts(run, as_json)
-    parts.add("hierarchy", probe)
+    keep(run, "hierarchy", probe)
+    violated = len(probe.violations)
     if other is not None:
-        pair = loaded.model, other.model, reading
-        at_once: Any = {"steps": new_tokens, "batch_size": batch_size}
-        generated = compare_generation(*pair, **at_once)
-        parts.add("generation", generated)
-        both = dense_text, greedy_text(read(other, batch), new_tokens, batch_size)
-        history = history_divergence(*pair, **at_once, written=both)
-        parts.add("diverged-history", history)
-    if other is not None and same_layers:
+        assert compressed is not None
+        pair = {dense: loaded, compressed: other}
+        violated += _compare(run, pair, reading, dense_text, items, sought, new_tokens, batch_size)
+    draw_report(run)
+    if violated:
+        raise CheckFailed(f"{violated} bounds are violated; see {run}")
+
+
+def _require_fitting(items: Any, sought: Any, loaded: Decoder, other: Decoder, names: tuple[str, str]) -> None:
+    """Raise LyapunovPruneError for items that are too long, and for texts of retrieval that a step has seen."""
+    from lyapunov_prune.evaluation.retrieval import require_unseen_texts
+    from lyapunov_prune.predictions.choices import fitting
+
+    models = loaded.model, other.model
+    if items:
+        fitting(items, loaded.tokenizer, models, None)
+    if sought is not None:
+        require_unseen_texts(dict(zip(names, models, strict=True)), loaded.tokenizer, sought)
+
+
+def _other(loaded: Decoder, source: ModelOptions, names: tuple[str, str]) -> Decoder:
+    """The second model of `names`, which was made from the first, `loaded`."""
+    from lyapunov_prune.models.tokenizers import require_same_tokenizer
+
+    other = source.load(names[1])
+    require_same_tokenizer(loaded.tokenizer, other.tokenizer, names)
+    _require_made_from(loaded, other, names)
+    return other
+
+
+def _require_unseen(model: PreTrainedModel, loaded: Decoder, batch: TokenBatch) -> None:
+    """Raise LyapunovPruneError if `model` was made with the text or the prompts of `batch`."""
+    from lyapunov_prune.data.prompts import Prompts
+    from lyapunov_prune.data.unseen import require_unseen, require_unseen_items
+
+    require_unseen(model, batch)
+    if isinstance(batch, Prompts):
+        require_unseen_items(model, loaded.tokenizer, batch.said, batch.text, "prompts")
+
+
+def _require_room(loaded: Decoder, batch: TokenBatch, new_tokens: int) -> None:
+    """Raise LyapunovPruneError if prompts and new tokens do not fit into the model's context."""
+    most = loaded.structure.max_context
+    if most and batch.context + new_tokens - 1 > most:
+        raise LyapunovPruneError(
+            f"{batch.context} tokens and {new_tokens} new ones exceed the model's context of {most}; lower "
+            "--new-tokens or --context"
+        )
+
+
+def _compare(
+    run: Path,
+    pair: dict[str, Decoder],
+    reading: Reading,
+    dense_text: Any,
+    items: Any,
+    sought: Any,
+    new_tokens: int,
+    batch_size: int,
+) -> int:
+    """What the dense model and the other one of `pair`, by name, write and answer; returns the violated bounds."""
+    from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
+    from lyapunov_prune.forward.decoding import greedy_text
+    from lyapunov_prune.forward.reading import read
+    from lyapunov_prune.predictions.attention_paths import attention_paths
+    from lyapunov_prune.predictions.choices import compare_choices
+    from lyapunov_prune.predictions.generation import compare_generation
+    from lyapunov_prune.predictions.history import history_divergence
+    from lyapunov_prune.predictions.verdict import task_verdict
+
+    dense, other = pair.values()
+    models = dense.model, other.model
+    at_once: Any = {"steps": new_tokens, "batch_size": batch_size}
+    generated = compare_generation(*models, reading, **at_once)
+    keep(run, "generation", generated)
+    both = dense_text, greedy_text(read(other, reading.batch), new_tokens, batch_size)
+    history = history_divergence(*models, reading, **at_once, written=both)
+    keep(run, "diverged-history", history)
+    if other.structure.num_layers == dense.structure.num_layers:
         try:
-            paths = attention_paths(*pair, steps=new_tokens, written=both)
+            paths = attention_paths(*models, reading, steps=new_tokens, written=both)
         except LyapunovPruneError as error:  # not every family lets its attention be seen
             note(f"no paths through attention: {error.message}")
         else:
-            parts.add("paths", paths)
-    violated = len(probe.violations)
+            keep(run, "paths", paths)
     answered = found = None
-    if other is not None and items:
-        answered = compare_choices(loaded.model, other.model, items, loaded.tokenizer, limit=limit)
-        parts.add("choices", answered)
-        violated += len(answered.violations)
-    if other is not None and sought is not None:
-        assert compressed is not None
-        models = {dense: loaded.model, compressed: other.model}
-        found = evaluate_retrieval(models, loaded.tokenizer, sought, batch_size=batch_size)
-        parts.add("retrieval", found)
-    if other is not None:
-        parts.add("verdict", task_verdict(generated, history, choices=answered, retrieval=found))
-    draw_report(run)
-    parts.end()
-    if violated:
-        raise CheckFailed(f"{violated} bounds are violated; see {run}")
+    if items:
+        answered = compare_choices(*models, items, dense.tokenizer)
+        keep(run, "choices", answered)
+    if sought is not None:
+        named = {name: loaded.model for name, loaded in pair.items()}
+        found = evaluate_retrieval(named, dense.tokenizer, sought, batch_size=batch_size)
+        keep(run, "retrieval", found)
+    keep(run, "verdict", task_verdict(generated, history, choices=answered, retrieval=found))
+    return 0 if answered is None else len(answered.violations)
 
 
 def _require_made_from(dense: Decoder, other: Decoder, names: tuple[str, str]) -> None:
@@ -178,8 +217,8 @@ def _require_made_from(dense: Decoder, other: Decoder, names: tuple[str, str]) -
     for what, value in mine.items():
         if theirs[what] != value:
             raise LyapunovPruneError(
-                f"{names[1]} has another {what} than {names[0]} ({theirs[what]}, not {value}); give a model that was "
-                "made from it"
+                f"{names[1]} and {names[0]} differ in {what} ({theirs[what]}, not {value}); give a model that was made "
+                "from it"
             )
     made = made_by(names[1])
     removals = [step.kind for step in history_of(other.model).steps if step.kind != "heal"]

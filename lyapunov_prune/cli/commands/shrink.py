@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import begun_run, draw_report, jobs_folder, load_beside, windows_at_once
 from lyapunov_prune.cli.options import (
     ABOVE_ZERO,
-    Json,
     Judge,
     Model,
     ModelOptions,
-    Resume,
     Target,
     TextOptions,
     counted,
@@ -24,98 +22,144 @@ from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
 
+if TYPE_CHECKING:
+    from lyapunov_prune.models.decoder import Decoder
+    from lyapunov_prune.shrinking.texts import Texts
 
-def shrink(
-    model: Model,
-    *,
-    remove: Annotated[float | None, ABOVE_ZERO, what_option(help="How many layers go.", **counted)] = None,
+
+@dataclass(frozen=True)
+class Goal:
+    """How much is removed."""
+
+    remove: Annotated[float | None, ABOVE_ZERO, what_option(help="Number or share of layers.", **counted)] = None
     speedup: Annotated[
         float | None,
         Range(1, above=True),
-        what_option(help="Instead: how many times as fast a forward gets, measured here."),
-    ] = None,
+        what_option(help="Instead: how many times as fast a forward must be."),
+    ] = None
     max_kl: Annotated[
         float | None,
         ABOVE_ZERO,
-        what_option("--max-kl", help="Instead: the most layers within so many nats a token of the dense predictions."),
-    ] = None,
+        what_option("--max-kl", help="Instead: as many layers as possible with a KL below this, in nats per token."),
+    ] = None
     max_drop: Annotated[
         str | None,
         what_option(
             metavar="TASK:DROP",
-            help="Instead: the most layers that let the score of a task fall by DROP, as gsm8k:0.02. TASK is one of "
-            "lm-evaluation-harness or a .jsonl file, as of eval --tasks; every second item chooses, the others are "
-            "reported. Take one with generated answers first, as gsm8k: multiple choice hides what arithmetic loses.",
+            help="Instead: as many layers as possible while a task's score falls by at most DROP, as gsm8k:0.02. TASK "
+            "is a task of lm-evaluation-harness or a .jsonl file, as for eval --tasks; every second item is used to "
+            "choose, the others to report. Prefer a task with generated answers, such as gsm8k: multiple choice hides "
+            "losses in arithmetic.",
         ),
-    ] = None,
+    ] = None
     what: Annotated[
         choices.Shrunk,
         what_option(
-            help="Whole layers; or layers and hidden channels, or layers and experts, split by measured loss, with "
-            "--remove 25% of the parameters of the layers."
+            help="layers: whole layers. layers,width and layers,experts: also hidden channels or experts, shared by "
+            "measured loss; --remove 25% then counts parameters of the layers."
         ),
-    ] = "layers",
+    ] = "layers"
+
+
+def shrink(
+    model: Model,
+    *,
+    goal: Goal = Goal(),
     minutes: Annotated[
         float | None,
         ABOVE_ZERO,
-        what_option(help="Minutes for all of it; if not given, what 100 steps of healing take."),
+        what_option(help="Minutes for the whole run; default: 100 steps of healing."),
     ] = None,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(text="self", tokens=25600, context=256),
     judge: Judge = None,
-    resume: Resume = False,
     output: Target,
-    as_json: Json = False,
     given: Given = Given(),
 ) -> None:
     """Make a smaller model: choose layers, remove them, mend, heal, check, evaluate; writes a plain checkpoint.
 
-    One target says how much goes. Mending and healing are kept only where text that they did not learn from says that
-    they pay. What it will take is said first. The text that teaches is written by the model itself if no --text is
-    given. Interrupted, it goes on with the same --output and --resume. An --output that ends in .gguf is MODEL's GGUF
-    file without the layers, and only what changed is written anew; the report goes to runs/MODEL.
+    One target says how much to remove. Mending and healing are kept only if text that they were not fitted on shows
+    that they help. The expected time and memory are printed first. Without --text the model writes the text to learn
+    from. If the run is interrupted, the same command continues. If --output ends in .gguf, MODEL's GGUF file is copied
+    without the layers and only changed tensors are written again; the report goes to runs/MODEL.
     """
     source.require_one_place("shrink")
 
-    from lyapunov_prune.data.text import require_source
     from lyapunov_prune.evaluation.tasks import halves
-    from lyapunov_prune.export.copied import too_large
     from lyapunov_prune.forward.own_text import SELF
-    from lyapunov_prune.models.device import resolve_device
     from lyapunov_prune.shrinking.report import REPORT
     from lyapunov_prune.shrinking.request import Request
     from lyapunov_prune.shrinking.shrink import carry_out
     from lyapunov_prune.shrinking.target import Target as Wanted
-    from lyapunov_prune.shrinking.texts import Texts, wide_context
     from lyapunov_prune.shrinking.written import is_gguf, require_output
 
-    wanted = Wanted.of(remove, speedup, max_kl, max_drop, what)
-    require_output(model, output, what)
+    wanted = Wanted.of(goal.remove, goal.speedup, goal.max_kl, goal.max_drop, goal.what)
+    require_output(model, output, goal.what)
     report = begun_run(None, model, REPORT, "eval.json") if is_gguf(output) else output
     folder = jobs_folder("shrink", model, output)
     own = text.text == SELF
-    if own:
-        if judge == SELF:
-            raise LyapunovPruneError(
-                "the model writes the text that teaches, and another one judges; give it as --judge"
-            )
-    else:
-        require_source(text.text)  # before minutes of loading
+    _require_texts(text, judge)
     items = None if wanted.task is None else halves(wanted.task)
     if items is not None and not items[0].generates:
         note(
-            f"{items[0].name} is answered by choosing, which hides what arithmetic and free answers lose; a task with "
-            "generated answers, as gsm8k, shows it"
+            f"{items[0].name} is multiple choice, which hides losses in arithmetic and free answers; a task with "
+            "generated answers, such as gsm8k, shows them"
         )
-    why = too_large(model, resolve_device(source.device))
-    if why:
-        raise LyapunovPruneError(
-            f"shrink needs the model in memory ({why}); rank --stream --criterion angular --remove N and prune "
-            "--stream --plan remove layers without it, and heal nothing"
-        )
+    _require_fits(model, source)
     loaded = source.load(model)
+    request = Request(
+        loaded.model,
+        loaded.tokenizer,
+        wanted,
+        _texts(loaded, text, judge),
+        items=items,
+        minutes=minutes,
+        batch_size=windows_at_once(loaded, text.context),
+        folder=folder,
+        words=_words(text, judge, own),
+        source=_source(source),
+    )
+    done = carry_out(request, output, lambda expected: note("\n".join(expected.answer())))
+    if report != output:
+        done.report.save(report / REPORT)
+        done.report.evaluation.save(report / "eval.json")
+    draw_report(report)
+    show(done.report, None, kept=report / REPORT)
+    say(f"Report: {report / 'report.html'}")
+
+
+def _require_texts(text: TextOptions, judge: str | None) -> None:
+    """Raise LyapunovPruneError for texts that cannot be, before minutes of loading."""
+    from lyapunov_prune.data.text import require_source
+    from lyapunov_prune.forward.own_text import SELF
+
+    if text.text != SELF:
+        require_source(text.text)
+    elif judge == SELF:
+        raise LyapunovPruneError(
+            "the model writes the text to learn from, so it cannot also judge; give another text as --judge"
+        )
+
+
+def _require_fits(model: str, source: ModelOptions) -> None:
+    """Raise LyapunovPruneError for a model that is too large for the memory."""
+    from lyapunov_prune.export.copied import too_large
+    from lyapunov_prune.models.device import resolve_device
+
+    if why := too_large(model, resolve_device(source.device)):
+        raise LyapunovPruneError(
+            f"shrink needs the model in memory ({why}); rank --device disk --criterion angular --remove N and prune "
+            "--device disk --plan FILE remove layers without it, but heal nothing"
+        )
+
+
+def _texts(loaded: Decoder, text: TextOptions, judge: str | None) -> Texts:
+    """The texts that are named; the model writes the others."""
+    from lyapunov_prune.forward.own_text import SELF
+    from lyapunov_prune.shrinking.texts import Texts, wide_context
+
     learn = held_out = choose = second = None
-    if not own:
+    if text.text != SELF:
         learn = text.load(loaded, "calibration")
         wide = loaded.structure.at_most(TextOptions.context)
         held_out = text.as_eval(wide).load(loaded, "evaluation")
@@ -127,27 +171,7 @@ def shrink(
         texts.require(loaded.model)
         windows, width = texts.searched(loaded.model)
         second = load_beside(judge, loaded, windows // 2, replace(text, context=width))
-    request = Request(
-        loaded.model,
-        loaded.tokenizer,
-        wanted,
-        replace(texts, judge=second),
-        items=items,
-        minutes=minutes,
-        batch_size=windows_at_once(loaded, text.context),
-        folder=folder,
-        resume=resume,
-        words=_words(text, judge, own),
-        source=_source(source),
-    )
-    done = carry_out(request, output, lambda expected: note("\n".join(expected.answer())))
-    if report != output:
-        done.report.save(report / REPORT)
-        done.report.evaluation.save(report / "eval.json")
-    draw_report(report)
-    show(done.report, as_json, None, kept=report / REPORT)
-    if not as_json:
-        say(f"Report: {report / 'report.html'}")
+    return replace(texts, judge=second)
 
 
 def _words(text: TextOptions, judge: str | None, own: bool) -> tuple[str, ...]:

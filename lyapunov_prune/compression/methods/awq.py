@@ -33,7 +33,7 @@ class AWQ(Rounder):
     """
 
     name = "awq"
-    help = "round to nearest, inputs scaled by how large they are"
+    help = "inputs are scaled by their size, then weights are rounded to nearest"
     reference = "Lin et al., MLSys 2024, arXiv:2306.00978, §3.2"
     needs = "magnitudes"
     on_grid = False

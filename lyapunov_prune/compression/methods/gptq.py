@@ -33,7 +33,7 @@ class GPTQ(SecondOrder, Rounder):
     act_order: bool = True
 
     name = "gptq"
-    help = "round one input after the other, the inputs to come make up for it"
+    help = "round inputs one by one; the remaining ones compensate"
     reference = "Frantar et al., ICLR 2023, arXiv:2210.17323, Algorithm 1"
 
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:

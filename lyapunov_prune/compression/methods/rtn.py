@@ -25,7 +25,7 @@ class RoundToNearest(Rounder):
     """
 
     name = "rtn"
-    help = "round to the nearest of 2^bits even steps"
+    help = "round to the nearest of 2^bits evenly spaced values"
     reference = "Nagel et al., 2021, arXiv:2106.08295, §2.2.1"
 
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:

@@ -33,7 +33,7 @@ class SparseGPT(SecondOrder, Sparsifier):
     """
 
     name = "sparsegpt"
-    help = "entries become zero, the inputs to come make up for them"
+    help = "entries become zero; the remaining inputs compensate them"
     reference = "Frantar and Alistarh, ICML 2023, arXiv:2301.00774, Algorithm 1"
 
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:

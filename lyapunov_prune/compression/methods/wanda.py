@@ -27,7 +27,7 @@ class Wanda(Sparsifier):
     """
 
     name = "wanda"
-    help = "of each row the least |W_ij| ‖x_j‖ become zero"
+    help = "in each row the smallest |W_ij| ‖x_j‖ become zero"
     reference = "Sun et al., ICLR 2024, arXiv:2306.11695, eq. 1"
     needs = "norms"
 

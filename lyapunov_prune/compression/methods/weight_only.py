@@ -25,7 +25,7 @@ class WeightOnly(Sparsifier):
     """
 
     name = "weight-only"
-    help = "of each row the least |W_ij| ‖W_:j‖ become zero"
+    help = "in each row the smallest |W_ij| ‖W_:j‖ become zero"
     reference = "structural sensitivity, §6.1: its simplified Wanda"
 
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:

@@ -27,7 +27,7 @@ class GGUF(Plain):
     rounded anew. `quantize` is the type that the matrices of an exported model are rounded to, float16 by default."""
 
     name = "gguf"
-    help = "a .gguf file; of a pruned one what stays is copied byte for byte"
+    help = "a .gguf file; kept tensors of a pruned one are copied byte for byte"
     reference = "GGUF, llama.cpp"
     readers = "llama.cpp and what is built on it, this package"
     units: ClassVar[tuple[str, ...]] = ()

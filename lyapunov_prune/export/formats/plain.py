@@ -30,7 +30,7 @@ class Plain(Format):
     """Whole layers are gone; of layers that stay, parts that go are zeroed. Compressed matrices are stored dense."""
 
     name = "plain"
-    help = "dense matrices of the same size; parts that go become zeros"
+    help = "dense matrices of the same size; removed parts are zeros"
     reference = "transformers"
     readers = "transformers, and engines that run the original"
     units: ClassVar[tuple[str, ...]] = ("sparsity", "rank", "bits")
@@ -45,7 +45,8 @@ class Plain(Format):
 
         if looks_at_images(decoder.model):
             raise LyapunovPruneError(
-                f"{type(decoder.model).__name__} looks at images and is cut to compact only; give that format"
+                f"{type(decoder.model).__name__} is an image classifier, which only format compact supports; give "
+                "that format"
             )
         require_mirrored(decoder.structure, plan.drop_activation)
 

@@ -26,7 +26,7 @@ class Affine(Reduction):
     ridge: float = RIDGE
 
     name = "affine"
-    help = "the block becomes its own least-squares fit"
+    help = "the block is replaced by its least-squares fit"
     reference = "ridge regression: Hoerl and Kennard, Technometrics 12, 1970"
     blocks = ("plain", "gated")
     needs = ("input", "hidden", "input_input", "hidden_input")

@@ -17,7 +17,7 @@ class Identity(Reduction):
     """`τ(x) = W₁ x + b₁`."""
 
     name = "identity"
-    help = "the activation becomes the identity"
+    help = "the activation is replaced by the identity"
     reference = "boundary depth pruning"
     blocks = ("plain",)
 

@@ -17,7 +17,7 @@ class MeanGate(GateConstant):
     """`c = E σ(W_g x + b_g)`."""
 
     name = "mean-gate"
-    help = "the gate becomes its mean over tokens"
+    help = "the gate is replaced by its mean over tokens"
     reference = "for gates, which the paper does not treat"
     needs = ("gate",)
 

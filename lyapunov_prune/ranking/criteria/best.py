@@ -23,9 +23,8 @@ class Best(Criterion):
     judge: Any = None  # a TokenBatch; None: the model generates one
 
     name = "best"
-    help = "what those propose, checked by the loss, and swaps"
+    help = "sets that the others propose and swaps of them, compared by loss"
     reference = "measured, see experiments/2_criteria"
-    resumes = True
     next_token = True
     chooses = "searches among sets"
 
@@ -42,7 +41,6 @@ class Best(Criterion):
             mend=self.mend,
             judge=self.judge,
             folder=asked.jobs("best"),
-            resume=asked.resume,
             batch_size=asked.batch_size,
         )
         asked.keep("best", ranking)

@@ -24,7 +24,7 @@ class Blend(ByProfile):
     seeds: tuple[int, ...] = (0, 1, 2, 3)
 
     name = "blend"
-    help = "alpha of rho, the rest of bi, each about its median by its quartiles"
+    help = "alpha rho + (1 - alpha) bi, each scaled by its median and quartiles"
     reference = "structural sensitivity, §6.5; the scale by experiments/2_criteria"
     needs = ("rho", "bi")
 

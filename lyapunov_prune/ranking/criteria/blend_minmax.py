@@ -16,7 +16,7 @@ class BlendMinMax(Blend):
     """
 
     name = "blend-minmax"
-    help = "alpha of rho, the rest of bi, each from 0 to 1"
+    help = "alpha rho + (1 - alpha) bi, each scaled to 0 to 1"
     reference = "structural sensitivity, §6.5"
 
     def scale(self, x: np.ndarray) -> np.ndarray:

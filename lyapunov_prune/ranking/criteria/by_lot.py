@@ -17,7 +17,7 @@ class ByLot(ByPosition):
     seed: Seed = 0
 
     name = "random"
-    help = "by lot"
+    help = "random order"
     reference = "control"
     needs = ("lot",)
 

@@ -19,7 +19,7 @@ class Cosine(KL):
     """
 
     name = "cosine"
-    help = "how far the probabilities turn without it"
+    help = "how much the probabilities rotate when the layer is skipped"
     reference = "Demystifying When Pruning Works via Representation Hierarchies, Theorem 2"
     needs = ("variance_r",)
     parts = EVERYWHERE

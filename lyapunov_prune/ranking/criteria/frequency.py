@@ -17,7 +17,7 @@ class Frequency(OfExperts):
     """The share of a layer's routed tokens that the expert gets."""
 
     name = "frequency"
-    help = "of experts: the share of routed tokens that an expert gets"
+    help = "for experts: share of the tokens routed to the expert"
     reference = "control"
 
     def score(self, use: ExpertUse) -> np.ndarray:

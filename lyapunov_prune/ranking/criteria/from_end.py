@@ -14,7 +14,7 @@ class FromEnd(ByPosition):
     """The distance from the end."""
 
     name = "from-end"
-    help = "the last first"
+    help = "the last layers first"
     reference = "control"
     needs = ("layer",)
 

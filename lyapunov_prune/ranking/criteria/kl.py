@@ -26,7 +26,7 @@ class KL(Scored):
     temperature: Positive = 1.0
 
     name = "kl"
-    help = "how far the prediction moves without it"
+    help = "how much the prediction changes when the layer is skipped"
     reference = "Demystifying When Pruning Works via Representation Hierarchies, Theorem 3"
     needs = ("variance",)
     parts: ClassVar[tuple[str, ...]] = (*EVERYWHERE, "experts")

@@ -17,9 +17,8 @@ class Oracle(Criterion):
     """Greedy search by the loss on the text itself (`greedy_removal`), as SLEB does it."""
 
     name = "oracle"
-    help = "one by one, each time the least loss"
+    help = "greedy: at each step the layer whose removal raises the loss least"
     reference = "SLEB, ICML 2024, arXiv:2402.09025"
-    resumes = True
     next_token = True
     chooses = "searches step by step"
 
@@ -33,7 +32,6 @@ class Oracle(Criterion):
             asked.reading,
             asked.remove,
             folder=asked.jobs("oracle"),
-            resume=asked.resume,
             batch_size=asked.batch_size,
             candidates=lambda removed: set(free) - set(removed),
         )

@@ -17,7 +17,7 @@ class Reap(OfExperts):
     """The mean, over the tokens routed to the expert, of router weight × ‖output of the expert‖₂."""
 
     name = "reap"
-    help = "of experts: router weight times norm of the output, where chosen"
+    help = "for experts: router weight times output norm, mean over its tokens"
     reference = "REAP, arXiv:2510.13999"
 
     def score(self, use: ExpertUse) -> np.ndarray:

@@ -16,7 +16,7 @@ class Rho(ByProfile):
     seeds: tuple[int, ...] = (0, 1, 2, 3)
 
     name = "rho"
-    help = "|rho − 1|, how far from 1 an error's growth is"
+    help = "|rho - 1|: how far the growth of an error is from 1"
     reference = "structural sensitivity, §6.5"
     needs = ("rho",)
 

@@ -17,7 +17,7 @@ class Greedy(Study):
     """Round k compresses the k groups of least regret (measured alone) together."""
 
     name = "greedy"
-    help = "the k groups of least regret together, for each k"
+    help = "the k groups with the least regret together, for each k"
     reference = "structural sensitivity, §6.4, Figure 7"
     after_groups = True
 

@@ -20,7 +20,7 @@ class GreedyRescored(Study):
     """
 
     name = "greedy-rescored"
-    help = "the same, the groups left scored again after each (dear; not in all)"
+    help = "greedy with groups scored again after each step (slow; not in all)"
     reference = "structural sensitivity, §6.4, Figure 7"
     after_groups = True
     in_all = False

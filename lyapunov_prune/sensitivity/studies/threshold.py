@@ -16,7 +16,7 @@ class Threshold(Study):
     """Layer 0 by Wanda at rising sparsities, which gives the threshold s*."""
 
     name = "threshold"
-    help = "layer 0 by Wanda, at rising sparsities: where is s*"
+    help = "layer 0 by Wanda at rising sparsities, to find the threshold s*"
     reference = "structural sensitivity, §6.3, Table 2"
     takes = ("limit",)
 
