@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import VOCABULARY, Done, make_tiny, write_gguf
 
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation import engine, llama_cpp
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.llama_cpp import installed
@@ -45,8 +46,7 @@ def test_an_engine_that_crashes_hangs_or_is_absent_is_one_line(
     run: Callable[..., Done],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (engine, llama_cpp):
-        monkeypatch.setattr(module, "installed", lambda: True)
+    monkeypatch.setattr(engine, "require_extra", lambda *_: None)
     place = tmp_path_factory.mktemp("programs") / "program.py"
     monkeypatch.setattr(llama_cpp, "_PROGRAM", place)
     monkeypatch.setattr(llama_cpp, "_SECONDS", 2.0)
@@ -57,13 +57,17 @@ def test_an_engine_that_crashes_hangs_or_is_absent_is_one_line(
         place.write_text(f"import os, time; {program}")
         done = run("eval", "x.gguf", *ASKED)
         assert (done.code, told in done.err, done.err.count("\n")) == (0, True, 1), done
-    monkeypatch.setattr(engine, "installed", lambda: False)
+
+    def absent(*_: object) -> None:
+        raise LyapunovPruneError("xllamacpp is not installed")
+
+    monkeypatch.setattr(engine, "require_extra", absent)
     assert "not run in llama.cpp: xllamacpp is not installed" in run("eval", "x.gguf", *ASKED).err
 
 
 def test_llama_cpp_runs_only_where_every_model_is_its_file(
     file: Path, checkpoint: Path, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "installed", lambda: True)
+    monkeypatch.setattr(engine, "require_extra", lambda *_: None)
     assert engine.engine_files(["x.gguf", str(checkpoint)]) == []
     assert engine.engine_files(["x.gguf", "dense.gguf"]) == [Path("x.gguf"), Path("dense.gguf")]
