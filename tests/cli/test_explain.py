@@ -172,7 +172,7 @@ def test_bad_input_is_refused_in_one_line(
         (("tiny", "deeper"), "no provenance"),
         (("tiny",), "give COMPRESSED, or --kv-bits"),
         (("tiny", "pruned", "--kv-bits", "4"), "give COMPRESSED, or --kv-bits"),
-        (("tiny", "--kv-bits", "3"), "cache of 3 bits"),
+        (("tiny", "--kv-bits", "3"), "bits is 3"),
         (("tiny", "nowhere/at/all"), "no model at nowhere/at/all"),
     ):
         done = run("explain", *arguments, *FEW)

@@ -302,7 +302,7 @@ NAN = torch.full((WIDTH, WIDTH), float("nan"))
         (Cuts((1, 1)), "name each once"),
         (Cuts(merged={-1: (W, None)}), "block: layer -1"),
         (Cuts((1,), remove=(6,)), "whole: layer 6"),
-        (Cuts((1,), remove=(1,)), "layer 1 is removed whole"),
+        (Cuts((1,), remove=(1,)), "layer 1 is removed as a whole"),
         (Cuts((1, 2, 3), remove=(0, 4, 5)), "no attention is left"),
         (Cuts((1,), hidden={2: HiddenMap(W, None)}), "layer 2 has a hidden map"),
         (Cuts(tuple(range(6))), "count positions"),
