@@ -210,7 +210,7 @@ class _Layer:
 
         with hooked(before=[(module, note)]):
             self.run()
-        return Branch(self.layer, self.args, self.kwargs, module, module, given[0]) if len(given) == 1 else None
+        return Branch(self.layer, self.args, self.kwargs, module, module, given[0], ()) if len(given) == 1 else None
 
 
 def multiplied(p: torch.Tensor, part: Part, E: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
