@@ -75,13 +75,28 @@ def find_attentions(decoder: Decoder, layers: Sequence[int]) -> dict[int, Attent
 
     inputs = sample_inputs(decoder, None)[0][:1]
     inputs = inputs if inputs.is_floating_point() else inputs[:, :8]
-    with hooked(after=[(decoder.layers[i], note(i)) for i in layers]):
+    with _filled([decoder.layers[i] for i in layers]), hooked(after=[(decoder.layers[i], note(i)) for i in layers]):
         run_backbone(decoder.structure, inputs)
     if missing := sorted(set(layers) - found.keys()):
         raise LyapunovPruneError(f"layer {missing[0]} does not run on text alone; {_OTHERS}")
     if found:
         _require_unread(decoder, found)
     return found
+
+
+@contextmanager
+def _filled(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Within the block, a matrix of zeros has other entries: an attention that was silenced would mix no tokens."""
+    zeros = [p for layer in layers for p in layer.parameters() if p.ndim > 1 and not p.any()]
+    before = [p.data for p in zeros]
+    try:
+        for p in zeros:
+            generator = torch.Generator().manual_seed(0)
+            p.data = torch.randn(p.shape, generator=generator).div(p.shape[-1] ** 0.5).to(p)
+        yield
+    finally:
+        for p, data in zip(zeros, before, strict=True):
+            p.data = data
 
 
 @contextmanager

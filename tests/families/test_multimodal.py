@@ -212,7 +212,8 @@ def test_streamed_it_is_the_model_in_memory(kind: str, wholes: dict[str, Path]) 
     prompt = picture_prompt(loaded.model)
     assert prompt is not None
     with torch.no_grad():
-        assert torch.equal(picture_logits(streamed.model, prompt), picture_logits(loaded.model, prompt))
+        # Where weights lie in memory decides how a CPU adds: the promise is equality up to rounding.
+        torch.testing.assert_close(picture_logits(streamed.model, prompt), picture_logits(loaded.model, prompt))
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])

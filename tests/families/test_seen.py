@@ -50,12 +50,21 @@ def built(name: str) -> Any:
     return model
 
 
+def listed_of(model: Any) -> tuple[left_alone.LeftAlone, ...]:
+    return left_alone.left_alone(model, find_structure(model), find_projections(wrap(model)))
+
+
 def unnamed(model: Any) -> list[str]:
     """Weights inside the layers that are neither matrices nor listed with a reason that is known."""
     structure = find_structure(model)
     projections = find_projections(wrap(model))
     named = {id(p.stored(model)) for p in projections}
-    listed = {name for left in left_alone.left_alone(structure) if left.why != UNKNOWN for name in left.names}
+    listed = {
+        name
+        for left in left_alone.left_alone(model, structure, projections)
+        if left.why != UNKNOWN
+        for name in left.names
+    }
     inside = [(name, p) for name, p in model.named_parameters() if name.startswith(f"{structure.layers_path}.")]
     return [n for n, p in inside if p.ndim > 1 and id(p) not in named and n not in listed and not NO_MATRIX.search(n)]
 
@@ -96,7 +105,7 @@ def test_planted_fault_a_matrix_without_its_row_is_seen(
     assert not unnamed(model)
     monkeypatch.delitem(experts._BARE, hidden)
     assert unnamed(model)
-    (told,) = (left for left in left_alone.left_alone(find_structure(model)) if left.why == UNKNOWN)
+    (told,) = (left for left in listed_of(model) if left.why == UNKNOWN)
     assert len(told.names) == len(unnamed(model))
 
 
@@ -113,7 +122,7 @@ def test_a_linear_of_another_class_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
     model = make_zoo("llama")
     model.model.layers[3].mlp.up_proj = Own(model.model.layers[3].mlp.up_proj)
-    (told,) = left_alone.left_alone(find_structure(model))
+    (told,) = listed_of(model)
     assert (told.why, told.names) == (UNKNOWN, ("model.layers.3.mlp.up_proj.matrix",))
 
 

@@ -275,7 +275,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"remove": 0}, "0 to remove"),
     ({"remove": 12}, "12 to remove"),
     ({"reduction": "identity"}, "reduction identity"),
-    ({"importance": "size"}, "importance 'size'"),
+    ({"importance": "size"}, "importance is 'size'"),
     ({"steps": 0}, "steps"),
 ]
 
