@@ -2,15 +2,15 @@
 
 A plain block is `y = W₂ σ(W₁ x + b₁) + b₂`, a gated one `y = W_d (σ(W_g x + b_g) ⊙ (W_u x + b_u)) + b_d`. Nothing is
 assumed about a family: the matrices are those whose names say that they lead into or out of an MLP (`roles`), fused
-ones are split by `projections`, and the rest is observed while the block runs on random inputs. The block rebuilt from
-these parts must give the block's own output; otherwise it is refused.
+ones are split by `projections` or in halves, and the rest is observed while the block runs on random inputs. The block
+rebuilt from these parts must give the block's own output; otherwise it is refused.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -158,11 +158,12 @@ def _matrices(layer: nn.Module, where: str, projections: Sequence[Projection]) -
         )
     hidden, width = outs[0].weight(layer).shape[1], into[0].weight(layer).shape[1]
     shapes = [tuple(p.weight(layer).shape) for p in into]
-    if len(outs) == 1 and shapes == [(2 * hidden, width)]:
-        raise LyapunovPruneError(
-            f"{where} keeps gate and up in one matrix, {into[0].name}, and no rule says how to split it; "
-            f"{_OTHERS}, or add its row to FUSED in models/projections.py"
-        )
+    if len(outs) == 1 and shapes == [(2 * hidden, width)]:  # gate and up in one; which half is which, a run shows
+        (both,) = into
+        into = [
+            replace(both, start=both.start + half * hidden, stop=both.start + (half + 1) * hidden) for half in (0, 1)
+        ]
+        shapes = [(hidden, width)] * 2
     if len(outs) != 1 or shapes not in ([(hidden, width)], [(hidden, width)] * 2):
         names = ", ".join(f"{p.name} {tuple(p.weight(layer).shape)}" for p in (*into, *outs))
         raise _unknown(where, f"its matrices are {names}")

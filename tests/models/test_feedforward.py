@@ -213,7 +213,7 @@ def test_matrices_that_layers_share() -> None:
     find_feedforward(find_structure(model), 2)
 
 
-def test_unknown_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_shapes() -> None:
     model = make_tiny("llama")
     mlp: Any = model.model.layers[0].mlp
     mlp.down_proj.forward = lambda x: 2 * nn.functional.linear(x, mlp.down_proj.weight)
@@ -241,8 +241,25 @@ def test_unknown_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp = model.model.layers[2].mlp
     mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(mlp.up_proj(x)[..., :32]))
     refuse(model, 2, "LlamaMLP does not call each of its matrices once")
+
+
+@pytest.mark.parametrize("gate", [0, 1])
+def test_which_half_of_a_fused_matrix_is_the_gate_shows_when_it_runs(
+    gate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(projections, "FUSED", {})
-    refuse(make_tiny("phi3"), 0, "keeps gate and up in one matrix, mlp.gate_up_proj, of which no rule says")
+    model = make_tiny("phi3")
+    mlp = model.model.layers[0].mlp
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        halves = mlp.gate_up_proj(x).chunk(2, dim=-1)
+        product: torch.Tensor = mlp.down_proj(mlp.activation_fn(halves[gate]) * halves[1 - gate])
+        return product
+
+    monkeypatch.setattr(mlp, "forward", forward)
+    block = find_feedforward(find_structure(model), 0)
+    assert block.gate is not None
+    assert (block.gate.start, block.up.start) == ((0, 48) if gate == 0 else (48, 0))
 
 
 def test_weights_that_are_not_finite() -> None:
