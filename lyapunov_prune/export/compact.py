@@ -124,6 +124,7 @@ def compact_copy(model: PreTrainedModel, cuts: list[dict[str, str]], in_place_of
     made = compact_class(model)
     config = copy.deepcopy(model.config)
     config.__class__ = made.config_class
+    vars(config).pop("model_type", None)  # a config that was read from a file may hold that of its old class
     text_config(config).cuts = cuts
     text_config(config).layers_path = find_layers(model).layers_path
     # An entry in the memo stands for the copy: all modules hold one config, and one text config.

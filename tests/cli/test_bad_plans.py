@@ -29,7 +29,7 @@ def test_a_plan_made_for_another_model(
     run("rank", "tiny", "--remove", "1", "-o", "run", *TEXT)
     make_tiny(other, seed=1, vocab_size=len(VOCABULARY)).save_pretrained(checkpoint)
     line = run_bad("prune", "tiny", "--plan", "run/plan.json", "-o", "out", *TEXT)
-    assert "made for tiny (llama, 6 layers), not for tiny" in line
+    assert "of tiny (llama, 6 layers), not of tiny" in line
 
 
 def test_a_plan_for_another_model_is_refused_before_its_text_is_read(
@@ -38,7 +38,7 @@ def test_a_plan_for_another_model_is_refused_before_its_text_is_read(
     run("rank", "tiny", "--remove", "1", "-o", "run", *TEXT)
     make_tiny("gpt2", vocab_size=len(VOCABULARY), n_positions=32).save_pretrained(checkpoint)
     line = run_bad("prune", "tiny", "--plan", "run/plan.json", "-o", "out", *TEXT)
-    assert "made for tiny (llama, 6 layers), not for tiny" in line
+    assert "of tiny (llama, 6 layers), not of tiny" in line
 
 
 # A failed check, usage, interruption.

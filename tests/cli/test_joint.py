@@ -161,4 +161,4 @@ def test_the_plan_of_a_classifier_is_cut_out_of_the_dense_one(run: Callable[...,
     assert (written.source, written.format, written.gate.passed) == ("vit", "compact", True)
     wrong_model = run("prune", "out", *plan[2:4], "-o", "other", *options, "--format", "compact")
     assert (wrong_model.code, wrong_model.changed) == (2, set())
-    assert "made for vit" in wrong_model.err
+    assert "is of vit" in wrong_model.err

@@ -43,7 +43,7 @@ def test_an_error_is_one_printable_line(kind: type[LyapunovPruneError]) -> None:
 
 
 def test_what_is_said_keeps_its_lines_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.show(Shown(), False, Path(STRANGE))
+    terminal.show(Shown(), Path(STRANGE))
     out = capsys.readouterr().out
     assert all(c.isprintable() for c in out.replace("\n", ""))
     assert out.count("\n") == 6  # two of the headline, three of the table, the path
@@ -53,7 +53,7 @@ def test_a_table_on_a_terminal_is_text(monkeypatch: pytest.MonkeyPatch, capsys: 
     stream: Any = io.StringIO()
     console = Console(file=stream, force_terminal=True, no_color=True, width=200, legacy_windows=False)
     monkeypatch.setattr(terminal, "Console", lambda: console)
-    terminal.show(Shown(), False, None)
+    terminal.show(Shown(), None)
     out = capsys.readouterr().out + stream.getvalue()
     assert "[red]name[/red]" in out
     assert "[bold]x[/bold]\nsecond line" in out
@@ -76,7 +76,7 @@ class Long(Result):
 
 @pytest.mark.parametrize("full", [False, True])
 def test_the_answer_comes_first_and_full_shows_every_row(full: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.show(Long(), False, None, kept=Path("run/x.json"), full=full)
+    terminal.show(Long(), None, kept=Path("run/x.json"), full=full)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "remove layer 3"
     assert ("measured on tokens" in lines) == full
@@ -85,7 +85,7 @@ def test_the_answer_comes_first_and_full_shows_every_row(full: bool, capsys: pyt
 
 
 def test_a_result_that_no_file_holds_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.show(Long(), False, None)
+    terminal.show(Long(), None)
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.strip().isdigit() for line in lines) == ROWS + 3
     assert "measured on tokens" not in lines
@@ -111,7 +111,7 @@ def test_no_number_and_no_header_of_a_wide_table_is_cut(width: int, monkeypatch:
     stream: Any = io.StringIO()
     console = Console(file=stream, force_terminal=True, no_color=True, width=width, legacy_windows=False)
     monkeypatch.setattr(terminal, "Console", lambda: console)
-    terminal.show(Wide(), False, None)
+    terminal.show(Wide(), None)
     lines = re.sub("\x1b\\[[0-9;]*m", "", stream.getvalue()).splitlines()
     assert max(map(len, lines)) <= width
     shown = [line.split() for line in lines]

@@ -257,7 +257,7 @@ def test_matrices_shared_between_layers_are_refused() -> None:
     model = make_tiny("llama")
     layers = model.model.layers
     layers[3].mlp.up_proj.weight = layers[1].mlp.up_proj.weight
-    with pytest.raises(LyapunovPruneError, match="are one matrix"):
+    with pytest.raises(LyapunovPruneError, match="are the same matrix"):
         compress(model, method="magnitude", sparsity=0.5)
 
 

@@ -69,7 +69,7 @@ def test_bos_stands_where_it_is_asked_for(file: Path) -> None:
 
 def test_the_chat_template_frames_every_prompt(file: Path) -> None:
     tokenizer = make_tokenizer(adds_bos=True)
-    with pytest.raises(LyapunovPruneError, match="leave chat"):
+    with pytest.raises(LyapunovPruneError, match="no chat template"):
         load_prompts(file, tokenizer, chat=True)
     tokenizer.chat_template = TEMPLATE
     found = load_prompts(file, tokenizer, chat=True)
@@ -90,7 +90,7 @@ def test_a_chat_is_asked_up_to_its_last_answer(name: str, column: str, tmp_path:
         parquet.write_table(pa.Table.from_pylist(rows), tmp_path / name)
     else:
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(LyapunovPruneError, match=r"(line|row) 1 is a chat, which the model's template writes"):
+    with pytest.raises(LyapunovPruneError, match="no chat template"):
         load_prompts(tmp_path / name, tokenizer)
     tokenizer.chat_template = TEMPLATE
     found = load_prompts(tmp_path / name, tokenizer, chat=True)

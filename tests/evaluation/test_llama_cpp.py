@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +70,7 @@ def test_a_crash_and_a_hang_are_told(
 
 
 def test_without_xllamacpp_it_says_what_to_install(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_cpp, "installed", lambda: False)
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LyapunovPruneError, match=r"lyapunov-prune\[engines\]"):
         ask([file], [[1, 2]])

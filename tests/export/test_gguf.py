@@ -300,7 +300,7 @@ def test_a_plan_is_held_against_the_dequantised_weights(
     done = run("prune", "x.gguf", "--plan", "p.json", "--device", "disk", "-o", "y.gguf")
     assert "eval y.gguf --against x.gguf" in done.out
     for more in ([], ["--device", "disk"]):
-        assert "plan was made for" in run_bad("prune", "x.gguf", "--plan", "other.json", *more, "-o", "z.gguf")
+        assert "this plan is of" in run_bad("prune", "x.gguf", "--plan", "other.json", *more, "-o", "z.gguf")
     edit_json(Path("p.json"), remove=[0, 1])
     run("prune", "x.gguf", "--plan", "p.json", *TEXT, "-o", "w.gguf")
     assert read_header(Path("w.gguf")).layers == 4

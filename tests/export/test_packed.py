@@ -216,7 +216,7 @@ def test_weights_that_are_not_of_the_grid_are_not_packed(tokenizer: PreTrainedTo
         (("wanda", None, False, "uniform"), "rounded weights, not those of wanda; give rtn or gptq"),
         (("rtn", 3, True, "uniform"), "not 3 bits"),
         (("rtn", 1.58, True, "uniform"), r"not 1\.58 bits"),
-        (("awq", 4, True, "uniform"), "scales of awq are in its weights"),
+        (("awq", 4, True, "uniform"), "awq folds its scales into the weights"),
         (("rtn", None, True, "uniform"), "not no bits"),
         (("rtn", 4.5, True, "uniform"), r"not 4\.5 bits"),
         (("rtn", None, True, "atp"), "leave out allocation"),

@@ -11,6 +11,7 @@ import typer
 
 from lyapunov_prune.cli.inputs import begun_run, format_for, jobs_folder, load_judge
 from lyapunov_prune.cli.options import (
+    ABOVE_ZERO,
     Judge,
     ModelOptions,
     Target,
@@ -37,7 +38,7 @@ class Training:
     steps: Annotated[
         int | None, what_option(min=1, help="Maximum number of training steps; default: 100 unless --minutes is given.")
     ] = None
-    minutes: Annotated[float | None, what_option(help="Maximum minutes of training.")] = None
+    minutes: Annotated[float | None, ABOVE_ZERO, what_option(help="Maximum minutes of training.")] = None
     update_rank: Annotated[
         int | None, what_option(min=1, help="Train low-rank updates of this rank; default: all weights of the layers.")
     ] = None
