@@ -30,6 +30,7 @@ from lyapunov_prune import (
 )
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.encoders import Stack
+from lyapunov_prune.models.families import FAMILIES
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.two_stacks import stack_structure
 from lyapunov_prune.predictions.divergence import skip_divergence
@@ -114,6 +115,15 @@ def test_layers_of_a_stack_leave(family: str, stack: Stack, ids: torch.Tensor, t
 def test_the_layer_with_the_position_bias_stays(family: str, stack: Stack) -> None:
     with pytest.raises(LyapunovPruneError, match="keep layer 0"):
         remove_layers(wrap(make(family), stack=stack), [0])
+
+
+@pytest.mark.parametrize("family", FIRST_STAYS)
+def test_without_its_entry_the_gate_refuses(family: str, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in tests/families/test_faults.py: the position bias of the first layer is lost without a word."""
+    handle = wrap(make(family), stack="decoder")
+    monkeypatch.delitem(FAMILIES, handle.structure.model_type)
+    with pytest.raises(LyapunovPruneError):
+        remove_layers(handle, [0])
 
 
 @pytest.mark.parametrize("family", ["t5", "umt5"])
