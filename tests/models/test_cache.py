@@ -252,7 +252,7 @@ def test_the_built_in_model_needs_the_cache_and_a_cache_is_a_folder(
     monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(tmp_path / "taken" / below))
     with pytest.raises(LyapunovPruneError, match=r"taken.*LYAPUNOV_PRUNE_CACHE"):
         load("smollm2-135m")
-    with pytest.raises(LyapunovPruneError, match=r"taken is no folder.*LYAPUNOV_PRUNE_CACHE"):
+    with pytest.raises(LyapunovPruneError, match=r"taken is not a folder.*LYAPUNOV_PRUNE_CACHE"):
         cached()
 
 

@@ -80,7 +80,7 @@ def test_other_models_are_refused_by_name() -> None:
         (by_id, "layer 1 sends a token .* for its id"),
         (unequal(make_mixture("mixtral")), "layer 0 has 8 experts and layer 1 has 6"),
         (shared(make_mixture("mixtral")), "layers 0 and 2 share"),
-        (unstacked(make_mixture("mixtral")), "layer 1 .*not known .*stacked"),
+        (unstacked(make_mixture("mixtral")), "layer 1 .*unknown form .*stacked"),
         (unsaid(make_mixture("mixtral")), "how many experts each token takes"),
         (hunyuan([2, 3, 2]), "layers take 2 to 3 experts"),
     ):

@@ -144,7 +144,7 @@ def test_a_file_that_does_not_know_the_settings_is_taken_by_its_weights(llama: P
 def test_an_allocation_is_of_a_model_with_its_settings(llama: PreTrainedModel, tmp_path: Path) -> None:
     allocation = Allocation.load(allocate(llama, "uniform", 0.5).save(tmp_path / "a.json"))
     allocation.require_model(llama)
-    with pytest.raises(LyapunovPruneError, match="hidden_act is silu, not gelu"):
+    with pytest.raises(LyapunovPruneError, match="hidden_act is gelu, not silu"):
         allocation.require_model(again(llama, hidden_act="gelu"))
 
 
@@ -248,7 +248,7 @@ def test_code_that_is_not_run_is_named(command: list[str], run: Callable[..., Do
     (line,) = [line for line in done.err.splitlines() if "which is never run" in line]
     assert "names code of its own (configuration_dropped, modeling_dropped)" in line
     assert "(drop_attn_list, drop_mlp_list, scale_of_code); drop_attn_list, drop_mlp_list: numbers of layers" in line
-    assert line.endswith("All numbers are of the plain LlamaForCausalLM")
+    assert line.endswith("All numbers are those of the plain LlamaForCausalLM")
 
 
 def test_numbers_of_layers_are_named_without_code_and_other_settings_are_not(run: Callable[..., Done]) -> None:
