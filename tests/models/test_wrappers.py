@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "vision_config": {"model_type": "blip_2_vision_model", **_IMAGE},
             "qformer_config": {"model_type": "blip_2_qformer", **_IMAGE, "encoder_hidden_size": 16},
         },
-        "does not run on text alone",
+        "does not run on text only",
     ),
 }
 
