@@ -7,7 +7,6 @@ import importlib
 import json
 import math
 import platform
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -144,7 +143,7 @@ class MeasuredOn:
         )
 
 
-class Result(ABC):
+class Result:
     """Base of every result: prints as an answer above a table, converts with `to_frame`, saves to one JSON file.
 
     NaN and infinities are written as the strings JSON lacks (`"NaN"`), so files stay strict JSON. A field may not be
@@ -157,8 +156,9 @@ class Result(ABC):
         if "__repr__" not in cls.__dict__:  # otherwise `dataclass` would print every field
             cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
 
-    @abstractmethod
-    def to_frame(self) -> pd.DataFrame: ...
+    def to_frame(self) -> pd.DataFrame:
+        """What was measured, one row each; a record that is only read by code may have none."""
+        raise NotImplementedError
 
     def headline(self) -> str:
         """What was measured and on what; empty by default."""
