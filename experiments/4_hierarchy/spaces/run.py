@@ -8,7 +8,7 @@ Figures 4 to 6, 11 and 13 to 21 of the paper. Writes spaces.json and the figures
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -45,7 +45,8 @@ from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.result import MeasuredOn
 
 HERE = Path(__file__).parent
-PARTS = tuple(NAMES)
+Part = Literal["layer", "attention", "mlp"]
+PARTS: tuple[Part, ...] = ("layer", "attention", "mlp")
 CENTRED, LAST = ("hidden", "logit", "logit_without_mean", "mean_share"), 8
 SPARSITY = 0.5  # of Figure 13
 BEHIND, BARE = "attention left out, read behind it", "attention left out, read behind it, no final norm"
@@ -75,7 +76,7 @@ def main(
         return checked_batch(loaded.structure, prompts[name]).measured_on(loaded.model)
 
     def probes(
-        name: str, names: Sequence[str], count: int, what: tuple[str, ...] = PARTS, **how: Any
+        name: str, names: Sequence[str], count: int, what: tuple[Part, ...] = PARTS, **how: Any
     ) -> list[lp.predictions.HierarchyProbe]:
         """Of each prompt: what an earlier run has kept, or a new one."""
         asked = {k: identify(x) if isinstance(x, PreTrainedModel) else x for k, x in how.items()}

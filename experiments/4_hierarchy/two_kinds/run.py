@@ -9,7 +9,7 @@ choices.json, answers.json and kinds.svg beside this file.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import typer
@@ -24,7 +24,7 @@ from lyapunov_prune.report.drawing import COLOURS, GREY, panels, svg
 
 HERE = Path(__file__).parent
 COUNTS = (0, 4, 8)
-KINDS = {"attention": "rho", "mlp": "bi"}
+KINDS: dict[Literal["attention", "mlp"], str] = {"attention": "rho", "mlp": "bi"}
 SHOWN = {"acc": "accuracy", "collapsed": "answers that end in a cycle", "repeated 3-grams": "3-grams repeated"}
 
 
