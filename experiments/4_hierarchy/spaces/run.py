@@ -45,7 +45,7 @@ from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.result import MeasuredOn
 
 HERE = Path(__file__).parent
-Part = Literal["attention", "mlp"]
+Part = Literal["layer", "attention", "mlp"]
 PARTS: tuple[Part, ...] = ("attention", "mlp")
 CENTRED, LAST = ("hidden", "logit", "logit_without_mean", "mean_share"), 8
 SPARSITY = 0.5  # of Figure 13
