@@ -127,7 +127,7 @@ def test_branches_side_by_side_are_refused_by_name(name: str, few: torch.Tensor)
 
 def test_bad_input_is_refused(llama: PreTrainedModel, few: torch.Tensor) -> None:
     for wrong in ({"seeds": ()}, {"epsilon": 0.0}, {"batch_size": 0}):
-        with pytest.raises(LyapunovPruneError, match="seed|epsilon|batch_size"):
+        with pytest.raises(LyapunovPruneError, match=r"seed|epsilon|batch_size"):
             sublayer_growth(llama, few, **wrong)  # type: ignore[arg-type]
     model = make_tiny("llama")
     layers: Any = find_structure(model).layers
