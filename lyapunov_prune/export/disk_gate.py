@@ -23,7 +23,6 @@ from lyapunov_prune.forward.hooks import residual_stream, skipped
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.forward.masking import masked_experts
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.mixtures import Stacked
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.progress import status
 from lyapunov_prune.pruning.counting import count_check, renamed, shares_leaving, stacked_in
@@ -145,13 +144,19 @@ def _places_check(outline: Outline, written: Outline, plan: PruningPlan) -> Gate
     if changed:
         return GateCheck(PLACED, False, len(changed), 0.0, f"{min(changed)} is not what it was")
     stacks = stacked_in(outline.structure, plan)
+    olds, news = (o.model.state_dict() if stacks else {} for o in (outline, written))
     for name, (stacked, gone) in stacks.items():
         new = renamed(name, outline.structure, plan)
         assert new is not None
-        if not _same_rows(outline, name, written, new, stacked, gone):
+        old_tensor, new_tensor = (torch.empty_like(t, device="cpu") for t in (olds[name], news[new]))
+        outline.fill(old_tensor, name)
+        written.fill(new_tensor, new)
+        rows = stacked.rows(old_tensor, [e for e in range(stacked.entries) if e not in gone])
+        if not torch.equal(old_tensor.index_select(stacked.axis, rows), new_tensor):
             return GateCheck(PLACED, False, 1.0, 0.0, f"{new} does not hold the experts of {name} that stay")
-        layer, inside = layer_of(name, outline.structure), name.removeprefix(f"{outline.structure.layers_path}.")
-        del was[layer][inside.partition(".")[2]], now[layer_of(new, outline.structure)][inside.partition(".")[2]]
+        for by_layer, each in ((was, name), (now, new)):
+            layer, inside = _within(each, outline)
+            del by_layer[layer][inside]
     wrong = [new for new, old in enumerate(plan.kept) if now[new] != was[old]]
     detail = "all weights of every layer, and outside them, against the original's"
     if wrong:
@@ -159,24 +164,16 @@ def _places_check(outline: Outline, written: Outline, plan: PruningPlan) -> Gate
     return GateCheck(PLACED, not wrong, len(wrong), 0.0, detail)
 
 
-def _same_rows(
-    outline: Outline, name: str, written: Outline, new: str, stacked: Stacked, gone: tuple[int, ...]
-) -> bool:
-    """Whether the tensor `new` holds what stays of `name` without the experts `gone`, in order."""
-    old_tensor, new_tensor = (
-        torch.empty_like(o.model.state_dict()[n], device="cpu") for o, n in ((outline, name), (written, new))
-    )
-    outline.fill(old_tensor, name)
-    written.fill(new_tensor, new)
-    stays = stacked.rows(old_tensor, [e for e in range(stacked.entries) if e not in gone])
-    return torch.equal(old_tensor.index_select(stacked.axis, stays), new_tensor)
-
-
 def _by_layer(outline: Outline) -> dict[int | None, dict[str, dict[str, str]]]:
     """The digests of each layer's tensors, by name within the layer; tensors outside the layers by full name."""
     by_layer: dict[int | None, dict[str, dict[str, str]]] = {}
     for name, digests in outline.digests.items():
-        layer = layer_of(name, outline.structure)
-        inside = name if layer is None else name.removeprefix(f"{outline.structure.layers_path}.{layer}.")
+        layer, inside = _within(name, outline)
         by_layer.setdefault(layer, {})[inside] = digests
     return by_layer
+
+
+def _within(name: str, outline: Outline) -> tuple[int | None, str]:
+    """The layer of a tensor and its name in it; None and the full name outside the layers."""
+    layer = layer_of(name, outline.structure)
+    return layer, name if layer is None else name.removeprefix(f"{outline.structure.layers_path}.{layer}.")

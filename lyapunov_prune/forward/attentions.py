@@ -21,7 +21,7 @@ from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone, w
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.forward.sublayers import mixes_tokens, silent
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.hooked import Call, hooked
 from lyapunov_prune.models.modeling_compact import NONE, stand_in
 from lyapunov_prune.models.structure import in_eval_mode
 
@@ -43,13 +43,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """One call of a module inside a layer; `given` and `returned` are its states."""
-
-    path: str
-    module: nn.Module
-    given: torch.Tensor
-    returned: torch.Tensor
+class _Call(Call):
     form: str  # of what returns zeros in the same shape
     alone: bool  # no other tensor was given
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,7 @@ def skipped(structure: Structure, layers: tuple[int, ...]) -> AbstractContextMan
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         hidden_of(output)
         if isinstance(output, tuple):
-            names = inspect.signature(module.forward).parameters
+            names = _arguments(type(module).forward)
             passed = [
                 before
                 if "hidden_states" in name
@@ -132,6 +133,12 @@ def skipped(structure: Structure, layers: tuple[int, ...]) -> AbstractContextMan
         return with_hidden(output, layer_input(args, kwargs))
 
     return hooked(after=[(structure.layers[i], hook) for i in layers])
+
+
+@cache
+def _arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the arguments of a class's forward, without `self`."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def run_backbone(structure: Structure, inputs: torch.Tensor) -> None:

@@ -25,7 +25,7 @@
   `positions`: the lengths of a text at which its positions change;
 - `streamed`: what other rooms need to know about a model whose layers are read from files one at a time;
 - `held`, `hooked`: a model reserved for one thread, and hooks on it, inside a block; `sharing`: two models with equal
-  weights share their memory;
+  weights share their memory; `rebuilt`: what transformers would build of a model that lost layers;
 - `compact`, `modeling_compact`: models without some attentions, with merged blocks, or with matrices factored in two;
   `deci`: those that engines know;
 - `recurrence`: the states that layers carry from token to token, in a cache or in modules;

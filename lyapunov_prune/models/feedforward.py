@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift, require_numbers
-from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.hooked import Call, hooked
 from lyapunov_prune.models.projections import Projection, layer_projections
 from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import Structure, in_eval_mode
@@ -90,16 +90,6 @@ class FeedForward:
         assert up is not None
         assert out is not None
         return BlockParts(gate, up, out, layer.get_submodule(self.activation))
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of a module without children."""
-
-    path: str
-    module: nn.Module
-    given: torch.Tensor
-    returned: torch.Tensor
 
 
 def find_feedforward(structure: Structure, layer: int) -> FeedForward:
@@ -197,18 +187,18 @@ def _common(paths: Sequence[str]) -> str:
 
 def _run(
     layer: nn.Module, where: str, block: str, into: Sequence[Projection], out: Projection
-) -> tuple[list[_Call], torch.Tensor, torch.Tensor]:
+) -> tuple[list[Call], torch.Tensor, torch.Tensor]:
     """Run the block; returns the calls from the first matrix to the last, the block's input, and its output.
 
     A block that is a module is run on random states. If its parts are direct children of the layer, the layer is run,
     and the block's input and output are those of its first and last matrix.
     """
-    calls: list[_Call] = []
+    calls: list[Call] = []
 
     def note(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
-                calls.append(_Call(path, module, args[0], output))
+                calls.append(Call(path, module, args[0], output))
 
         return hook
 
@@ -237,7 +227,7 @@ def _run(
     return calls[first : last + 1], x, output if isinstance(output, torch.Tensor) else output[0]
 
 
-def _activation(where: str, calls: Sequence[_Call], matrices: set[str]) -> _Call:
+def _activation(where: str, calls: Sequence[Call], matrices: set[str]) -> Call:
     """The one module between the matrices that changes its input (dropout does not); it must be elementwise."""
     between = [c for c in calls if c.path not in matrices and not torch.equal(c.given, c.returned)]
     for call in between:
@@ -252,7 +242,7 @@ def _activation(where: str, calls: Sequence[_Call], matrices: set[str]) -> _Call
     return between[0]
 
 
-def _elementwise(call: _Call) -> bool:
+def _elementwise(call: Call) -> bool:
     """Whether no entry of the output depends on other entries of the input."""
     given = call.given.clone(memory_format=torch.contiguous_format)  # same layout, so that both round alike
     before = call.module(given)

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the module at `path` of a layer; `given` and `returned` are its states."""
+
+    path: str
+    module: nn.Module
+    given: torch.Tensor
+    returned: torch.Tensor
+
 
 Hooks = Iterable[tuple[nn.Module, Callable[..., Any]]]
 

@@ -21,6 +21,7 @@ find zero tokens in the cache and silently restart at the first position.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -131,11 +132,16 @@ def number_attentions(layers: nn.ModuleList, cuts: Cuts) -> None:
         position += not lacks_attention(places)
 
 
+@cache
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """The argument of a backbone's forward that holds the cache; None if it has none."""
+    taken = inspect.signature(forward).parameters
+    return next((name for name in CACHES if name in taken), None)
+
+
 def fit_cache(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Before a forward: drop cache entries of layers without attention, if the cache has an entry for every layer."""
-    config = text_config(backbone.config)
-    taken = inspect.signature(backbone.forward).parameters
-    name = next((name for name in CACHES if name in taken), None)
+    config, name = text_config(backbone.config), cache_argument(type(backbone).forward)
     if name is None:
         return args, kwargs
     cache: Any = kwargs.get(name)

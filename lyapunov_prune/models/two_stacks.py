@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 
 from lyapunov_prune.errors import LyapunovPruneError, in_short
 from lyapunov_prune.models.encoders import Stack, has_two_stacks
+from lyapunov_prune.models.rebuilt import rebuilt
 from lyapunov_prune.models.structure import Structure, find_layers, layers_in
 
 # Config names of the number of layers of each stack, narrower names first.
@@ -109,16 +110,9 @@ def structure_like(model: PreTrainedModel, structure: Structure) -> Structure:
 def renew_configs(model: PreTrainedModel) -> None:
     """Give every module the config that its class derives from `model.config`: T5's stacks hold copies of it.
 
-    Raises LyapunovPruneError if no such model can be built from the config.
+    Raises LyapunovPruneError as `rebuilt`.
     """
-    try:
-        with torch.device("meta"):
-            fresh = type(model)(model.config)
-    except Exception as error:  # the family's own code may raise anything
-        raise LyapunovPruneError(
-            f"these layers of {type(model).__name__} cannot be removed correctly: without them no such model can be "
-            f"built ({in_short(error, 100)}); remove other layers"
-        ) from None
+    fresh = rebuilt(model, model.config)
     for name, module in model.named_modules():
         if "config" in vars(module):
             module.config = fresh.get_submodule(name).config

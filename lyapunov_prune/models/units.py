@@ -76,7 +76,7 @@ class Entry:
 
     def apart(self, stored: torch.Tensor) -> torch.Tensor:
         """The tensor with the matrices of a stack along an axis of their own; DBRX's lie one below the other."""
-        flat = self.stack and self.key != "bias" and stored.ndim == 2 and not self.key.endswith("_bias")
+        flat = self.stack and stored.ndim == 2 and not self.key.endswith("bias")
         return stored.unflatten(0, (self.stack, -1)) if flat else stored
 
     def read(self, root: nn.Module) -> torch.Tensor:
@@ -128,10 +128,10 @@ def _ancestors(structure: Structure, p: Projection) -> Iterator[str]:
 def _unit(structure: Structure, path: str, into: Sequence[Projection], out: Projection) -> Iterator[Unit]:
     """The unit of these matrices; none if their shapes are others."""
     layer = structure.layers[out.layer]
-    prefix = f"{structure.layers_path}.{out.layer}."
+    below = f"{structure.layers_path}.{out.layer}."
 
     def shape(p: Projection) -> tuple[int, ...]:
-        stored: Any = getattr(layer.get_submodule(p.module.removeprefix(prefix)), p.parameter)
+        stored: Any = getattr(layer.get_submodule(inside(p.module, below)), p.parameter)
         return tuple(p.rows(stored).shape)
 
     width = shape(out)[1]

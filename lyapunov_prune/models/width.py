@@ -184,7 +184,7 @@ def _set(root: nn.Module, attributes: _Attributes, below: str = "") -> None:
     """Write the attributes of modules of `root`, whose paths begin with `below`."""
     for (path, name), value in attributes.items():
         if f"{path}.".startswith(below):
-            setattr(root.get_submodule(f"{path}.".removeprefix(below).removesuffix(".")), name, value)
+            setattr(root.get_submodule(inside(path, below)), name, value)
 
 
 def _require_own(model: PreTrainedModel, units: Sequence[Unit]) -> None:
@@ -277,7 +277,8 @@ def _layout(
     masked = copy.deepcopy(block)
     for unit, channels in kept.items():
         W = unit.out.rows(getattr(masked.get_submodule(inside(unit.out.module, below)), unit.out.parameter).detach())
-        W[:, [j for j in range(unit.width) if j not in set(channels.tolist())]] = 0
+        gone = torch.ones(unit.width, dtype=torch.bool).index_fill(0, channels, False)
+        W[:, gone.to(W.device)] = 0
     wanted = _output(masked(*args, **kwargs))
     for interleaved in (False, True):
         narrower = copy.deepcopy(block)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError, in_short
 from lyapunov_prune.mending.mend import store_mend
 from lyapunov_prune.models.adaptations import Cut
 from lyapunov_prune.models.compact import renumber_compact
@@ -21,6 +20,7 @@ from lyapunov_prune.models.held import held
 from lyapunov_prune.models.layer_settings import require_attention, slice_settings
 from lyapunov_prune.models.left_out import forget_heads
 from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
+from lyapunov_prune.models.rebuilt import rebuilt
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.models.two_stacks import renew_configs, stack_config, structure_like
@@ -156,14 +156,7 @@ def _rename_ties(pruned: PreTrainedModel) -> None:
     tied = {name: module for name, module in pruned.named_modules() if "_tied_weights_keys" in vars(module)}
     if not tied:
         return
-    try:
-        with torch.device("meta"):
-            fresh = type(pruned)(copy.deepcopy(pruned.config))
-    except Exception as error:  # the family's own code may raise anything
-        raise LyapunovPruneError(
-            f"these layers of {type(pruned).__name__} cannot be removed correctly: the model cannot be built without "
-            f"them ({in_short(error, 100)}); remove other layers"
-        ) from None
+    fresh = rebuilt(pruned, copy.deepcopy(pruned.config))
     for name, module in tied.items():
         module._tied_weights_keys = fresh.get_submodule(name)._tied_weights_keys
     pruned.all_tied_weights_keys = fresh.all_tied_weights_keys

@@ -108,7 +108,8 @@ def prune(
     why, packed = _why_files(model, source, format)
     if why:
         _require_files(removal, by, source, stored, why, packed, given)
-        _prune_files(model, removal, source, format, output, why)
+        plan, keep_period = removal.plan_file, removal.keep_period
+        prune_files(model, output, removal.layers, plan, keep_period, why, source.disk, format)
     elif text.images:
         _prune_classifier(model, removal, source, text, format, output, given)
     else:
@@ -224,11 +225,6 @@ def _require_files(
         "leave it out, and score the result with eval",
         TextOptions,
     )
-
-
-def _prune_files(model: str, removal: Removal, source: ModelOptions, format: str, output: Path, why: str) -> None:
-    plan, keep_period = removal.plan_file, removal.keep_period
-    prune_files(model, output, removal.layers, plan, keep_period, why, source.disk, format)
 
 
 def _prune_classifier(
