@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +10,10 @@ import torch
 from scipy import stats
 
 from lyapunov_prune.arguments import Count
-from lyapunov_prune.forward.hooks import final_state, require_finite
+from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.forward.scoring import Sum, is_large, loss_sum, mean_over, scored_in
+from lyapunov_prune.forward.scoring import Sum, loss_sum, mean_over
 from lyapunov_prune.models.decoder import Streamable, takes_model
-from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
@@ -78,31 +76,16 @@ class Perplexity(Result):
 
 
 def of_windows(reading: Reading, total: Sum, batch_size: int, description: str) -> torch.Tensor:
-    """Per window, the mean over its tokens (except the first) of what `total` sums (`scoring.mean_over`).
-
-    Uses the model's own logits. For large windows and streamed models they are computed from the final states, one
-    block of positions at a time.
-    """
+    """Per window, the mean over its tokens (except the first) of what `total` sums (`scoring.mean_over`)."""
     found: list[torch.Tensor] = []
     batches = reading.windows(batch_size)
-    streamed = stream_of(reading.model) is not None
-    if streamed and not reading.scorer.enters:  # happens if the first tokens are not finite
-        require_finite(reading.structure, batches[0][:1], f"window 0 of {reading.batch.text}")
-    by_states = streamed or (is_large(reading.model, batches[0]) and reading.scorer.enters)
+    streamed = reading.decoder.stream is not None
     for ids in batches if streamed else track(batches, description):
-        windows = list(zip(_from_states(reading, ids) if by_states else _from_forward(reading, ids), ids, strict=True))
+        windows = list(zip(reading.logits(ids), ids, strict=True))
         each = track(windows, description) if streamed else windows
         found += [mean_over(blocks, targets[1:], total) for blocks, targets in each]
         del windows, each  # free the logits before the next ones are allocated
     return torch.stack(found)
-
-
-def _from_forward(reading: Reading, ids: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-    return [scored_in(rows) for rows in reading.model(ids, use_cache=False).logits]
-
-
-def _from_states(reading: Reading, ids: torch.Tensor) -> list[Iterator[torch.Tensor]]:
-    return [reading.scorer.blocks(rows[:-1]) for rows in final_state(reading.structure, ids)]
 
 
 def require_finite_losses(reading: Reading, losses: np.ndarray) -> None:

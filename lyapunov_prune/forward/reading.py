@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch, Tokens, checked_batch
-from lyapunov_prune.data.examples import model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.prefix import Prefix
-from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.forward.scoring import Scorer, is_large, scored_in
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.structure import Structure, scale_weights
 from lyapunov_prune.results.result import MeasuredOn
@@ -51,7 +51,19 @@ class Reading:
             if batch_size != 1:
                 raise LyapunovPruneError("a streamed model takes all windows in one forward; leave out the batch size")
             batch_size = len(self.batch)
-        return model_inputs(self.model, self.batch, batch_size)
+        return [ids.to(self.model.device) for ids in self.batch.windows(batch_size)]
+
+    def logits(self, ids: torch.Tensor) -> list[Iterable[torch.Tensor]]:
+        """The model's own logits of every window of `ids` but those of its last token, a block of positions at a time.
+
+        For large windows and streamed models they are computed from the final states when a block is asked for.
+        """
+        streamed = self.decoder.stream is not None
+        if not streamed and not (is_large(self.model, ids) and self.scorer.enters):
+            return [scored_in(rows) for rows in self.model(ids, use_cache=False).logits]
+        if not self.scorer.enters:  # happens if the first tokens are not finite
+            require_finite(self.structure, ids[:1], f"window 0 of {self.batch.text}")
+        return [self.scorer.blocks(rows[:-1]) for rows in final_state(self.structure, ids)]
 
     def measured_on(self, seed: int | None = None) -> MeasuredOn:
         return replace(self._measured_on, seed=seed)

@@ -86,15 +86,6 @@ def require_readable(model: nn.Module) -> None:
         )
 
 
-def require_derivatives(model: nn.Module) -> None:
-    """Raise LyapunovPruneError for packed weights: many kernels have no derivative, or drop it silently."""
-    if is_packed(model):
-        raise LyapunovPruneError(
-            f"the weights are {quantisation(model.config)}, whose kernels give no reliable derivatives; use method "
-            "difference"
-        )
-
-
 def require_kernels(config: PreTrainedConfig, device_map: Any) -> None:
     """Raise what transformers raises if it does not know the method of `config` or lacks its library.
 

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from lyapunov_prune.arguments import Count, Positive, Seed
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.models.decoder import StreamableText, takes_model
-from lyapunov_prune.models.quantised import UNSEEN_ROUNDING, require_derivatives
+from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import (
     ABOVE_FLOOR,
@@ -32,6 +33,7 @@ from lyapunov_prune.profiles.propagation import (
     require_moved,
 )
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import MeasuredOn
 
 Derivative = Literal["difference", "jvp"]
 # If one window is below this, further windows will not lift the whole above the threshold.
@@ -85,9 +87,8 @@ def measure_contraction(
     reading = read(model, batch)
     structure, dtype = reading.structure, reading.model.dtype
     seeds = listed(seeds)
-    if method == "jvp":
-        require_derivatives(reading.model)
-
+    if method == "jvp" and model.packed:
+        raise LyapunovPruneError("the kernels of packed weights give no reliable derivatives; use method difference")
     windows = reading.windows(batch_size)
     stretch = windows[0][:1, :FLOOR_TOKENS]
     rough = roughness(structure, stretch, dtype)
@@ -114,10 +115,34 @@ def measure_contraction(
         total = join(difference_sums, seeds, epsilon)
         trial = difference_sums(structure, stretch, 0, (seeds[0],) * 3, (epsilon, epsilon / 10, unit))
         floor, linearity = _floor_and_linearity(trial)
+    return _profile(
+        total,
+        floor,
+        linearity,
+        pooling=pooling,
+        method=method,
+        epsilon=epsilon,
+        seeds=seeds,
+        dtype=dtype,
+        measured_on=reading.measured_on(seed=seeds[0]),
+    )
+
+
+def _profile(
+    total: WindowSums,
+    floor: np.ndarray,
+    linearity: np.ndarray | None,
+    *,
+    pooling: Pooling,
+    method: Derivative,
+    epsilon: float,
+    seeds: tuple[int, ...],
+    dtype: torch.dtype,
+    measured_on: MeasuredOn,
+) -> ContractionProfile:
+    """The profile of the sums `total`; raises LyapunovPruneError if ε moved no state in `dtype`."""
     state, error = total.state.sum(-1), total.error.sum((-2, -1))
     require_moved(error[0], epsilon, dtype)
-
-    growth = np.sqrt(total.state[-1] / total.state[0])
     return ContractionProfile(
         pooling=pooling,
         method=method,
@@ -130,8 +155,8 @@ def measure_contraction(
         floor=floor,
         sink_state_share=total.peak_state.sum(-1) / state,
         sink_error_share=total.peak_error.sum((-2, -1)) / error,
-        norm_growth=growth,
-        measured_on=reading.measured_on(seed=seeds[0]),
+        norm_growth=np.sqrt(total.state[-1] / total.state[0]),
+        measured_on=measured_on,
         linearity=linearity,
         worst_growth=float(np.sqrt((total.state[1:] / total.state[:-1]).max(-1).prod())),
         windows=total.energies(),
