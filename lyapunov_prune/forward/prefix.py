@@ -41,7 +41,12 @@ class Prefix:
         states: list[torch.Tensor] = []
         with (
             hooked(after=[(layer, self._note_width(index)) for index, layer in enumerate(structure.layers)]),
-            residual_stream(structure, lambda boundary, hidden: states.append(hidden.clone()), every_layer=False),
+            residual_stream(
+                structure,
+                lambda boundary, hidden: states.append(hidden.clone()),
+                one_state=False,
+                every_layer=False,
+            ),
         ):
             whole = final_state(structure, ids)
         layers = len(states) - 1

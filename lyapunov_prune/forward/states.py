@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.hooks import require_finite, require_one_state
+from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.layers import in_one_forward
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.decoder import Decoder
@@ -133,7 +133,6 @@ def final_without_each(decoder: Decoder, ids: torch.Tensor, folder: Path | None)
 
     def visit(layer: int, hidden: torch.Tensor, run: Run) -> None:
         if not kept:
-            require_one_state(structure, hidden)
             kept.append(room_for(structure.num_layers, hidden, folder))
         for state in kept[0][:layer]:
             start = 0

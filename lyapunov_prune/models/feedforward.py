@@ -236,9 +236,13 @@ def _activation(where: str, calls: Sequence[Call], matrices: set[str]) -> Call:
                 f"{where} has a {type(call.module).__name__} ({call.path}) between the matrices of its feed-forward "
                 f"block, where only an activation can be removed; {_OTHERS}"
             )
+    if not between:
+        raise LyapunovPruneError(
+            f"the activation of {where} is a function that the code of its block calls, and no module, so that nothing "
+            f"can stand in its place; drop its attention (prune --what attention --format compact), or {_OTHERS}"
+        )
     if len(between) != 1:
-        found = ", ".join(c.path for c in between) or "none: a function without a module cannot be replaced"
-        raise _unknown(where, f"modules between its matrices: {found}")
+        raise _unknown(where, f"modules between its matrices: {', '.join(c.path for c in between)}")
     return between[0]
 
 

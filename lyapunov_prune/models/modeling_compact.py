@@ -100,6 +100,8 @@ def stand_in(form: str, old: nn.Module, width: int) -> nn.Module:
     module = old
     if kind == NONE:
         module = NoAttention(*options)
+        for name in old._non_persistent_buffers_set:  # Falcon H1 fills these of every layer on loading
+            module.register_buffer(name, old._buffers[name], persistent=False)
     elif kind == "identity":
         module = nn.Identity()
     elif kind in ("linear", "affine"):
@@ -179,6 +181,11 @@ class Compact:
         backbone = self.get_submodule(config.layers_path.rpartition(".")[0])
         if fit_cache not in backbone._forward_pre_hooks.values():
             backbone.register_forward_pre_hook(fit_cache, with_kwargs=True)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """False: transformers would not run the plain class's `_init_weights`, which fills what no file holds."""
+        return False
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

@@ -21,8 +21,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         "down_proj", "mlp.c_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp.Wo", "w2", "shared_mlp.output_linear",
         "output.dense", "ffn.2", "mlp.output_linear",
     ),
-    # Names as above with another meaning: gates of attention, routers, linear attention, token embeddings.
+    # Names as above with another meaning: gates of attention and norms, routers, linear attention, token embeddings.
     "other": (
+        "input_layernorm.mlp.fc1", "input_layernorm.mlp.fc2",
         "self_attn.gate_proj", "gate.down_proj", "router_mlp.fc1", "router_mlp.fc2", "linear_attn.q_proj",
         "linear_attn.k_proj", "linear_attn.v_proj", "linear_attn.o_proj", "linear_attn.out_proj", "ple.key_proj",
         "ple.value_proj",

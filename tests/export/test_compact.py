@@ -62,6 +62,16 @@ def test_every_family_passes_the_gate(family: str, ids: torch.Tensor) -> None:
     assert made.config.model_type == f"compact_{model.config.model_type}"
 
 
+def test_what_loading_fills_in_every_layer_is_filled_without_an_attention_too() -> None:
+    """Falcon H1 multiplies by a vector that no file holds, and writes it into the mixer of every layer on loading."""
+    model = make_zoo("falcon_h1")
+    cuts = Cuts((3,))
+    made = make_compact(model, cuts)
+    assert verify_compact(model, made, cuts, elsewhere=True).passed
+    model.model.layers[2].mamba.mup_vector.mul_(2)
+    assert not verify(model, made, cuts).passed
+
+
 @pytest.mark.parametrize("name", ["gemma", "granite", "mixtral", "olmo2", "olmo3", "phi", "qwen3_moe", "smollm3"])
 def test_families_of_the_zoo_pass_the_gate(name: str, ids: torch.Tensor) -> None:
     """The module that stands for the block of a mixture is the user's own matrix."""

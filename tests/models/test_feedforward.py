@@ -220,7 +220,7 @@ def test_unknown_shapes() -> None:
     refuse(model, 0, "mlp.down_proj gives another output than its matrices and its activation")
     mlp = model.model.layers[1].mlp
     mlp.act_fn = nn.Identity()
-    refuse(model, 1, "a function without a module")
+    refuse(model, 1, "is a function")
     mlp = model.model.layers[2].mlp
     mlp.act_fn = nn.Sequential(nn.SiLU(), nn.ReLU())
     refuse(model, 2, "modules between its matrices: mlp.act_fn.0, mlp.act_fn.1")
