@@ -104,7 +104,7 @@ def require_one_state(structure: Structure, hidden: torch.Tensor) -> None:
     if hidden.ndim != 3:
         raise LyapunovPruneError(
             f"{type(structure.backbone).__name__} carries several states a token and mixes them between its layers, "
-            "and the growth of an error is defined for one state; rank by kl, or prune and compress it without a profile"
+            "and the growth of an error is defined for one state; rank by kl, or compress it without a profile"
         )
 
 
