@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.layer_stream import LayerStream, read_tensor
@@ -75,11 +76,12 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
     wanted = outline.model.state_dict(keep_vars=True)
     _require_memory(outline, wanted, device)
     config = copy.deepcopy(outline.model.config)
-    with quiet(), init_empty_weights(include_buffers=False):  # buffers that no checkpoint holds are computed
+    with quiet(), init_empty_weights(include_buffers=False), no_init_weights():
         model: Any = type(outline.model)._from_config(config, dtype=outline.model.dtype, **kernels(config))
-        for module in model.modules():
-            module._is_hf_initialized = False
-        model.initialize_weights()  # again, as loading does: under the weights' dtype, buffers are rounded
+    model.tie_weights()
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    model.initialize_weights()  # only buffers, which no checkpoint holds: outside the weights' dtype, as loading does
     structure = find_structure(model.eval())
     made: dict[int, torch.Tensor] = {}
     for name, meant in wanted.items():

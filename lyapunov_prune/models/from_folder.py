@@ -221,15 +221,17 @@ def _uncollected() -> Iterator[None]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence progress bars and notices of transformers; this package reports on stderr itself."""
-    level = transformers.logging.get_verbosity()
+    notices = logging.getLogger("transformers")
+    kept = notices.handlers, notices.propagate
+    # A change of the level would clear the caches of thousands of loggers.
+    notices.handlers, notices.propagate = [logging.NullHandler()], False
     bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     try:
         # transformers' GGUF reader ignores the switch for its bar
         with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
             yield
     finally:
-        transformers.logging.set_verbosity(level)
+        notices.handlers, notices.propagate = kept
         if bars:
             transformers.logging.enable_progress_bar()

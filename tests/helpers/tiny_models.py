@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,14 +63,40 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 def make_tiny(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model of the family, float32, with weights large enough for every layer to matter."""
     model_type, extra = TINY[name]
-    return with_large_weights(from_settings(model_type, seed, **{**SMALL, **extra, **changes}))
+    return _built(_large, model_type, seed, {**SMALL, **extra, **changes})
 
 
 def from_settings(model_type: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """A random model of this config, in eval mode."""
+    return _built(_random, model_type, seed, settings)
+
+
+def _random(model_type: str, seed: int, settings: dict[str, Any]) -> PreTrainedModel:
     config = AutoConfig.for_model(model_type, **settings)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def _large(model_type: str, seed: int, settings: dict[str, Any]) -> PreTrainedModel:
+    return with_large_weights(_random(model_type, seed, settings))
+
+
+_made: dict[tuple[Any, ...], tuple[PreTrainedModel, torch.Tensor]] = {}
+
+
+def _built(
+    make: Callable[..., PreTrainedModel], model_type: str, seed: int, settings: dict[str, Any]
+) -> PreTrainedModel:
+    """What `make` returns, as a copy of its first result: building takes transformers four times as long."""
+    key = make, model_type, seed, repr(settings), torch.get_default_dtype()
+    if key not in _made:
+        model = make(model_type, seed, copy.deepcopy(settings))
+        if model.num_parameters() > 10**6:
+            return model
+        _made[key] = model, torch.get_rng_state()
+    model, state = _made[key]
+    torch.set_rng_state(state)  # as after building
+    return copy.deepcopy(model)
 
 
 # Three layers of eight experts, two of them for a token. The deepest family chooses among two groups, and has a dense

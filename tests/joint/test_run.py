@@ -62,6 +62,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def shallow() -> PreTrainedModel:
+    """Four layers: a third of the points that six layers take."""
+    return make_tiny("llama", num_hidden_layers=4)
+
+
 def removed(model: PreTrainedModel, folder: Path, name: str = "out", **changes: Any) -> JointRun:
     options = {"remove": 2, **QUICK, "folder": folder / "jobs", **changes}
     return remove_jointly(model, None, options.pop("slices", slices()), folder / name, **options)
@@ -147,7 +152,7 @@ def same(a: JointRun, b: JointRun, folder: Path, names: tuple[str, str]) -> None
 @pytest.mark.parametrize("rank", [2, None])
 def test_a_run_that_was_cut_off_ends_as_one_that_was_not(rank: int | None, tmp_path: Path) -> None:
     """In a point in the middle, and in the final recovery; of each point and step nothing is done twice."""
-    model = make_tiny("llama")
+    model = shallow()
     options = {"steps": 2, "recover_steps": 3, "recipe": Recipe(rank=rank)}
     whole = removed(model, tmp_path, "whole", **options)
     steps = 2 * len(whole.points.scores) + 3
@@ -177,17 +182,17 @@ def killed(folder: Path, after: int) -> None:
 
     Distillation.take_step = kill  # type: ignore[method-assign]
     training_state.SECONDS, training_state._SHARE = 0.0, math.inf
-    removed(make_tiny("llama"), folder)
+    removed(shallow(), folder)
 
 
 def test_kill_9_in_a_point_and_in_the_final_recovery(tmp_path: Path) -> None:
-    whole = removed(make_tiny("llama"), tmp_path, "whole")
+    whole = removed(shallow(), tmp_path, "whole")
     for after in (7, len(whole.points.scores) - 7 + 1):
         process = multiprocessing.get_context("fork").Process(target=killed, args=(tmp_path, after))
         process.start()
         process.join()
         assert process.exitcode == -9
-    same(whole, removed(make_tiny("llama"), tmp_path), tmp_path, ("whole", "out"))
+    same(whole, removed(shallow(), tmp_path), tmp_path, ("whole", "out"))
 
 
 # What is refused.
@@ -202,7 +207,7 @@ def cut_off(model: PreTrainedModel, folder: Path, steps: int = 9, **options: Any
 
 def test_a_truncated_point_is_seen(tmp_path: Path) -> None:
     """Of a point that others inherit from: its tensors cut off, another point's in its place, and none at all."""
-    model = make_tiny("llama")
+    model = shallow()
     cut_off(model, tmp_path, 2)
     state = next((tmp_path / "jobs" / "1-0").glob("step-*/state.safetensors"))
     whole = state.read_bytes()
@@ -220,7 +225,7 @@ def test_a_truncated_point_is_seen(tmp_path: Path) -> None:
 
 
 def test_half_a_line_of_the_store_is_done_again(tmp_path: Path) -> None:
-    model = make_tiny("llama")
+    model = shallow()
     whole = removed(model, tmp_path, "whole")
     cut_off(model, tmp_path)
     store = tmp_path / "jobs" / "0.jsonl"
@@ -236,7 +241,7 @@ def test_half_a_line_of_the_store_is_done_again(tmp_path: Path) -> None:
 def test_another_run_takes_nothing_of_the_work_that_it_finds(
     changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = make_tiny("llama")
+    model = shallow()
     cut_off(model, tmp_path)
     capsys.readouterr()
     found = removed(model, tmp_path, **changes)
@@ -304,7 +309,7 @@ def test_a_selection_that_errs_by_more_than_pairs_differ_says_so(
 ) -> None:
     monkeypatch.setattr(module, "_selection_error", lambda *_: 9.0)
     with pytest.raises(LyapunovPruneError, match="error is 9"):
-        removed(make_tiny("llama"), tmp_path)
+        removed(shallow(), tmp_path)
     assert not (tmp_path / "out").exists()
 
 
@@ -319,7 +324,7 @@ def test_a_loss_that_is_not_finite_names_point_and_step(tmp_path: Path, monkeypa
 
     monkeypatch.setattr("lyapunov_prune.healing.distillation.uncached_logits", broken)
     with pytest.raises(LyapunovPruneError, match=r"point \(2, 0\): the loss of step 1"):
-        removed(make_tiny("llama"), tmp_path, steps=2)
+        removed(shallow(), tmp_path, steps=2)
 
 
 def test_half_precision_is_refused(tmp_path: Path) -> None:
@@ -370,7 +375,7 @@ def test_a_final_recovery_that_does_not_pay_leaves_the_weights_of_its_start(
 
     monkeypatch.setattr(Course, "finish", worse)
     monkeypatch.setattr(Course, "taught", noted)
-    run = removed(make_tiny("llama"), tmp_path)
+    run = removed(shallow(), tmp_path)
     assert run.gain is not None
     assert run.gain.change > 0
     assert not run.gain.pays
