@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+import numpy as np
+
 from experiments.columns import Column, Removed
 from experiments.compressions import ALIKE, apart, judged
 from experiments.published import MODELS, RHO_OVER_BI, SPREAD_NAIVE, SPREAD_WANDA
@@ -83,16 +85,20 @@ def verdicts(columns: list[Column], drift: list[tuple[str, AmplificationDrift]])
     for c in columns:
         if c.pruning:
             naive, wanda = (c.pruning.spread(method) for method in ("weight-only", "wanda"))
-            said = f"{c.name}: Wanda shrinks the spread of components from {short(naive)}- to {short(wanda)}-fold"
-            theirs = f"the paper: from {short(SPREAD_NAIVE)}- to {span(SPREAD_WANDA)}-fold"
-            lines.append(verdict(wanda < naive, f"{said} ({theirs})."))
+            if np.isnan([naive, wanda]).any():
+                said = f"{c.name}: no spread of components can be given, because pruning one of them costs nothing"
+                lines.append(f"**Not decided:** {said}.")
+            else:
+                said = f"{c.name}: Wanda shrinks the spread of components from {short(naive)}- to {short(wanda)}-fold"
+                theirs = f"the paper: from {short(SPREAD_NAIVE)}- to {span(SPREAD_WANDA)}-fold"
+                lines.append(verdict(wanda < naive, f"{said} ({theirs})."))
         if (ratio := bi_over_rho(c)) is not None:
             rho, bi = (by_criterion(c)[name] for name in ("rho", "bi"))
             over = [r.perplexity / c.perplexity for r in (rho, bi)]
             less = f"{short(ratio)} times lower" if ratio > 1 else f"{short(1 / ratio)} times higher"
             said = f"{c.name}: removing {REMOVED} layers by ρ leaves {less} perplexity than by Block Influence"
             found = f"{said}, {short(over[0])} and {short(over[1])} × dense (the paper: {RHO_OVER_BI:g} times lower)"
-            wrecked = f"**Not to be told:** {found}: both are wrecked."
+            wrecked = f"**Not decided:** {found}: both are wrecked."
             word = apart(rho, bi)
             also = "; by intervals alone, as no windows to pair were kept, not told" if word == ALIKE else ""
             lines.append(wrecked if min(over) > WRECKED else stated(f"{found}{also}.", judged(word, "better")))

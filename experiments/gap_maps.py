@@ -94,7 +94,9 @@ def times(T: torch.Tensor) -> Callable[..., Any]:
 
 def least_squares(m: torch.Tensor, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """`argmin_T Σ_t ‖m_t T + (h_t − m_t) − y_t‖²`."""
-    return torch.linalg.lstsq(m, y - (h - m), driver="gelsd").solution
+    # On the CPU, because the driver that takes matrices of deficient rank is not there on CUDA.
+    solved = torch.linalg.lstsq(m.cpu(), (y - (h - m)).cpu(), driver="gelsd").solution
+    return solved.to(m)
 
 
 def by_cosine(m: torch.Tensor, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ def test_criteria_that_both_wreck_a_model_are_not_compared() -> None:
         turned = replace(small, removal=replace(small.removal, sets=tuple(sets)))
         assert f"**{said}" in abstract.verdicts([turned], [])
     wrecked = replace(small, perplexity=small.perplexity / 1000)
-    assert "**Not to be told:** smollm2-135m: removing 8" in abstract.verdicts([wrecked], [])
+    assert "**Not decided:** smollm2-135m: removing 8" in abstract.verdicts([wrecked], [])
 
 
 def test_numbers_as_they_are_written() -> None:

@@ -156,8 +156,11 @@ def written() -> dict[str, str]:
     return {
         "setting": bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in results)),
         "table": table(head, [row for r in results for row in _rows(r)]),
-        "beside the cut": beside(results[0], "energy"),
-        "beside optipfair": beside(results[0], "optipfair, activations"),
+    } | {
+        f"{r.measured_on.model.name} beside {name}": beside(r, way)
+        for r in results
+        for name, way in (("the cut", "energy"), ("optipfair", "optipfair, activations"))
+        if any(row.way == way for row in r.rows)
     }
 
 
