@@ -8,8 +8,9 @@ how many of each to remove.
 - `map`: a polynomial in the two removed shares, fitted to the scores after recovery, its degree chosen by
   cross-validation;
 - `decision`: the best pair within a budget according to the map, and how far noise can change it;
-- `times`: the measured times behind a budget of time; `run`, `result`: the whole procedure and its result; `card`: the
-  section of the model card.
+- `times`: the measured times behind a budget of time;
+- `run`: the whole procedure, of which `job` holds what its parts share, `search` decides, and `finish` writes;
+  `result`: what it returns; `card`: the section of the model card.
 
 Another predictor is a result with the `predict`, `interval`, `contrast` and `residual` of `JointMap`; another budget is
 a case in `decision.within_budget`.

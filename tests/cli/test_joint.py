@@ -15,7 +15,7 @@ from helpers import Done, make_classifier
 from lyapunov_prune.export import compact_checkpoint
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.joint import points
-from lyapunov_prune.joint import run as module
+from lyapunov_prune.joint import search as module
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.models.classifier_loading import PROCESSOR, load_classifier
 from lyapunov_prune.pruning.plan import PruningPlan

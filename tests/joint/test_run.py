@@ -21,9 +21,10 @@ from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.data.slices import slices as cut_in_three
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.score import score
+from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
-from lyapunov_prune.joint import run as module
+from lyapunov_prune.joint import search as module
 from lyapunov_prune.joint.points import Course
 from lyapunov_prune.joint.recovery import Recipe
 from lyapunov_prune.joint.result import JointRun
@@ -315,7 +316,7 @@ def test_a_selection_that_errs_by_more_than_pairs_differ_says_so(
 
 def test_a_loss_that_is_not_finite_names_point_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    logits_of = module.uncached_logits
+    logits_of = uncached_logits
 
     def broken(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tensor:
         calls.append(model)

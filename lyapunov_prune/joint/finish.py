@@ -1,0 +1,137 @@
+"""The end of a joint removal: recover the chosen pair, merge it, write the compact checkpoint, and score it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.evaluation.judging import Comparison, compare
+from lyapunov_prune.evaluation.score import paired_error, score
+from lyapunov_prune.export.compact import Cuts, make_compact
+from lyapunov_prune.export.compact_checkpoint import save_compact
+from lyapunov_prune.export.formats.compact import COMPACT
+from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
+from lyapunov_prune.healing.state import KEPT
+from lyapunov_prune.joint import card
+from lyapunov_prune.joint.chains import Pair
+from lyapunov_prune.joint.job import Job
+from lyapunov_prune.joint.points import Course
+from lyapunov_prune.joint.recovery import Lesson
+from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
+from lyapunov_prune.joint.search import Found
+from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.pruning.counting import sizes_in_memory
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import describe
+from lyapunov_prune.results.files import whole_folder
+from lyapunov_prune.results.history import add_step
+
+MERGED = 10.0  # times the rounding limit of a single model: a merge rounds a product and sums in another order
+
+
+def finish(job: Job, found: Found, tokenizer: PreTrainedTokenizerBase | None, output: str | Path) -> JointRun:
+    """Train the chosen pair further, write it to `output`, and score it on the final slice.
+
+    Raises CheckFailed if the gate does not hold, and as the recovery does; `output` is then empty.
+    """
+    learn, _, final = job.slices
+    dense, saw = job.student.decoder, job.origins[:2]
+    start = found.course.nearest(found.decision.chosen)
+    found.course.forget(keep=found.course.lineage(start))
+    with job.timing("recovery"):
+        pupil, lesson, losses, gain = _recovered(job, found.course, found.decision.chosen, start)
+    add_step(pupil.model, "heal", saw[:1], dense.model)
+    cuts = Cuts(lesson.attention, pupil.merged(lesson.activation), saw, hidden=pupil.hidden(lesson.activation))
+    plan = _plan(job, lesson)
+    compact = make_compact(pupil.model, cuts)
+    _require_merged(pupil, lesson, compact)
+    with whole_folder(output, KEPT) as partial:
+        with job.timing("checkpoint"):
+            gate = save_compact(partial, pupil.decoder, compact, tokenizer, cuts, learn)
+        with job.timing("final scores"):
+            before, chosen = (score(m, final, batch_size=job.batch_size) for m in (dense, compact))
+        run = JointRun(
+            importance=found.importance,
+            points=found.points,
+            map=found.map,
+            decision=found.decision,
+            plan=plan,
+            times=found.times,
+            start=start,
+            losses=np.array(losses),
+            gain=gain,
+            dense=before.value,
+            chosen=chosen.value,
+            error=paired_error(before, chosen),
+            parameters=(dense.model.num_parameters(), compact.num_parameters()),
+            size=(_size(dense.model), _size(compact)),
+            seconds=job.seconds,
+            measured_on=job.origins[2],
+        )
+        run.save(partial / REPORT)
+        plan.save(partial / PLAN)
+        describe(
+            partial,
+            plan,
+            gate,
+            dense.structure,
+            compact,
+            stored=COMPACT,
+            since=card.since(run),
+            sections=card.sections(run),
+        )
+    return run
+
+
+def _plan(job: Job, lesson: Lesson) -> PruningPlan:
+    """What was removed, as a plan."""
+    return PruningPlan(
+        remove=(),
+        criterion=f"joint, {job.importance} within each type",
+        alpha=None,
+        scores=np.empty(0),
+        model=job.student.decoder.identity,
+        measured_on=job.origins[:2],
+        drop_attention=lesson.attention,
+        drop_activation=lesson.activation,
+        reduction=job.student.reduction if lesson.activation else None,
+    )
+
+
+def _size(model: PreTrainedModel) -> int:
+    """The bytes of its checkpoint."""
+    return sum(size for _, size in sizes_in_memory(model))
+
+
+def _recovered(job: Job, course: Course, pair: Pair, start: Pair) -> tuple[Unmerged, Lesson, list[float], Comparison]:
+    """Train `pair` further; keep the start if the result is worse on the selection slice.
+
+    Returns the student, the losses of the steps, and the comparison over the items of that slice.
+    """
+    pupil, lesson, losses = course.finish(pair, start, job.recover_steps)
+    untaught = course.taught(start)
+
+    def scored(student: Unmerged) -> np.ndarray:
+        with student.cut(lesson.attention, lesson.activation) as model:
+            return score(model, job.slices[1], batch_size=job.batch_size).losses
+
+    gain = compare(scored(untaught), scored(pupil))
+    return pupil if gain.pays else untaught, lesson, losses, gain
+
+
+@torch.no_grad()
+def _require_merged(pupil: Unmerged, lesson: Lesson, compact: PreTrainedModel) -> None:
+    """Raise CheckFailed unless `compact` computes what the trained model does; the gate cannot know this."""
+    inputs = sample_inputs(pupil.decoder, None)[0]
+    with pupil.cut(lesson.attention, lesson.activation) as model:
+        reference = uncached_logits(model, inputs)
+    error, limit = deviation(uncached_logits(compact, inputs), reference), MERGED * SAME_LIMIT[pupil.model.dtype]
+    if not error <= limit:
+        raise CheckFailed(
+            f"the merged model differs from the trained one: logits deviate by {error:.2g} (limit {limit:.0e}); "
+            "report this"
+        )

@@ -1,0 +1,80 @@
+"""What all parts of a joint removal share: the model with its cuts, the data, what was asked, and the time used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lyapunov_prune.data.examples import Examples
+from lyapunov_prune.joint.chains import Pair
+from lyapunov_prune.joint.decision import within_budget
+from lyapunov_prune.joint.importance import Method
+from lyapunov_prune.joint.recovery import Recipe
+from lyapunov_prune.joint.times import Times
+from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.results.result import MeasuredOn, encode
+
+KIND = "joint removal"  # of the store
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One joint removal; `remove_jointly` describes what is asked.
+
+    `origins` are the records of the three `slices`, `most` is how many attentions and activations can be removed, and
+    `seconds` is filled with the time of each part.
+    """
+
+    student: Unmerged
+    slices: tuple[Examples, Examples, Examples]
+    origins: tuple[MeasuredOn, ...]
+    most: Pair
+    remove: int | None
+    speedup: float | None
+    importance: Method
+    steps: int
+    recover_steps: int
+    recipe: Recipe
+    seeds: int
+    seed: int
+    folder: Path
+    batch_size: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> int:
+        return len(self.student.blocks)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """All that the numbers depend on besides the model; unfinished work of anything else is refused."""
+        return {
+            "slices": encode(self.origins),
+            "budget": {"remove": self.remove, "speedup": self.speedup},
+            "reduction": self.student.reduction,
+            "importance": self.importance,
+            "recipe": encode(self.recipe),
+            "steps": [self.steps, self.recover_steps],
+            "seeds": [self.seed, self.seeds],
+        }
+
+    def pairs(self, times: Times | None) -> list[Pair]:
+        """The pairs within the budget; raises LyapunovPruneError as `within_budget` does."""
+        seconds = None if times is None else times.table().tolist()
+        return [(a, g) for a, g in within_budget(self.layers, self.remove, self.speedup, seconds, self.most).tolist()]
+
+    def timing(self, part: str) -> AbstractContextManager[None]:
+        """Keep the time of the block in `seconds`."""
+        return timed(self.seconds, part)
+
+
+@contextmanager
+def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Keep in `seconds` how long the block took, if it ends without an error."""
+    began = time.monotonic()
+    yield
+    seconds[part] = time.monotonic() - began
