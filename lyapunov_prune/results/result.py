@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -30,6 +31,7 @@ _MOST_LAYERS = 10**5
 LINES = 8  # most lines in an answer
 ROWS = 12  # most rows in a table unless all are asked for
 MISSING = "–"  # a missing number in a table
+_NUMBERS = re.compile(r'\[\n[^][{}"]*\]')  # a list of numbers in indented JSON; no string holds a line break
 ASKED = "asked"  # a key in files besides the fields: what `once` compares
 
 
@@ -216,7 +218,8 @@ class Result:
     def save(self, path: str | Path, asked: Mapping[str, Any] | None = None) -> Path:
         """Write the result as JSON, whole or not at all; `asked` holds the parameters of `once`. Returns the path."""
         content = self.to_json() | ({ASKED: asked} if asked else {})
-        return write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        return write_whole(path, _NUMBERS.sub(lambda found: f"[{' '.join(found[0][1:-1].split())}]", text))
 
     @classmethod
     @checked

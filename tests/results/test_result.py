@@ -138,6 +138,13 @@ def written(folder: Path, data: Any) -> Path:
     return path
 
 
+def test_a_list_of_numbers_is_one_line_of_a_file_and_text_stays_as_it_is(one: Example, tmp_path: Path) -> None:
+    listed = dataclasses.replace(one, note="[\n1,\n 2]", table={"a": (1.0, 2.5)})
+    path = listed.save(tmp_path / "result.json")
+    assert '"a": [1.0, 2.5]' in path.read_text(encoding="utf-8")
+    assert Example.load(path).note == listed.note
+
+
 def test_numpy_scalars_are_written_as_numbers(one: Example, tmp_path: Path) -> None:
     scalars = dataclasses.replace(one, table={"a": (np.float64(1.5), np.float32("nan"), np.int64(2))})
     assert Example.load(scalars.save(tmp_path / "x")).table["a"][::2] == (1.5, 2.0)
