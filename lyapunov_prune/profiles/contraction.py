@@ -33,7 +33,6 @@ from lyapunov_prune.profiles.propagation import (
     require_moved,
 )
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.result import MeasuredOn
 
 Derivative = Literal["difference", "jvp"]
 # If one window is below this, further windows will not lift the whole above the threshold.
@@ -85,13 +84,13 @@ def measure_contraction(
     derivatives.
     """
     reading = read(model, batch)
-    structure, dtype = reading.structure, reading.model.dtype
+    structure = reading.structure
     seeds = listed(seeds)
     if method == "jvp" and model.packed:
         raise LyapunovPruneError("the kernels of packed weights give no reliable derivatives; use method difference")
     windows = reading.windows(batch_size)
     stretch = windows[0][:1, :FLOOR_TOKENS]
-    rough = roughness(structure, stretch, dtype)
+    rough = roughness(structure, stretch, reading.model.dtype)
     unit = torch.finfo(rough.coarsest).eps
     if model.packed:
         unit = max(unit, UNSEEN_ROUNDING)
@@ -115,34 +114,22 @@ def measure_contraction(
         total = join(difference_sums, seeds, epsilon)
         trial = difference_sums(structure, stretch, 0, (seeds[0],) * 3, (epsilon, epsilon / 10, unit))
         floor, linearity = _floor_and_linearity(trial)
-    return _profile(
-        total,
-        floor,
-        linearity,
-        pooling=pooling,
-        method=method,
-        epsilon=epsilon,
-        seeds=seeds,
-        dtype=dtype,
-        measured_on=reading.measured_on(seed=seeds[0]),
-    )
+    return _profile(reading, total, floor, linearity, pooling, method, epsilon, seeds)
 
 
 def _profile(
+    reading: Reading,
     total: WindowSums,
     floor: np.ndarray,
     linearity: np.ndarray | None,
-    *,
     pooling: Pooling,
     method: Derivative,
     epsilon: float,
     seeds: tuple[int, ...],
-    dtype: torch.dtype,
-    measured_on: MeasuredOn,
 ) -> ContractionProfile:
-    """The profile of the sums `total`; raises LyapunovPruneError if ε moved no state in `dtype`."""
+    """The profile of the sums `total`; raises LyapunovPruneError if ε moved no state."""
     state, error = total.state.sum(-1), total.error.sum((-2, -1))
-    require_moved(error[0], epsilon, dtype)
+    require_moved(error[0], epsilon, reading.model.dtype)
     return ContractionProfile(
         pooling=pooling,
         method=method,
@@ -156,7 +143,7 @@ def _profile(
         sink_state_share=total.peak_state.sum(-1) / state,
         sink_error_share=total.peak_error.sum((-2, -1)) / error,
         norm_growth=np.sqrt(total.state[-1] / total.state[0]),
-        measured_on=measured_on,
+        measured_on=reading.measured_on(seed=seeds[0]),
         linearity=linearity,
         worst_growth=float(np.sqrt((total.state[1:] / total.state[:-1]).max(-1).prod())),
         windows=total.energies(),

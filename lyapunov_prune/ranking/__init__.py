@@ -4,8 +4,8 @@
   `criterion`: what each is, and what those that give scores share; `counts`: how many layers can go, and which;
 - `rank`: measure what a criterion goes by, and rank; `measured`: rank by what was measured before;
 - `ranking`: the order, and the plan that follows;
-- `angular`, `oracle`, `best`: what the criteria of those names measure; `candidates`: the sets that `best` tries first,
-  `tried`: what it has tried;
+- `angular`, `oracle`, `best`: what the criteria of those names measure; `search`: how `best` searches,
+  `candidates`: the sets that it tries first, `tried`: what it has tried;
 - `experts`: scores of the experts of every layer, and the plan that removes as many from each;
 - `stability`: how often a layer is picked when the windows are drawn anew, and ties;
 - `budget`: as many layers, or parts of layers, as a divergence allows, `within`: as many channels or experts;

@@ -20,6 +20,7 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.ranking import BestRemoval, best_removal, candidates
 from lyapunov_prune.ranking import best as module
+from lyapunov_prune.ranking import search as search_module
 from lyapunov_prune.ranking.tried import mended
 from lyapunov_prune.sensitivity.sweep import Job, Sweep
 
@@ -81,6 +82,7 @@ def test_swaps_find_what_no_criterion_proposes(many: torch.Tensor, monkeypatch: 
     """Two layers that do nothing; the one set proposed holds neither."""
     monkeypatch.setattr(module, "by_direction", lambda *args: {"bad": (0, 3)})
     monkeypatch.setattr(module, "SOURCES", {})
+    monkeypatch.setattr(search_module, "SOURCES", {})
     model = with_idle(1, 4)
     words = own_words(model)
     found = best_removal(model, words, REMOVE, search=60)
@@ -158,7 +160,7 @@ def test_a_map_that_fits_its_text_alone_loses(
     """The check windows say that every map pays; the other text says so of one set only, which is then chosen."""
     plain = best_removal(llama, many, REMOVE, search=40, protect=[0])
     order = sorted(plain.tried, key=lambda tried: tried.windows.mean())
-    losses = module.losses
+    losses = search_module.losses
 
     def judged(helped: int | None) -> BestRemoval:
         def fake(reading: Any, removed: Any, mends: Any = ()) -> np.ndarray:
@@ -168,7 +170,7 @@ def test_a_map_that_fits_its_text_alone_loses(
             )
             return found if mends == () else found - 0.5 if pays else found + 0.001
 
-        monkeypatch.setattr(module, "losses", fake)
+        monkeypatch.setattr(search_module, "losses", fake)
         return best_removal(llama, many, REMOVE, search=80, mend=True, judge=other)
 
     alone = judged(None)
