@@ -11,9 +11,12 @@ class Lazy:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._module: Any = None
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(import_module(self._name), attribute)
+        if self._module is None:
+            self._module = import_module(self._name)
+        return getattr(self._module, attribute)
 
 
 if TYPE_CHECKING:

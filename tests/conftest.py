@@ -39,7 +39,7 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    gc.set_threshold(5000, 20, 20)
+    gc.set_threshold(5000, 20, 50)
     gc.enable()
 
 

@@ -43,11 +43,13 @@ def reload_check(
     folder: Path,
     inputs: list[torch.Tensor],
     changed: Callable[[PreTrainedModel], str] = lambda reloaded: "",
+    logits: Callable[[], KeptLogits] | None = None,
 ) -> GateCheck:
     """Compare the model of `decoder` with what plain `from_pretrained` loads from `folder`, on `inputs`.
 
-    `changed` returns what else is wrong with the reloaded model after its forwards, or "". Weights that are equal share
-    their memory, so a device never holds them twice.
+    `logits` gives the logits of `decoder` on `inputs` if they are known. `changed` returns what else is wrong with the
+    reloaded model after its forwards, or "". Weights that are equal share their memory, so a device never holds them
+    twice.
     """
     pruned = decoder.model
     place, plain = placement(pruned), not quantisation(pruned.config)
@@ -82,7 +84,8 @@ def reload_check(
     _share_rounded_tables(pruned, reloaded)
     with quiet():  # the first forward of packed weights shows a progress bar
         kept = KeptLogits(again, inputs)
-    worst = max(kept.deviation(KeptLogits(decoder, inputs)), _picture_deviation(pruned, reloaded))
+        wanted = KeptLogits(decoder, inputs) if logits is None else logits()
+    worst = max(kept.deviation(wanted), _picture_deviation(pruned, reloaded))
     wrong = changed(reloaded)
     if wrong:
         return GateCheck(RELOADED, False, worst, limit, wrong)

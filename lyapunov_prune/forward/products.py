@@ -41,6 +41,7 @@ class Product:
 
 Seen = Callable[[Product], None]
 _MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+_MULTIPLY = {*_MATMUL, torch.bmm, torch.baddbmm, nn.functional.linear}
 
 
 @contextmanager
@@ -162,7 +163,7 @@ class _Products(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        for weight, x, rows_are_features in _factors(function, args):
+        for weight, x, rows_are_features in _factors(function, args) if function in _MULTIPLY else ():
             plain = rows_are_features or function is nn.functional.linear  # x W is not a product of W as such
             if plain and (name := self._name(weight)):
                 output = function(*args, **(kwargs or {}))

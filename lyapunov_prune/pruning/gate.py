@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +123,15 @@ class Gate:
         with self.standing_in(self.reference):
             return KeptLogits(self.reference, self.inputs)
 
+    @cached_property
+    def logits(self) -> KeptLogits:
+        """The logits of the result."""
+        return KeptLogits(self.result, self.inputs)
+
     def same(self, detail: str, expected: KeptLogits | None = None, name: str = SKIPPED) -> GateCheck:
         """Whether the logits of the result are the `expected` ones."""
         reference = self.expected() if expected is None else expected
-        worst = KeptLogits(self.result, self.inputs).deviation(reference)
+        worst = self.logits.deviation(reference)
         return GateCheck(name, worst <= self.limit, worst, self.limit, detail)
 
     def pictured(self, prompt: dict[str, torch.Tensor], expected: torch.Tensor, detail: str) -> GateCheck:
@@ -170,7 +175,7 @@ class Gate:
 
     def reloads(self, folder: Path, changed: Callable[[PreTrainedModel], str] = lambda reloaded: "") -> GateCheck:
         """Whether the result saved in `folder` loads as the same model (`reload_check`)."""
-        return reload_check(self.result, folder, self.inputs, changed)
+        return reload_check(self.result, folder, self.inputs, changed, lambda: self.logits)
 
 
 def seen_by(decoder: Decoder, batch: Examples | Tokens | None, inputs: list[torch.Tensor]) -> MeasuredOn:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lyapunov_prune.lazy import Lazy
 
 if TYPE_CHECKING:
     import pandas as pd
 else:
-
-    class _Pandas:
-        """The pandas module, imported on first use."""
-
-        def __getattr__(self, name: str) -> Any:
-            import pandas
-
-            return getattr(pandas, name)
-
-    pd = _Pandas()
+    pd = Lazy("pandas")

@@ -392,7 +392,8 @@ def test_gpt2_small_468_matrices_by_30_settings(real: bool) -> None:
     else:
         torch.manual_seed(0)
         model = repeating(GPT2LMHeadModel(GPT2Config()).eval(), 3)
-    ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
+    tokens = 64 if real else 16  # random weights are as near to a bound on few
+    ids = torch.randint(50257, (1, tokens), generator=torch.Generator().manual_seed(0))
     report = check_grid(model, ids)
     assert len(report.names) == 468
     assert report.checks == 14_040

@@ -59,7 +59,7 @@ def parts(rounds: list[Round]) -> tuple[list[Round], list[Round]]:
 # What holds whatever the losses are.
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(PER_WINDOW, min_size=40, max_size=40), STEPS, st.integers(0, 8))
 def test_a_run_stays_within_its_steps_and_trials(drawn: list[list[float]], steps: int, trials: int) -> None:
     judged = iter(drawn)
@@ -85,7 +85,7 @@ def test_a_run_stays_within_its_steps_and_trials(drawn: list[list[float]], steps
         assert back or this.stretch.begin == "here"
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(PER_WINDOW, min_size=40, max_size=40), STEPS, st.integers(0, 8))
 def test_a_run_ends_with_its_steps_or_when_nothing_new_was_best_for_a_while(
     drawn: list[list[float]], steps: int, trials: int
@@ -98,7 +98,7 @@ def test_a_run_ends_with_its_steps_or_when_nothing_new_was_best_for_a_while(
     assert ended or min(since, len(run)) == PATIENCE
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(PER_WINDOW, max_size=12))
 def test_the_best_is_the_least_mean_and_never_above_the_start(drawn: list[list[float]]) -> None:
     rounds = [Round(Stretch("here", False, RATE, 1), np.array(each)) for each in drawn]
