@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,56 +137,67 @@ def compress_under_budget(
     calibrating, reading = apart(read(model, batch), every=4, most=None)
     dense = [_final(reading, ids) for ids in reading.windows(batch_size)]
     on, by = reading.measured_on(), calibrating.measured_on()
-    asked = {"calibrated on": by.text_hash, "method": method, "schedule": allocation, "options": encode(options)}
-    asked |= {"group size": group_size, "symmetric": symmetric, "weighted": weighted, "correction": correction}
-    pooling = profile.pooling if profile is not None else None
-    levels, refused = _LEVELS[unit], {}
-    with Store(folder, "compression budget", encode(on) | asked | {"pooling": pooling}) as store:
+    how: dict[str, Any] = {"method": method, "group_size": group_size, "symmetric": symmetric}
+    how |= {"weighted": weighted, "correction": correction}
+    about = encode(on) | how | {"calibrated on": by.text_hash, "schedule": allocation, "options": encode(options)}
+    about["pooling"] = profile.pooling if profile is not None else None
+    levels, refused = _LEVELS[unit], dict[float, LyapunovPruneError]()
+    best: dict[float, Compressed] = {}  # the last trial of this run within the budget
+    with Store(folder, "compression budget", about) as store:
 
         def compressed(level: float) -> Compressed:
             return compress(
                 model,
                 calibrating,
-                method=method,
                 sparsity=level if unit == "sparsity" else None,
                 bits=level if unit == "bits" else None,
                 allocation=allocation,
                 profile=profile,
                 schedule_options=options,
-                group_size=group_size,
-                symmetric=symmetric,
-                weighted=weighted,
-                correction=correction,
                 batch_size=batch_size,
+                **how,
             )
 
-        best: dict[float, Compressed] = {}  # the last trial of this run within the budget
-        within, over = -1, len(levels)
-        while over - within > 1:
-            middle = (within + over) // 2
-            level, key = levels[middle], f"{levels[middle]:g}"
-            trial: dict[float, Compressed] = {}
+        def fits(level: float) -> bool:
+            key, trial = f"{level:g}", dict[float, Compressed]()
             if key not in store:
                 try:
                     trial[level] = compressed(level)
                 except LyapunovPruneError as error:  # the method or the schedule cannot meet this amount
                     refused[level] = error
-                    over = middle
-                    continue
-                moved = _moved(reading, dense, trial[level].model, batch_size)
-                store.add(key, [x if math.isfinite(x) else None for x in moved])
+                    return False
+                store.add(key, _moved(reading, dense, trial[level].model, batch_size))
             kl = store[key][0]
-            if kl is not None and kl <= max_kl:
-                within, best = middle, trial
-            else:
-                over = middle
+            if kl is None or kl > max_kl:
+                return False
+            best.clear()
+            best.update(trial)
+            return True
+
+        _bisect(levels, fits)
         if levels[0] in refused:
             raise refused[levels[0]]
-        tried = [level for level in levels if f"{level:g}" in store or level in refused]
-        found = [store[f"{level:g}"] if level not in refused else [None, None] for level in tried]
-        costs, flipped = np.array(found, dtype=np.float64).T.copy()  # None becomes NaN
-        spent = BudgetedCompression(method, allocation, unit, np.array(tried), costs, flipped, float(max_kl), on, by)
+        costs = {level: [None, None] if level in refused else store.items().get(f"{level:g}") for level in levels}
+        spent = BudgetedCompression(method, allocation, unit, *_arrays(costs), float(max_kl), on, by)
         return spent, _seen(best.get(spent.amount) or compressed(spent.amount), model.model, on)
+
+
+def _arrays(costs: Mapping[float, Sequence[float | None] | None]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The amounts with a cost, and their two costs, (n,) float64 each; a None inside a cost becomes NaN."""
+    tried = {level: cost for level, cost in costs.items() if cost is not None}
+    kl, flipped = np.array(list(tried.values()), dtype=np.float64).T.copy()
+    return np.array(list(tried)), kl, flipped
+
+
+def _bisect(levels: Sequence[float], fits: Callable[[float], bool]) -> None:
+    """Ask whether a level fits, until the last one that does and the first one that does not are neighbours."""
+    within, over = -1, len(levels)
+    while over - within > 1:
+        middle = (within + over) // 2
+        if fits(levels[middle]):
+            within = middle
+        else:
+            over = middle
 
 
 def _seen(small: Compressed, model: PreTrainedModel, on: MeasuredOn) -> Compressed:
@@ -206,8 +217,11 @@ def _final(reading: Reading, ids: torch.Tensor) -> torch.Tensor:
 
 def _moved(
     reading: Reading, dense: Sequence[torch.Tensor], small: PreTrainedModel, batch_size: int
-) -> tuple[float, float]:
-    """Means of `KL(p‖q)` and of the flips. The head of `small` is the dense one, which `compress` does not change."""
+) -> list[float | None]:
+    """Means of `KL(p‖q)` and of the flips; None if not finite.
+
+    The head of `small` is the dense one, which `compress` does not change.
+    """
     structure = find_structure(small)
     sums, count = torch.zeros(2, dtype=torch.float64), 0
     for ids, states in zip(reading.windows(batch_size), dense, strict=True):
@@ -215,5 +229,4 @@ def _moved(
         _, kl, _, flipped, _ = measures(reading.scorer, states, [changed], 1.0)[0].sum(-1).cpu()
         sums += torch.stack([kl, flipped])
         count += len(changed)
-    kl, flipped = (sums / count).tolist()
-    return kl, flipped
+    return [x if math.isfinite(x) else None for x in (sums / count).tolist()]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,22 +17,20 @@ from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.evaluation.perplexity import perplexity
-from lyapunov_prune.forward.logits import require_one_vocabulary, uncached_logits
+from lyapunov_prune.forward.logits import require_one_vocabulary
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.forward.scoring import next_token_loss
-from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.learner import Way
 from lyapunov_prune.healing.report import Healed, Healing, HeldOut
-from lyapunov_prune.healing.sharded import gathered_into, of_main, require_shardable, sharded, sharing
-from lyapunov_prune.healing.sizes import update_sizes
+from lyapunov_prune.healing.sharded import of_main, require_shardable, sharing
 from lyapunov_prune.healing.state import TrainingState
-from lyapunov_prune.healing.trained import beside, recomputed, require_few, require_trainable, trained
+from lyapunov_prune.healing.trained import require_few, require_trainable
 from lyapunov_prune.healing.training import Budget, Tensors, Training
-from lyapunov_prune.models.decoder import InMemory, takes_models, wrap
+from lyapunov_prune.models.decoder import Decoder, InMemory, takes_models
 from lyapunov_prune.models.launched import processes_of, require_same_models
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.results.history import add_step
-from lyapunov_prune.results.result import encode
+from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, encode
 
 # First learning rate, relative to the size of each parameter: all parameters, low-rank factors.
 RATE, LOW_RANK_RATE = 5e-4, 1.6e-3
@@ -106,82 +101,97 @@ def heal(
     reading = read(student, batch)
     taught = read(teacher, reading)
     budget = budget_of(steps, minutes, rank, learning_rate, per_step)
-    processes = sharing(per_step, rank) if shard else processes_of(student.model, teacher.model)
-    if shard:
-        require_same_models(processes, student.model, teacher.model)
-    _require(reading, taught, rank)
-    if shard:
-        require_shardable(student.model, "the pruned model")
-        require_shardable(teacher.model, "the dense model")
-    if per_step < processes.num_processes:
-        raise LyapunovPruneError(
-            f"steps of {per_step} windows cannot be shared by {processes.num_processes} (one a process); give as many "
-            "or more (per_step)"
-        )
+    processes = _processes(reading, taught, per_step, rank, shard)
+    way = Way(budget, per_step, rank, temperature, seed, checkpointing, shard, processes)
     learnt, judging = _apart(reading, judge)
     if evaluation is not None:
         evaluation = read(student, evaluation)
-        for other in (reading, judging):
-            require_disjoint(other.batch, evaluation.batch)
-        for model in (student.model, teacher.model):
-            require_unseen(model, evaluation.batch)
+        _require_unseen(evaluation, (reading, judging), (student.model, teacher.model))
+    on = reading.measured_on(seed), judging.measured_on()
+    model, report = _healed(student, teacher, learnt, judging, on, way, folder, evaluation, batch_size)
+    if report.kept >= 0:
+        add_step(model, "heal", on[:1] if judge is None else on, student.model, teacher.model)
+    return Healed(model, report)
 
-    measured_on, judged_on = reading.measured_on(seed), judging.measured_on()
-    settings: dict[str, Any] = {**encode(budget), "per_step": per_step, "rank": rank, "temperature": temperature}
+
+def _healed(
+    student: Decoder,
+    teacher: Decoder,
+    learnt: Reading,
+    judging: Reading,
+    on: tuple[MeasuredOn, MeasuredOn],
+    way: Way,
+    folder: str | Path | None,
+    evaluation: Reading | None,
+    batch_size: int,
+) -> tuple[PreTrainedModel, Healing]:
+    """Continue the run that `folder` holds, or begin one; measure the perplexities around it."""
     guided_by = teacher.identity  # reads all weights, so only once
-    about: dict[str, Any] = {}
-    if folder is not None:
-        about = {"teacher": [guided_by.weights, guided_by.settings], **encode(measured_on), **settings}
-        about["judged_on"] = encode(judged_on)
-    with TrainingState(folder if processes.is_main_process else None, about) as state:
+    about = {} if folder is None else _about(guided_by, on, way)
+    with TrainingState(folder if way.processes.is_main_process else None, about) as state:
         tensors = state.load()
         if evaluation is not None:  # first, to fail before the training
             before = perplexity(student, evaluation, batch_size=batch_size, description="perplexity, pruned")
             dense = perplexity(teacher, evaluation, batch_size=batch_size, description="perplexity, dense")
         state.hold()
-        with _learner(student.model, teacher.model, rank, seed, temperature, checkpointing, processes, shard) as (
-            learner,
-            run,
-            finish,
-        ):
-            # All parameters: those of the student, which does not change. Low-rank factors: copies, which are small.
-            start: Tensors = dict(student.layers.named_parameters()) if rank is None else run.copies()
-            training = Training(
-                run,
-                learnt.batch.ids,
-                _judge(learner, judging, shard),
-                start,
-                budget,
-                per_step=per_step,
-                seed=seed,
-                state=state,
-                tensors=of_main(tensors, processes),
-                processes=processes,
-            )
-            del tensors
-            training.finish()
-            report = Healing(
-                losses=np.array(run.losses),
-                rounds=tuple(training.done.rounds),
-                judged=training.done.before,
-                rank=rank,
-                temperature=temperature,
-                trained=sum(p.numel() for p in run.parameters.values()),
-                teacher=guided_by,
-                held_out=None,
-                measured_on=measured_on,
-                judged_on=judged_on,
-                per_step=per_step,
-            )
-            run.begin_anew(start if report.kept < 0 else training.weights)
-        model = finish()
+        model, report = _trained(student, teacher, learnt, judging, way, state, tensors, on, guided_by)
     if evaluation is not None:
         after = perplexity(model, evaluation, batch_size=batch_size, description="perplexity, healed")
         report = replace(report, held_out=HeldOut(before, after, dense))
-    if report.kept >= 0:
-        seen = (measured_on,) if judge is None else (measured_on, judged_on)
-        add_step(model, "heal", seen, student.model, teacher.model)
-    return Healed(model, report)
+    return model, report
+
+
+def _trained(
+    student: Decoder,
+    teacher: Decoder,
+    learnt: Reading,
+    judging: Reading,
+    way: Way,
+    state: TrainingState,
+    tensors: dict[str, torch.Tensor],
+    on: tuple[MeasuredOn, MeasuredOn],
+    guided_by: ModelIdentity,
+) -> tuple[PreTrainedModel, Healing]:
+    """Train from `start`, or on from the saved `tensors`, which are cleared; the weights are the best if that pays."""
+    with way.learner(student.model, teacher.model) as (learner, run, finish):
+        # All parameters: those of the student, which does not change. Low-rank factors: copies, which are small.
+        start: Tensors = dict(student.layers.named_parameters()) if way.rank is None else run.copies()
+        training = Training(
+            run,
+            learnt.batch.ids,
+            way.judge(learner, judging),
+            start,
+            way.budget,
+            per_step=way.per_step,
+            seed=way.seed,
+            state=state,
+            tensors=of_main(tensors, way.processes),
+            processes=way.processes,
+        )
+        tensors.clear()
+        training.finish()
+        report = Healing(
+            losses=np.array(run.losses),
+            rounds=tuple(training.done.rounds),
+            judged=training.done.before,
+            rank=way.rank,
+            temperature=way.temperature,
+            trained=sum(p.numel() for p in run.parameters.values()),
+            teacher=guided_by,
+            held_out=None,
+            measured_on=on[0],
+            judged_on=on[1],
+            per_step=way.per_step,
+        )
+        run.begin_anew(start if report.kept < 0 else training.weights)
+    return finish(), report
+
+
+def _about(guided_by: ModelIdentity, on: tuple[MeasuredOn, MeasuredOn], way: Way) -> dict[str, Any]:
+    """All that the numbers of a run depend on; a state of anything else is refused."""
+    about: dict[str, Any] = {"teacher": [guided_by.weights, guided_by.settings], **encode(on[0]), **encode(way.budget)}
+    about |= {"per_step": way.per_step, "rank": way.rank, "temperature": way.temperature}
+    return about | {"judged_on": encode(on[1])}
 
 
 def budget_of(
@@ -195,9 +205,34 @@ def budget_of(
     return Budget(steps, minutes, learning_rate, 0 if minutes is None else 1)
 
 
-def _require(reading: Reading, taught: Reading, rank: int | None) -> None:
-    require_trainable(reading.model, "the pruned model", rank)
+def _processes(reading: Reading, taught: Reading, per_step: int, rank: int | None, shard: bool) -> PartialState:
+    """The processes that share the windows of a step.
+
+    Raises LyapunovPruneError if both models cannot be trained so: `heal` lists the reasons.
+    """
+    student, teacher = reading.model, taught.model
+    processes = sharing(per_step, rank) if shard else processes_of(student, teacher)
+    if shard:
+        require_same_models(processes, student, teacher)
+    require_trainable(student, "the pruned model", rank)
     require_one_vocabulary(*(r.structure.config.vocab_size for r in (reading, taught)))
+    if shard:
+        require_shardable(student, "the pruned model")
+        require_shardable(teacher, "the dense model")
+    if per_step < processes.num_processes:
+        raise LyapunovPruneError(
+            f"steps of {per_step} windows cannot be shared by {processes.num_processes} (one a process); give as many "
+            "or more (per_step)"
+        )
+    return processes
+
+
+def _require_unseen(evaluation: Reading, used: tuple[Reading, ...], models: tuple[PreTrainedModel, ...]) -> None:
+    """Raise LyapunovPruneError if the evaluation text shares tokens with what was `used`, or the models saw it."""
+    for other in used:
+        require_disjoint(other.batch, evaluation.batch)
+    for model in models:
+        require_unseen(model, evaluation.batch)
 
 
 def _apart(reading: Reading, judge: Readable | None) -> tuple[Reading, Reading]:
@@ -207,41 +242,3 @@ def _apart(reading: Reading, judge: Readable | None) -> tuple[Reading, Reading]:
     judging = read(reading.decoder, judge)
     require_disjoint(reading.batch, judging.batch)
     return reading, judging
-
-
-def _judge(learner: PreTrainedModel, judging: Reading, shard: bool) -> Callable[[], np.ndarray]:
-    """A function for the mean next-token loss (nats) of each judging window of `learner`, (windows,) float64."""
-    if not shard:
-        judging = read(wrap(learner), judging.batch)
-        scorer, windows = judging.scorer, judging.windows(1)
-
-    @torch.no_grad()
-    def judged() -> np.ndarray:
-        if shard:  # calling a layer gathers it, so every process runs every window
-            each = (ids[None].to(learner.device) for ids in judging.batch.ids)
-            return np.array([next_token_loss(uncached_logits(learner, ids)[0], ids[0]) for ids in each])
-        return np.array([scorer(ids)[0][0] for ids in windows])
-
-    return judged
-
-
-@contextmanager
-def _learner(
-    student: PreTrainedModel,
-    teacher: PreTrainedModel,
-    rank: int | None,
-    seed: int,
-    temperature: float,
-    checkpointing: bool,
-    processes: PartialState,
-    shard: bool,
-) -> Iterator[tuple[PreTrainedModel, Distillation, Callable[[], PreTrainedModel]]]:
-    """The model to train, its Distillation, and a function that returns the whole model after the block."""
-    if shard:
-        learner, guide = sharded(student, processes), sharded(teacher, processes)
-    else:
-        learner, guide = copy.deepcopy(student) if rank is None else beside(student), teacher
-    with trained(learner, rank, seed) as parameters, recomputed(learner) if checkpointing else nullcontext():
-        sizes = update_sizes(learner, parameters)
-        run = Distillation(learner, guide, parameters, temperature, processes=processes, sizes=sizes)
-        yield learner, run, lambda: gathered_into(copy.deepcopy(student), learner) if shard else learner
