@@ -122,11 +122,11 @@ def require_mended(model: PreTrainedModel, many: torch.Tensor, other: torch.Tens
 def test_sets_are_compared_mended_and_not(name: str, many: torch.Tensor, other: torch.Tensor) -> None:
     """The search goes before it; layer 0 stays, and the table names what was mended."""
     model = make_tiny(name)
-    found = best_removal(model, many, REMOVE, search=80, mend=True, judge=other, protect=[-1])
+    found = best_removal(model, many, REMOVE, search=40, mend=True, judge=other, protect=[-1])
     require_mended(model, many, other, found)
     assert found.protected == (0, LAYERS - 1)
     assert any(tried.swap for tried in found.tried)
-    assert found.forwards == found.finals[-1].forwards <= 80
+    assert found.forwards == found.finals[-1].forwards <= 40
     assert found.to_frame()["mended"].notna().sum() == len(found.finals) == 4
     assert "Of 4 compared mended and not" in found.headline()
     assert hooks_of(model) == 0
@@ -140,7 +140,7 @@ def test_planted_fault_maps_of_what_judges_are_seen(fault: str, many: torch.Tens
     def fit(model: Any, layers: Any, reading: Any, of: int) -> Any:
         return fit_mends(model, layers, seen)
 
-    found = best_removal(model, many, REMOVE, search=80, mend=True, judge=other, fit=fit)
+    found = best_removal(model, many, REMOVE, search=40, mend=True, judge=other, fit=fit)
     with pytest.raises(AssertionError):
         require_mended(model, many, other, found)
 
@@ -171,7 +171,7 @@ def test_a_map_that_fits_its_text_alone_loses(
             return found if mends == () else found - 0.5 if pays else found + 0.001
 
         monkeypatch.setattr(search_module, "losses", fake)
-        return best_removal(llama, many, REMOVE, search=80, mend=True, judge=other)
+        return best_removal(llama, many, REMOVE, search=40, mend=True, judge=other)
 
     alone = judged(None)
     assert not any(mended(final, np.array(t.windows)) for final in alone.finals for t in alone.tried)
@@ -187,7 +187,7 @@ def test_sets_that_cannot_be_mended_are_compared_as_they_are(
     def refused(model: Any, layers: Any, reading: Any, of: int) -> Any:
         raise lp.LyapunovPruneError("no place")
 
-    found = best_removal(llama, many, REMOVE, search=80, mend=True, judge=other, fit=refused)
+    found = best_removal(llama, many, REMOVE, search=40, mend=True, judge=other, fit=refused)
     assert np.isnan([final.mended for final in found.finals]).all()
     assert "better left unmended" in found.headline()
 
@@ -196,7 +196,7 @@ def test_no_text_to_judge_by_is_written_by_the_model(many: torch.Tensor, monkeyp
     model = make_tiny("llama")
     monkeypatch.setattr(judge_module, "_TOKENS", 64)
     monkeypatch.setattr(judge_module, "_CONTEXT", 16)
-    found = best_removal(model, many, REMOVE, search=80, mend=True)
+    found = best_removal(model, many, REMOVE, search=40, mend=True)
     assert found.other_on is not None
     assert found.other_on.text.startswith("written by")
     require_mended(model, many, judge_module.second_text(read(wrap(model), many)).ids, found)
@@ -205,7 +205,7 @@ def test_no_text_to_judge_by_is_written_by_the_model(many: torch.Tensor, monkeyp
 
 def test_mended_sets_are_not_mended_again(many: torch.Tensor, other: torch.Tensor, tmp_path: Path) -> None:
     model = make_tiny("llama")
-    how: dict[str, Any] = {"search": 80, "mend": True, "judge": other, "folder": tmp_path}
+    how: dict[str, Any] = {"search": 40, "mend": True, "judge": other, "folder": tmp_path}
     whole = best_removal(model, many, REMOVE, **how)
     found = best_removal(model, many, REMOVE, **how, fit=lambda *_, **__: pytest.fail("mended again"))
     assert str(found) == str(whole)
@@ -218,7 +218,7 @@ def test_mended_sets_are_not_mended_again(many: torch.Tensor, other: torch.Tenso
 def test_killed_before_the_last_set_is_mended(many: torch.Tensor, other: torch.Tensor, tmp_path: Path) -> None:
     """What was measured before is taken up, and the rest is that of the model without maps."""
     model = make_tiny("llama")
-    how: dict[str, Any] = {"search": 80, "mend": True, "judge": other}
+    how: dict[str, Any] = {"search": 40, "mend": True, "judge": other}
     whole = best_removal(model, many, REMOVE, **how)
     fitted: list[tuple[int, ...]] = []
 
