@@ -41,6 +41,7 @@ BOTH = sorted(
     for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
     if MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(kind, name) != name
 )
+pytestmark = pytest.mark.xdist_group("multimodal")  # one process makes `wholes`, not each
 PICTURE = 90  # the token in whose place a picture stands
 _GRID = {
     "depth": 2,
