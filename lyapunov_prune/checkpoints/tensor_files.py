@@ -63,6 +63,32 @@ class Piece:
         return tuple(shape)
 
 
+@dataclass(frozen=True)
+class Joined:
+    """Pieces of one tensor, one after the other along its first axis; each has no first axis if they are `stacked`."""
+
+    pieces: tuple[Piece, ...]
+    stacked: bool
+
+    @property
+    def stored(self) -> Stored:
+        return self.pieces[0].stored
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first, *rest = self.pieces[0].shape
+        if self.stacked:
+            return (len(self.pieces), first, *rest)
+        return (sum(piece.shape[0] for piece in self.pieces), *rest)
+
+
+Part = Piece | Joined
+
+
 def read_tensors(folder: Path, named: str | None = None) -> dict[str, Stored]:
     """Every tensor that transformers finds in `folder`, by name; `named` is as in `weight_files`."""
     tensors: dict[str, Stored] = {}
@@ -141,7 +167,7 @@ def _span(entry: Mapping[str, list[int]]) -> int:
     return end - begin
 
 
-def write_tensors(folder: Path, pieces: Mapping[str, Piece], shard_bytes: int) -> None:
+def write_tensors(folder: Path, pieces: Mapping[str, Part], shard_bytes: int) -> None:
     """Write `pieces` to files of at most `shard_bytes` each (a larger tensor gets its own), with an index if several.
 
     Raises LyapunovPruneError if a file can no longer be read.
@@ -161,12 +187,12 @@ def write_index(folder: Path, where: Mapping[str, str], size: int) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _from_1(shards: list[dict[str, Piece]]) -> Iterable[int]:
+def _from_1(shards: list[dict[str, Part]]) -> Iterable[int]:
     return range(1, len(shards) + 1)
 
 
-def _split(pieces: Mapping[str, Piece], limit: int) -> list[dict[str, Piece]]:
-    shards: list[dict[str, Piece]] = [{}]
+def _split(pieces: Mapping[str, Part], limit: int) -> list[dict[str, Part]]:
+    shards: list[dict[str, Part]] = [{}]
     room = limit
     for name, piece in pieces.items():
         if shards[-1] and piece.size > room:
@@ -177,7 +203,7 @@ def _split(pieces: Mapping[str, Piece], limit: int) -> list[dict[str, Piece]]:
     return shards
 
 
-def _write_file(path: Path, pieces: Mapping[str, Piece]) -> None:
+def _write_file(path: Path, pieces: Mapping[str, Part]) -> None:
     # Widest elements first, so that every tensor is aligned to its element size.
     ordered = sorted(pieces.items(), key=lambda item: -_width(item[1]))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -194,13 +220,17 @@ def _write_file(path: Path, pieces: Mapping[str, Piece]) -> None:
                 target.write(part)
 
 
-def _width(piece: Piece) -> int:
-    elements = int(np.prod(piece.stored.shape, dtype=np.int64))
-    return piece.stored.size // elements if elements else 0
+def _width(piece: Part) -> int:
+    elements = int(np.prod(piece.shape, dtype=np.int64))
+    return piece.size // elements if elements else 0
 
 
-def parts_of(piece: Piece) -> Iterator[Any]:
+def parts_of(piece: Part) -> Iterator[Any]:
     """The bytes of `piece`, in parts that reuse one buffer."""
+    if isinstance(piece, Joined):
+        for each in piece.pieces:
+            yield from parts_of(each)
+        return
     with reading([piece.stored]):
         yield from _blocks(piece) if piece.total > 1 else _whole(piece.stored)
 
@@ -222,6 +252,8 @@ def _blocks(piece: Piece) -> Iterator[Any]:
     outer = int(np.prod(stored.shape[: piece.axis], dtype=np.int64))
     inner = stored.size // (outer * piece.total)
     data = np.memmap(stored.file, np.uint8, "r", stored.start, (outer, piece.total, inner))
-    rows = max(1, BUFFER // (piece.total * inner))
+    rows, blocks = (max(1, BUFFER // size) for size in (piece.total * inner, inner))
     for start in range(0, outer, rows):
-        yield data[start : start + rows, list(piece.kept)].reshape(-1)
+        # If a row does not fit into the buffer, there is one, and its blocks are taken a few at a time.
+        for first in range(0, len(piece.kept), blocks):
+            yield data[start : start + rows, list(piece.kept[first : first + blocks])].reshape(-1)

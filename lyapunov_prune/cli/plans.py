@@ -57,12 +57,13 @@ def prune_files(
     model: str,
     output: Path,
     layers: str | None,
-    plan_file: Path | None,
+    given: Path | PruningPlan | None,
     keep_period: bool,
     why: str,
     stream: bool,
     format: str,
 ) -> None:
+    """Prune the files of `model` by the `layers` that are named, or by a plan, and say what was written."""
     from lyapunov_prune.checkpoints.outline import read_outline
     from lyapunov_prune.export.copied import prune_on_disk
     from lyapunov_prune.export.gguf import gguf_identity, gguf_kinds, prune_gguf
@@ -80,7 +81,7 @@ def prune_files(
     checkpoint = None
     remove: Callable[[PruningPlan, Path], Provenance]
     if format == "gguf":
-        identity, kinds = gguf_identity(model, planned=plan_file is not None), lambda: gguf_kinds(model)
+        identity, kinds = gguf_identity(model, planned=given is not None), lambda: gguf_kinds(model)
         remove, read = partial(prune_gguf, model), "on files"
     elif model.endswith(".gguf"):
         raise LyapunovPruneError(f"{model} is pruned on disk as a GGUF file; end --output in .gguf")
@@ -96,8 +97,8 @@ def prune_files(
     if layers is not None:
         plan = PruningPlan.given(identity, layer_indices("--layers", layers))
     else:
-        assert plan_file is not None
-        plan = plan_for(identity, read_plan(plan_file))
+        assert given is not None
+        plan = plan_for(identity, read_plan(given) if isinstance(given, Path) else given)
         if checkpoint is not None:
             plan = plan_for_quantised(checkpoint, plan)
         else:

@@ -10,13 +10,16 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.beside import save_files
-from lyapunov_prune.checkpoints.outline import Outline
-from lyapunov_prune.checkpoints.tensor_files import Piece, write_tensors
+from lyapunov_prune.checkpoints.outline import Outline, layer_of
+from lyapunov_prune.checkpoints.streamed import streamed
+from lyapunov_prune.checkpoints.tensor_files import Joined, Part, Piece, Stored, write_tensors
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.export.disk_gate import not_run, verify_files
 from lyapunov_prune.models.decoder import Decoder
@@ -26,9 +29,13 @@ from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
 from lyapunov_prune.models.quantised_names import Layers, follow_layers, layers_in
+from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.units import Parts, Unit
+from lyapunov_prune.models.width import Width, find_width, narrow
 from lyapunov_prune.models.wrappers import require_levels_stay
-from lyapunov_prune.pruning.counting import renamed, shares_leaving, stacked_in
+from lyapunov_prune.pruning.counting import renamed, shares_leaving
+from lyapunov_prune.pruning.partial import channels_left, parts_left
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe
 from lyapunov_prune.pruning.surgery import without_layers
@@ -60,16 +67,16 @@ def too_large(name: str, device: str = "cpu") -> str:
 def prune_on_disk(
     outline: Outline, plan: PruningPlan, target: str | Path, *, stream: bool = False, shard_bytes: int = SHARD_BYTES
 ) -> Provenance:
-    """Remove the layers and experts of `plan` from the checkpoint of `outline` into the folder `target`.
+    """Remove the layers, experts and channels of `plan` from the checkpoint of `outline` into the folder `target`.
 
-    What is written is what `write_pruned` writes. Memory: the headers and one buffer, and for the gate one layer's
-    experts. The gate checks on the written files what needs no weights: they hold exactly
-    the keys and shapes that plain transformers asks for, every layer has its settings and its place, and exactly what
-    was removed is missing. With `stream` it compares logits too, with one layer of each model in memory
-    (`verify_files`). The provenance names the checks that were not run. Raises LyapunovPruneError for a plan made for
-    another model, a target that is not empty, a disk that is full or fails, files that can no longer be read, a removal
-    that changes numbers and, with `stream`, states that are not finite. Raises CheckFailed if a check fails. In every
-    case nothing is left at `target`.
+    What is written is what `write_pruned` writes; matrices that lose channels are not refitted. Memory: the headers and
+    one buffer, for the gate one layer's experts, and for channels one layer. The gate checks on the written files what
+    needs no weights: they hold exactly the keys and shapes that plain transformers asks for, every layer has its
+    settings and its place, and exactly what was removed is missing. With `stream` it compares logits too, with one
+    layer of each model in memory (`verify_files`). The provenance names the checks that were not run. Raises
+    LyapunovPruneError for a plan made for another model, a target that is not empty, a disk that is full or fails,
+    files that can no longer be read, a removal that changes numbers and, with `stream`, states that are not finite.
+    Raises CheckFailed if a check fails. In every case nothing is left at `target`.
     """
     require_empty(target)
     plan.require_model(outline.identity)
@@ -77,29 +84,37 @@ def prune_on_disk(
     require_levels_stay(outline.model, plan.remove)
     if plan.experts_gone:
         find_mixtures(outline.structure).require(plan.experts, plan.remove)
-    if plan.drops_sublayers or plan.channels:
+    if plan.drops_sublayers:
         raise not_by_copying(outline.structure, "a part of a layer is left out by changing numbers")
-    decoder = cut_outline(outline.decoder, plan)
+    width = find_width(streamed(outline)) if plan.channels else None
+    decoder = cut_outline(outline.decoder, plan, width)
     pruned = decoder.model
     layers = layers_in(outline.decoder, outline.targets, outline.stored, plan.kept)
     follow_layers(pruned.config, layers)
     add_step(pruned, "prune", plan.measured_on, outline.model)
-    pieces = _pieces(outline, pruned, plan, layers)
+    pieces = _pieces(outline, pruned, plan, layers, width)
     require_disk(target, sum(piece.size for piece in pieces.values()), "the files of the pruned model")
     with whole_folder(target) as folder:
         save_files(pruned, outline.decoder.tokenizer, folder, {})
         write_tensors(folder, pieces, shard_bytes)
-        gate = verify_files(outline, decoder, plan, folder, stream=stream)
+        gate = verify_files(outline, decoder, plan, folder, width, stream=stream)
         gate.require_passed("the copy", "prune it in memory")
         history_of(pruned).save(folder / HISTORY)
         left = not_run(pruned, stream=stream)
         return describe(folder, plan, gate, outline.structure, pruned, left)
 
 
-def cut_outline(decoder: Decoder, plan: PruningPlan) -> Decoder:
-    """`decoder`, on the `meta` device, without the layers and experts of `plan`, and with a config to match."""
+def cut_outline(decoder: Decoder, plan: PruningPlan, width: Width | None = None) -> Decoder:
+    """`decoder`, on the `meta` device, without what `plan` removes, and with a config to match.
+
+    `width` is that of the model, if channels are removed.
+    """
     try:
         made = (without_layers(decoder, plan) if plan.remove else copy.deepcopy(decoder.model)).eval()
+        if width is not None:
+            narrow(
+                Decoder(made, find_structure(made)), width.of_layers(plan.kept, decoder.structure), plan.kept_channels
+            )
         if gone := {plan.kept.index(layer): experts for layer, experts in plan.experts_gone.items()}:
             drop_experts(made, find_structure(made), gone)
         return Decoder(made, find_structure(made))
@@ -112,7 +127,9 @@ def cut_outline(decoder: Decoder, plan: PruningPlan) -> Decoder:
         ) from error
 
 
-def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, layers: Layers) -> dict[str, Piece]:
+def _pieces(
+    outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, layers: Layers, width: Width | None
+) -> dict[str, Part]:
     """The pieces to write, by their names in the pruned checkpoint.
 
     Raises LyapunovPruneError if copying them would give another result than the removal in memory.
@@ -121,37 +138,68 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, layers
     before, after = (model.state_dict(keep_vars=True) for model in (outline.model, pruned))
     tables = dict(family_entry(structure.model_type).tables)
     shares = shares_leaving(outline.decoder, plan)
-    names, stacks = new_names(structure, plan, before, after), stacked_in(structure, plan)
-    pieces: dict[str, Piece] = {}
+    names, left = new_names(structure, plan, before, after), parts_left(outline.decoder, plan, width)
+    narrower: dict[tuple[int | None, int | None], tuple[Unit, torch.Tensor]] = {
+        (unit.layer, unit.out.expert): (unit, kept) for unit, kept in channels_left(plan, width)
+    }
+    pieces: dict[str, Part] = {}
     for key, target in outline.targets.items():
         new, called = names[target.name], layers.renamed(key)
         if new is None or called is None:
             if not shares[target.name]:
                 raise not_by_copying(outline.structure, f"{key} is shared with layers that stay")
             continue
-        table = target.name.split(".")[-2]
-        if target.name in stacks:
-            stacked, gone = stacks[target.name]
-            kept = tuple(e for e in range(stacked.entries) if e not in gone)
-            if (own := _OF_EXPERT.search(called)) is None:
-                piece = Piece(outline.stored[key], stacked.axis, stacked.entries, kept)
-            elif (expert := int(own[1])) in gone:
-                continue
-            else:  # a tensor of this expert alone, which transformers stacks on loading
-                pieces[f"{called[: own.start(1)]}{kept.index(expert)}{called[own.end(1) :]}"] = Piece(
-                    outline.stored[key]
-                )
-                continue
-        elif table in tables:
-            piece = Piece(outline.stored[key], tables[table], structure.num_layers, plan.kept)
-        else:
-            piece = Piece(outline.stored[key])
+        stored = outline.stored[key]
+        piece: Part = Piece(stored)
+        own = _OF_EXPERT.search(called) if target.name in left else None
+        if own is not None:  # a tensor of one expert alone, which transformers stacks on loading
+            layer, expert = layer_of(target.name, structure), int(own[1])
+            gone = plan.experts_gone.get(layer, ()) if layer is not None else ()
+            if expert not in gone:
+                number = expert - sum(each < expert for each in gone)
+                called = f"{called[: own.start(1)]}{number}{called[own.end(1) :]}"
+                which = narrower.get((layer, expert), narrower.get((layer, 0)))  # as `models.units.selected`
+                pieces[called] = _of_expert(structure, stored, which)
+            continue
+        if target.name in left:
+            piece = _part_of(stored, left[target.name])
+        elif (table := target.name.split(".")[-2]) in tables:
+            piece = Piece(stored, tables[table], structure.num_layers, plan.kept)
         # `_version` counts in-place changes: the surgery changed this tensor, which a copy would miss.
-        same = after[new].shape == before[target.name].shape if piece.total == 1 else target.converter is None
+        whole = piece == Piece(stored)
+        same = after[new].shape == before[target.name].shape if whole else target.converter is None
         if after[new]._version or not same:
             raise not_by_copying(outline.structure, f"the numbers of {new} change")
         pieces[called] = piece
     return pieces
+
+
+def _part_of(stored: Stored, parts: Parts) -> Part:
+    """The part of a tensor that has the same form in the files as in the model."""
+    first, index = next(iter(parts.values()))
+    if first.position is None:
+        return Piece(stored, first.axis, stored.shape[first.axis], tuple(index.tolist()))
+    flat = first.flat(len(stored.shape))
+    count, *shape = (first.stack, stored.shape[0] // first.stack, *stored.shape[1:]) if flat else stored.shape
+    size = stored.size // count
+    matrices = [replace(stored, start=stored.start + i * size, size=size, shape=tuple(shape)) for i in range(count)]
+    chosen = [parts.get(i, parts[0]) for i in range(count)]  # as `models.units.selected`
+    pieces = (
+        Piece(matrix, entry.axis, shape[entry.axis], tuple(index.tolist()))
+        for matrix, (entry, index) in zip(matrices, chosen, strict=True)
+    )
+    return Joined(tuple(pieces), stacked=not flat)
+
+
+def _of_expert(structure: Structure, stored: Stored, narrower: tuple[Unit, torch.Tensor] | None) -> Piece:
+    """The part of a matrix or bias of one expert that belongs to the channels that stay."""
+    if narrower is None:
+        return Piece(stored)
+    unit, kept = narrower
+    axis = {"mlp-in": 0, "mlp-out": 1}.get(role(stored.key.rpartition(".")[0]), -1)
+    if not 0 <= axis < len(stored.shape) or stored.shape[axis] != unit.width:
+        raise not_by_copying(structure, f"{stored.key} holds the channels in a form that is not known")
+    return Piece(stored, axis, unit.width, tuple(kept.tolist()))
 
 
 def new_names(

@@ -24,8 +24,11 @@ from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.forward.masking import masked_experts
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
+from lyapunov_prune.models.streamed import Run
+from lyapunov_prune.models.units import find_units, selected
+from lyapunov_prune.models.width import Width
 from lyapunov_prune.progress import status
-from lyapunov_prune.pruning.counting import count_check, renamed, shares_leaving, stacked_in
+from lyapunov_prune.pruning.counting import count_check, renamed, shares_leaving
 from lyapunov_prune.pruning.gate import (
     CACHED,
     PICTURED,
@@ -36,6 +39,7 @@ from lyapunov_prune.pruning.gate import (
     crashed,
     seen_by,
 )
+from lyapunov_prune.pruning.partial import parts_left
 from lyapunov_prune.pruning.plan import PruningPlan
 
 KEYS, PLACED = "keys and settings", "layers in their places"
@@ -53,18 +57,24 @@ def not_run(model: PreTrainedModel, *, stream: bool) -> tuple[str, ...]:
 
 
 def verify_files(
-    outline: Outline, pruned: Decoder, plan: PruningPlan, folder: Path, *, stream: bool = False
+    outline: Outline,
+    pruned: Decoder,
+    plan: PruningPlan,
+    folder: Path,
+    width: Width | None = None,
+    *,
+    stream: bool = False,
 ) -> GateReport:
     """Check the pruned checkpoint in `folder` against the original's `outline` and the `pruned` meta model.
 
     1. Plain transformers finds every tensor it asks for, in its shape, and none besides; every layer has the
        settings it had.
-    2. All weights of every layer are those of the layer it was, but for those of experts that left, and all outside the
-       layers what they were.
+    2. All weights of every layer are those of the layer it was, but for those of experts and channels that left, and
+       all outside the layers what they were. `width` is that of the original, if channels left.
     3. The counts of layers, parameters and bytes fell by exactly what was removed.
-    4. With `stream`, the written model gives the logits of the original with the layers skipped and the experts masked,
-       on random tokens. Both are read one layer at a time. A model that reads images is also compared with one in the
-       prompt.
+    4. With `stream`, the written model gives the logits of the original with the layers skipped and experts and
+       channels masked, on random tokens. Both are read one layer at a time. A model that reads images is also compared
+       with one in the prompt.
 
     Raises LyapunovPruneError if files of the original can no longer be read, and NonFiniteError if its states are not
     finite.
@@ -77,7 +87,7 @@ def verify_files(
     saved = sum(size for _, size in written.sizes())
     checks = [
         _keys_check(written, pruned, folder),
-        _places_check(outline, written, plan),
+        _places_check(outline, written, plan, width),
         count_check(outline.decoder, outline.sizes(), written.decoder, saved, plan),
     ]
     return _run(outline, written, plan, checks) if stream else GateReport(tuple(checks))
@@ -89,7 +99,7 @@ def _run(outline: Outline, written: Outline, plan: PruningPlan, checks: list[Gat
     original = streamed(outline)
     inputs, prompt, with_picture = sample_inputs(original, None), picture_prompt(original.model), None
     try:
-        gate = Gate(original, streamed(written), inputs, partial(_skipping, plan=plan), bool(plan.experts_gone))
+        gate = Gate(original, streamed(written), inputs, partial(_skipping, plan=plan), plan.drops_parts)
         expected = gate.expected()
         if prompt is not None:
             with gate.standing_in(original):
@@ -110,7 +120,7 @@ def _run(outline: Outline, written: Outline, plan: PruningPlan, checks: list[Gat
 
 @contextmanager
 def _skipping(decoder: Decoder, plan: PruningPlan) -> Iterator[None]:
-    """Within the block, `decoder` runs without the layers and experts of `plan`.
+    """Within the block, `decoder` runs without the layers, experts and channels of `plan`.
 
     A state that is not finite raises NonFiniteError.
     """
@@ -122,7 +132,25 @@ def _skipping(decoder: Decoder, plan: PruningPlan) -> Iterator[None]:
 
     looking = residual_stream(decoder.structure, visit, one_state=False)
     fewer = masked_experts(decoder.structure, plan.experts_gone)
-    with status(told), skipped(decoder.structure, plan.remove), fewer, looking:
+    with status(told), skipped(decoder.structure, plan.remove), fewer, _narrower(decoder, plan), looking:
+        yield
+
+
+@contextmanager
+def _narrower(decoder: Decoder, plan: PruningPlan) -> Iterator[None]:
+    """Within the block, the columns of the channels of `plan` are zero in the streamed `decoder`."""
+    if not plan.channels:
+        yield
+        return
+    assert decoder.stream is not None
+    units = find_units(decoder.structure)
+
+    def visit(layer: int, hidden: torch.Tensor, run: Run) -> None:  # the weights that are read are changed
+        if layer in plan.kept:
+            for unit, gone in zip(units[layer], plan.channels[layer], strict=True):
+                unit.out.weight(decoder.model)[:, list(gone)] = 0
+
+    with decoder.stream.visiting(visit):
         yield
 
 
@@ -137,23 +165,22 @@ def _keys_check(written: Outline, pruned: Decoder, folder: Path) -> GateCheck:
     return GateCheck(KEYS, not wrong, float(bool(wrong)), 0.0, wrong or "names, shapes and settings on plain loading")
 
 
-def _places_check(outline: Outline, written: Outline, plan: PruningPlan) -> GateCheck:
+def _places_check(outline: Outline, written: Outline, plan: PruningPlan, width: Width | None) -> GateCheck:
     was, now = _by_layer(outline), _by_layer(written)
     stays = {name for name, share in shares_leaving(outline.decoder, plan).items() if not share}
     changed = [name for name in was[None].keys() & stays if now[None].get(name) != was[None][name]]
     if changed:
         return GateCheck(PLACED, False, len(changed), 0.0, f"{min(changed)} is not what it was")
-    stacks = stacked_in(outline.structure, plan)
-    olds, news = (o.model.state_dict() if stacks else {} for o in (outline, written))
-    for name, (stacked, gone) in stacks.items():
+    left = parts_left(outline.decoder, plan, width)
+    olds, news = (o.model.state_dict() if left else {} for o in (outline, written))
+    for name, parts in left.items():
         new = renamed(name, outline.structure, plan)
         assert new is not None
         old_tensor, new_tensor = (torch.empty_like(t, device="cpu") for t in (olds[name], news[new]))
         outline.fill(old_tensor, name)
         written.fill(new_tensor, new)
-        rows = stacked.rows(old_tensor, [e for e in range(stacked.entries) if e not in gone])
-        if not torch.equal(old_tensor.index_select(stacked.axis, rows), new_tensor):
-            return GateCheck(PLACED, False, 1.0, 0.0, f"{new} does not hold the experts of {name} that stay")
+        if not torch.equal(selected(old_tensor, parts), new_tensor):
+            return GateCheck(PLACED, False, 1.0, 0.0, f"{new} does not hold the part of {name} that stays")
         for by_layer, each in ((was, name), (now, new)):
             layer, inside = _within(each, outline)
             del by_layer[layer][inside]

@@ -77,7 +77,8 @@ def _unchosen(layer: nn.Module, mixture: Mixture, gone: Sequence[int]) -> Iterat
             before = getattr(module, key)
             if before.numel() != stacked.entries:
                 continue
-            after = before.detach().index_fill(stacked.axis, stacked.rows(before, gone), -torch.inf)
+            rows = stacked.rows(before, gone).to(before.device)
+            after = before.detach().index_fill(stacked.axis, rows, -torch.inf)
             setattr(
                 module, key, nn.Parameter(after, requires_grad=False) if isinstance(before, nn.Parameter) else after
             )

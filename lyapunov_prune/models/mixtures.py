@@ -72,8 +72,8 @@ class Stacked(NamedTuple):
     def rows(self, tensor: torch.Tensor, entries: Sequence[int]) -> torch.Tensor:
         """The indices along `axis` of these entries of `tensor`."""
         size = tensor.shape[self.axis] // self.entries
-        first = torch.tensor(list(entries), dtype=torch.long, device=tensor.device).unsqueeze(1) * size
-        return (first + torch.arange(size, device=tensor.device)).flatten()
+        first = torch.tensor(list(entries), dtype=torch.long).unsqueeze(1) * size
+        return (first + torch.arange(size)).flatten()
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def drop_experts(model: PreTrainedModel, structure: Structure, gone: Mapping[int
             module = layer.get_submodule(path)
             before = getattr(module, key)
             kept = stacked.rows(before, [e for e in range(stacked.entries) if e not in experts])
-            after = before.detach().index_select(stacked.axis, kept)
+            after = before.detach().index_select(stacked.axis, kept.to(before.device))
             if isinstance(before, nn.Parameter):
                 after = nn.Parameter(after, before.requires_grad)
             setattr(module, key, after)

@@ -182,10 +182,15 @@ class Compact:
         if fit_cache not in backbone._forward_pre_hooks.values():
             backbone.register_forward_pre_hook(fit_cache, with_kwargs=True)
 
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """False: transformers would not run the plain class's `_init_weights`, which fills what no file holds."""
-        return False
+    @torch.no_grad()
+    def initialize_weights(self: Any) -> None:
+        """As the plain class does, whose backbone may fill buffers of the layers that no file holds (Falcon H1).
+
+        Of classes that are not its own, transformers passes over modules without weights of their own.
+        """
+        super().initialize_weights()  # type: ignore[misc]
+        backbone = self.get_submodule(text_config(self.config).layers_path.rpartition(".")[0])
+        self._init_weights(backbone)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

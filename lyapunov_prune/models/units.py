@@ -7,7 +7,7 @@ factor. These are two matrices, or one that holds both, as halves or row by row 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,18 @@ class Unit:
     width: int
     fused: bool
     interleaved: bool = False
+
+    def moved(self, layers_path: str, layer: int) -> Unit:
+        """The same unit in a model in which its layer has the number `layer`."""
+        before, after = (f"{layers_path}.{number}" for number in (self.layer, layer))
+
+        def path(name: str) -> str:
+            return f"{after}{name.removeprefix(before)}" if name else ""
+
+        def of(p: Projection) -> Projection:
+            return replace(p, layer=layer, name=path(p.name), module=path(p.module), routed=path(p.routed))
+
+        return replace(self, layer=layer, block=path(self.block), into=tuple(map(of, self.into)), out=of(self.out))
 
     def rows(self, p: Projection, kept: torch.Tensor) -> torch.Tensor:
         """The rows of the parameter that holds `p`, one of `into`, that belong to the channels `kept`."""
@@ -75,9 +87,12 @@ class Entry:
     axis: int
 
     def apart(self, stored: torch.Tensor) -> torch.Tensor:
-        """The tensor with the matrices of a stack along an axis of their own; DBRX's lie one below the other."""
-        flat = self.stack and stored.ndim == 2 and not self.key.endswith("bias")
-        return stored.unflatten(0, (self.stack, -1)) if flat else stored
+        """The tensor with the matrices of a stack along an axis of their own."""
+        return stored.unflatten(0, (self.stack, -1)) if self.flat(stored.ndim) else stored
+
+    def flat(self, axes: int) -> bool:
+        """Whether the matrices of the stack lie one below the other in a tensor of so many axes, as DBRX's do."""
+        return bool(self.stack) and axes == 2 and not self.key.endswith("bias")
 
     def read(self, root: nn.Module) -> torch.Tensor:
         """The tensor, or its matrix in the stack."""
@@ -85,12 +100,16 @@ class Entry:
         return stored if self.position is None else self.apart(stored)[self.position]
 
 
+# The units of every layer.
+Units = tuple[tuple[Unit, ...], ...]
+
+
 def inside(path: str, below: str) -> str:
     """The path of a module within the one whose path, with a dot, is `below`."""
     return f"{path}.".removeprefix(below).removesuffix(".")
 
 
-def find_units(structure: Structure) -> tuple[tuple[Unit, ...], ...]:
+def find_units(structure: Structure) -> Units:
     """The units of every layer, in order: those of the experts first. A layer may have none.
 
     Matrices that no known name leads to (`roles`), and shapes of another kind, make no unit.
@@ -143,25 +162,39 @@ def _unit(structure: Structure, path: str, into: Sequence[Projection], out: Proj
         yield Unit(out.layer, block, tuple(into), out, width, fused=True)
 
 
-def select(root: nn.Module, kept: Iterable[tuple[Unit, torch.Tensor]], below: str = "") -> None:
-    """Keep only the channels `kept` of each unit, in place: every tensor that has some is replaced by a new one."""
-    indices: dict[tuple[str, str], dict[int | None, tuple[Entry, torch.Tensor]]] = {}
+# For a tensor, or each matrix in its stack: where channels lie in it, and the indices of those that stay.
+Parts = Mapping[int | None, tuple[Entry, torch.Tensor]]
+
+
+def tensors_of(
+    kept: Iterable[tuple[Unit, torch.Tensor]], root: nn.Module, below: str = ""
+) -> dict[tuple[str, str], Parts]:
+    """Every tensor with some of the channels, by the path of its module and its name, for the channels `kept`."""
+    parts: dict[tuple[str, str], dict[int | None, tuple[Entry, torch.Tensor]]] = {}
     for unit, channels in kept:
         for entry, index in unit.indices(channels, root, below):
-            indices.setdefault((entry.module, entry.key), {})[entry.position] = entry, index
-    for (path, key), here in indices.items():
+            parts.setdefault((entry.module, entry.key), {})[entry.position] = entry, index
+    return dict(parts)
+
+
+def select(root: nn.Module, kept: Iterable[tuple[Unit, torch.Tensor]], below: str = "") -> None:
+    """Keep only the channels `kept` of each unit, in place: every tensor that has some is replaced by a new one."""
+    for (path, key), parts in tensors_of(kept, root, below).items():
         module = root.get_submodule(inside(path, below))
         old: Any = getattr(module, key)
-        first, _ = next(iter(here.values()))
-        if first.position is None:
-            new = _selected(old, *here[None])
-        else:
-            own = first.apart(old.detach())
-            # LongCat's stack also has entries of experts that compute nothing.
-            each = [_selected(own[i], *here.get(i, here[0])) for i in range(len(own))]
-            new = torch.cat(each) if own.ndim > old.ndim else torch.stack(each)
-        setattr(module, key, nn.Parameter(new.contiguous(), old.requires_grad))
+        setattr(module, key, nn.Parameter(selected(old.detach(), parts), old.requires_grad))
+
+
+def selected(old: torch.Tensor, parts: Parts) -> torch.Tensor:
+    """A new tensor of those indices of `old` that stay."""
+    first, _ = next(iter(parts.values()))
+    if first.position is None:
+        return _selected(old, *parts[None]).contiguous()
+    own = first.apart(old)
+    # LongCat's stack also has entries of experts that compute nothing.
+    each = [_selected(own[i], *parts.get(i, parts[0])) for i in range(len(own))]
+    return torch.cat(each) if own.ndim > old.ndim else torch.stack(each)
 
 
 def _selected(tensor: torch.Tensor, entry: Entry, index: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().index_select(entry.axis, index.to(tensor.device))
+    return tensor.index_select(entry.axis, index.to(tensor.device))

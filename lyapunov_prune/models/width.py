@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import reduce
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -23,8 +24,9 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.models.units import Kept, Unit, find_units, inside, select
+from lyapunov_prune.models.streamed import layer_held
+from lyapunov_prune.models.structure import Structure, in_eval_mode
+from lyapunov_prune.models.units import Kept, Unit, Units, find_units, inside, select
 
 # Settings for the number of hidden channels, those of experts first; one that is None is computed by the family.
 SETTINGS = (
@@ -66,16 +68,39 @@ class Width:
     width: int
     setting: Setting
 
+    def of_layers(self, kept: Sequence[int], structure: Structure) -> Width:
+        """The same for a model of only the layers `kept`; `structure` is that of the model with all of them."""
+        return replace(
+            self,
+            units=tuple(
+                tuple(unit and unit.moved(structure.layers_path, new) for unit in self.units[old])
+                for new, old in enumerate(kept)
+            ),
+        )
 
-@in_eval_mode
-@torch.no_grad()
+
+# What was found, with the units that the model had then.
+_FOUND: WeakKeyDictionary[PreTrainedModel, tuple[Units, Width]] = WeakKeyDictionary()
+
+
 def find_width(decoder: Decoder) -> Width:
     """The units whose channels one setting of the config counts: those of the experts if there are any.
 
-    Raises LyapunovPruneError, with the reason, if no matrices have names that are known, if layers share them, if no
-    setting is their width or it gives something else its size too, and if their channels depend on each other.
+    Looked for once for every model, which may be streamed. Raises LyapunovPruneError, with the reason, if no matrices
+    have names that are known, if layers share them, if no setting is their width or it gives something else its size
+    too, and if their channels depend on each other.
     """
     units = find_units(decoder.structure)
+    before, found = _FOUND.get(decoder.model, ((), None))
+    if found is None or before != units:
+        found = _width(decoder, units)
+        _FOUND[decoder.model] = units, found
+    return found
+
+
+@in_eval_mode
+@torch.no_grad()
+def _width(decoder: Decoder, units: Units) -> Width:
     every = [unit for here in units for unit in here]
     if not every:
         raise LyapunovPruneError(
@@ -189,9 +214,11 @@ def _set(root: nn.Module, attributes: _Attributes, below: str = "") -> None:
 
 def _require_own(model: PreTrainedModel, units: Sequence[Unit]) -> None:
     """Raise LyapunovPruneError if layers share a unit's matrices, since channels would leave all of them."""
-    owners: dict[int, Unit] = {}
+    owners: dict[Any, Unit] = {}
     for unit in units:
-        owner = owners.setdefault(unit.out.weight(model).data_ptr(), unit)
+        stored = unit.out.stored(model)
+        place = (id(stored), unit.out.position) if stored.is_meta else unit.out.weight(model).data_ptr()
+        owner = owners.setdefault(place, unit)
         if owner is not unit:
             raise LyapunovPruneError(
                 f"layers {owner.layer} and {unit.layer} share {unit.out.name}, and its channels are ranked and its "
@@ -268,8 +295,9 @@ def _layout(
     The block without some channels has to compute what it does with their columns of the last matrix zero.
     """
     below = f"{path}."
-    with held(model):
+    with held(model), layer_held(model, units[0].layer):
         block = copy.deepcopy(model.get_submodule(path)).float()
+    vars(block).pop("forward", None)  # of a layer that reads its own weights
     args, kwargs = calls[path]
     generator = torch.Generator().manual_seed(0)
     kept = {unit: torch.randperm(unit.width, generator=generator)[: left[unit]].sort().values for unit in units}

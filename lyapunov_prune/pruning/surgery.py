@@ -63,7 +63,7 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
         made = without_layers(decoder, plan, memo) if plan.remove else copy.deepcopy(decoder.model, memo)
     pruned = Decoder(made, structure_like(made, decoder.structure))
     if plan.channels:
-        narrow(pruned, find_width(pruned), plan.kept_channels)
+        narrow(pruned, find_width(decoder).of_layers(plan.kept, decoder.structure), plan.kept_channels)
         units = find_units(pruned.structure)
         with torch.no_grad():
             for (layer, unit), weight in operation.refits.items():

@@ -16,7 +16,7 @@ from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.units import find_units
@@ -124,7 +124,7 @@ def channel_costs(
 
 @takes_model
 def choose_channels(
-    model: InMemory, batch: Readable, remove: int | float, *, score: str = DEFAULT, batch_size: Count = 1
+    model: Streamable, batch: Readable, remove: int | float, *, score: str = DEFAULT, batch_size: Count = 1
 ) -> PruningPlan:
     """The plan that removes the channels of smallest `score` (a name of SCORES) from every feed-forward block.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import TEXT, make_tiny
+from helpers import TEXT, make_tiny, tensors
 
 from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.compression import CompressionReport
@@ -66,6 +66,19 @@ def test_compressed_as_in_memory(run: Callable[..., Any]) -> None:
     np.testing.assert_allclose(*found, rtol=1e-4)
 
 
+def test_channels_are_measured_and_removed_a_layer_at_a_time(run: Callable[..., Any]) -> None:
+    width = ["prune", "tiny", "--what", "width", "--remove", "25%"]
+    done = run(*width, "--device", "disk", *TEXT, "-o", "narrower")
+    assert (done.code, done.err) == (0, "")
+    assert run(*width, *TEXT, "-o", "whole").code == 0
+    apart, whole = (Provenance.load(Path(folder) / PROVENANCE) for folder in ("narrower", "whole"))
+    assert apart.plan.channels == whole.plan.channels
+    assert (apart.mended, apart.gate.passed, apart.not_run) == (None, True, (CACHED,))
+    apart.plan.save("plan.json")
+    assert run("prune", "tiny", "--plan", "plan.json", "--device", "disk", "-o", "again").code == 0
+    assert tensors(Path("again")) == tensors(Path("narrower"))
+
+
 @pytest.mark.parametrize("what", ["layers", "attention"])
 def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> None:
     for criterion in ("bi", *(["angular", "kl"] if what == "layers" else [])):
@@ -89,6 +102,11 @@ def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> No
         (
             ["prune", "tiny", "--remove", "2", "-o", "out"],
             "--remove needs the model in memory .* of rank --device disk",
+        ),
+        (["prune", "tiny", "--what", "width", "--max-kl", "1", "-o", "out"], "--what needs the model in memory"),
+        (
+            ["prune", "tiny", "--what", "width", "--remove", "25%", "--judge", "builtin", "-o", "out"],
+            "--judge needs the model in memory",
         ),
         ([*COMPRESS, "--max-kl", "0.1"], "--max-kl needs the model in memory"),
         (

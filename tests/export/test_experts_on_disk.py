@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lyapunov_prune.export import copied
 from lyapunov_prune.export.copied import prune_on_disk
 from lyapunov_prune.export.disk_gate import PLACED
 from lyapunov_prune.export.pruned import write_pruned
-from lyapunov_prune.models.mixtures import Stacked, find_mixtures
+from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.gate import SKIPPED
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -51,12 +52,18 @@ def test_other_experts_in_the_files_fail_the_gate(
     model.save_pretrained(tmp_path / "source")
     tokenizer.save_pretrained(tmp_path / "source")
     outline = read_outline(tmp_path / "source", tmp_path / "source")
-    plan, stacked_in = plan_of(model, outline, ()), copied.stacked_in
+    plan, write = plan_of(model, outline, ()), copied.write_tensors
 
-    def others(*args: Any) -> dict[str, tuple[Stacked, tuple[int, ...]]]:
-        return {key: (stacked, (1, 2)) for key, (stacked, gone) in stacked_in(*args).items()}
+    def others(folder: Path, pieces: dict[str, Any], shard_bytes: int) -> None:
+        if name == "qwen3_moe":
+            first, other = (f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (1, 2))
+            pieces |= {first: pieces[other], other: pieces[first]}
+        else:
+            stacked = "model.layers.1.mlp.experts.down_proj"
+            pieces[stacked] = replace(pieces[stacked], kept=pieces[stacked].kept[::-1])
+        write(folder, pieces, shard_bytes)
 
-    monkeypatch.setattr(copied, "stacked_in", others)
+    monkeypatch.setattr(copied, "write_tensors", others)
     with pytest.raises(CheckFailed, match=PLACED):
         prune_on_disk(outline, plan, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -92,7 +92,8 @@ def prune(
     and only if the other half and a second text (--judge) confirm that it helps. --criterion best then compares the
     sets of layers after mending.
     With --device disk, or where the model does not fit in memory or is quantised, the files are pruned. The removal
-    check then compares logits only with --device disk, which reads both models one layer at a time.
+    check then compares logits only with --device disk, which reads both models one layer at a time. --what width
+    --device disk measures the channels in this way too, and refits no matrix.
     """
     _require_one_choice(removal, given)
     if text.images:
@@ -108,8 +109,9 @@ def prune(
     why, packed = _why_files(model, source, format)
     if why:
         _require_files(removal, by, source, stored, why, packed, given)
+        measured = _channels_on_disk(model, removal.remove, source, text) if by.what == "width" else None
         plan, keep_period = removal.plan_file, removal.keep_period
-        prune_files(model, output, removal.layers, plan, keep_period, why, source.disk, format)
+        prune_files(model, output, removal.layers, measured or plan, keep_period, why, source.disk, format)
     elif text.images:
         _prune_classifier(model, removal, source, text, format, output, given)
     else:
@@ -205,12 +207,14 @@ def _require_files(
     given: Given,
 ) -> None:
     """Raise LyapunovPruneError for options that need a model in memory."""
+    measured = by.what == "width" and removal.remove is not None and source.disk and not packed
     refused = {
-        "--what": by.what != "layers",
-        "--remove": removal.remove is not None,
+        "--what": by.what != "layers" and not measured,
+        "--remove": removal.remove is not None and not measured,
         "--max-kl": removal.max_kl is not None,
         "--format": "prune" not in stored.streamed,
         "--mend": removal.mend,
+        "--judge": removal.judge is not None,
         "--dtype": source.dtype,
         "--stack": "stack" in given,
     }
@@ -220,11 +224,20 @@ def _require_files(
                 f"{option} needs {'plain weights' if packed else 'the model in memory'} ({why}); give --layers 3,7 "
                 f"or a --plan FILE of rank{'' if packed else f' --device {DISK}'}, and no {option}"
             )
-    given.refuse_record(
-        f"has no effect where files are pruned ({why}): --layers or --plan says what is removed, and no text is read; "
-        "leave it out, and score the result with eval",
-        TextOptions,
-    )
+    if not measured:
+        given.refuse_record(
+            f"has no effect where files are pruned ({why}): --layers or --plan says what is removed, and no text is "
+            "read; leave it out, and score the result with eval",
+            TextOptions,
+        )
+
+
+def _channels_on_disk(model: str, remove: float | None, source: ModelOptions, text: TextOptions) -> PruningPlan:
+    """The plan of the channels that cost least, measured with one layer in memory at a time."""
+    from lyapunov_prune.pruning.width import choose_channels
+
+    assert remove is not None
+    return choose_channels(*load_inputs(model, source, text), remove)
 
 
 def _prune_classifier(
