@@ -37,6 +37,8 @@ SMALL = ["--tokens", f"{32 * 24}", "--context", "24"]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STEPS", 3)
+    timed = module.measure_speed
+    monkeypatch.setattr(module, "measure_speed", lambda models, **_: timed(models, prompt=8, steps=1, repeats=1))
 
 
 @pytest.mark.parametrize("text", [[], ["--text", "builtin"]], ids=["self", "builtin"])
