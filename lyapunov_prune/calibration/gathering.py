@@ -13,7 +13,7 @@ from lyapunov_prune.calibration.lending import Lender
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.products import Product, watched_products
-from lyapunov_prune.linalg import feature_energy, lift, require_numbers
+from lyapunov_prune.linalg import feature_energy, lift, require_numbers, token_energy
 from lyapunov_prune.models.left_alone import why_unseen
 from lyapunov_prune.models.projections import Projection
 
@@ -25,8 +25,9 @@ class Gathering:
     """Sums over the input tokens of `projections`, and over the gradients at their outputs.
 
     `needs` is `norms`, `gram`, `magnitudes` or `sensitivity`, as in `stream`. Matrices that get the same tensors share
-    a sum. `weights` (by module, for the tokens of each of its calls in order) weight the tokens; sums are then not
-    shared. `dense`, for the drift, holds by module the inputs in the dense model for the same tokens.
+    a sum. `weights` (by module, for the tokens of each of its calls in order) weight the tokens, or with `relative`
+    `1/‖y_t‖²` of the matrix's output; sums are then not shared. `dense`, for the drift, holds by module the inputs in
+    the dense model for the same tokens.
 
     Tokens of an expert are weighted by the square of the router's weight (`Statistics`). An expert that gets fewer
     tokens than its matrix has inputs is run on tokens of its layer as well (`Lender`).
@@ -39,8 +40,11 @@ class Gathering:
         needs: str,
         weights: Mapping[str, Iterator[torch.Tensor]] | None = None,
         dense: Mapping[str, list[torch.Tensor]] | None = None,
+        *,
+        relative: bool = False,
     ) -> None:
         self.model, self.projections, self.needs, self.weights, self.dense = model, projections, needs, weights, dense
+        self.relative = relative
         self.energy: dict[str, torch.Tensor] = {}
         self.grams: dict[str, torch.Tensor] = {}
         self.drifts: dict[str, torch.Tensor] = {}
@@ -55,7 +59,7 @@ class Gathering:
         # A parameter shared by layers is called more often than other matrices, so its sums are its own.
         holders = {p.product: (p.stored(model), p.position) for p in projections}
         names = Counter(holders.values())
-        self._alone = {name for name, holder in holders.items() if weights is not None or names[holder] > 1}
+        self._alone = {name for name, holder in holders.items() if weights is not None or relative or names[holder] > 1}
         self._outputs: list[tuple[str, torch.Tensor, bool]] = []
         self._module = {p.product: p.routed for p in projections}
         self._inputs = {p.product: p.weight(model).shape[1] for p in projections if p.expert is not None}
@@ -136,6 +140,10 @@ class Gathering:
             energy = self._lenders[self._module[product.name]].energy
             root = lift(router.detach()).abs()
             return (root if energy is None else root * energy.to(root.device)[rows].sqrt()).unsqueeze(1)
+        if self.relative:
+            y = product.output.detach()
+            energy = token_energy(y.transpose(-1, -2) if product.rows_are_features else y).reshape(-1, 1)
+            return torch.where(energy > 0, energy.rsqrt(), 0).to(x.device)
         if self.weights is None:
             return None
         return _of_tokens(product.name, x, next(self.weights[product.name], None)).sqrt().unsqueeze(1)

@@ -11,7 +11,8 @@ import torch
 class Statistics:
     """Sums (not means) over calibration tokens t for a matrix `y = W x` (m × n), float64; None: not collected.
 
-    `a_t` is 1, or the token's weight if tokens are weighted (`downstream.token_weights`). For an expert, the sums are
+    `a_t` is 1, or the token's weight if tokens are weighted (`downstream.token_weights`), or `1/‖y_t‖²` if an error is
+    taken relative to the output (0 where the output is 0). For an expert, the sums are
     over the tokens that the router sends to it, and `a_t = w_t²` with the router's weight `w_t`; if tokens are
     weighted, times the token's weight at the summed output of the experts. `w_t` multiplies the expert's output, so an
     error `ΔW` of its last matrix moves the layer's output by `w_t ΔW x_t`: the sum of squares over tokens is `tr(ΔW (Σ

@@ -35,6 +35,7 @@ def stream(
     batch_size: Count = 1,
     weights: Mapping[str, Sequence[torch.Tensor]] | None = None,
     dense: Reading | None = None,
+    relative: bool = False,
 ) -> None:
     """For each layer in order: gather the statistics of its matrices, call `change`, and pass on its new output.
 
@@ -46,8 +47,9 @@ def stream(
     `v ~ N(0, I)`, at the matrix's output, before `change` (`Statistics`). The seed is the layer's index, so the
     statistics of a layer do not depend on which other layers are requested.
 
-    `weights` of the tokens (`token_weights`, with the same `batch_size`) enter all sums. With `dense`, a reading of the
-    same batch by the unchanged model, the `drift` is gathered too; the layers of that model run once alongside. While a
+    `weights` of the tokens (`token_weights`, with the same `batch_size`) enter all sums; `relative` weights a token by
+    `1/‖y_t‖²` of the matrix's output instead, if no router sends it to an expert. With `dense`, a reading of the same
+    batch by the unchanged model, the `drift` is gathered too; the layers of that model run once alongside. While a
     layer's statistics are gathered, its experts are then sent the tokens that the unchanged model sends them, with its
     router's weights: the compressed model may route otherwise, and a drift compares the same tokens.
 
@@ -65,12 +67,12 @@ def stream(
     def visit(layer: int, outputs: Iterator[torch.Tensor]) -> None:
         here = matrices[layer]
         if dense is None or runs is None:
-            change(here, _gathered(reading.model, here, needs, outputs, each_call, None))
+            change(here, _gathered(reading.model, here, needs, outputs, each_call, None, relative))
             return
         beside = _Beside(dense.model, here)
         with hooked(before=[(reading.model.get_submodule(name), beside.reroute(name)) for name in beside.experts]):
             both = beside.outputs(next(runs)[1], outputs)
-            statistics = _gathered(reading.model, here, needs, both, each_call, beside.inputs)
+            statistics = _gathered(reading.model, here, needs, both, each_call, beside.inputs, relative)
         change(here, statistics)
 
     each_layer(reading, matrices, visit, batch_size, "calibration")
@@ -83,10 +85,11 @@ def _gathered(
     outputs: Iterator[torch.Tensor],
     weights: Mapping[str, Iterator[torch.Tensor]] | None,
     inputs: Mapping[str, list[torch.Tensor]] | None,
+    relative: bool,
 ) -> dict[str, Statistics]:
     """The statistics of a layer's matrices; the layer runs while its `outputs` are consumed."""
     generator = torch.Generator().manual_seed(here[0].layer)
-    gathering = Gathering(model, here, needs, weights, inputs)
+    gathering = Gathering(model, here, needs, weights, inputs, relative=relative)
     with gathering.watching(), torch.set_grad_enabled(needs == "sensitivity"):
         for output in outputs:
             if needs == "sensitivity":

@@ -30,9 +30,11 @@ _MULTIPLES = ((512, 64), (16, 8))
 
 
 def energy(W: torch.Tensor, statistics: Statistics) -> torch.Tensor:
-    """`‖W_j‖² Σ_t h_tj²`: the squared error of the output when channel j is zero, summed over the text.
+    """`‖W_j‖² Σ_t a_t h_tj²`: the squared error of the output when channel j is zero, summed over the text.
 
-    `W` (d × channels, float64) is the last matrix, `h_t` the hidden vectors.
+    `W` (d × channels, float64) is the last matrix, `h_t` the hidden vectors. `a_t = 1` is energy pooling, in which the
+    few tokens of large outputs decide; `a_t = 1/‖W h_t‖²` is token pooling: every token's error is relative to its
+    output, as a norm behind the block makes it.
     """
     return W.square().sum(0) * statistics.norms.square()
 
@@ -47,12 +49,22 @@ def surgeon(W: torch.Tensor, statistics: Statistics) -> torch.Tensor:
     return W.square().sum(0) / torch.cholesky_inverse(torch.linalg.cholesky(H)).diagonal()
 
 
-# Each score with the sums that it needs. `energy` was the better one on one model (experiments/2_criteria).
-SCORES: Final[dict[str, tuple[str, Callable[[torch.Tensor, Statistics], torch.Tensor]]]] = {
-    "energy": ("norms", energy),
-    "surgeon": ("gram", surgeon),
+@dataclass(frozen=True)
+class Score:
+    """How much a channel costs: a function of the last matrix and of the sums that it needs (`stream`)."""
+
+    needs: str
+    cost: Callable[[torch.Tensor, Statistics], torch.Tensor]
+    relative: bool = False
+
+
+# `token` was the best one on Gemma, and as good as `energy` on SmolLM2 (experiments/2_criteria).
+SCORES: Final = {
+    "token": Score("norms", energy, relative=True),
+    "energy": Score("norms", energy),
+    "surgeon": Score("gram", surgeon),
 }
-DEFAULT: Final = "energy"
+DEFAULT: Final = "token"
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,15 +116,15 @@ def channel_costs(
     Raises LyapunovPruneError as `find_width`, and for activations that are not finite.
     """
     width = width or find_width(reading.decoder)
-    needs, cost = SCORES[score]
+    by = SCORES[score]
     found: dict[str, torch.Tensor] = {}
 
     def measure(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
         for last in here:
-            found[last.name] = cost(lift(last.weight(reading.model)), statistics[last.name]).cpu()
+            found[last.name] = by.cost(lift(last.weight(reading.model)), statistics[last.name]).cpu()
 
     lasts = [unit.out for here in width.units for unit in here if unit is not None]
-    stream(reading.model, reading, lasts, needs, measure, batch_size=batch_size)
+    stream(reading.model, reading, lasts, by.needs, measure, batch_size=batch_size, relative=by.relative)
     return ChannelCosts(
         score,
         tuple(tuple(None if unit is None else found[unit.out.name] for unit in here) for here in width.units),

@@ -11,16 +11,20 @@ import pytest
 import torch
 from helpers import TINY, Done, make_tiny
 from helpers.tiny_models import SMALL, from_settings, with_large_weights
+from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, PruningPlan, load, remove_layers, verify_removal
 from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.feedforward import BlockParts, find_feedforward
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.units import find_units
 from lyapunov_prune.pruning import width
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal_gate import COPIED
-from lyapunov_prune.pruning.width import choose_channels, staying
+from lyapunov_prune.pruning.width import channel_costs, choose_channels, staying
 
 OTHERS = ("gpt_bigcode", "granite", "olmo2")
 
@@ -88,8 +92,24 @@ def test_scores_are_the_errors_that_they_say(score: str) -> None:
         else:
             error[:, keep] = 0
         wanted.append((error @ (H if score == "surgeon" else G) @ error.T).trace())
-    found = width.SCORES[score][1](W, Statistics(G.diagonal().sqrt(), G))
+    found = width.SCORES[score].cost(W, Statistics(G.diagonal().sqrt(), G))
     assert torch.allclose(found, torch.stack(wanted), rtol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_by_token_an_error_is_relative_to_the_output_of_its_token(family: str, ids: torch.Tensor) -> None:
+    reading = read(wrap(make_tiny(family).double()), ids)
+    for (costs,), (unit,) in zip(channel_costs(reading, "token").costs, find_units(reading.structure), strict=True):
+        W, wanted = unit.out.weight(reading.model), torch.zeros(unit.width, dtype=torch.float64)
+
+        def add(module: nn.Module, args: Any, kwargs: Any, y: torch.Tensor, W: Any = W, sums: Any = wanted) -> None:
+            for h, out in zip(args[0].flatten(0, -2), y.flatten(0, -2), strict=True):
+                sums += (h * W).square().sum(0) / (out @ out)
+
+        with torch.no_grad(), hooked(after=[(reading.model.get_submodule(unit.out.module), add)]):
+            reading.model(ids)
+        assert costs is not None
+        assert torch.allclose(costs, wanted, rtol=1e-9)
 
 
 def test_a_channel_that_nothing_depends_on_goes_first(ids: torch.Tensor) -> None:

@@ -56,7 +56,7 @@ def test_every_way_is_measured_as_it_is_and_the_cheapest_chosen(
 def test_best_is_searched_anew_for_every_number_of_layers() -> None:
     found = split_removal(make_tiny("llama"), IDS, 0.5, "layers,width", protect=[0])
     assert [len(plan.remove) for plan in found.plans] == [1, 2, 3]  # a half is more than all channels hold
-    assert {plan.criterion for plan in found.plans} == {"best, then energy", "best"}
+    assert {plan.criterion for plan in found.plans} == {"best, then token", "best"}
     assert not any(0 in plan.remove for plan in found.plans)
 
 
