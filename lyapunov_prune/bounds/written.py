@@ -18,9 +18,8 @@ from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Decoder, in_memory, model_of
-from lyapunov_prune.models.plain import require_no_adapters, require_parameters
+from lyapunov_prune.models.plain import require_no_adapters, require_readable
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.models.quantised import require_readable
 from lyapunov_prune.models.structure import scale_weights
 
 
@@ -91,9 +90,8 @@ def read_written(reading: Reading, compressed: PreTrainedModel) -> Written:
 def _readable(model: PreTrainedModel | Decoder) -> Decoder:
     """The handle of a model whose matrices can be read as numbers, unpacked on loading or plain."""
     require_no_adapters(model_of(model))
-    require_readable(model_of(model))
     decoder = in_memory(model)
-    require_parameters(decoder.structure)
+    require_readable(decoder)
     return decoder
 
 

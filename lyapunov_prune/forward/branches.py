@@ -19,9 +19,8 @@ from lyapunov_prune.forward.hooks import Enough, hidden_of, with_input
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.modeling_compact import LowRank
-from lyapunov_prune.models.plain import require_parameters
+from lyapunov_prune.models.plain import require_readable
 from lyapunov_prune.models.projections import layer_projections
-from lyapunov_prune.models.quantised import require_readable
 from lyapunov_prune.models.structure import Structure
 
 
@@ -124,8 +123,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def matrix_children(decoder: Decoder) -> list[dict[str, bool]]:
     """For each layer: its children with matrices, and whether each is itself one matrix (or two factors of it)."""
     structure = decoder.structure
-    require_readable(decoder.model)
-    require_parameters(structure)
+    require_readable(decoder)
     return [layer_children(structure, index) for index in range(structure.num_layers)]
 
 

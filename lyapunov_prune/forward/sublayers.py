@@ -17,8 +17,7 @@ from lyapunov_prune.forward.logits import random_images
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.plain import require_parameters
-from lyapunov_prune.models.quantised import require_readable
+from lyapunov_prune.models.plain import require_readable
 from lyapunov_prune.models.structure import in_eval_mode
 
 Kind = Literal["attention", "mlp"]
@@ -46,8 +45,7 @@ def find_sublayers(decoder: Decoder, layers: Sequence[int]) -> dict[int, Sublaye
     leave out. Raises LyapunovPruneError for weights that are not in memory as plain matrices.
     """
     structure = decoder.structure
-    require_readable(decoder.model)
-    require_parameters(structure)
+    require_readable(decoder)
     sublayers: dict[int, Sublayers] = {}
 
     def note(index: int) -> Callable[..., None]:

@@ -59,6 +59,15 @@ def require_no_adapters(model: nn.Module) -> None:
         )
 
 
+def require_readable(decoder: Decoder) -> None:
+    """Raise LyapunovPruneError unless the weights of the layers are plain matrices: not packed, and parameters."""
+    if decoder.packed:  # integers must not be taken for a matrix
+        raise LyapunovPruneError(
+            f"the weights are {quantisation(decoder.model.config)} and packed, and this needs their values; {UNPACK}"
+        )
+    require_parameters(decoder.structure)
+
+
 def require_parameters(structure: Structure) -> None:
     """Raise LyapunovPruneError for a layer's weight that is recomputed at every forward: writes to it would be lost."""
     for name, module in structure.layers.named_modules(prefix=structure.layers_path):

@@ -24,8 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.experts import is_bare, stacks
-from lyapunov_prune.models.plain import require_no_adapters, require_parameters
-from lyapunov_prune.models.quantised import require_readable
+from lyapunov_prune.models.plain import require_no_adapters, require_parameters, require_readable
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import Structure
 
@@ -91,8 +90,8 @@ def find_projections(decoder: Decoder) -> tuple[Projection, ...]:
     Raises LyapunovPruneError for weights that are not plain matrices (quantised, parametrised) or have adapters.
     """
     require_no_adapters(decoder.model)
-    require_readable(decoder.model)
-    projections = structure_projections(decoder.structure)
+    require_readable(decoder)
+    projections = _projections(decoder.structure)
     if not projections:
         raise LyapunovPruneError(
             f"{type(decoder.model).__name__} holds no linear projections in its layers; nothing to check"
@@ -121,6 +120,10 @@ def structure_projections(structure: Structure) -> tuple[Projection, ...]:
     Raises LyapunovPruneError for weights that are not in memory as plain matrices.
     """
     require_parameters(structure)
+    return _projections(structure)
+
+
+def _projections(structure: Structure) -> tuple[Projection, ...]:
     path, kind, config = structure.layers_path, structure.model_type, structure.config
     return tuple(
         p for i, layer in enumerate(structure.layers) for p in layer_projections(layer, i, f"{path}.{i}", kind, config)

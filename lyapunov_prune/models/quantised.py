@@ -17,7 +17,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.quantizers import AutoHfQuantizer
 
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.files import parsed
 
 # Where a config keeps the settings; older versions of compressed-tensors use the second name.
@@ -76,14 +75,6 @@ def stored_quantisation(folder: Path) -> dict[str, Any] | None:
 def is_packed(model: nn.Module) -> bool:
     """Whether the weights of `model` are quantised and were not unpacked on loading, according to transformers."""
     return bool(quantisation(getattr(model, "config", None))) and getattr(model, "is_quantized", True)
-
-
-def require_readable(model: nn.Module) -> None:
-    """Raise LyapunovPruneError for packed weights, whose integers must not be taken for a matrix."""
-    if is_packed(model):
-        raise LyapunovPruneError(
-            f"the weights are {quantisation(model.config)} and packed, and this needs their values; {UNPACK}"
-        )
 
 
 def require_kernels(config: PreTrainedConfig, device_map: Any) -> None:
