@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
@@ -157,6 +157,14 @@ def layers_in(
         f"{kind} ({config.model_type}) keeps no module list of its {length} layers; this "
         f"{'encoder' if is_encoder(model) else 'decoder'} is not supported"
     )
+
+
+def in_copy(model: PreTrainedModel, structure: Structure) -> Structure:
+    """The `structure` of one stack, in a copy of its model that may have fewer layers."""
+    layers = model.get_submodule(structure.layers_path)
+    assert isinstance(layers, nn.ModuleList)
+    config = model.config.get_text_config(decoder=True)
+    return replace(structure, backbone=_backbone(model, structure.layers_path), layers=layers, config=config)
 
 
 def _backbone(model: PreTrainedModel, layers_path: str) -> nn.Module:

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from lyapunov_prune.errors import LyapunovPruneError, in_short
 from lyapunov_prune.models.encoders import Stack, has_two_stacks
 from lyapunov_prune.models.rebuilt import rebuilt
-from lyapunov_prune.models.structure import Structure, find_layers, layers_in
+from lyapunov_prune.models.structure import Structure, in_copy, layers_in
 
 # Config names of the number of layers of each stack, narrower names first.
 _COUNTS = {
@@ -103,8 +103,8 @@ def stack_structure(model: PreTrainedModel, stack: Stack) -> Structure:
 
 
 def structure_like(model: PreTrainedModel, structure: Structure) -> Structure:
-    """The structure of a copy of a model; of the same stack as `structure`, if that has two."""
-    return find_layers(model) if structure.stack is None else stack_structure(model, structure.stack)
+    """`structure` in a copy of its model, which may have fewer layers and keeps them at the same place."""
+    return in_copy(model, structure) if structure.stack is None else stack_structure(model, structure.stack)
 
 
 def renew_configs(model: PreTrainedModel) -> None:

@@ -115,8 +115,9 @@ def without_layers(
 
     forget_heads(pruned.config)
     gone: set[str] = set()
-    for config in _configs(pruned, original):
-        gone.update(slice_settings(config, original.count, plan.kept, original.num_layers))
+    config = stack_config(pruned, original.stack)
+    for each in _configs(pruned, config, original):
+        gone.update(slice_settings(each, original.count, plan.kept, original.num_layers))
     if gone:
         warn(
             f"{', '.join(sorted(gone))} in the config names layers by the numbers of the original, which is unknown "
@@ -125,7 +126,6 @@ def without_layers(
     _renumber(pruned, layers, plan.kept, original.num_layers)
     renumber_compact(pruned, layers)
     _slice_tables(pruned, family.tables, plan.kept, original.num_layers)
-    config = stack_config(pruned, original.stack)
     if family.adapt is not None:
         family.adapt(Cut(pruned, layers, config, original.config, plan.kept))
     require_attention(original.config, config)
@@ -194,9 +194,8 @@ def _slice_tables(
             setattr(module, size, module.weight.shape[axis])
 
 
-def _configs(model: PreTrainedModel, original: Structure) -> list[Any]:
-    """Every distinct text config the model's modules hold; usually one object, shared by all."""
-    text = stack_config(model, original.stack)
+def _configs(model: PreTrainedModel, text: Any, original: Structure) -> list[Any]:
+    """`text`, and every other text config that the model's modules hold; usually one object is shared by all."""
     if original.stack is not None:
         return [text]  # `renew_configs` makes the others
     configs = {id(text): text}
