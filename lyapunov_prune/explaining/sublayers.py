@@ -17,7 +17,7 @@ from lyapunov_prune.explaining.pair import Side
 from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, with_hidden
 from lyapunov_prune.forward.states import KeptStates
-from lyapunov_prune.forward.sublayers import Sublayers, find_sublayers
+from lyapunov_prune.forward.sublayers import Sublayers
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.frames import pd
@@ -96,7 +96,7 @@ class Middles:
     def __init__(self, side: Side) -> None:
         self.side = side
         try:
-            found = find_sublayers(side.reading.decoder, range(len(side.layers)))
+            found = side.reading.sublayers
         except LyapunovPruneError:  # for example, weights that stay packed
             found = {}
         splits: dict[int, _Split] = {}

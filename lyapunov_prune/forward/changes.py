@@ -15,7 +15,7 @@ from lyapunov_prune.forward.attentions import find_attentions, standing_in
 from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import replaced
-from lyapunov_prune.forward.sublayers import find_sublayers, silent
+from lyapunov_prune.forward.sublayers import silent
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure, identify
@@ -28,7 +28,7 @@ Changes = Callable[[int, str], AbstractContextManager[None] | None]
 
 def dropped_layers(reading: Reading) -> Changes:
     """A changed layer returns its input; a changed branch adds nothing."""
-    sublayers = find_sublayers(reading.decoder, range(reading.structure.num_layers))
+    sublayers = reading.sublayers
 
     def change(layer: int, part: str) -> AbstractContextManager[None] | None:
         if part == "layer":
@@ -64,7 +64,7 @@ def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
         module, _, key = name.rpartition(".")
         gone.setdefault(module, []).append(key)
     parts: dict[tuple[int, str], list[Projection]] = {}
-    for layer, sublayers in find_sublayers(reading.decoder, range(structure.num_layers)).items():
+    for layer, sublayers in reading.sublayers.items():
         here = [p for p in projections if p.layer == layer]
         parts[layer, "layer"] = here
         seen: set[str] = set()  # if branches share a norm, the forward of the second passes through the first
@@ -101,7 +101,7 @@ def compact_layers(reading: Reading, compact: PreTrainedModel) -> Changes:
             f"the compact model has {other.num_layers} layers of {other.model_type} and the dense one "
             f"{structure.num_layers} of {structure.model_type}; give the model that it was cut from"
         )
-    sublayers = find_sublayers(reading.decoder, range(structure.num_layers))
+    sublayers = reading.sublayers
     attentions = find_attentions(reading.decoder, [i for i in sublayers if "attention" in sublayers[i].branches])
 
     def change(layer: int, part: str) -> AbstractContextManager[None] | None:

@@ -15,6 +15,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer, is_large, scored_in
+from lyapunov_prune.forward.sublayers import Sublayers, find_sublayers
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.structure import Structure, scale_weights
 from lyapunov_prune.results.result import MeasuredOn
@@ -92,6 +93,11 @@ class Reading:
     @torch.no_grad()
     def scorer(self) -> Scorer:
         return Scorer(self.decoder, self.windows(1)[0])
+
+    @cached_property
+    def sublayers(self) -> dict[int, Sublayers]:
+        """The attention and the MLP of every layer. Raises LyapunovPruneError as `find_sublayers` does."""
+        return find_sublayers(self.decoder, range(self.structure.num_layers))
 
 
 # What a measurement accepts as its batch.

@@ -13,7 +13,7 @@ import torch
 from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change, changed_finals, finals_without_each
-from lyapunov_prune.forward.sublayers import Kind, find_sublayers, silent
+from lyapunov_prune.forward.sublayers import Kind, silent
 from lyapunov_prune.models.decoder import InMemory, StreamableText, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.tiles import MEASURES, measures
@@ -133,7 +133,7 @@ def sublayer_divergence(
     """
     reading = read(model, batch)
     layers = reading.structure.num_layers
-    sublayers = find_sublayers(reading.decoder, range(layers))
+    sublayers = reading.sublayers
     branches = {i: sublayer.branches[what] for i, sublayer in sublayers.items() if what in sublayer.branches}
     changes = [(i, partial(silent, branch)) for i, branch in branches.items()]
     values = np.full((layers, MEASURES), np.nan)

@@ -38,10 +38,10 @@ def changed_state(
     place: nn.Module | None,
 ) -> torch.Tensor:
     """The output of `layer` (or the input of `place`) when the layer runs changed on its dense input."""
-    start = prefix.entry(layer)
     with ExitStack() as stack:
         entering = None if place is None else stack.enter_context(_entering(place, ids))
         stack.enter_context(change)
+        start = prefix.entry(layer)
         end = prefix.advance(ids, start, states[start], layer + 1)
     return end if entering is None else entering[-1]
 

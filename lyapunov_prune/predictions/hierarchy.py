@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.probability import kl_softmax_le_range, kl_softmax_le_variance, variance_bound
-from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.changes import WHAT, What, compact_layers, compressed_layers, dropped_layers
 from lyapunov_prune.forward.decoding import greedy_text
@@ -22,7 +21,7 @@ from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.forward.sublayers import between_branches, find_sublayers
+from lyapunov_prune.forward.sublayers import between_branches
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.positions import stretches
@@ -208,7 +207,7 @@ def probe_layers(
         raise LyapunovPruneError(f"what is empty; give some of {', '.join(WHAT)}")
     reading = read(model, prompts)
     batch, structure, windows = reading.batch, reading.structure, reading.windows(batch_size)
-    require_context(structure, batch.context + steps - 1)
+    written = greedy_text(reading, steps, batch_size, written)
     prefix, scorer = reading.prefix, reading.scorer
     if structure.num_layers not in prefix.entries:
         require_finite(structure, windows[0], batch.text)
@@ -222,13 +221,10 @@ def probe_layers(
         changes = dropped_layers(reading)
     behind: dict[int, tuple[str, nn.Module]] = {}
     if read_at == "branch":
-        behind = between_branches(
-            reading.decoder, find_sublayers(reading.decoder, range(structure.num_layers)), "; read at the layer"
-        )
+        behind = between_branches(reading.decoder, reading.sublayers, "; read at the layer")
     shape = (len(what), structure.num_layers, len(_MEASURES), len(batch.ids), steps)
     values = torch.full(shape, torch.nan, dtype=torch.float64)
     begins = np.cumsum([0, *map(len, windows)])
-    written = greedy_text(reading, steps, batch_size, written)
     texts = [(k, *part) for k, ids in enumerate(windows) for part in _parts(structure, ids.shape[1], steps)]
     places = [(text, layer) for text in texts for layer in range(structure.num_layers)]
     for (k, at, length), layer in track(places, "hierarchy probe"):

@@ -16,7 +16,7 @@ from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.forward.sublayers import KINDS, Sublayers, find_sublayers
+from lyapunov_prune.forward.sublayers import KINDS, Sublayers
 from lyapunov_prune.linalg import widen
 from lyapunov_prune.models.decoder import StreamableText, takes_model
 from lyapunov_prune.models.hooked import hooked
@@ -86,7 +86,7 @@ def sublayer_influence(model: StreamableText, batch: Readable, *, batch_size: Co
     """
     reading = read(model, batch)
     structure = reading.structure
-    sublayers = find_sublayers(reading.decoder, range(structure.num_layers))
+    sublayers = reading.sublayers
     rows: list[np.ndarray] = []
     for ids in track(reading.windows(batch_size), "sublayer influence"):
         unseen = torch.full((2, len(ids)), torch.nan, dtype=torch.float64)  # for layers that text does not run

@@ -182,12 +182,10 @@ class ByPosition(Scored):
     profiled = True
 
     def rank(self, asked: Asked) -> LayerRanking:
-        from lyapunov_prune.forward.sublayers import find_sublayers
-
         decoder, layers = asked.reading.decoder, asked.reading.structure.num_layers
         layer = np.arange(layers, dtype=np.float64)
         if asked.what != "layers":
-            sublayers = find_sublayers(decoder, range(layers))
+            sublayers = asked.reading.sublayers
             layer[[asked.what not in sublayers[i].branches for i in range(layers)]] = np.nan
         return self.ranking(self.by_position(layer), decoder.identity, what=asked.what, protect=asked.protect)
 

@@ -22,7 +22,6 @@ from lyapunov_prune.forward.sublayers import Sublayers, find_sublayers
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions import SkipDivergence, skip_divergence
-from lyapunov_prune.predictions import divergence as module
 from lyapunov_prune.predictions import tiles as tiles_module
 from lyapunov_prune.predictions.divergence import SublayerDivergence, sublayer_divergence
 from lyapunov_prune.ranking import rank_by_divergence
@@ -288,14 +287,16 @@ def test_a_layer_without_the_branch_has_no_divergence(
     def without_two(decoder: Decoder, layers: Any) -> dict[int, Sublayers]:
         return find_sublayers(decoder, layers) | {2: Sublayers({}, False, "has none")}
 
-    monkeypatch.setattr(module, "find_sublayers", without_two)
+    monkeypatch.setattr("lyapunov_prune.forward.reading.find_sublayers", without_two)
     found = sublayer_divergence(llama, ids, "mlp")
     for name in MEASURES:
         wanted = getattr(whole, name).copy()
         wanted[2] = np.nan
         np.testing.assert_array_equal(getattr(found, name), wanted)
     assert 2 not in rank_by_divergence(found).order
-    monkeypatch.setattr(module, "find_sublayers", lambda m, layers: {i: Sublayers({}, False, "") for i in layers})
+    monkeypatch.setattr(
+        "lyapunov_prune.forward.reading.find_sublayers", lambda m, layers: {i: Sublayers({}, False, "") for i in layers}
+    )
     assert np.isnan(sublayer_divergence(llama, ids, "mlp").kl).all()
 
 

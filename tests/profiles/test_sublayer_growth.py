@@ -103,7 +103,7 @@ def test_a_branch_that_adds_nothing_grows_nothing_and_the_other_is_the_layer(few
 def test_planted_fault_a_boundary_elsewhere_breaks_the_reference(few: torch.Tensor, monkeypatch: Any) -> None:
     """Behind the norm of the MLP, and not before it: the product still holds, the parts do not."""
     model = make_tiny("llama")
-    module = importlib.import_module("lyapunov_prune.profiles.sublayer_growth")
+    module = importlib.import_module("lyapunov_prune.forward.reading")
     right, find = sublayer_growth(model, few, seeds=(0,)), module.find_sublayers
 
     def elsewhere(decoder: Decoder, layers: Any) -> Any:
