@@ -65,6 +65,16 @@ def find_sublayers(decoder: Decoder, layers: Sequence[int]) -> dict[int, Sublaye
     return {i: sublayers.get(i, Sublayers({}, False, "does not run on text alone")) for i in layers}
 
 
+def require_some(decoder: Decoder, sublayers: Mapping[int, Sublayers]) -> None:
+    """Raise LyapunovPruneError, with the reason of the first layer, if no layer has an attention or MLP of its own."""
+    if not any(found.branches for found in sublayers.values()):
+        first, found = next(iter(sublayers.items()))
+        raise LyapunovPruneError(
+            f"layer {first} of {type(decoder.model).__name__} {found.lack}, and no attention and MLP that could be "
+            "told apart; take whole layers"
+        )
+
+
 def between_branches(
     decoder: Decoder, sublayers: Mapping[int, Sublayers], but: str
 ) -> dict[int, tuple[str, nn.Module]]:

@@ -11,7 +11,7 @@ import torch
 from lyapunov_prune.arguments import Count, Positive, Seed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.forward.sublayers import KINDS, between_branches
+from lyapunov_prune.forward.sublayers import KINDS, between_branches, require_some
 from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, listed, require_moved
@@ -104,11 +104,7 @@ def sublayer_growth(
     kind = type(reading.model).__name__
     structure, seeds = reading.structure, listed(seeds)
     sublayers = reading.sublayers
-    if not any(found.branches for found in sublayers.values()):
-        raise LyapunovPruneError(
-            f"layer 0 of {kind} {sublayers[0].lack}, and no attention and MLP that could be told "
-            "apart; measure whole layers"
-        )
+    require_some(reading.decoder, sublayers)
     places = between_branches(reading.decoder, sublayers, " whose growth could be measured; measure whole layers")
     between = {layer: entry for layer, (_, entry) in places.items()}
     total = WindowSums.join(

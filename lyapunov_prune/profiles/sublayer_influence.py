@@ -16,7 +16,7 @@ from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.forward.sublayers import KINDS, Sublayers
+from lyapunov_prune.forward.sublayers import KINDS, Sublayers, require_some
 from lyapunov_prune.linalg import widen
 from lyapunov_prune.models.decoder import StreamableText, takes_model
 from lyapunov_prune.models.hooked import hooked
@@ -82,11 +82,12 @@ def sublayer_influence(model: StreamableText, batch: Readable, *, batch_size: Co
     The stream after the first sublayer is read at the input of the second, so residual multipliers are included;
     parallel sublayers are both measured from the layer's input. `1 − cos` is computed as in `block_influence`. Raises
     NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for weights that are
-    not plain matrices in memory.
+    not plain matrices in memory, and if no layer has an attention or MLP that can be told apart.
     """
     reading = read(model, batch)
     structure = reading.structure
     sublayers = reading.sublayers
+    require_some(reading.decoder, sublayers)
     rows: list[np.ndarray] = []
     for ids in track(reading.windows(batch_size), "sublayer influence"):
         unseen = torch.full((2, len(ids)), torch.nan, dtype=torch.float64)  # for layers that text does not run

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import SMALL, Done, with_large_weights
+from families.stacks import LAYERS, SETTINGS, STACKS, START, make
+from helpers import Done
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import (
     LyapunovPruneError,
@@ -36,43 +37,8 @@ from lyapunov_prune.models.two_stacks import stack_structure
 from lyapunov_prune.predictions.divergence import skip_divergence
 from lyapunov_prune.profiles.propagation import direction
 
-LAYERS = 4  # of both stacks, so that a count of the wrong one would not be seen by its value alone
-START = 3
-_BART: dict[str, Any] = {
-    **{
-        f"{stack}_{what}": n
-        for stack in ("encoder", "decoder")
-        for what, n in (("ffn_dim", 48), ("attention_heads", 4))
-    },
-    "d_model": 32,
-    "encoder_layers": LAYERS,
-    "decoder_layers": LAYERS,
-}
-_T5 = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": LAYERS, "num_decoder_layers": LAYERS}
-_FLAT = {**{k: SMALL[k] for k in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}}
-SETTINGS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("bart", "blenderbot", "marian", "mbart", "mvp", "pegasus", "plbart"), _BART),
-    "led": {**_BART, "attention_window": 8},
-    "m2m_100": {**_BART, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
-    **dict.fromkeys(("longt5", "mt5", "t5", "umt5"), _T5),
-    "switch_transformers": {**_T5, "num_experts": 4},
-}
 FIRST_STAYS = ("longt5", "mt5", "switch_transformers", "t5")
 CORE = ("bart", "marian", "mbart", "pegasus", "t5")
-STACKS: tuple[Stack, ...] = ("encoder", "decoder")
-
-
-def make(family: str = "t5", **changes: Any) -> PreTrainedModel:
-    """A random encoder-decoder, float32, with weights large enough for every layer to matter."""
-    kind = CONFIG_MAPPING[family]
-    torch.manual_seed(0)
-    config = kind(**{**_FLAT, **SETTINGS[family], **changes})
-    config.decoder_start_token_id = START
-    model = with_large_weights(AutoModelForSeq2SeqLM.from_config(config).eval())
-    for module in model.modules():
-        if type(module).__name__ == "MarianSinusoidalPositionalEmbedding":  # which no checkpoint holds
-            module.weight.data.copy_(module.create_weight())  # type: ignore[operator, union-attr, arg-type]
-    return model
 
 
 def given(ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -136,6 +102,35 @@ def test_the_encoder_of_t5_gets_no_shorter_than_its_decoder(family: str, ids: to
     shorter = remove_layers(wrap(short, stack="encoder"), [1])
     assert (shorter.config.num_layers, shorter.config.num_decoder_layers) == (LAYERS - 1, LAYERS - 1)
     assert shorter.generate(ids[:, :6], max_new_tokens=4, min_new_tokens=4).shape[1] == 5
+
+
+@pytest.mark.parametrize("what", ["attention", "mlp"])
+def test_parts_of_an_encoder_leave_and_another_part_fails_the_gate(what: str, ids: torch.Tensor) -> None:
+    handle = wrap(make("bart"), stack="encoder")
+    plan = rank(handle, ids, what=what, criterion="bi").plan(1)
+    (layer,) = plan.drop_attention + plan.drop_mlp
+    pruned = remove_layers(handle, plan)
+    assert verify_removal(handle, pruned, plan, ids).passed
+    field: dict[str, Any] = {f"drop_{what}": ((layer + 1) % LAYERS,)}
+    other = PruningPlan.given(handle, **field)
+    assert not verify_removal(handle, remove_layers(handle, other), plan, ids).passed
+
+
+@pytest.mark.parametrize(
+    ("family", "stack", "what", "why"),
+    [
+        ("bart", "decoder", "mlp", "3 parts with matrices .*encoder_attn"),
+        ("t5", "encoder", "attention", "adds to the state itself"),
+        ("switch_transformers", "decoder", "mlp", "adds to the state itself"),
+        ("switch_transformers", "encoder", "experts", "causal decoder"),
+    ],
+)
+def test_parts_that_cannot_leave_a_stack_alone(
+    family: str, stack: Stack, what: str, why: str, ids: torch.Tensor
+) -> None:
+    handle = wrap(make(family), stack=stack)
+    with pytest.raises(LyapunovPruneError, match=why):
+        rank(handle, ids, what=what, criterion="frequency" if what == "experts" else "bi")
 
 
 # References in float64, by hooks of their own on forwards of the whole model.
