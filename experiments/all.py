@@ -34,7 +34,7 @@ from experiments.columns import (
     Removed,
     correlation,
 )
-from experiments.common import Inputs, inputs, plain, plain_tasks
+from experiments.common import Inputs, Model, inputs, plain, plain_tasks
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.evaluation.tasks import ScoredTask, Task, TaskScores
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
@@ -72,7 +72,7 @@ def main(
         raise typer.BadParameter("name a model, or give --summary")
     try:
         chosen = lp.evaluation.load_tasks([tasks / f"{task}.jsonl" for task in TASKS]) if tasks else ()
-        given = inputs(model, calibration, tokens, context, unseen=evaluation, device=device, dtype=dtype)
+        given = inputs(Model(model, device, dtype), calibration, tokens, context, unseen=evaluation)
         for column in measure(given, name or Path(plain(model)).name, chosen, items):
             column.save(COLUMNS / f"{column.name}.json")
         print(column)

@@ -25,10 +25,65 @@ from lyapunov_prune.sensitivity.sweep import Job, Sweep
 # Options of every experiment beside --model.
 Device = Annotated[str, typer.Option(help="cpu, cuda, …; auto is the GPU if there is one")]
 DType = Annotated[str | None, typer.Option(help="of the weights; the checkpoint's if not given")]
+Each = Annotated[list[str] | None, typer.Option(help="a text; of several, each alone", show_default="builtin")]
+Learnt = Annotated[str, typer.Option(help="the text to choose, mend and learn from")]
+Unseen = Annotated[str, typer.Option(help="the text to score on")]
+Scored = Annotated[int, typer.Option(help="tokens of --unseen")]
 Again = Annotated[bool, typer.Option("--again", help="measure anew what is kept beside run.py already")]
 BUILT_IN = "smollm2-135m"
 # The paper keeps 5 % of the entries (§3 calls that sparsity 5 %) at rank 16.
 SPARSITY, RANK = 0.95, 16
+
+
+@dataclass(frozen=True)
+class Model:
+    """The options --model, --device and --dtype of an experiment."""
+
+    name: str = BUILT_IN
+    device: str = "auto"
+    dtype: str | None = None
+
+    def load(self) -> lp.models.Decoder:
+        """The model under its plain name: results are committed."""
+        loaded = lp.load(self.name, device=self.device, dtype=self.dtype)
+        loaded.model.config._name_or_path = plain(self.name)
+        return loaded
+
+    @property
+    def jobs(self) -> Path:
+        return job_folder(self.name)
+
+    def folder(self, here: Path) -> Path:
+        return of_model(here, self.name)
+
+
+def run(main: Callable[..., None]) -> None:
+    """Run `main` as a command."""
+    typer.run(flat(main))
+
+
+def flat(main: Callable[..., None]) -> Callable[..., None]:
+    """`main` as typer takes it: in place of its `Model` the options that it is made of."""
+    others = dict(inspect.signature(main, eval_str=True).parameters)
+    given = others.pop("model", None)
+    if given is None or not isinstance(given.default, Model):
+        return main
+    name, device, dtype = given.default.name, given.default.device, given.default.dtype
+    option = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    options = [
+        option("model", default=name, annotation=str),
+        option("device", default=device, annotation=Device),
+        option("dtype", default=dtype, annotation=DType),
+        *(option(each.name, default=each.default, annotation=each.annotation) for each in others.values()),
+    ]
+
+    @functools.wraps(main)
+    def command(*, model: str, device: str, dtype: str | None, **given: Any) -> None:
+        main(model=Model(model, device, dtype), **given)
+
+    command.__annotations__ = {each.name: each.annotation for each in options}
+    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    return command
 
 
 def is_kept(file: Path, again: bool) -> bool:
@@ -45,6 +100,7 @@ def run_command(main: Callable[..., None], result: Path, written: Callable[..., 
     What is there is shown instead, by the tables of `written`. `result` lies beside run.py, or of another model in a
     folder by its name (`of_model`). With `{model}` in its name all models lie beside run.py; `{text}` is a file a text.
     """
+    main = flat(main)
     options = inspect.signature(main).parameters
     default = options["model"].default if "model" in options else BUILT_IN
 
@@ -119,27 +175,18 @@ class Inputs:
         )
 
 
-def inputs(
-    model: str,
-    text: str,
-    tokens: int,
-    context: int,
-    *,
-    unseen: str | None = None,
-    device: str = "auto",
-    dtype: str | None = None,
-) -> Inputs:
+def inputs(model: Model, text: str, tokens: int, context: int, *, unseen: str | None = None) -> Inputs:
     """The model, `tokens` tokens to measure scores on and as many others to measure perplexity on.
 
     They are the two halves of `text`; where a text `unseen` is given, the beginnings of `text` and of `unseen`.
     """
-    loaded = load(model, device, dtype)
+    loaded = model.load()
     if unseen is None:
         calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=context)
     else:
         calibration, evaluation = (read_text(loaded, file, tokens, context, "all") for file in (text, unseen))
         require_disjoint(calibration, evaluation)
-    return Inputs(loaded, calibration, evaluation, job_folder(model))
+    return Inputs(loaded, calibration, evaluation, model.jobs)
 
 
 def on_each_text(measure: Callable[[Inputs], Any], here: Path) -> Callable[..., None]:
@@ -149,14 +196,12 @@ def on_each_text(measure: Callable[[Inputs], Any], here: Path) -> Callable[..., 
     """
 
     def main(
-        model: str = BUILT_IN,
-        device: Device = "auto",
-        dtype: DType = None,
-        text: Annotated[list[str] | None, typer.Option()] = None,
+        model: Model = Model(),
+        text: Each = None,
         tokens: int = 4096,
         context: int = 512,
     ) -> None:
-        measure_each(measure, here, model, text, tokens, context, device, dtype)
+        measure_each(measure, here, model, text, tokens, context)
 
     return main
 
@@ -164,16 +209,14 @@ def on_each_text(measure: Callable[[Inputs], Any], here: Path) -> Callable[..., 
 def measure_each(
     measure: Callable[[Inputs], Any],
     here: Path,
-    model: str,
+    model: Model,
     text: Sequence[str] | None,
     tokens: int,
     context: int,
-    device: str,
-    dtype: str | None,
 ) -> None:
     """What the command of `on_each_text` does; for experiments with options of their own."""
     for source in text or ["builtin"]:
-        found = measure(inputs(model, source, tokens, context, device=device, dtype=dtype))
+        found = measure(inputs(model, source, tokens, context))
         found.save(here / f"{found.measured_on.model.name}-{Path(found.measured_on.text).stem}.json")
         print(found)
 
@@ -194,13 +237,6 @@ def of_model(here: Path, model: str, default: str = BUILT_IN) -> Path:
 def plain(source: str) -> str:
     """The name of a model, a text or a task without the folders of this machine that it lies in."""
     return Path(os.path.abspath(source)).name.removesuffix(".gguf") if Path(source).exists() else source
-
-
-def load(model: str, device: str = "auto", dtype: str | None = None) -> lp.models.Decoder:
-    """The model under its plain name: results are committed."""
-    loaded = lp.load(model, device=device, dtype=dtype)
-    loaded.model.config._name_or_path = plain(model)
-    return loaded
 
 
 def read_text(

@@ -11,7 +11,7 @@ import typer
 from scipy import stats
 from transformers import PreTrainedModel
 
-from experiments.common import job_folder, load, plain, read_text
+from experiments.common import Model, plain, read_text
 from experiments.compressions import ALIKE
 from lyapunov_prune.data.image_files import MNIST, load_images
 from lyapunov_prune.data.slices import Slices, slices
@@ -31,7 +31,6 @@ VIT = "vit"  # the model that 5_joint/vit trains
 FOLDER = Path("runs") / "experiments" / "vit" / "model"
 FINISHED = Path(__file__).parent / "5_joint" / "joint"
 RANK, IMAGES = 8, 32  # as `joint` has them: of the updates; images in a step and in a forward
-FloatType = Annotated[str, typer.Option("--dtype", help="of the weights, which learn: float32 or wider")]
 Images = Annotated[str | None, typer.Option(help="of a ViT: mnist-5k, a folder of class folders, or an .npz")]
 
 
@@ -69,19 +68,17 @@ class Subject:
         return {"items": found.items.tolist(), "hash": found.measured_on.text_hash}
 
 
-def subject(
-    model: str, images: str | None, text: str, tokens: int, context: int, *, device: str, dtype: str
-) -> Subject:
+def subject(model: Model, images: str | None, text: str, tokens: int, context: int) -> Subject:
     """Of a text the calibration half alone is cut, as `joint` does."""
-    jobs = job_folder(model)
-    if images is None and model != VIT:
-        loaded = load(model, device, dtype)
-        require_trainable(loaded.model, model)
-        return Subject(loaded.model, slices(read_text(loaded, text, tokens, context)), jobs)
-    classifier = load_classifier(FOLDER if model == VIT else model, device=device, dtype=dtype)
-    classifier.model.config._name_or_path = plain(model) if model != VIT else VIT
-    require_trainable(classifier.model, model)
-    return Subject(classifier.model, slices(load_images(images or MNIST, classifier)), jobs)
+    name = model.name
+    if images is None and name != VIT:
+        loaded = model.load()
+        require_trainable(loaded.model, name)
+        return Subject(loaded.model, slices(read_text(loaded, text, tokens, context)), model.jobs)
+    classifier = load_classifier(FOLDER if name == VIT else name, device=model.device, dtype=model.dtype)
+    classifier.model.config._name_or_path = plain(name) if name != VIT else VIT
+    require_trainable(classifier.model, name)
+    return Subject(classifier.model, slices(load_images(images or MNIST, classifier)), model.jobs)
 
 
 def finished(of: Subject) -> JointRun:

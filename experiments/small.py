@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from experiments.common import Inputs, inputs, plain
+from experiments.common import Inputs, Model, inputs, plain
 from experiments.divergences import divergences, finals, losses
 from experiments.statements import interval, ratio
 from lyapunov_prune.evaluation.perplexity import interval_of
@@ -48,9 +48,9 @@ class Changed:
 
 
 @contextmanager
-def changed(model: str, device: str, dtype: str | None, kind: str) -> Iterator[Changed]:
+def changed(model: Model, kind: str) -> Iterator[Changed]:
     """The model, its texts, and what has been measured of it before."""
-    given = inputs(model, "builtin", TOKENS, CONTEXT, device=device, dtype=dtype)
+    given = inputs(model, "builtin", TOKENS, CONTEXT)
     about = {
         "model": given.evaluation.measured_on(given.loaded.model).model.weights,
         "text": given.evaluation.text_hash,

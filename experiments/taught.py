@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
+from experiments.common import Model
 from experiments.recoveries import subject
 from lyapunov_prune.data.slices import Slices
 from lyapunov_prune.joint import Importance, measure_importance
@@ -56,15 +57,14 @@ class Taught:
         return decode(Importance, store["importance"])
 
 
-def taught(model: str, device: str, dtype: str | None, images: str | None, text: str | None, tokens: int) -> Taught:
+def taught(model: Model, images: str | None, text: str | None, tokens: int) -> Taught:
     """A decoder with a text, or else a classifier with images. Training needs float32, unless a wider dtype is given.
 
     A plain block loses its activation (identity), a gated one has its gate at its mean (mean-gate).
     """
     torch.set_num_threads(1)  # the same sums again after a kill, wherever it goes on
-    of = subject(
-        model, None if text else images, text or "builtin", tokens, CONTEXT, device=device, dtype=dtype or "float32"
-    )
+    wide = replace(model, dtype=model.dtype or "float32")
+    of = subject(wide, None if text else images, text or "builtin", tokens, CONTEXT)
     gated = find_feedforward(find_layers(of.model), 0).gated
     student = of.student("mean-gate" if gated else "identity")
     return Taught(student, of.data, of.recipe.batch, of.jobs)

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import lyapunov_prune as lp
 from experiments import all as experiment
 from experiments.columns import Answers, Column, correlation, mean_accuracy, paired_difference
-from experiments.common import inputs
+from experiments.common import Model, inputs
 from lyapunov_prune.evaluation.tasks import Task
 
 summary = importlib.import_module("experiments.1_contraction.summary.run")
@@ -67,7 +67,7 @@ def column(
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("work"))
         patch.setattr(lp.bounds, "check_grid", partial(lp.bounds.check_grid, **GRID))
-        given = inputs(str(folder), texts[0], 64, 32, unseen=texts[1], device="cpu")
+        given = inputs(Model(str(folder), "cpu"), texts[0], 64, 32, unseen=texts[1])
         made = list(experiment.measure(given, "tiny", tasks, 5))
         assert [c.removal is None for c in made[:4]] == [True, False, False, False]
         assert [c.accuracy is None for c in made] == [True] * 4 + [False] * 7  # dense, and six sets of layers
@@ -79,7 +79,7 @@ def column(
                 ("lyapunov_prune.evaluation.harness", "run"),
             ):
                 forbid.setattr(f"{module}.{name}", lambda *_, **__: pytest.fail("measured again"))
-            again = inputs(str(folder), texts[0], 64, 32, unseen=texts[1], device="cpu")
+            again = inputs(Model(str(folder), "cpu"), texts[0], 64, 32, unseen=texts[1])
             assert json.dumps(list(experiment.measure(again, "tiny", tasks, 5))[-1].to_json()) == json.dumps(
                 made[-1].to_json()
             )
@@ -162,7 +162,7 @@ def test_criteria_that_choose_the_same_layers_are_scored_once(
     assert column.removal is not None
     sets = [replace(r, layers=(1, 2)) for r in column.removal.sets if r.criterion in ("bi", "rho")]
     monkeypatch.chdir(tmp_path)
-    given = inputs(str(folder), texts[0], 64, 32, unseen=texts[1], device="cpu")
+    given = inputs(Model(str(folder), "cpu"), texts[0], 64, 32, unseen=texts[1])
     scored: list[int] = []
     own = lp.evaluate_tasks
     monkeypatch.setattr(lp, "evaluate_tasks", lambda models, *a, **k: (scored.append(1), own(models, *a, **k))[1])

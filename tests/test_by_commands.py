@@ -15,6 +15,7 @@ from helpers import make_tiny
 import lyapunov_prune as lp
 from experiments import by_commands
 from experiments.by_commands import against, run_once
+from experiments.common import Model
 from lyapunov_prune.shrinking.report import Taken
 
 one_command: Any = importlib.import_module("experiments.6_recovery.shrink.run")
@@ -102,6 +103,6 @@ def test_other_windows_are_not_compared(results: Path) -> None:
 
 
 def test_a_result_that_is_there_is_drawn_and_not_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one_command.main(unseen="nowhere.txt", model="tiny", text=["a.txt"])
+    one_command.main(unseen="nowhere.txt", model=Model("tiny"), text=["a.txt"])
     assert "already measured" in capsys.readouterr().out
     assert (results / "recovery.svg").is_file()

@@ -10,7 +10,7 @@ import pytest
 import tables
 from helpers import make_tiny, make_tokenizer
 
-from experiments.common import BUILT_IN, of_model, plain
+from experiments.common import BUILT_IN, Model, of_model, plain
 
 EXPERIMENT = "forward_backward"
 RUN = importlib.import_module(tables.module_of(EXPERIMENT))
@@ -28,7 +28,7 @@ def test_a_second_model_leaves_the_files_of_the_first(tmp_path: Path, monkeypatc
         (here / name).write_bytes(content)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(RUN, "HERE", here)
-    RUN.main("other-0.1b", device="cpu", text="text.txt", tokens=64, context=32)
+    RUN.main(Model("other-0.1b", "cpu"), text="text.txt", tokens=64, context=32)
     assert {path.name: path.read_bytes() for path in here.glob("*.*") if path.is_file()} == first
     assert {path.name for path in (here / "other-0.1b").iterdir()} == set(first)
 

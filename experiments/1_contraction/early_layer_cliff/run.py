@@ -13,7 +13,7 @@ import pandas as pd
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, inputs, of_model, run_command
+from experiments.common import Model, draw, inputs, run_command
 from experiments.statements import percent, ranked, runs, short, span, table
 from lyapunov_prune.profiles import ActivationStatistics
 from lyapunov_prune.report.profiles import activation_figure
@@ -28,16 +28,9 @@ SIGNS = {  # what the paper associates with the early-layer catastrophe (§6.1)
 }
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 1024,
-    context: int = 256,
-) -> None:
-    folder = of_model(HERE, model)
-    given = inputs(model, text, tokens, context, device=device, dtype=dtype)
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
+    folder = model.folder(HERE)
+    given = inputs(model, text, tokens, context)
     result = given.sensitivity(("layer0", "cliff", "threshold"))
     result.save(folder / "cliff.json")
     activations = lp.profiles.activation_statistics(given.loaded.model, given.calibration)

@@ -8,7 +8,7 @@ Writes cumulative.json and cumulative.svg beside this file.
 from pathlib import Path
 from typing import Any
 
-from experiments.common import Device, DType, draw, inputs, of_model, run_command
+from experiments.common import Model, draw, inputs, run_command
 from experiments.statements import measured, short, table
 from lyapunov_prune.report.sensitivity import cumulative_figure
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
@@ -16,16 +16,9 @@ from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 HERE = Path(__file__).parent
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 1024,
-    context: int = 256,
-) -> None:
-    folder = of_model(HERE, model)
-    result = inputs(model, text, tokens, context, device=device, dtype=dtype).sensitivity(("forward", "backward"))
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
+    folder = model.folder(HERE)
+    result = inputs(model, text, tokens, context).sensitivity(("forward", "backward"))
     result.save(folder / "cumulative.json")
     draw(folder, {"cumulative": cumulative_figure(result)})
     print(result)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, of_model, read_text, run_command
+from experiments.common import Model, draw, read_text, run_command
 from experiments.statements import short, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
@@ -25,15 +25,13 @@ POOLINGS: tuple[Pooling, ...] = ("energy", "token")
 
 
 def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(),
     text: Annotated[str, typer.Option(help="builtin, or a file")] = "builtin",
     tokens: int = 4096,
     context: int = 512,
 ) -> None:
-    folder = of_model(HERE, model)
-    loaded = load(model, device, dtype)
+    folder = model.folder(HERE)
+    loaded = model.load()
     calibration = read_text(loaded, text, tokens, context)
     evaluation = read_text(loaded, text, tokens, context, "evaluation")
     require_disjoint(calibration, evaluation)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, inputs, of_model, run_command
+from experiments.common import Model, draw, inputs, run_command
 from experiments.statements import short, span, table
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.report.drawing import COLOURS, GREY, depth_axis, log_axis, panels, svg
@@ -23,16 +23,9 @@ EPSILONS = (1e-3, 1e-2, 1e-1)
 WINDOWS, TOKENS = 2, 64  # for the Jacobians, which cost far more a token
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 2048,
-    context: int = 512,
-) -> None:
-    folder = of_model(HERE, model)
-    given = inputs(model, text, tokens, context, device=device, dtype=dtype)
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048, context: int = 512) -> None:
+    folder = model.folder(HERE)
+    given = inputs(model, text, tokens, context)
     profiles = [
         lp.measure_contraction(given.loaded.model, given.calibration, epsilon=epsilon, seeds=range(2))
         for epsilon in EPSILONS

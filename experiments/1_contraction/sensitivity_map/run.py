@@ -7,7 +7,7 @@ Writes sensitivity.json and the figures beside this file.
 
 from pathlib import Path
 
-from experiments.common import Device, DType, draw, inputs, of_model, run_command
+from experiments.common import Model, draw, inputs, run_command
 from experiments.statements import measured, ranked, short, signed, span, table
 from lyapunov_prune.report.sensitivity import sensitivity_figures
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
@@ -15,16 +15,9 @@ from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 HERE = Path(__file__).parent
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 1024,
-    context: int = 256,
-) -> None:
-    folder = of_model(HERE, model)
-    result = inputs(model, text, tokens, context, device=device, dtype=dtype).sensitivity(
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
+    folder = model.folder(HERE)
+    result = inputs(model, text, tokens, context).sensitivity(
         ("group", "layer", "component", "sparsity", "rank", "removal")
     )
     result.save(folder / "sensitivity.json")

@@ -7,14 +7,12 @@ the first. Writes stability.json and stability.svg.
 """
 
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pandas as pd
-import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, of_model, read_text, run_command
+from experiments.common import Each, Model, draw, read_text, run_command
 from experiments.statements import interval, short, table
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
@@ -24,15 +22,10 @@ HERE = Path(__file__).parent
 CONTEXT, TOKENS = 512, (4096, 8192, 16384, 25600, 51200)
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: Annotated[list[str] | None, typer.Option()] = None,
-) -> None:
-    folder = of_model(HERE, model)
+def main(model: Model = Model(), text: Each = None) -> None:
+    folder = model.folder(HERE)
     names = text or ["builtin"]
-    loaded = load(model, device, dtype)
+    loaded = model.load()
     calibration = read_text(loaded, names[0], 4096, CONTEXT)
     small = lp.compress(loaded.model, calibration, method="wanda", sparsity=0.5)
     rows = []

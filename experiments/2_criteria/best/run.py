@@ -13,15 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pandas as pd
-import typer
 
 import lyapunov_prune as lp
 from experiments.all import rankings
-from experiments.common import Device, DType, Inputs, inputs
+from experiments.common import Each, Inputs, Model, inputs, run
 from experiments.statements import bullets, counted, ratio, short, span, table
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -82,17 +80,15 @@ class BestOnOneText(Result):
 
 
 def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: Annotated[list[str] | None, typer.Option()] = None,
+    model: Model = Model(),
+    text: Each = None,
     tokens: int = 4096,
     context: int = 512,
     search: float = 20.0,
     unseen: str | None = None,
 ) -> None:
     for source in text or ["builtin"]:
-        given = inputs(model, source, tokens, context, unseen=unseen, device=device, dtype=dtype)
+        given = inputs(model, source, tokens, context, unseen=unseen)
         found = measure(given, search)
         found.save(HERE / f"{given.loaded.model.config._name_or_path}-{found.text.replace(' ', '-')}.json")
         print(found)
@@ -188,4 +184,4 @@ def chosen(results: list[BestOnOneText]) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

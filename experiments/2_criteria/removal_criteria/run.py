@@ -21,7 +21,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text, run_command
+from experiments.common import Model, draw, read_text, run_command
 from experiments.statements import interval, measured, runs, short, span, table
 from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
@@ -45,19 +45,17 @@ MENDED_ON, RIDGE = 4096, 0.1
 
 
 def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(),
     calibration: Annotated[str, typer.Option(help="builtin, or a file")] = "builtin",
     evaluation: Annotated[str, typer.Option(help="builtin, or a file")] = "builtin",
     tokens: int = 8192,
 ) -> None:
-    folder = of_model(HERE, model)
-    loaded = load(model, device, dtype)
+    folder = model.folder(HERE)
+    loaded = model.load()
     few = read_text(loaded, calibration, 1024, 512, half(calibration, 0))
     many = read_text(loaded, evaluation, tokens, 1024, half(evaluation, 1))
     require_disjoint(few, many)
-    jobs = job_folder(model) / f"oracle-{few.text_hash[:16]}"
+    jobs = model.jobs / f"oracle-{few.text_hash[:16]}"
     oracle = lp.ranking.greedy_removal(loaded.model, few, REMOVALS[-1], folder=jobs)
     oracle.save(folder / "oracle.json")
     print(oracle, end="\n\n")

@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text, run_command
+from experiments.common import Model, Scored, draw, read_text, run_command
 from experiments.statements import bullets, ratio, runs, short, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.evaluation.perplexity import interval_of
@@ -70,13 +70,11 @@ class SearchCurve(Result):
 def main(
     text: Annotated[str, typer.Option(help="to choose on; that of goals")],
     unseen: Annotated[str, typer.Option(help="to score on; that of goals")],
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(),
     context: int = 512,
-    scored: Annotated[int, typer.Option(help="tokens of --unseen")] = 8192,
+    scored: Scored = 8192,
 ) -> None:
-    loaded = load(model, device, dtype)
+    loaded = model.load()
     judged = read_text(loaded, unseen, scored, 2 * context, "all")
     goals = GOALS.GoalsOnOneText.load(GOALS.HERE / f"{loaded.model.config._name_or_path}-{Path(text).stem}.json")
     if goals.measured_on.text_hash != judged.text_hash:
@@ -84,7 +82,7 @@ def main(
     batches = {n: read_text(loaded, text, n, context, "all") for n, _ in SEARCHES}
     longest = batches[max(batches)]
     require_disjoint(longest, judged)
-    origins, jobs = (longest.measured_on(loaded.model), judged.measured_on(loaded.model)), job_folder(model)
+    origins, jobs = (longest.measured_on(loaded.model), judged.measured_on(loaded.model)), model.jobs
     courses = []
     with Store(jobs / "search-curve", "search curve", {"texts": encode(origins)}) as store:
         for tokens, search in SEARCHES:
@@ -100,7 +98,7 @@ def main(
                 steps.append(Step(tried.by, tried.layers, tried.forwards, np.array(store[key])))
             courses.append(Course(tokens, len(found.tried), found.tried[-1].forwards, tuple(steps)))
     result = SearchCurve(goals.dense, goals.oracle.windows, tuple(courses), *origins)
-    folder = of_model(HERE, model)
+    folder = model.folder(HERE)
     result.save(folder / "curve.json")
     draw(folder, {"curve": figure(result)})
     print(steps_of(result))

@@ -24,7 +24,7 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from experiments.common import BUILT_IN, Device, DType, Inputs, measure_each, run_command
+from experiments.common import Each, Inputs, Model, measure_each, run_command
 from experiments.statements import bullets, ratio, short, table
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import read
@@ -68,17 +68,15 @@ class WidthOnOneText(Result):
 
 
 def main(
-    model: str = BUILT_IN,
-    device: Device = "auto",
-    dtype: DType = None,
-    text: Annotated[list[str] | None, typer.Option()] = None,
+    model: Model = Model(),
+    text: Each = None,
     tokens: int = 4096,
     context: int = 512,
     remove: float = 0.2,
     optipfair: Annotated[Path | None, typer.Option(help="folder where it is installed")] = None,
 ) -> None:
     asked = partial(measure, remove=remove, optipfair=optipfair)
-    measure_each(asked, HERE, model, text, tokens, context, device, dtype)
+    measure_each(asked, HERE, model, text, tokens, context)
 
 
 @torch.no_grad()

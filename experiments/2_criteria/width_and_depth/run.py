@@ -13,14 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pandas as pd
 import torch
-import typer
 
-from experiments.common import BUILT_IN, Device, DType, Inputs, measure_each, run_command
+from experiments.common import Each, Inputs, Model, measure_each, run_command
 from experiments.statements import bullets, ratio, short, table
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.mending.judge import losses, second_text
@@ -62,10 +60,8 @@ class WidthAndDepth(Result):
 
 
 def main(
-    model: str = BUILT_IN,
-    device: Device = "auto",
-    dtype: DType = None,
-    text: Annotated[list[str] | None, typer.Option()] = None,
+    model: Model = Model(),
+    text: Each = None,
     tokens: int = 4096,
     context: int = 512,
     remove: float = 0.2,
@@ -73,7 +69,7 @@ def main(
     what: str = "layers,width",
 ) -> None:
     asked = partial(measure, remove=remove, criterion=criterion, what=what)
-    measure_each(asked, HERE, model, text, tokens, context, device, dtype)
+    measure_each(asked, HERE, model, text, tokens, context)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from typing import get_args
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, halves, load, of_model, run_command, texts
+from experiments.common import Model, draw, halves, run_command, texts
 from experiments.compressions import (
     CompressionRow,
     CompressionTable,
@@ -37,15 +37,9 @@ WIDTHS = ((3, 4), (4, 8))
 STARRED = "guidelines, s*"  # the last of each budget, where it can be met
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 4096,
-) -> None:
-    folder = of_model(HERE, model)
-    loaded = load(model, device, dtype)
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 4096) -> None:
+    folder = model.folder(HERE)
+    loaded = model.load()
     calibration, evaluation = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))
     ceiling = threshold(loaded.model, calibration)

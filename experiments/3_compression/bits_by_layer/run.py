@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, load, of_model, run_command, texts
+from experiments.common import Model, run_command, texts
 from experiments.divergences import divergences, finals
 from experiments.statements import ratio, short, table
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
@@ -75,16 +75,14 @@ class Known:
 
 
 def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(),
     text: str = "builtin",
     calibration_tokens: int = 2048,
     tokens: int = 4096,
     context: int = 256,
 ) -> None:
-    folder = of_model(HERE, model)
-    loaded = load(model, device, dtype)
+    folder = model.folder(HERE)
+    loaded = model.load()
     calibration, evaluation = texts(loaded, text, calibration=calibration_tokens, evaluation=tokens, context=context)
     dense = loaded.model
     profile = lp.measure_contraction(dense, calibration, seeds=range(2))

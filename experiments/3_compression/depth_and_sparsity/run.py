@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, load, of_model, run_command, texts
+from experiments.common import Model, run_command, texts
 from experiments.compressions import against
 from experiments.statements import interval, short, table
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
@@ -20,15 +20,9 @@ HERE = Path(__file__).parent
 REMOVED, SPARSITY = 4, 0.5
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 4096,
-) -> None:
-    folder = of_model(HERE, model)
-    loaded = load(model, device, dtype)
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 4096) -> None:
+    folder = model.folder(HERE)
+    loaded = model.load()
     calibration, evaluation = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     influence = lp.block_influence(loaded.model, calibration)
     profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))

@@ -15,7 +15,7 @@ import torch
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Again, Device, DType, is_kept, load, of_model, texts
+from experiments.common import Again, Model, is_kept, run, texts
 from experiments.divergences import divergences, finals, losses
 from experiments.statements import ratio, short, table
 from lyapunov_prune.forward.reading import Reading, read
@@ -62,9 +62,7 @@ def variants(correction: float) -> dict[str, dict[str, Any]]:
 
 
 def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(),
     text: str = "builtin",
     setting: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(SETTINGS)}; all if not given")] = None,
     correction: Annotated[float, typer.Option(help="the α of the correction")] = 0.5,
@@ -73,9 +71,9 @@ def main(
     context: int = 512,
     again: Again = False,
 ) -> None:
-    folder = of_model(HERE, model)
+    folder = model.folder(HERE)
     if wanted := [name for name in setting or SETTINGS if not is_kept(folder / f"{name}.json", again)]:
-        loaded = load(model, device, dtype)
+        loaded = model.load()
         of_texts = texts(loaded, text, calibration=calibration_tokens, evaluation=tokens, context=context)
         calibration, evaluation = (read(loaded, batch) for batch in of_texts)
         states = list(finals(evaluation, loaded.model))
@@ -145,4 +143,4 @@ def written(folder: Path = HERE) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.common import Device, DType, draw, inputs, of_model, run_command
+from experiments.common import Model, draw, inputs, run_command
 from experiments.statements import interval, percent, short, table
 from lyapunov_prune.report.sensitivity import greedy_figure
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
@@ -21,17 +21,15 @@ PAPER_COST = 1.27  # §6.4: 24 % of the multiplications saved at +27 % of the pe
 
 
 def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(),
     text: str = "builtin",
     tokens: int = 1024,
     context: int = 256,
     rescored: bool = False,
 ) -> None:
-    folder = of_model(HERE, model)
+    folder = model.folder(HERE)
     studies = ("greedy", "greedy-rescored") if rescored else ("greedy",)
-    result = inputs(model, text, tokens, context, device=device, dtype=dtype).sensitivity(studies, rank=RANK)
+    result = inputs(model, text, tokens, context).sensitivity(studies, rank=RANK)
     result.save(folder / "greedy.json")
     draw(folder, {"greedy": greedy_figure(result)})
     print(result)

@@ -7,7 +7,7 @@ Writes methods.json and methods.svg beside this file.
 
 from pathlib import Path
 
-from experiments.common import Device, DType, draw, load, of_model, run_command, texts
+from experiments.common import Model, draw, run_command, texts
 from experiments.compressions import (
     CompressionTable,
     Setting,
@@ -28,15 +28,9 @@ SETTINGS = [
 ]
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 4096,
-) -> None:
-    folder = of_model(HERE, model)
-    loaded = load(model, device, dtype)
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 4096) -> None:
+    folder = model.folder(HERE)
+    loaded = model.load()
     calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
     table = evaluate_compressions(loaded.model, SETTINGS, calibration, evaluation)
     table.save(folder / "methods.json")

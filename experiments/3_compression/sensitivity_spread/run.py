@@ -16,7 +16,7 @@ import pandas as pd
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, inputs, of_model, run_command
+from experiments.common import Model, draw, inputs, run_command
 from experiments.statements import measured, ranked, short, table
 from lyapunov_prune.allocation.amplification import Reading, tolerance
 from lyapunov_prune.profiles.contraction_profile import Pooling
@@ -27,16 +27,9 @@ HERE = Path(__file__).parent
 METHODS = {"weight-only": COLOURS["bi"], "magnitude": COLOURS["rho, token pooling"], "wanda": COLOURS["rho"]}
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 1024,
-    context: int = 256,
-) -> None:
-    folder = of_model(HERE, model)
-    given = inputs(model, text, tokens, context, device=device, dtype=dtype)
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
+    folder = model.folder(HERE)
+    given = inputs(model, text, tokens, context)
     profile = given.profile()
     found_by = {
         method: lp.measure_sensitivity(

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from experiments.common import Device, DType, draw, of_model, run_command
+from experiments.common import Model, draw, of_model, run_command
 from experiments.recoveries import VIT
 from experiments.statements import bullets, counted, interval, percent, short, table
 from experiments.taught import Taught, numbers, taught
@@ -106,9 +106,7 @@ class Asymmetry(Result):
 
 
 def main(
-    model: str = VIT,
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(VIT),
     images: str = "mnist-5k",
     text: str | None = None,
     tokens: int = 40960,
@@ -120,13 +118,13 @@ def main(
 ) -> None:
     rates = {"adamw": tuple(numbers(adamw, "--adamw")), "sgd": tuple(numbers(sgd, "--sgd"))}
     removed = tuple(int(n) for n in numbers(depths, "--depths"))
-    given = taught(model, device, dtype, images, text, tokens)
+    given = taught(model, images, text, tokens)
     if max(removed) > min(given.most):
         raise LyapunovPruneError(f"--depths {depths!r}: of one type {min(given.most)} can go at most")
     if steps < 2 or seeds < 2:
         raise LyapunovPruneError(f"{steps} steps, {seeds} seeds: nothing to compare; give two or more of each")
     found = measure(given, removed, steps, seeds, rates)
-    folder = of_model(HERE, model, VIT)
+    folder = of_model(HERE, model.name, VIT)
     found.save(folder / FILE)
     draw(folder, {"asymmetry": figure(found)})
     print(found)

@@ -20,7 +20,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, of_model, read_text, run_command
+from experiments.common import Model, draw, read_text, run_command
 from experiments.hierarchies import PROMPTS, as_json, cell, interval, kept, makers, opened, percent, records
 from experiments.statements import short, span, table
 from lyapunov_prune.data.choices import tokenize
@@ -39,16 +39,14 @@ FORMS = ("letters", "texts")
 
 
 def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(),
     items: Annotated[list[Path] | None, typer.Option(help="JSONL of query, choices, gold; may be repeated.")] = None,
     limit: int = 30,
     text: str = "builtin",
     tokens: int = 2048,
 ) -> None:
-    folder = of_model(HERE, model)
-    loaded = load(model, device, dtype)
+    folder = model.folder(HERE)
+    loaded = model.load()
     calibration = read_text(loaded, text, tokens, 512)
     sets = {("paper", "letters"): papers_items()}
     for path in items or ():
@@ -67,7 +65,7 @@ def main(
         small = cache(make)
         for (source, form), given in sets.items():
             measured = kept(
-                model,
+                model.name,
                 f"choices-{name}-{source}-{form}-{len(given)}",
                 lp.predictions.ChoiceComparison,
                 calibration.measured_on(loaded.model),

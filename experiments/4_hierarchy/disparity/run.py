@@ -16,7 +16,7 @@ import pandas as pd
 from scipy import stats
 from transformers import PreTrainedModel
 
-from experiments.common import Device, DType, draw, load, read_text, run_command
+from experiments.common import Model, draw, read_text, run_command
 from experiments.statements import bullets, interval, runs, short, signed, table
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.hooks import run_through
@@ -60,13 +60,8 @@ class Disparity(Result):
         return f"{self.measured_on.line()}, {len(self.attention)} groups of {self.windows} windows; {self.reduction}"
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-) -> None:
-    loaded = load(model, device, dtype)
+def main(model: Model = Model(), text: str = "builtin") -> None:
+    loaded = model.load()
     batch = read_text(loaded, text, GROUPS * WINDOWS * CONTEXT, CONTEXT)
     found = measure(loaded.model, batch)
     found.save(HERE / f"{found.name}.json")

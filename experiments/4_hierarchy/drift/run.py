@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.common import RANK, SPARSITY, Device, DType, inputs, of_model, run_command
+from experiments.common import RANK, SPARSITY, Model, inputs, run_command
 from experiments.statements import bullets, signed, stated, table
 from lyapunov_prune.sensitivity import AmplificationDrift, amplification_drift
 from lyapunov_prune.sensitivity.amplification import PAPER
@@ -19,16 +19,9 @@ HERE = Path(__file__).parent
 SETTINGS: dict[str, tuple[float, int | None]] = {"light": (0.5, None), "heavy": (SPARSITY, RANK)}
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 1024,
-    context: int = 256,
-) -> None:
-    folder = of_model(HERE, model)
-    given = inputs(model, text, tokens, context, device=device, dtype=dtype)
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
+    folder = model.folder(HERE)
+    given = inputs(model, text, tokens, context)
     contraction = given.profile().contraction
     for name, (sparsity, rank) in SETTINGS.items():
         found = given.sensitivity(("group",), sparsity=sparsity, rank=rank)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments import statements
-from experiments.common import Device, DType, draw, load, of_model, run_command, texts
+from experiments.common import Model, draw, run_command, texts
 from experiments.hierarchies import (
     AWQ,
     as_json,
@@ -63,16 +63,9 @@ OTHER = "another prompt"
 SHOWN = ("attention − 4", PAPERS, "MLP − 4", "MLP − 8", "layers − 8", "Wanda 50 %", "4 bits, a row")
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 2048,
-    steps: int = 32,
-) -> None:
-    folder = of_model(HERE, model)
-    loaded = load(model, device, dtype)
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048, steps: int = 32) -> None:
+    folder = model.folder(HERE)
+    loaded = model.load()
     prompts = {k: ids for k, ids in encoded(loaded).items() if not k.startswith("MC")}
     calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
 
@@ -81,7 +74,7 @@ def main(
     def score(name: str, measured: Callable[[], PreTrainedModel]) -> lp.evaluation.Perplexity:
         file, asked = f"perplexity-{evaluation.text_hash[:16]}-{name}", {"model": name, "made on": made_on}
         return kept(
-            model, file, lp.evaluation.Perplexity, scored_on, asked, lambda: lp.perplexity(measured(), evaluation)
+            model.name, file, lp.evaluation.Perplexity, scored_on, asked, lambda: lp.perplexity(measured(), evaluation)
         )
 
     dense = score("dense", lambda: loaded.model)
@@ -91,7 +84,7 @@ def main(
         small = cache(make)
         found = {
             k: kept(
-                model,
+                model.name,
                 f"generation-{name}-{k}-{steps}",
                 lp.predictions.GenerationDivergence,
                 checked_batch(loaded.structure, ids).measured_on(loaded.model),

@@ -21,7 +21,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, job_folder, load, of_model, read_text, run_command
+from experiments.common import Learnt, Model, Scored, read_text, run_command
 from experiments.statements import bullets, interval, ratio, runs, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.ranking.table import DEFAULT
@@ -65,32 +65,30 @@ class HealedSpaces(Result):
 
 
 def main(
-    text: Annotated[str, typer.Option(help="to choose, mend and learn from")],
+    text: Learnt,
     unseen: Annotated[str, typer.Option(help="to score on, and to begin texts with")],
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(),
     remove: int = 4,
     tokens: int = 16384,
-    scored: Annotated[int, typer.Option(help="tokens of --unseen")] = 4096,
+    scored: Scored = 4096,
     context: int = 256,
     begins: Annotated[int, typer.Option(help="tokens of a window that a text begins with")] = 64,
     steps: Annotated[int, typer.Option(help="tokens of each text")] = 32,
 ) -> None:
-    loaded = load(model, device, dtype)
+    loaded = model.load()
     learnt, judged = (read_text(loaded, *of, context, "all") for of in ((text, tokens), (unseen, scored)))
     require_disjoint(learnt, judged)
     removed = lp.rank(loaded.model, learnt, criterion=DEFAULT).plan(remove).remove
     origins = learnt.measured_on(loaded.model), judged.measured_on(loaded.model)
     about = {"texts": encode(origins), "removed": removed, "begins": begins, "steps": steps}
-    with Store(job_folder(model) / "healed-spaces", "healed spaces", about) as store:
+    with Store(model.jobs / "healed-spaces", "healed spaces", about) as store:
         for name, make in makers(loaded.model, removed, learnt).items():
             if name not in store:
                 store.add(name, compared(loaded.model, make(), judged, begins, steps))
         rows = {name: {key: np.array(x) for key, x in store[name].items()} for name in ("cut", "mended", "healed")}
     dense = lp.perplexity(loaded.model, judged).windows
     found = HealedSpaces(removed, dense, tuple(Spaces(name, **row) for name, row in rows.items()), steps, *origins)
-    found.save(of_model(HERE, model) / "spaces.json")
+    found.save(model.folder(HERE) / "spaces.json")
     print(spaces(found))
 
 

@@ -26,7 +26,7 @@ import typer
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from experiments.common import Device, DType, job_folder, load, of_model, plain, read_text, run_command
+from experiments.common import Model, plain, read_text, run_command
 from experiments.hierarchies import interval, patterned, share_kept, taken
 from experiments.statements import bullets, percent, ratio, table
 from experiments.statements import interval as said
@@ -89,23 +89,21 @@ def main(
     text: Annotated[str, typer.Option(help="to compress on")],
     choices: Annotated[Path, typer.Option(help="items")],
     questions: Annotated[Path, typer.Option(help="questions and answers")],
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(),
     tokens: int = 2048,
     context: int = 256,
     items: int = 24,
     asked: Annotated[int, typer.Option(help="questions")] = 12,
     steps: Annotated[int, typer.Option(help="tokens of each text")] = 12,
 ) -> None:
-    loaded = load(model, device, dtype)
+    loaded = model.load()
     learnt = read_text(loaded, text, tokens, context, "all")
     origin = learnt.measured_on(loaded.model)
     some = load_items(choices)[:items]
     lines = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()[:asked]]
     about = {"text": encode(origin), "items": encode(some), "questions": lines, "steps": steps}
     made = {"dense": lambda: loaded.model} | patterned(loaded, learnt)
-    with Store(job_folder(model) / "patterns", "patterns", about) as store:
+    with Store(model.jobs / "patterns", "patterns", about) as store:
         for name, make in made.items():
             if name not in store:
                 store.add(name, encode(measured(name, loaded, make(), some, lines, steps)))
@@ -113,7 +111,7 @@ def main(
     chance = float(np.mean([1 / len(item.choices) for item in some]))
     gold = np.array([item.gold for item in some])
     found = Patterns(rows, gold, chance, plain(str(choices)), plain(str(questions)), origin)
-    found.save(of_model(HERE, model) / "patterns.json")
+    found.save(model.folder(HERE) / "patterns.json")
     print(patterns(found))
 
 

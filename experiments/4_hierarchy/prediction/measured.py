@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import typer
 
-from experiments.common import Device, DType, job_folder, load, of_model, texts
+from experiments.common import Model, run, texts
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.predictions.divergence import divergences_of
@@ -31,15 +31,13 @@ TOGETHER = 4  # sets for which the dense logits are formed once
 
 @torch.no_grad()
 def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(),
     text: str = "builtin",
     tokens: int = 4096,
     length: Annotated[int, typer.Option(help="tokens of the calibration text, at most 512")] = 512,
 ) -> None:
-    folder = of_model(HERE, model)
-    loaded = load(model, device, dtype)
+    folder = model.folder(HERE)
+    loaded = model.load()
     loaded.model.eval()
     known = json.loads((folder / "prediction.json").read_text(encoding="utf-8"))
     calibration, _ = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
@@ -53,7 +51,7 @@ def main(
     drawn = [
         sets[i] for i in np.random.default_rng(0).permutation(len(sets))
     ]  # an interrupted run has some of every kind
-    with Store(job_folder(model) / f"measured-{window.text_hash[:16]}", "measured", {}) as jobs:
+    with Store(model.jobs / f"measured-{window.text_hash[:16]}", "measured", {}) as jobs:
         left = [each for each in drawn if ",".join(map(str, each)) not in jobs]
         for start in range(0, len(left), TOGETHER):
             some = left[start : start + TOGETHER]
@@ -67,4 +65,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

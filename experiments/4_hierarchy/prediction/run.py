@@ -18,7 +18,7 @@ import pandas as pd
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, job_folder, load, of_model, run_command, texts
+from experiments.common import Model, draw, run_command, texts
 from experiments.statements import interval, percent, signed, table
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.predictions.expectation import TABLE
@@ -37,15 +37,9 @@ DRAWS = 500
 EDGES = (0.0, 0.3, 0.6, 1.0, 2.0, np.inf)  # of the predicted divergence, nats a token
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 4096,
-) -> None:
-    folder = of_model(HERE, model)
-    loaded = load(model, device, dtype)
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 4096) -> None:
+    folder = model.folder(HERE)
+    loaded = model.load()
     calibration, held_out = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     scoring = lp.TokenBatch(held_out.ids[:4], text=held_out.text, split=held_out.split, bos=held_out.bos)
     # Prompts lie behind what perplexity is measured on.
@@ -59,7 +53,7 @@ def main(
         "blend": lp.rank_layers(profile, influence, criterion="blend-minmax"),
     }
     about = {"calibration": encode(calibration.measured_on(loaded.model)), "prompts": f"{PROMPTS} × {PROMPT} + {STEPS}"}
-    kept = job_folder(model) / f"prediction-{calibration.text_hash[:16]}"
+    kept = model.jobs / f"prediction-{calibration.text_hash[:16]}"
     jobs = Store(kept, "prediction", {**about, "held out": held_out.text_hash})
     dense = lp.perplexity(loaded.model, scoring)
     chosen = sets(rankings, loaded.structure.num_layers)

@@ -20,7 +20,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, job_folder, load, of_model, read_text, run_command
+from experiments.common import Model, read_text, run_command
 from experiments.hierarchies import interval, makers
 from experiments.statements import bullets, correlation, table
 from experiments.statements import interval as said
@@ -77,29 +77,27 @@ class SampledDecoding(Result):
 def main(
     text: Annotated[str, typer.Option(help="to compress on")],
     unseen: Annotated[str, typer.Option(help="to begin texts with")],
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(),
     tokens: int = 2048,
     prompts: int = 16,
     context: Annotated[int, typer.Option(help="tokens of a window")] = 256,
     begins: Annotated[int, typer.Option(help="tokens of it that a text begins with")] = 64,
     steps: Annotated[int, typer.Option(help="tokens of each text")] = 32,
 ) -> None:
-    loaded = load(model, device, dtype)
+    loaded = model.load()
     sources = (text, tokens), (unseen, prompts * context)
     learnt, begun = (read_text(loaded, *source, context, "all") for source in sources)
     require_disjoint(learnt, begun)
     begun = replace(begun, ids=begun.ids[:, :begins])
     origins = learnt.measured_on(loaded.model), begun.measured_on(loaded.model)
     about, made = {"texts": encode(origins), "steps": steps}, makers(loaded, learnt)
-    with Store(job_folder(model) / "sampled-decoding", "sampled decoding", about) as store:
+    with Store(model.jobs / "sampled-decoding", "sampled decoding", about) as store:
         for name in MODELS:
             if name not in store:
                 store.add(name, compared(loaded.model, made[name](), begun, steps))
         rows = {name: {key: np.array(x) for key, x in store[name].items()} for name in MODELS}
     found = SampledDecoding(steps, WAYS, tuple(Texts(name, **row) for name, row in rows.items()), *origins)
-    found.save(of_model(HERE, model) / "decoding.json")
+    found.save(model.folder(HERE) / "decoding.json")
     print(texts(found))
 
 

@@ -17,7 +17,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, of_model, read_text, run_command
+from experiments.common import Model, draw, read_text, run_command
 from experiments.hierarchies import as_json, cell, encoded, kept, measured_on, opened, records, summarise
 from experiments.space_figures import (
     BITS,
@@ -59,16 +59,9 @@ MEASURES = [
 ]
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 2048,
-    steps: int = 32,
-) -> None:
-    folder = of_model(HERE, model)
-    loaded = load(model, device, dtype)
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048, steps: int = 32) -> None:
+    folder = model.folder(HERE)
+    loaded = model.load()
     prompts = encoded(loaded)
     at = loaded.structure.num_layers // 2  # of Figures 5, 6 and 11: the 14th of 28 in the paper
 
@@ -86,7 +79,7 @@ def main(
 
         return [
             kept(
-                model,
+                model.name,
                 f"probe-{k}-{count}-{name}",
                 lp.predictions.HierarchyProbe,
                 origin(k),

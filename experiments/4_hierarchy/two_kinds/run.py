@@ -16,7 +16,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, of_model, plain_tasks, run_command, texts
+from experiments.common import Model, draw, plain_tasks, run_command, texts
 from experiments.statements import interval, short, table
 from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.predictions.verdict import wilson
@@ -31,16 +31,14 @@ SHOWN = {"acc": "accuracy", "collapsed": "answers that end in a cycle", "repeate
 def main(
     choices: Annotated[list[str], typer.Option(help="items of multiple choice")],
     questions: Annotated[str, typer.Option(help="questions and answers")],
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(),
     text: str = "builtin",
     tokens: int = 2048,
     items: int = 80,
     answers: int = 16,
 ) -> None:
-    folder = of_model(HERE, model)
-    loaded = load(model, device, dtype)
+    folder = model.folder(HERE)
+    loaded = model.load()
     calibration, _ = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
     influence = lp.profiles.sublayer_influence(loaded.model, calibration)
     models = {"dense": loaded.model}

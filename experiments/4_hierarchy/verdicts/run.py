@@ -37,7 +37,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, job_folder, load, plain, read_text, run_command
+from experiments.common import Model, plain, read_text, run_command
 from experiments.hierarchies import makers, share_kept, taken
 from experiments.statements import bullets, interval, percent, short, signed, span, table
 from lyapunov_prune.data.batch import Split, require_disjoint
@@ -103,16 +103,14 @@ def main(
     unseen: Annotated[str, typer.Option(help="passages and beginnings, its halves for the verdict and against it")],
     other: Annotated[str, typer.Option(help="a JSONL of `text`: passages and beginnings of another source")],
     choices: Annotated[list[str], typer.Option(help="two files of items")],
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(),
     tokens: int = 2048,
     context: int = 256,
     count: Annotated[int, typer.Option(help="items, queries and prompts of each set")] = 36,
     begins: Annotated[int, typer.Option(help="tokens that a text begins with")] = 32,
     steps: Annotated[int, typer.Option(help="tokens of each text")] = 12,
 ) -> None:
-    loaded = load(model, device, dtype)
+    loaded = model.load()
     learnt = read_text(loaded, text, tokens, context, "all")
     asked = read_sets(loaded, unseen, other, choices, count, begins)
     for prompts in asked.prompts:
@@ -128,7 +126,7 @@ def main(
         "generation": (*halves, plain(other)),
     }
     found = JudgedVerdicts(steps, tuple((kind, *sources[kind]) for kind in KINDS), (), *origins)
-    with Store(job_folder(model) / "verdicts", "verdicts", about) as store:
+    with Store(model.jobs / "verdicts", "verdicts", about) as store:
         if "dense" not in store:
             store.add("dense", encode(decided(loaded, loaded.model, asked, steps)))
         dense = decode(Decisions, store["dense"])
@@ -136,7 +134,7 @@ def main(
             if name not in store:
                 store.add(name, [encode(row) for row in judged(loaded, name, made[name](), asked, dense, steps)])
             found = replace(found, rows=(*found.rows, *(decode(Judged, row) for row in store[name])))
-            found.save(HERE / f"{plain(model)}.json")  # cut off, it holds the compressions that are done
+            found.save(HERE / f"{plain(model.name)}.json")  # cut off, it holds the compressions that are done
     print(scored(held_against([found])))
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text, run_command
+from experiments.common import Model, draw, read_text, run_command
 from experiments.hierarchies import makers
 from experiments.statements import bullets, interval, table
 from lyapunov_prune.data.text import adds_bos
@@ -67,21 +67,13 @@ class Reach(Result):
         return f"{counts}, drawn by seed {self.seed}; compressed on {self.calibrated_on.line()}"
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 2048,
-    items: int = 60,
-    seed: int = 0,
-) -> None:
-    folder, loaded = of_model(HERE, model), load(model, device, dtype)
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048, items: int = 60, seed: int = 0) -> None:
+    folder, loaded = model.folder(HERE), model.load()
     learnt = read_text(loaded, text, tokens, 512)
     tasks = {task: drawn(task, items, seed) for task in STEPS}
     origin = learnt.measured_on(loaded.model)
     made = {"dense": lambda: loaded.model} | makers(loaded, learnt)
-    with Store(job_folder(model) / "reach", "reach", {"text": encode(origin), "tasks": tasks}) as store:
+    with Store(model.jobs / "reach", "reach", {"text": encode(origin), "tasks": tasks}) as store:
         for name, make in made.items():
             if name not in store:
                 made_now = make()

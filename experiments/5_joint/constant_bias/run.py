@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from experiments.common import Device, DType, draw, of_model, run_command
+from experiments.common import Model, draw, of_model, run_command
 from experiments.recoveries import VIT
 from experiments.statements import bullets, short, table
 from experiments.taught import Taught, taught
@@ -82,9 +82,7 @@ class ConstantBias(Result):
 
 
 def main(
-    model: str = VIT,
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(VIT),
     images: str = "mnist-5k",
     text: str | None = None,
     tokens: int = 40960,
@@ -97,11 +95,11 @@ def main(
             f"a reach of {reach}, {steps} steps, {seeds} seeds; give {LEAST_REACH}, 1 and 2 or more: one seed has no "
             "spread to hold a difference against"
         )
-    given = taught(model, device, dtype, images, text, tokens)
+    given = taught(model, images, text, tokens)
     if reach > min(given.most):
         raise LyapunovPruneError(f"--reach {reach}: of one type {min(given.most)} can go at most")
     found = measure(given, reach, steps, seeds)
-    folder = of_model(HERE, model, VIT)
+    folder = of_model(HERE, model.name, VIT)
     found.save(folder / FILE)
     draw(folder, {"bias": figure(found)})
     print(found)

@@ -21,11 +21,10 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from experiments.common import Device, draw, of_model, run_command
+from experiments.common import Model, draw, of_model, run_command
 from experiments.recoveries import (
     IMAGES,
     VIT,
-    FloatType,
     Images,
     Subject,
     difference,
@@ -115,9 +114,7 @@ class EqualTime(Result):
 
 
 def main(
-    model: str = VIT,
-    device: Device = "cpu",
-    dtype: FloatType = "float32",
+    model: Model = Model(VIT, "cpu", "float32"),
     images: Images = None,
     text: str = "builtin",
     tokens: int = 40960,
@@ -128,9 +125,9 @@ def main(
     repeats: int = 25,
 ) -> None:
     torch.set_num_threads(1)  # what the processor spends is then what a forward takes
-    given = subject(model, images, text, tokens, context, device=device, dtype=dtype)
+    given = subject(model, images, text, tokens, context)
     found = measure(given, tuple(speedup or SPEEDUPS), seeds, steps, repeats)
-    folder = of_model(HERE, model, VIT)
+    folder = of_model(HERE, model.name, VIT)
     found.save(folder / "equal_time.json")
     draw(folder, {"equal_time": figure(found)})
     print(found)

@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, run_command, texts
+from experiments.common import Model, draw, run_command, texts
 from experiments.statements import bullets, interval, percent, short, table
 from lyapunov_prune.calibration.blocks import Passed, sum_blocks, watched_blocks
 from lyapunov_prune.evaluation.perplexity import interval_of
@@ -94,10 +94,8 @@ class KeptByReductions(Result):
         return self.measured_on.model.name
 
 
-def main(
-    model: str = "smollm2-135m", device: Device = "auto", dtype: DType = None, text: str = "builtin", tokens: int = 2048
-) -> None:
-    loaded = load(model, device, dtype)
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048) -> None:
+    loaded = model.load()
     calibration, evaluation = texts(loaded, text, calibration=max(TOKENS), evaluation=tokens, context=CONTEXT)
     found = measure(read(loaded, calibration), read(loaded, evaluation))
     found.save(HERE / f"{found.name}.json")

@@ -15,10 +15,9 @@ import numpy as np
 import pandas as pd
 import typer
 
-from experiments.common import Device, draw, of_model, run_command
+from experiments.common import Model, draw, of_model, run_command
 from experiments.recoveries import (
     VIT,
-    FloatType,
     Images,
     Subject,
     difference,
@@ -106,9 +105,7 @@ class ReductionsRecovered(Result):
 
 
 def main(
-    model: str = VIT,
-    device: Device = "cpu",
-    dtype: FloatType = "float32",
+    model: Model = Model(VIT, "cpu", "float32"),
     images: Images = None,
     text: str = "builtin",
     tokens: int = 40960,
@@ -117,9 +114,9 @@ def main(
     seeds: int = 4,
     steps: int = 100,
 ) -> None:
-    given = subject(model, images, text, tokens, context, device=device, dtype=dtype)
+    given = subject(model, images, text, tokens, context)
     found = measure(given, tuple(remove or REMOVED), seeds, steps)
-    folder = of_model(HERE, model, VIT)
+    folder = of_model(HERE, model.name, VIT)
     found.save(folder / "reductions.json")
     draw(folder, {"reductions": figure(found)})
     print(found)

@@ -16,10 +16,9 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from experiments.common import Device, draw, of_model, run_command
+from experiments.common import Model, draw, of_model, run_command
 from experiments.recoveries import (
     VIT,
-    FloatType,
     Images,
     Subject,
     difference,
@@ -96,9 +95,7 @@ class Rivals(Result):
 
 
 def main(
-    model: str = VIT,
-    device: Device = "cpu",
-    dtype: FloatType = "float32",
+    model: Model = Model(VIT, "cpu", "float32"),
     images: Images = None,
     text: str = "builtin",
     tokens: int = 40960,
@@ -107,9 +104,9 @@ def main(
     seeds: int = 3,
     steps: int | None = None,
 ) -> None:
-    given = subject(model, images, text, tokens, context, device=device, dtype=dtype)
+    given = subject(model, images, text, tokens, context)
     found = measure(given, random, seeds, steps)
-    folder = of_model(HERE, model, VIT)
+    folder = of_model(HERE, model.name, VIT)
     found.save(folder / "rivals.json")
     draw(folder, {"rivals": figure(found)})
     print(found)

@@ -21,7 +21,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, job_folder, load, of_model, plain_tasks, read_text, run_command
+from experiments.common import Learnt, Model, plain_tasks, read_text, run_command
 from experiments.statements import bullets, interval, percent, ratio, runs, short, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.evaluation.repetition import repetition
@@ -74,11 +74,9 @@ class Costs(Result):
 
 def main(
     choices: Annotated[list[str], typer.Option(help="items of multiple choice")],
-    text: Annotated[str, typer.Option(help="to choose, mend and learn from")],
+    text: Learnt,
     unseen: Annotated[str, typer.Option(help="to score on, and to begin texts with")],
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    model: Model = Model(),
     remove: int = 4,
     tokens: int = 16384,
     scored: int = 4096,
@@ -87,7 +85,7 @@ def main(
     prompts: Annotated[int, typer.Option(help="texts of so many tokens begin")] = 16,
     steps: Annotated[int, typer.Option(help="tokens of each text")] = 48,
 ) -> None:
-    loaded = load(model, device, dtype)
+    loaded = model.load()
     learnt, judged = (read_text(loaded, *of, context, "all") for of in ((text, tokens), (unseen, scored)))
     require_disjoint(learnt, judged)
     begun = replace(judged, ids=judged.ids[:prompts, : context // 4])
@@ -95,7 +93,7 @@ def main(
     removed = lp.rank(loaded.model, learnt, criterion=DEFAULT).plan(remove).remove
     origins = learnt.measured_on(loaded.model), judged.measured_on(loaded.model)
     about = {"texts": encode(origins), "removed": removed, "items": items, "tasks": choices, "steps": steps}
-    with Store(job_folder(model) / "beyond", "beyond perplexity", about) as store:
+    with Store(model.jobs / "beyond", "beyond perplexity", about) as store:
         for name, make in makers(loaded.model, removed, learnt).items():
             if name not in store:
                 made = make()
@@ -109,7 +107,7 @@ def main(
         states = [decode(State, store[name]) for name in STATES]
     plain = (replace(s, tasks=replace(s.tasks, tasks=plain_tasks(s.tasks.tasks))) for s in states)
     found = Costs(removed, tuple(plain), *origins)
-    found.save(of_model(HERE, model) / "costs.json")
+    found.save(model.folder(HERE) / "costs.json")
     print(costs(found))
 
 

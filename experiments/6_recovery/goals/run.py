@@ -22,7 +22,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, job_folder, load, read_text, run_command
+from experiments.common import Each, Model, Scored, Unseen, read_text, run_command
 from experiments.compressions import told
 from experiments.statements import bullets, ratio, runs, span, table
 from lyapunov_prune.data.batch import require_disjoint
@@ -87,23 +87,21 @@ class GoalsOnOneText(Result):
 
 
 def main(
-    unseen: Annotated[str, typer.Option(help="the text to score on")],
-    model: str = "smollm2-135m",
-    device: Device = "cpu",
-    dtype: DType = None,
-    text: Annotated[list[str] | None, typer.Option()] = None,
+    unseen: Unseen,
+    model: Model = Model(device="cpu"),
+    text: Each = None,
     remove: int = 7,
     tokens: Annotated[int, typer.Option(help="to choose, mend and learn from")] = 16384,
     context: int = 512,
-    scored: Annotated[int, typer.Option(help="tokens of --unseen")] = 8192,
+    scored: Scored = 8192,
 ) -> None:
     torch.set_num_threads(1)  # what the processor spends is then what the work takes
-    loaded = load(model, device, dtype)
+    loaded = model.load()
     judged = read_text(loaded, unseen, scored, 2 * context, "all")
     for source in text or ["builtin"]:
         learnt = read_text(loaded, source, tokens, context, "calibration" if source == "builtin" else "all")
         require_disjoint(learnt, judged)
-        found = measure(loaded, learnt, judged, remove, job_folder(model) / "goals")
+        found = measure(loaded, learnt, judged, remove, model.jobs / "goals")
         found.save(HERE / f"{loaded.model.config._name_or_path}-{Path(learnt.text).stem}.json")
         print(found)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, job_folder, load, of_model, run_command, texts
+from experiments.common import Model, draw, run_command, texts
 from experiments.statements import table
 from lyapunov_prune.healing.report import HeldOut
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
@@ -39,22 +39,15 @@ class Course(Result):
         return f"Healing by {self.trained:,} parameters recovered {self.recovered:.0%}; {self.measured_on.line()}"
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 4096,
-    remove: int = 4,
-) -> None:
-    folder = of_model(HERE, model)
-    loaded = load(model, device, dtype)
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 4096, remove: int = 4) -> None:
+    folder = model.folder(HERE)
+    loaded = model.load()
     calibration, evaluation = texts(loaded, text, calibration=256 * STEPS, evaluation=tokens, context=256)
     influence = lp.block_influence(loaded.model, calibration)
     pruned = lp.remove_layers(loaded.model, lp.rank_layers(None, influence, criterion="bi").plan(remove))
     courses: dict[str, Course] = {}
     for name, rank in (("full", None), ("low-rank", RANK)):
-        jobs = job_folder(model) / f"healing-{name}-{remove}"
+        jobs = model.jobs / f"healing-{name}-{remove}"
         done = lp.heal(pruned, loaded.model, calibration, steps=STEPS, rank=rank, evaluation=evaluation, folder=jobs)
         report = done.report
         assert report.held_out is not None

@@ -15,15 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import torch
-import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text, run_command
+from experiments.common import Learnt, Model, Scored, Unseen, draw, read_text, run_command
 from experiments.statements import bullets, percent, ratio, runs, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.evaluation.perplexity import interval_of
@@ -70,23 +68,21 @@ class HealingTime(Result):
 
 
 def main(
-    text: Annotated[str, typer.Option(help="to choose, mend and learn from")],
-    unseen: Annotated[str, typer.Option(help="to score on")],
-    model: str = "smollm2-135m",
-    device: Device = "cpu",
-    dtype: DType = None,
+    text: Learnt,
+    unseen: Unseen,
+    model: Model = Model(device="cpu"),
     tokens: int = 16384,
     context: int = 512,
-    scored: Annotated[int, typer.Option(help="tokens of --unseen")] = 8192,
+    scored: Scored = 8192,
 ) -> None:
     torch.set_num_threads(1)  # what the processor spends is then what the work takes
-    loaded = load(model, device, dtype)
-    dense, folder = loaded.model, of_model(HERE, model)
+    loaded = model.load()
+    dense, folder = loaded.model, model.folder(HERE)
     judged = read_text(loaded, unseen, scored, 2 * context, "all")
     learnt = read_text(loaded, text, tokens, context, "all")
     require_disjoint(learnt, judged)
     origins = learnt.measured_on(dense), judged.measured_on(dense)
-    with Store(job_folder(model) / "healing-time", "healing time", {"texts": encode(origins)}) as store:
+    with Store(model.jobs / "healing-time", "healing time", {"texts": encode(origins)}) as store:
 
         def once(
             state: str, removed: tuple[int, ...], make: Make, given: Given = lambda: dense, steps: int = 0

@@ -15,16 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import typer
 from torch import nn
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, job_folder, load, of_model, read_text, run_command
+from experiments.common import Learnt, Model, Scored, Unseen, read_text, run_command
 from experiments.statements import bullets, ratio, runs, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.forward.hooks import hidden_of
@@ -110,16 +109,14 @@ class HealingWays(Result):
 
 
 def main(
-    text: Annotated[str, typer.Option(help="to choose, mend and learn from")],
-    unseen: Annotated[str, typer.Option(help="to score on")],
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
+    text: Learnt,
+    unseen: Unseen,
+    model: Model = Model(),
     tokens: int = 16384,
     context: int = 512,
-    scored: Annotated[int, typer.Option(help="tokens of --unseen")] = 4096,
+    scored: Scored = 4096,
 ) -> None:
-    loaded = load(model, device, dtype)
+    loaded = model.load()
     dense = loaded.model
     judged, learnt = (read_text(loaded, source, n, context, "all") for source, n in ((unseen, scored), (text, tokens)))
     require_disjoint(learnt, judged)
@@ -131,14 +128,14 @@ def main(
     }
     makers: dict[str, Make] = {"dense": lambda: dense, "cut": starts[False], "mended": starts[True]}
     makers |= {way.name: lambda way=way: heal(starts[way.mended](), dense, removed, learnt, way) for way in WAYS}
-    with Store(job_folder(model) / "healing-ways", "healing ways", {"texts": encode(origins)}) as store:
+    with Store(model.jobs / "healing-ways", "healing ways", {"texts": encode(origins)}) as store:
         for name, make in makers.items():
             if name not in store:
                 store.add(name, lp.perplexity(make(), judged, description=name).windows.tolist())
         losses = {name: np.array(store[name]) for name in makers}
     healed = tuple(Healed(way.name, way.steps, losses[way.name]) for way in WAYS)
     found = HealingWays(removed, losses["dense"], losses["cut"], losses["mended"], healed, *origins)
-    found.save(of_model(HERE, model) / "ways.json")
+    found.save(model.folder(HERE) / "ways.json")
     print(ways(found))
 
 

@@ -21,7 +21,7 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.by_commands import against, losses, run_once
-from experiments.common import Device, DType, job_folder, load, plain, read_text, run_command
+from experiments.common import Each, Model, Scored, Unseen, plain, read_text, run_command
 from experiments.statements import bullets, ratio, runs, span, table
 from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
@@ -74,28 +74,26 @@ class NeverWorse(Result):
 
 
 def main(
-    unseen: Annotated[str, typer.Option(help="the text to score on")],
-    model: str = "smollm2-135m",
-    device: Device = "cpu",
-    dtype: DType = None,
-    text: Annotated[list[str] | None, typer.Option()] = None,
+    unseen: Unseen,
+    model: Model = Model(device="cpu"),
+    text: Each = None,
     remove: Annotated[str, typer.Option(help="as the command prune takes it")] = "25%",
     prune: Annotated[str, typer.Option(help="more options of prune, as one word")] = "",
     heal: Annotated[str, typer.Option(help="more options of heal, as one word")] = "",
-    scored: Annotated[int, typer.Option(help="tokens of --unseen")] = 8192,
+    scored: Scored = 8192,
 ) -> None:
-    loaded = load(model, device, dtype)
+    loaded = model.load()
     judged = read_text(loaded, unseen, scored, 512, "all")
     dense = lp.perplexity(loaded.model, judged, description="dense").windows
     on = judged.measured_on(loaded.model)
     del loaded
     for source in text or ["builtin"]:
-        folder = job_folder(model) / "never-worse" / f"{Path(source).stem}-{remove.rstrip('%')}"
-        common = ["--text", source, "--device", device, *(["--dtype", dtype] if dtype else [])]
-        cut = ["prune", model, "--remove", remove, *common, *shlex.split(prune)]
+        folder = model.jobs / "never-worse" / f"{Path(source).stem}-{remove.rstrip('%')}"
+        common = ["--text", source, "--device", model.device, *(["--dtype", model.dtype] if model.dtype else [])]
+        cut = ["prune", model.name, "--remove", remove, *common, *shlex.split(prune)]
         states = [_state(folder / "cut", "cut", cut, judged, None)]
         states.append(_state(folder / "mended", "mended", [*cut, "--mend"], judged, states[-1]))
-        taught = ["heal", str(folder / "mended"), "--teacher", model, *common, *shlex.split(heal)]
+        taught = ["heal", str(folder / "mended"), "--teacher", model.name, *common, *shlex.split(heal)]
         states.append(_state(folder / "healed", "healed", taught, judged, states[-1]))
         found = NeverWorse(dense, tuple(states), plain(source), on)
         found.save(HERE / f"{on.model.name}-{Path(source).stem}.json")

@@ -21,7 +21,7 @@ import torch
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, load, read_text
+from experiments.common import Model, Unseen, read_text, run
 from experiments.statements import table
 from lyapunov_prune.data.batch import Split
 from lyapunov_prune.errors import Diverged
@@ -38,17 +38,15 @@ JUDGED_AFTER = (4, 10, 25, 50, 75, 100)
 
 
 def main(
-    unseen: Annotated[str, typer.Option(help="the text to score on")],
+    unseen: Unseen,
     out: Annotated[Path, typer.Option(help="the file that gets a line a rate")],
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = "float32",
+    model: Model = Model(dtype="float32"),
     text: str = "builtin",
     share: Annotated[float, typer.Option(help="of the layers that go")] = 0.25,
     steps: int = 100,
     windows: int = 128,
 ) -> None:
-    loaded = load(model, device, dtype)
+    loaded = model.load()
     teacher = loaded.model
     split: Split = "calibration" if text == "builtin" else "all"
     learnt, judging = apart(read(lp.wrap(teacher), read_text(loaded, text, 256 * windows, 256, split)), most=16)
@@ -58,7 +56,7 @@ def main(
     chosen = read_text(loaded, text, 12 * 512, 512, split)
     plan = lp.rank(teacher, chosen, criterion="best", remove=count, search=25.0).plan(count)
     cut = lp.remove_layers(teacher, plan)
-    about = {"model": Path(model).stem, "share": share, "removed": list(plan.remove)}
+    about = {"model": Path(model.name).stem, "share": share, "removed": list(plan.remove)}
     _add(out, about | {"rate": None, "over": lp.perplexity(cut, scored).nll - dense})
     for relative, rates in ((False, ABSOLUTE), (True, SHARES)):
         for rate in rates:
@@ -99,4 +97,4 @@ def written() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -24,7 +24,7 @@ from matplotlib.ticker import FixedLocator
 
 import lyapunov_prune as lp
 from experiments.by_commands import against, losses, run_once
-from experiments.common import Again, Device, DType, draw, is_kept, job_folder, load, plain, read_text
+from experiments.common import Again, Each, Model, Scored, Unseen, draw, is_kept, plain, read_text, run
 from experiments.statements import ratio, runs, table
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.evaluation.perplexity import interval_of
@@ -71,29 +71,27 @@ class OneCommand(Result):
 
 
 def main(
-    unseen: Annotated[str, typer.Option(help="the text to score on")],
-    model: str = "smollm2-135m",
-    device: Device = "cpu",
-    dtype: DType = None,
-    text: Annotated[list[str] | None, typer.Option()] = None,
+    unseen: Unseen,
+    model: Model = Model(device="cpu"),
+    text: Each = None,
     remove: Annotated[str, typer.Option(help="as the command shrink takes it")] = "25%",
     options: Annotated[str, typer.Option(help="more options of shrink, as one word")] = "",
-    scored: Annotated[int, typer.Option(help="tokens of --unseen")] = 8192,
+    scored: Scored = 8192,
     again: Again = False,
 ) -> None:
-    name = Path(plain(model)).name
+    name = Path(plain(model.name)).name
     files = {source: HERE / f"{name}-{Path(source).stem}.json" for source in text or ["builtin"]}
     wanted = {source: file for source, file in files.items() if not is_kept(file, again)}
     if wanted:
-        loaded = load(model, device, dtype)
+        loaded = model.load()
         judged = read_text(loaded, unseen, scored, 512, "all")
         dense = lp.perplexity(loaded.model, judged, description="dense").windows
         on = judged.measured_on(loaded.model)
         del loaded
     for source, file in wanted.items():
-        folder = job_folder(model) / "shrink" / f"{Path(source).stem}-{remove.rstrip('%')}"
-        place = ["--text", source, "--device", device, *(["--dtype", dtype] if dtype else [])]
-        ran = run_once(folder, ["shrink", model, "--remove", remove, *place, *shlex.split(options)])
+        folder = model.jobs / "shrink" / f"{Path(source).stem}-{remove.rstrip('%')}"
+        place = ["--text", source, "--device", model.device, *(["--dtype", model.dtype] if model.dtype else [])]
+        ran = run_once(folder, ["shrink", model.name, "--remove", remove, *place, *shlex.split(options)])
         if ran.code:
             raise CheckFailed("shrink wrote nothing: see what it says")
         report = Shrinking.load(folder / REPORT)
@@ -234,4 +232,4 @@ def _yes(kept: bool) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -24,7 +24,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import BUILT_IN, Device, DType, job_folder, load, plain, read_text, run_command
+from experiments.common import Model, Scored, Unseen, plain, read_text, run_command
 from experiments.statements import bullets, ratio, runs, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
@@ -81,18 +81,16 @@ class TextsToMendBy(Result):
 
 def main(
     text: Annotated[str, typer.Option(help="a text like that which the model will read")],
-    unseen: Annotated[str, typer.Option(help="the text to score on")],
-    model: str = BUILT_IN,
-    device: Device = "cpu",
-    dtype: DType = None,
+    unseen: Unseen,
+    model: Model = Model(device="cpu"),
     tokens: Annotated[int, typer.Option(help="to mend on")] = 4096,
     context: int = 256,
     judged: Annotated[int, typer.Option(help="tokens of each text that could judge")] = 2048,
-    scored: Annotated[int, typer.Option(help="tokens of --unseen")] = 4096,
+    scored: Scored = 4096,
     steps: Annotated[int, typer.Option(help="of healing, a window a step; 0 heals nothing")] = 24,
 ) -> None:
-    loaded = load(model, device, dtype)
-    jobs = job_folder(model) / "texts-to-mend-by"
+    loaded = model.load()
+    jobs = model.jobs / "texts-to-mend-by"
 
     def own(temperature: float, seed: int, n: int) -> lp.TokenBatch:
         folder = jobs / f"self-{temperature:g}-{seed}"

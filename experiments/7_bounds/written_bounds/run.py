@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import typer
 
 import lyapunov_prune as lp
-from experiments.common import Again, Device, DType, draw, load, texts
+from experiments.common import Again, Model, draw, run, texts
 from experiments.statements import bullets, percent, runs, span, table
 from lyapunov_prune.bounds.distribution import EDGES
 from lyapunov_prune.bounds.report import BoundsReport
@@ -32,15 +31,8 @@ COMPRESSIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: str = "builtin",
-    tokens: int = 256,
-    again: Again = False,
-) -> None:
-    loaded = load(model, device, dtype)
+def main(model: Model = Model(), text: str = "builtin", tokens: int = 256, again: Again = False) -> None:
+    loaded = model.load()
     calibration, evaluation = texts(loaded, text, calibration=CALIBRATION, evaluation=tokens, context=CONTEXT)
     on = evaluation.measured_on(loaded.model)
     line, seen = on.line(), calibration.measured_on(loaded.model).line()
@@ -160,4 +152,4 @@ def _met(of: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

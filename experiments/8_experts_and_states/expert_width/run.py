@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, run_command
+from experiments.common import Model, run_command
 from experiments.small import MODELS, Changed, changed, keep, kl_of, over
 from experiments.statements import bullets, counted, ratio, short, table
 from lyapunov_prune.evaluation.judging import apart
@@ -32,9 +32,9 @@ EIGHTHS, KL_TOKENS = (1, 2, 4), 1024
 OTHERS = (("experts", "reap"), ("experts", "kl"), ("layers", "kl"))
 
 
-def main(model: str = str(MODELS / "mixture"), device: Device = "auto", dtype: DType = None) -> None:
+def main(model: Model = Model(str(MODELS / "mixture"))) -> None:
     torch.set_num_threads(1)
-    with changed(model, device, dtype, "expert_width") as found:
+    with changed(model, "expert_width") as found:
         keep(FILE, found, [*narrower(found), *fewer(found)])
     print(*written().values(), sep="\n")
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, run_command
+from experiments.common import Model, run_command
 from experiments.small import MODELS, Changed, changed, keep, kl_of, over
 from experiments.statements import bullets, counted, percent, short, table
 from lyapunov_prune.bounds.check import check_written
@@ -34,9 +34,9 @@ HEALED = ("2 experts by reap", "2 layers by kl")
 HEALING: dict[str, Any] = {"steps": 40, "rank": 8, "per_step": 2}
 
 
-def main(model: str = str(MODELS / "mixture"), device: Device = "auto", dtype: DType = None) -> None:
+def main(model: Model = Model(str(MODELS / "mixture"))) -> None:
     torch.set_num_threads(1)
-    with changed(model, device, dtype, "experts") as found:
+    with changed(model, "experts") as found:
         names = [*removed(found), *compressed(found), *healed(found)]
         keep(FILE, found, names, checks=bounds(found), use=use(found))
     print(*written().values(), sep="\n")

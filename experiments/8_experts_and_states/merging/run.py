@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, run_command
+from experiments.common import Model, run_command
 from experiments.small import MODELS, Changed, changed, keep, kl_of, over
 from experiments.statements import bullets, interval, table
 from lyapunov_prune.evaluation.perplexity import interval_of
@@ -34,9 +34,9 @@ DROPPED, MERGED = "dropped", "merged"
 Expert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # gate and up (I × d) and down (d × I)
 
 
-def main(model: str = str(MODELS / "mixture"), device: Device = "auto", dtype: DType = None) -> None:
+def main(model: Model = Model(str(MODELS / "mixture"))) -> None:
     torch.set_num_threads(1)
-    with changed(model, device, dtype, "merging") as found:
+    with changed(model, "merging") as found:
         dense, text = found.given.loaded.model, found.given.calibration
         few = replace(text, ids=text.ids[: FEW // text.context])
         tokens, states = expert_use(dense, text).tokens, entering(dense, few.ids)

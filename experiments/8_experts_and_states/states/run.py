@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, run_command
+from experiments.common import Model, run_command
 from experiments.small import MODELS, Changed, changed, keep, kl_of, over
 from experiments.statements import bullets, interval, short, table
 from lyapunov_prune.profiles import measure_persistence
@@ -28,9 +28,9 @@ AFTER = (1, 4, 16)
 HALF = ("magnitude", "wanda", "sparsegpt")
 
 
-def main(model: str = str(MODELS / "hybrid"), device: Device = "auto", dtype: DType = None) -> None:
+def main(model: Model = Model(str(MODELS / "hybrid"))) -> None:
     torch.set_num_threads(1)
-    with changed(model, device, dtype, "states") as found:
+    with changed(model, "states") as found:
         names = [*removed(found), *compressed(found)]
         keep(FILE, found, names, along=along(found))
     print(*written().values(), sep="\n")
