@@ -18,10 +18,6 @@ from lyapunov_prune.results.arrays import require_array, require_fitting, requir
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
-# The largest sparsity of a matrix, because a matrix of zeros has no direction left.
-SPARSEST = 0.99
-
-
 Unit = Literal["sparsity", "rank", "bits"]
 
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from lyapunov_prune.results.result import MeasuredOn
 
 
+# The largest sparsity of a matrix, because a matrix of zeros has no direction left.
+SPARSEST = 0.99
+
+
 @runtime_checkable  # `allocate` is `checked`
 class Score(Protocol):
     """The loss of the model under an allocation, and the text it is measured on."""

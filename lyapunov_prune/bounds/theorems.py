@@ -17,7 +17,6 @@ from pathlib import Path
 
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.results.files import write_whole
-from lyapunov_prune.results.frames import pd
 
 STAMP = Path(".lake") / "lyapunov_prune_verified.json"
 _VERIFY = "lyapunov-prune theorems --verify"
@@ -117,26 +116,6 @@ def sources_digest(root: Path) -> str:
         data = path.read_bytes() if path.is_file() else b""
         digest.update(b"%d %d %s %s" % (len(name), len(data), name, data))
     return digest.hexdigest()
-
-
-def theorem_frame() -> pd.DataFrame:
-    """The registry as a table: statement, functions that use it, and whether Lean verified it here."""
-    verified = verification().verified
-    rows = [
-        {
-            "number": t.number or "",
-            "name": t.name,
-            "statement": t.statement,
-            "paper": t.paper,
-            "file": t.file,
-            "used by": ", ".join(t.used_by),
-            "kind": t.kind,
-            "no use because": t.unused,
-            "verified here": verified,
-        }
-        for t in _THEOREMS
-    ]
-    return pd.DataFrame(rows)
 
 
 def _not_verified(why: str) -> Verification:

@@ -10,13 +10,11 @@ from lyapunov_prune.linalg import lift, require_numbers
 _NEGATIVE = 1e-8
 
 
-def damped(gram: torch.Tensor, size: int, damping: float, device: torch.device) -> torch.Tensor:
+def damped(gram: torch.Tensor, damping: float, device: torch.device) -> torch.Tensor:
     """`G + damping · mean(diag G) · I` as a new float64 tensor on `device`; scales with G.
 
-    Raises LyapunovPruneError unless `gram` is size × size, finite, with a positive mean diagonal.
+    Raises LyapunovPruneError unless `gram` is finite, with a positive mean diagonal.
     """
-    if gram.shape != (size, size):
-        raise LyapunovPruneError(f"a Gram matrix of {tuple(gram.shape)} where {size} × {size} is needed")
     G = lift(gram).to(device).clone()
     require_numbers(G, "a Gram matrix: squares of this matrix's inputs overflow float64", "scale them down")
     mean = float(G.diagonal().mean())

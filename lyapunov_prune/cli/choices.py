@@ -13,10 +13,8 @@ from lyapunov_prune.ranking.table import CRITERIA
 
 Along = Literal["depth", "sublayers", "time"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
-Shrunk = Literal["layers", "layers,width", "layers,experts"]
 Stack = Literal["encoder", "decoder"]
 Split = Literal["evaluation", "all", "calibration"]
-What = Literal["layers", "attention", "mlp", "activation", "width", "experts", "layers,width", "layers,experts"]
 
 if TYPE_CHECKING:
     Criterion = str

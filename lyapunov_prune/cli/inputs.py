@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lyapunov_prune.cli.choices import Split, Stack
 from lyapunov_prune.cli.options import ModelOptions, TextOptions
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -106,16 +106,8 @@ def load_prompted(
         "applies to windows of a text, and --prompts FILE replaces them; leave it out",
         *("text", "tokens", "context"),
     )
-    if not prompts.is_file():  # before minutes of loading
-        raise LyapunovPruneError(f"{prompts} is not a readable file; give a file of prompts")
     loaded = source.load(model)
-    batch = load_prompts(prompts, loaded.tokenizer)
-    most = loaded.structure.max_context
-    if most and batch.context >= most:
-        raise LyapunovPruneError(
-            f"a prompt of {prompts} has {batch.context} tokens and the model's context is {most}; shorten it"
-        )
-    return loaded, batch
+    return loaded, load_prompts(prompts, loaded.tokenizer)
 
 
 def load_examples(
@@ -168,6 +160,12 @@ def explain_drift(run: Path, found: Sensitivity, contraction: ContractionProfile
         amplification_drift(found, contraction).save(run / "drift.json")
     else:
         warn("drift.json is left out, because every rho is below the rounding floor; load the model in float32")
+
+
+def require_bounds(hold: bool, violated: int, where: Path) -> None:
+    """Raise CheckFailed unless all bounds hold; `where` says which are violated."""
+    if not hold:
+        raise CheckFailed(f"{violated} bounds are violated; see {where}")
 
 
 def require_retrieval(files: str) -> list[str]:

@@ -18,8 +18,10 @@ from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.format import Quantisation
 from lyapunov_prune.export.table import formats_of
 from lyapunov_prune.merging.table import REDUCTIONS
+from lyapunov_prune.ranking import counts
 from lyapunov_prune.ranking.table import CRITERIA, default_criterion
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
@@ -227,7 +229,7 @@ Search = Annotated[
     ),
 ]
 What = Annotated[
-    choices.What,
+    counts.What,
     what_option(
         help="layers: whole layers. attention, mlp: that part of a layer (by "
         f"{', '.join(name for name, c in CRITERIA.items() if 'mlp' in c.parts)}). activation: only with prune "
@@ -363,9 +365,7 @@ Written = Annotated[
     output_option("--format", help=one_of(formats_of("export"), "Format of the checkpoint.")),
 ]
 Quantize = Annotated[
-    str | None,
-    output_option(
-        help="Type of the matrices in a .gguf file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0; default: f16."
-    ),
+    Quantisation | None,
+    output_option(help="Type of the matrices in a .gguf file; default: f16, of which llama-quantize makes others."),
 ]
 Target = Annotated[Path, output_option("--output", "-o", help="Folder for the checkpoint; must be new or empty.")]

@@ -69,10 +69,8 @@ def stepped(W: torch.Tensor, bits: float, group_size: int | None, symmetric: boo
     At `TERNARY` bits the points are `−s, 0, s` with `s = mean |w|`, with or without `symmetric` (Ma et al., The era of
     1-bit LLMs, 2024, arXiv:2402.17764, eq. 1 to 3); entries beyond `1.5 s` are more than `s/2` from the nearest point.
 
-    Raises LyapunovPruneError for `bits` that are not among `WIDTHS` and for a group size that does not divide n.
+    `bits` is one of `WIDTHS`. Raises LyapunovPruneError for a group size that does not divide n.
     """
-    if bits not in WIDTHS:
-        raise LyapunovPruneError(f"{bits:g} bits; give a whole number from 2 to 8, or {TERNARY}")
     if bits == TERNARY:
         scale = grouped(W, group_size).abs().mean(2)
         one = torch.ones_like(scale)
@@ -91,9 +89,14 @@ def stepped(W: torch.Tensor, bits: float, group_size: int | None, symmetric: boo
 def grouped(W: torch.Tensor, group_size: int | None) -> torch.Tensor:
     """`W` (m × n) in float64 as m × groups × `group_size`. Raises LyapunovPruneError if that does not divide n."""
     m, n = W.shape
+    require_groups(group_size, n)
+    return lift(W.detach()).reshape(m, -1, group_size or n)
+
+
+def require_groups(group_size: int | None, n: int) -> None:
+    """Raise LyapunovPruneError unless a row of `n` inputs divides into groups of this size."""
     if group_size is not None and (group_size < 1 or n % group_size):
         raise LyapunovPruneError(f"groups of {group_size} do not fit {n} inputs; give a divisor of {n}")
-    return lift(W.detach()).reshape(m, -1, group_size or n)
 
 
 def rounded_up(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -12,16 +12,12 @@ Pattern = tuple[int, int]
 
 def as_pattern(pattern: Pattern | str | None) -> Pattern | None:
     """(keep, of) from such a pair or from the text `2:4`. Raises LyapunovPruneError for anything else."""
-    if isinstance(pattern, str):
-        match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", pattern)
-        if not match:
-            raise LyapunovPruneError(f"pattern {pattern!r} is none; write it as 2:4, 2 of 4 kept")
-        pattern = int(match[1]), int(match[2])
     if pattern is None:
         return None
-    keep, of = pattern
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", pattern) if isinstance(pattern, str) else None
+    keep, of = (int(match[1]), int(match[2])) if match else (0, 0) if isinstance(pattern, str) else pattern
     if not 0 < keep < of:
-        raise LyapunovPruneError(f"pattern {keep}:{of} keeps all or nothing; give one like 2:4")
+        raise LyapunovPruneError(f"pattern {pattern} does not keep a part; write it as 2:4, 2 of 4 kept")
     return keep, of
 
 

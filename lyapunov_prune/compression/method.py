@@ -62,10 +62,12 @@ class Method(Choice):
         require_numbers(W, "the matrix")
         for field in FIELDS[self.needs]:
             known = getattr(statistics, field, None)
-            if known is None:
+            size = W.shape[0] if field == "sensitivity" else W.shape[1]
+            if known is None or {*known.shape} != {size}:
+                given = "are missing" if known is None else f"have shape {tuple(known.shape)}"
                 raise LyapunovPruneError(
-                    f"method {self.name} needs calibration statistics with {field}; collect them, or take method "
-                    "magnitude"
+                    f"method {self.name} needs calibration statistics, and {field} of {size} features {given}; collect "
+                    "them, or take method magnitude"
                 )
             require_numbers(known, f"{field} of the calibration")
         return self.compress(W.detach(), amount, statistics)

@@ -19,6 +19,7 @@ from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
+from lyapunov_prune.compression.grids import require_groups
 from lyapunov_prune.compression.masks import Pattern, as_pattern
 from lyapunov_prune.compression.method import Method, rank_for, require_in_range
 from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
@@ -194,7 +195,10 @@ def recipe_for(
         allocation = _allocated(model.model, kind, amount, allocation, schedule_options or {}, **known)
     projections = find_projections(model)
     _require_apart(model.model, projections)
-    highest = max(min(p.weight(model.model).shape) for p in projections)
+    shapes = [p.weight(model.model).shape for p in projections]
+    highest = max(map(min, shapes))
+    for _, inputs in shapes:
+        require_groups(group_size, inputs)
     if rank is not None and rank >= highest:
         raise LyapunovPruneError(f"rank {rank} leaves every matrix as it is; give one below {highest}")
     if made.needs == "nothing":

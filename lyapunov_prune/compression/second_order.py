@@ -50,7 +50,7 @@ class SecondOrder(Method):
         """
         assert statistics is not None
         assert statistics.gram is not None
-        H = damped(statistics.gram, W.shape[1], self.damping, W.device)
+        H = damped(statistics.gram, self.damping, W.device)
         dead = lift(statistics.gram).to(W.device).diagonal() == 0
         H.diagonal()[dead] = 1
         V = lift(W.detach()).clone()

@@ -35,10 +35,6 @@ class TokenBatch:
     split: str
     bos: bool | None
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.ids, torch.Tensor):
-            raise LyapunovPruneError(f"token ids are a {type(self.ids).__name__}; give a tensor of windows × tokens")
-
     def __repr__(self) -> str:
         return f"{' × '.join(map(str, self.ids.shape))} tokens of {self.text} ({self.split})"
 
@@ -129,12 +125,13 @@ def checked_batch(structure: Structure, batch: Tokens) -> TokenBatch:
     """The windows as a batch, checked against vocabulary and context; raises LyapunovPruneError if they do not fit."""
     if not isinstance(batch, TokenBatch):
         batch = TokenBatch(_ids_of(batch), text="token ids", split="all", bos=None)
-    if batch.ids.ndim != 2 or batch.ids.shape[0] == 0 or batch.ids.shape[1] < 2:
-        raise LyapunovPruneError(
-            f"token ids of shape {tuple(batch.ids.shape)}; give batch × tokens, two tokens or more"
+    ids: Any = batch.ids
+    fits = isinstance(ids, torch.Tensor) and ids.ndim == 2 and len(ids) > 0 and ids.shape[1] > 1
+    if not (fits and ids.dtype in (torch.int64, torch.int32)):
+        given = (
+            f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else f"a {type(ids).__name__}"
         )
-    if batch.ids.dtype not in (torch.int64, torch.int32):
-        raise LyapunovPruneError(f"token ids are {batch.ids.dtype}; give integers")
+        raise LyapunovPruneError(f"token ids are {given}; give a tensor of integers, windows × two tokens or more")
     require_context(structure, batch.context)
     low, high = int(batch.ids.min()), int(batch.ids.max())
     vocabulary = structure.config.vocab_size
@@ -180,12 +177,19 @@ def _matrix(rows: Any) -> torch.Tensor:
     return found[None] if found.ndim == 1 else found
 
 
-def require_context(structure: Structure, context: int) -> None:
-    """Raise LyapunovPruneError if `context` exceeds the model's positions."""
-    if structure.max_context and context > structure.max_context:
-        raise LyapunovPruneError(
-            f"context {context} is longer than the model's {structure.max_context}; lower --context"
-        )
+def whole_windows(tokens: int, context: int) -> int:
+    """How many windows of `context` tokens are cut from so many. Raises LyapunovPruneError if there are none."""
+    if tokens < context:
+        raise LyapunovPruneError(f"{tokens} tokens do not fill one window of {context}; raise --tokens")
+    return tokens // context
+
+
+def require_context(structure: Structure, context: int, steps: int = 0) -> None:
+    """Raise LyapunovPruneError if `context` tokens, and `steps` more to read, exceed the model's positions."""
+    if structure.max_context and context + steps > structure.max_context:
+        new, lower = (f" and {steps} more tokens are", "--new-tokens or --context") if steps else (" is", "--context")
+        most = structure.max_context
+        raise LyapunovPruneError(f"context {context}{new} longer than the model's {most}; lower {lower}")
 
 
 def require_disjoint(calibration: TokenBatch, evaluation: TokenBatch) -> None:

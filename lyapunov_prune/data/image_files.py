@@ -116,18 +116,14 @@ def _arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
         ) from None
     if images.ndim == 3:
         images = images[..., None]
-    if images.ndim != 4 or len(images) == 0 or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+    fit = images.ndim == 4 and len(images) > 0 and labels.shape == images.shape[:1] and labels.dtype.kind in "iu"
+    scale = 255 if images.dtype == np.uint8 else 1
+    if not (fit and (scale == 255 or (images.dtype.kind == "f" and images.min() >= 0 and images.max() <= 1))):
         raise LyapunovPruneError(
-            f"{path} holds images {images.shape} and labels {labels.dtype} {labels.shape}; give (n, h, w) or "
-            "(n, h, w, c) and n integers"
+            f"{path} holds images {images.dtype} {images.shape} and labels {labels.dtype} {labels.shape}; give uint8 "
+            "or floats from 0 to 1, (n, h, w) or (n, h, w, c), and n integers"
         )
-    if images.dtype == np.uint8:
-        images = images.astype(np.float32) / np.float32(255)
-    elif images.dtype.kind != "f" or not (np.isfinite(images).all() and images.min() >= 0 and images.max() <= 1):
-        raise LyapunovPruneError(f"{path} holds {images.dtype} pixels; give uint8, or floats from 0 to 1")
-    if labels.min() < 0:
-        raise LyapunovPruneError(f"{path} holds the label {labels.min()}; give classes from 0")
-    return images.astype(np.float32), labels.astype(np.int64)
+    return images.astype(np.float32) / np.float32(scale), labels.astype(np.int64)
 
 
 def _line(error: Any) -> str:

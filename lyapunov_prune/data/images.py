@@ -31,15 +31,12 @@ class ImageBatch:
     split: str
 
     def __post_init__(self) -> None:
-        if self.pixels.ndim != 4 or not self.pixels.is_floating_point() or len(self.pixels) == 0:
+        pixels, labels = self.pixels, self.labels
+        fit = pixels.ndim == 4 and pixels.is_floating_point() and len(pixels) > 0
+        if not (fit and labels.shape == pixels.shape[:1] and labels.dtype == torch.int64):
             raise LyapunovPruneError(
-                f"images are {self.pixels.dtype} of shape {tuple(self.pixels.shape)}; give floats, images × channels × "
-                "height × width"
-            )
-        if self.labels.shape != self.pixels.shape[:1] or self.labels.dtype != torch.int64:
-            raise LyapunovPruneError(
-                f"labels are {self.labels.dtype} of shape {tuple(self.labels.shape)}; give an int64 for each of "
-                f"{len(self.pixels)} images"
+                f"images are {pixels.dtype} {tuple(pixels.shape)} and labels {labels.dtype} {tuple(labels.shape)}; "
+                "give floats, images × channels × height × width, and an int64 for each image"
             )
         require_numbers(self.pixels, f"pixels of {self.source}", "give finite pixels")
 

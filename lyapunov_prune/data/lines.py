@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,18 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def text_of(path: str | Path, remedy: str) -> str:
-    """The text of a UTF-8 file, without a byte-order mark.
+    """The text of a UTF-8 file, gzipped or not, without a byte-order mark; every line ends in a newline character.
 
     Raises LyapunovPruneError, with the reason and `remedy`, if it cannot be read.
     """
     require_file(path)
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        reason = error.strerror
+        content = Path(path).read_bytes()
+        if Path(path).suffix == ".gz":
+            content = gzip.decompress(content)
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
     except UnicodeDecodeError as error:
         reason = f"byte {error.start} is not UTF-8"
     raise LyapunovPruneError(f"cannot read {path}{like_named(path)}: {reason}; {remedy}")

@@ -16,12 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.documents import COLUMNS, Message, messages_of
-from lyapunov_prune.data.lines import numbered
-from lyapunov_prune.data.rows import file_rows, file_text, holds_rows
+from lyapunov_prune.data.lines import numbered, text_of
+from lyapunov_prune.data.rows import file_rows, holds_rows
 from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.tokenizers import chat_text
-from lyapunov_prune.results.files import require_file
 
 
 @dataclass(frozen=True)
@@ -117,11 +116,8 @@ def load_prompts(
 
 def _read(path: Path) -> list[tuple[str, str | list[Message]]]:
     """Every prompt with its position: a text, or the messages of a chat before its last answer."""
-    require_file(path)
-    if not path.is_file():
-        raise LyapunovPruneError(f"cannot read {path}: there is no such file; give a file of prompts")
     if not holds_rows(path):
-        return list(numbered(path, file_text(path)))
+        return list(numbered(path, text_of(path, "give a file of prompts")))
     rows = file_rows(path)
     name = next((name for name in COLUMNS if name in rows.columns), COLUMNS[0])
     if rows.columns and name not in rows.columns:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lyapunov_prune.data.lines import numbered, parsed_line
+from lyapunov_prune.data.lines import numbered, parsed_line, text_of
 from lyapunov_prune.errors import LyapunovPruneError, first_line, require_extra
 from lyapunov_prune.results.frames import pd
 
 JSON = (".jsonl", ".ndjson", ".json")
 TABLES = {".csv": ",", ".tsv": "\t", ".parquet": None, ".arrow": None, ".feather": None}
+ENCODING = f"convert it to UTF-8, or give it its own ending ({', '.join((*JSON, *TABLES))})"
 
 
 @dataclass(frozen=True)
@@ -49,27 +50,12 @@ def file_rows(path: Path) -> Rows:
     require_reader(path)
     if format_of(path) in TABLES:
         return _table(path)
-    found = list(_json_rows(path, file_text(path)))
+    found = list(_json_rows(path, text_of(path, ENCODING)))
     for where, row in found:
         if not isinstance(row, dict):
             raise LyapunovPruneError(f'{where} is no JSON object; give {{"text": "…"}} a line')
     columns = tuple(found[0][1]) if found else ()
     return Rows(str(path), columns, lambda names: found)
-
-
-def file_text(path: Path) -> str:
-    """The text of a UTF-8 file, gzipped or not; raises LyapunovPruneError for any other."""
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
-        # Removes a byte-order mark and unifies newlines, as Python's text files do.
-        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        known = ", ".join((*JSON, *TABLES))
-        raise LyapunovPruneError(
-            f"cannot read {path} as UTF-8 text ({error}); convert it to UTF-8, or give it its own ending ({known})"
-        ) from None
 
 
 def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
@@ -83,10 +69,10 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             yield from ((f"{path} item {number}", row) for number, row in enumerate(rows, start=1))
             return
     for where, line in numbered(path, text):
-        try:
-            yield where, parsed_line(line)
-        except ValueError:
-            raise LyapunovPruneError(f'{where} is no JSON object; give {{"text": "…"}} a line') from None
+        value = None
+        with suppress(ValueError):
+            value = parsed_line(line)
+        yield where, value
 
 
 def _table(path: Path) -> Rows:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.batch import Split, TokenBatch
+from lyapunov_prune.arguments import Range, checked
+from lyapunov_prune.data.batch import Split, TokenBatch, whole_windows
 from lyapunov_prune.data.documents import Chats, Plain, documents
-from lyapunov_prune.data.rows import file_rows, file_text, holds_rows, hub_rows, require_reader
+from lyapunov_prune.data.lines import text_of
+from lyapunov_prune.data.rows import ENCODING, file_rows, holds_rows, hub_rows, require_reader
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.files import like_named
@@ -32,7 +33,7 @@ def load_text(
     tokenizer: PreTrainedTokenizerBase,
     *,
     tokens: int = 4096,
-    context: int = 512,
+    context: Annotated[int, Range(2)] = 512,
     split: Split = "calibration",
     bos: bool | None = None,
 ) -> TokenBatch:
@@ -50,17 +51,13 @@ def load_text(
     """
     given = list(source) if not isinstance(source, str | Path) else None
     source = str(source) if given is None else f"{len(given)} texts"
-    if context < 2:
-        raise LyapunovPruneError(f"context {context} is too short to score a token; give 2 or more")
-    if tokens < context:
-        raise LyapunovPruneError(f"{tokens} tokens do not fill one window of {context}; raise --tokens")
+    windows = whole_windows(tokens, context)
     whole = _read(source, tokenizer) if given is None else Plain(source, "\n\n".join(given))
     if not whole.content.strip():
         raise LyapunovPruneError(f"{source} holds no text; give another")
     part = _split(source, whole, split)
     bos = begins_with_bos(tokenizer, bos)
     width = context - 1 if bos else context
-    windows = tokens // context
     # About four characters per token are usual; ten leave room, without tokenising a whole corpus.
     ids = token_ids(tokenizer, part.text(10 * windows * width + 1000))
     if len(ids) < windows * width:
@@ -122,7 +119,7 @@ def _read(source: str, tokenizer: PreTrainedTokenizerBase) -> Plain | Chats:
         return Plain(name, _builtin())
     if not path.is_file():
         return documents(hub_rows(name), tokenizer, column)
-    return documents(file_rows(path), tokenizer, column) if holds_rows(path) else Plain(name, file_text(path))
+    return documents(file_rows(path), tokenizer, column) if holds_rows(path) else Plain(name, text_of(path, ENCODING))
 
 
 def _builtin() -> str:

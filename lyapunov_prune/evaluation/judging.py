@@ -16,16 +16,17 @@ POWER = 4  # least number of windows for a paired test; with fewer, the lower me
 EVERY, MOST = 8, 8  # every eighth window judges, up to eight
 
 
-def apart(reading: Reading, every: int = EVERY, most: int | None = MOST) -> tuple[Reading, Reading]:
+def apart(reading: Reading, every: int = EVERY, most: int | None = MOST, least: int = 2) -> tuple[Reading, Reading]:
     """Split windows into those to learn from and those to judge by: every `every`-th one, at most `most`.
 
     A reading that is split again gives the same two readings, with what was measured on them (`Reading.once`). Raises
-    LyapunovPruneError for a batch of one window.
+    LyapunovPruneError for a batch of fewer than `least` windows.
     """
     batch = reading.batch
-    if len(batch) < 2:
+    if len(batch) < least:
         raise LyapunovPruneError(
-            "one window cannot both teach and judge; give two or more (more --tokens, or a shorter --context)"
+            f"too few windows ({len(batch)}) to learn from some and judge by the others; give {least} or more (more "
+            "--tokens, or a shorter --context)"
         )
     judging = range(min(every, len(batch)) - 1, len(batch), every)[:most]
     teaching = [window for window in range(len(batch)) if window not in judging]

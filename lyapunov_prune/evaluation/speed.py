@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import Count, checked
+from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import carried_on, random_images
 from lyapunov_prune.models.classifiers import looks_at_images
@@ -165,10 +166,7 @@ def prefill_and_decode(
 
 def _random_ids(model: PreTrainedModel, prompt: int, steps: int) -> torch.Tensor:
     structure = find_structure(model)
-    if structure.max_context and prompt + steps > structure.max_context:
-        raise LyapunovPruneError(
-            f"{prompt} + {steps} tokens do not fit the context of {structure.max_context}; lower them"
-        )
+    require_context(structure, prompt, steps)
     return torch.randint(structure.config.vocab_size, (1, prompt + steps), generator=torch.Generator().manual_seed(0))
 
 

@@ -18,8 +18,8 @@ from lyapunov_prune.checkpoints.outline import Outline, layer_of, read_outline
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting, wrong_packed_keys
 from lyapunov_prune.checkpoints.streamed import streamed
 from lyapunov_prune.checkpoints.tensor_files import read_tensors
-from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
-from lyapunov_prune.forward.hooks import residual_stream, skipped
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import finite_at, residual_stream, skipped
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.forward.masking import masked_experts
 from lyapunov_prune.models.decoder import Decoder
@@ -125,12 +125,7 @@ def _skipping(decoder: Decoder, plan: PruningPlan) -> Iterator[None]:
     A state that is not finite raises NonFiniteError.
     """
     told = "the original, without what left"
-
-    def visit(layer: int, hidden: torch.Tensor) -> None:
-        if not hidden.isfinite().all():
-            raise NonFiniteError(layer, told)
-
-    looking = residual_stream(decoder.structure, visit, one_state=False)
+    looking = residual_stream(decoder.structure, finite_at(told), one_state=False)
     fewer = masked_experts(decoder.structure, plan.experts_gone)
     with status(told), skipped(decoder.structure, plan.remove), fewer, _narrower(decoder, plan), looking:
         yield

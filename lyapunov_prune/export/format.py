@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.pruning.stored import Stored
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from lyapunov_prune.results.result import Result
 
 
+# The types that the gguf package rounds to; llama-quantize makes others of an f16 file.
+Quantisation = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+
+
 @dataclass(frozen=True)
 class Asked:
     """The options of `compress` that a format depends on."""
@@ -39,6 +43,32 @@ class Asked:
     pattern: tuple[int, int] | None = None
     group_size: int | None = None
     symmetric: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Removed:
+    """A model from which `operation` was carried out (`Format.cut`), with the original and the batch of its gate."""
+
+    decoder: Decoder
+    pruned: Decoder
+    tokenizer: PreTrainedTokenizerBase | None
+    operation: Operation
+    batch: Examples | None
+    mended: MendReport | None
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """A compressed model, the `title` of its card, and `results` to write beside it, by file name.
+
+    `dense` is the model before compression, for a format that `keeps_dense`.
+    """
+
+    done: Compressed
+    tokenizer: PreTrainedTokenizerBase
+    title: str
+    results: Mapping[str, Result]
+    dense: PreTrainedModel | None = None
 
 
 class Format(Choice):
@@ -76,32 +106,15 @@ class Format(Choice):
         """A new model without what `operation` takes out, in the memory of the original."""
         raise NotImplementedError
 
-    def save(
-        self,
-        folder: Path,
-        decoder: Decoder,
-        pruned: Decoder,
-        tokenizer: PreTrainedTokenizerBase | None,
-        operation: Operation,
-        batch: Examples | None,
-    ) -> GateReport:
-        """Save `pruned`, which `cut` made from `decoder`, and its history in `folder`.
+    def save(self, folder: Path, made: Removed) -> GateReport:
+        """Save what `cut` made, and its history, in `folder`.
 
         Raises CheckFailed if the saved model fails the gate. The caller must then delete `folder`, as `whole_folder`
         does.
         """
         raise NotImplementedError
 
-    def write_cut(
-        self,
-        target: Path,
-        decoder: Decoder,
-        pruned: Decoder,
-        tokenizer: PreTrainedTokenizerBase | None,
-        operation: Operation,
-        batch: Examples | None,
-        mended: MendReport | None,
-    ) -> Provenance:
+    def write_cut(self, target: Path, made: Removed) -> Provenance:
         """Write the files of `save`, a model card and the provenance to the folder `target`, whole or not at all.
 
         Raises CheckFailed if the saved model fails the gate, and LyapunovPruneError if writing fails.
@@ -111,9 +124,8 @@ class Format(Choice):
 
         assert self.card is not None
         with whole_folder(target) as folder:
-            gate = self.save(folder, decoder, pruned, tokenizer, operation, batch)
-            structure = decoder.structure
-            return describe(folder, operation.plan, gate, structure, pruned.model, stored=self.card, mended=mended)
+            gate, plan, structure = self.save(folder, made), made.operation.plan, made.decoder.structure
+            return describe(folder, plan, gate, structure, made.pruned.model, stored=self.card, mended=made.mended)
 
     def require_method(self, asked: Asked) -> None:
         """Raise LyapunovPruneError for a compression whose result the format cannot hold, before a model is loaded."""
@@ -128,20 +140,11 @@ class Format(Choice):
     def require_model(self, model: PreTrainedModel, asked: Asked) -> None:
         """Raise LyapunovPruneError for a model whose matrices the format cannot hold, before anything is measured."""
 
-    def write(
-        self,
-        done: Compressed,
-        dense: PreTrainedModel | None,
-        tokenizer: PreTrainedTokenizerBase,
-        target: Path,
-        title: str,
-        results: Mapping[str, Result],
-    ) -> CompressionReport:
-        """Write `done`, its card and `results` (by file name) to `target`; returns the report of what was stored.
+    def write(self, target: Path, made: Finished) -> CompressionReport:
+        """Write `made` and its card to `target`; returns the report of what was stored.
 
-        `dense` is the model before compression, for a format that `keeps_dense`. Raises CheckFailed if the files would
-        load as another model, and LyapunovPruneError if the target is not empty or writing fails. In both cases nothing
-        is left there.
+        Raises CheckFailed if the files would load as another model, and LyapunovPruneError if the target is not empty
+        or writing fails. In both cases nothing is left there.
         """
         raise NotImplementedError
 

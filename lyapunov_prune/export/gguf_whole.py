@@ -19,6 +19,7 @@ from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import INSTALL, installed
 from lyapunov_prune.export.exported import Exported
+from lyapunov_prune.export.format import Quantisation
 from lyapunov_prune.export.gguf import as_json, file_reloads, require_file
 from lyapunov_prune.export.llama_cpp import ENGINE, compared_text, engine_check
 from lyapunov_prune.models.decoder import Decoder, takes_model, wrap_any
@@ -41,14 +42,13 @@ ROUNDED = "the same up to rounding"
 GREEDY = 64  # tokens that llama.cpp generates in its check
 # Keys that are not taken over from the header of the original.
 _NEW = ("general.architecture", "general.type", "general.alignment")
-QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
 @takes_model
 @in_eval_mode
 @torch.no_grad()
 def write_gguf(
-    model: Plain, tokenizer: PreTrainedTokenizerBase | None, target: str | Path, quantize: str = "f16"
+    model: Plain, tokenizer: PreTrainedTokenizerBase | None, target: str | Path, quantize: Quantisation = "f16"
 ) -> Exported:
     """Write `model` to the GGUF file `target`, its matrices rounded to `quantize`.
 
@@ -56,7 +56,6 @@ def write_gguf(
     CheckFailed if transformers or llama.cpp read something else than the rounded model. In both cases nothing is left
     there.
     """
-    require_quantisation(quantize)
     require_file(target)
     require_whole(model.model)
     config, name = model.structure.config, model_name(model.model)
@@ -88,15 +87,6 @@ def write_gguf(
         GateReport(tuple(checks)).require_passed("the file", CONVERT)
     kinds = Counter(gguf.GGMLQuantizationType(piece.kind).name for piece in pieces)
     return Exported(name, "gguf", dict(kinds), size, tuple(checks), tuple(not_run))
-
-
-def require_quantisation(quantize: str) -> None:
-    """Raise LyapunovPruneError for a type that the gguf package cannot quantise to."""
-    if quantize not in QUANTISATIONS:
-        raise LyapunovPruneError(
-            f"{quantize} is not supported (only {', '.join(QUANTISATIONS)}); write f16, and convert that file with "
-            "llama-quantize"
-        )
 
 
 def _origin(decoder: Decoder) -> Header | None:

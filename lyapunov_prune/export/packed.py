@@ -99,22 +99,12 @@ def require_packable(model: PreTrainedModel, group_size: int | None) -> tuple[Pr
     if is_compact(model):
         raise LyapunovPruneError("a compact model is not packed; compress it without --format")
     projections = find_projections(wrap(model))
-    owners: dict[int, str] = {}
     for p in projections:
         module = model.get_submodule(p.module)
         if p.expert is not None or not isinstance(module, nn.Linear):
             kept = "holds all experts in one tensor" if p.expert is not None else f"is a {type(module).__name__}"
             raise LyapunovPruneError(
                 f"{p.module} {kept}, and {_LIBRARY} packs only Linear modules; compress it without --format"
-            )
-        if owners.setdefault(id(module.weight), p.module) != p.module:
-            raise LyapunovPruneError(
-                f"{owners[id(module.weight)]} and {p.module} are the same matrix; shared layers are not compressed"
-            )
-        n = module.in_features
-        if group_size is not None and (group_size < 1 or n % group_size):
-            raise LyapunovPruneError(
-                f"groups of {group_size} do not fit the {n} inputs of {p.module}; give a divisor of all, or none"
             )
     _require_loads_packed(model, group_size)
     return projections

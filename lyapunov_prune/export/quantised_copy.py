@@ -30,6 +30,7 @@ from lyapunov_prune.models.quantised import stored_quantisation
 from lyapunov_prune.models.quantised_names import FILES, Layers, follow_layers, layers_in, settings_of
 from lyapunov_prune.models.stored_names import Target, targets_of
 from lyapunov_prune.models.structure import identify
+from lyapunov_prune.models.weight_files import require_every_layer
 from lyapunov_prune.models.wrappers import require_levels_stay
 from lyapunov_prune.progress import status, warn
 from lyapunov_prune.pruning.counting import shares_leaving
@@ -101,10 +102,7 @@ def read_quantised(folder: Path, name: str | Path) -> Quantised:
     found = Quantised(folder, decoder, {k: t for k, t in stored.items() if k not in heads}, targets, heads)
     total, layers = decoder.structure.num_layers, found.layers(())
     numbers = {layers.number(key) for key in found.stored} - {None}
-    if numbers != set(range(total)):
-        raise LyapunovPruneError(
-            f"{folder} says that it has {total} layers and holds tensors of {len(numbers)}; fetch it again"
-        )
+    require_every_layer(folder, total, numbers)
     return found
 
 

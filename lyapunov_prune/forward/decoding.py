@@ -55,7 +55,7 @@ def greedy_text(reading: Reading, steps: int, batch_size: int, known: torch.Tens
     A `known` text from an earlier call is returned instead. Raises LyapunovPruneError if the steps do not fit the
     context, or if the known text has another shape.
     """
-    require_context(reading.structure, reading.batch.context + steps - 1)
+    require_context(reading.structure, reading.batch.context, steps - 1)
     shape = (len(reading.batch), steps)
     if known is None:
         windows = track(reading.windows(batch_size), "greedy text")

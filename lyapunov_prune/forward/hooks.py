@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from typing import Any
 
@@ -154,6 +154,17 @@ def run_backbone(structure: Structure, inputs: torch.Tensor) -> None:
         structure.backbone(input_ids=inputs, use_cache=False)
 
 
+def run_up_to(structure: Structure, layer: nn.Module, inputs: torch.Tensor, seen: Callable[..., Any]) -> None:
+    """`run_backbone` up to `layer`; `seen` is called with the arguments of a hook after that, and no more is run."""
+
+    def stop(*given: Any) -> None:
+        seen(*given)
+        raise Enough
+
+    with suppress(Enough), hooked(after=[(layer, stop)]):
+        run_backbone(structure, inputs)
+
+
 @torch.no_grad()
 def run_through(decoder: Decoder, examples: Examples) -> None:
     """Run every item through the backbone, one at a time, for the hooks set on it."""
@@ -178,16 +189,26 @@ def require_finite(structure: Structure, ids: torch.Tensor, where: str, *made: t
     """
     if made and all(map(all_finite, made)):
         return
-
-    def visit(layer: int, hidden: torch.Tensor) -> None:
-        if not hidden.isfinite().all():
-            raise NonFiniteError(layer, where)
-
-    with residual_stream(structure, visit, one_state=False, every_layer=False):
+    with residual_stream(structure, finite_at(where), one_state=False, every_layer=False):
         final = final_state(structure, ids)
     require_numbers(final, f"the output of the final norm ({where})")
     for values in made:
         require_numbers(values, f"what the model makes of its last state ({where})")
+
+
+def finite_at(where: str) -> Visit:
+    """For `residual_stream`: raises NonFiniteError at the first boundary where the state is NaN or infinite."""
+
+    def visit(layer: int, hidden: torch.Tensor) -> None:
+        require_finite_layers(np.array([all_finite(hidden)]), where, layer)
+
+    return visit
+
+
+def require_finite_layers(finite: np.ndarray, where: str, first: int = 1) -> None:
+    """Raise NonFiniteError for the first boundary, of those from `first` on, for which `finite` is false."""
+    if not finite.all():
+        raise NonFiniteError(first + int(np.argmin(finite)), where)
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

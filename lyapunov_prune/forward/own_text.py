@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Count, Positive, Seed
-from lyapunov_prune.data.batch import Split, TokenBatch
+from lyapunov_prune.arguments import Count, Positive, Range, Seed
+from lyapunov_prune.data.batch import Split, TokenBatch, whole_windows
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import draws_of, sample
 from lyapunov_prune.forward.reading import read
@@ -49,7 +49,7 @@ def self_generated(
     model: InMemory,
     *,
     tokens: int = 25600,
-    context: int = 256,
+    context: Annotated[int, Range(2)] = 256,
     seed: Seed = 0,
     temperature: Positive = 1.0,
     batch_size: Count = 16,
@@ -66,10 +66,9 @@ def self_generated(
     or longer than the model's, fewer tokens than one window, a temperature not above 0, and for logits that are not
     finite, naming the step.
     """
-    if context < 2 or tokens < context:
-        raise LyapunovPruneError(f"{tokens} tokens in windows of {context} are no text; give 2 or more, and a window")
+    windows = whole_windows(tokens, context)
     begin = _first_token(model.model)
-    windows, steps = tokens // context, context - 1
+    steps = context - 1
     reading = read(model, torch.full((1, context), begin))  # checks context and vocabulary
     known = model.identity
     about: dict[str, Any] = {"weights": known.weights, "settings": known.settings, "dtype": str(model.model.dtype)}

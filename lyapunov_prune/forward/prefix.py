@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from lyapunov_prune.forward.hooks import (
-    Enough,
     final_state,
     hidden_of,
     layer_input,
     residual_stream,
-    run_backbone,
+    run_up_to,
     skipped,
 )
 from lyapunov_prune.models.hooked import hooked
@@ -101,11 +100,9 @@ class Prefix:
 
         def arrived(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             states.append(hidden_of(output))
-            raise Enough
 
-        entered = self.entered(start, hidden if hidden is not None else torch.empty(0))
-        with suppress(Enough), entered, hooked(after=[(self.structure.layers[stop - 1], arrived)]):
-            run_backbone(self.structure, ids)
+        with self.entered(start, hidden if hidden is not None else torch.empty(0)):
+            run_up_to(self.structure, self.structure.layers[stop - 1], ids, arrived)
         return states[0]
 
     def finish(self, ids: torch.Tensor, start: int, hidden: torch.Tensor) -> torch.Tensor:

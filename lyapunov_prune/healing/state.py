@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.results.claim import Claim
+from lyapunov_prune.results.claim import Claim, Claimed
 from lyapunov_prune.results.files import RETRY, halves, whole_folder
 
 SECONDS = 20.0  # least time between two states
@@ -25,7 +25,7 @@ _KIND, _PART = "training state", "state"
 KEPT = "free space and run again: the training so far is kept"
 
 
-class TrainingState:
+class TrainingState(Claimed):
     """The newest state in `folder/step-<n>/`; does nothing when `folder` is None.
 
     `about` identifies the run. A state is written next to the last one and renamed, so that a kill always leaves a
@@ -42,26 +42,11 @@ class TrainingState:
         self._due = time.monotonic() + SECONDS
         if self._folder is None:
             return
-        self._claim = Claim(self._folder, _KIND, about, _PART)
-        try:
-            self._begin()
-        except BaseException:  # else the traceback keeps the lock alive
-            self.close()
-            raise
-
-    def __enter__(self) -> TrainingState:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close(error)
-
-    def close(self, error: BaseException | None = None) -> None:
-        if self._folder is not None:
-            self._claim.release(error)
+        self._take(Claim(self._folder, _KIND, about, _PART), self._begin)
 
     def hold(self) -> None:
         """Claim the folder for this run."""
-        if self._folder is not None:
+        if self._claim is not None:
             self._claim.hold()
 
     def load(self) -> dict[str, torch.Tensor]:
@@ -70,18 +55,7 @@ class TrainingState:
         Raises LyapunovPruneError for a damaged state and for one of another run.
         """
         states = self._states()
-        if not states:
-            return {}
-        path = states[-1] / _NAME
-        try:
-            with safe_open(path, framework="pt") as file:
-                origin = file.metadata()["origin"]
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
-            raise LyapunovPruneError(f"{path} is damaged; delete {path.parent} and run again") from None
-        if origin != self._claim.origin:
-            raise LyapunovPruneError(f"{path} is a state of another run; delete {path.parent} and run again")
-        return tensors
+        return {} if self._claim is None or not states else self._claim.own(states[-1] / _NAME, _read)
 
     def is_due(self) -> bool:
         """Whether to write a state now."""
@@ -89,7 +63,7 @@ class TrainingState:
 
     def save(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the state after `step` steps, then delete the earlier ones."""
-        if self._folder is None:
+        if self._folder is None or self._claim is None:
             return
         began = time.monotonic()
         self.hold()
@@ -104,10 +78,9 @@ class TrainingState:
         now = time.monotonic()
         self._due = now + max(SECONDS, (now - began) / _SHARE)
 
-    def _begin(self) -> None:
-        assert self._folder is not None
-        same = self._claim.begin(self._states)
-        if not (same or self._claim.other):
+    def _begin(self, claim: Claim) -> None:
+        same = claim.begin(self._states)
+        if not (same or claim.other):
             return
         if not same:
             states = self._states()
@@ -115,9 +88,9 @@ class TrainingState:
                 if more := sorted({p.name for p in path.iterdir()} - {_NAME}):
                     raise LyapunovPruneError(f"{path} holds {more[0]}, which is not part of a state; move it away")
             _delete(states)
-            self._claim.give_up()
-            self._claim.say_replaced()
-        left = halves(self._folder, "step-[0-9]+")
+            claim.give_up()
+            claim.say_replaced()
+        left = halves(claim.folder, "step-[0-9]+")
         _delete(path for path in left if path.is_dir())
         for lock in left:
             if lock.suffix == ".lock":
@@ -138,6 +111,11 @@ def clear_states(folder: Path) -> None:
 def require_idle(folder: Path) -> None:
     """Raise LyapunovPruneError if a training is at work in `folder`, or the folder is for something else."""
     Claim(folder, _KIND, None, _PART).require_idle()
+
+
+def _read(path: Path) -> tuple[set[str], dict[str, torch.Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        return {file.metadata()["origin"]}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _delete(states: Iterable[Path]) -> None:

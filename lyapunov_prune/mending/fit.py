@@ -79,19 +79,19 @@ def fit(form: str, sums: Sums, ridge: float, *, shifts: bool) -> LinearMap:
 
 def _full(mm: torch.Tensor, rm: torch.Tensor, ridge: float) -> torch.Tensor:
     """`E = R (G + λ I)⁻¹`."""
-    return torch.linalg.solve(damped(mm, len(mm), ridge, mm.device), rm.T).T
+    return torch.linalg.solve(damped(mm, ridge, mm.device), rm.T).T
 
 
 def _low_rank(mm: torch.Tensor, rm: torch.Tensor, ridge: float) -> torch.Tensor:
     """The best map of rank width/8, by reduced-rank regression: the full map projected on its leading outputs."""
     E = _full(mm, rm, ridge)
-    U = leading(E, damped(mm, len(mm), ridge, mm.device), max(1, len(mm) // LOW_RANK))
+    U = leading(E, damped(mm, ridge, mm.device), max(1, len(mm) // LOW_RANK))
     return U @ (U.T @ E)
 
 
 def _channels(mm: torch.Tensor, rm: torch.Tensor, ridge: float) -> torch.Tensor:
     """`e_i = R_ii / (G_ii + λ)`."""
-    return rm.diagonal() / damped(mm, len(mm), ridge, mm.device).diagonal()
+    return rm.diagonal() / damped(mm, ridge, mm.device).diagonal()
 
 
 def _nothing(mm: torch.Tensor, rm: torch.Tensor, ridge: float) -> torch.Tensor:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from lyapunov_prune.data.batch import TokenBatch, Tokens
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -43,11 +42,6 @@ def judged_mends(
 
 def fitting_and_judges(reading: Reading, judge: Tokens | None) -> tuple[Reading, Reading, Reading]:
     """Every second window to fit on, the other windows to judge by, and another text to judge by."""
-    if len(reading.batch) < 2:
-        raise LyapunovPruneError(
-            "maps are fitted on one half of the windows and judged on the other, and there is one window; give 2 or "
-            "more (--tokens, --context)"
-        )
     fitting, check = apart(reading, every=2, most=None)
     return fitting, check, read(reading.decoder, second_text(reading) if judge is None else judge)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch
-from lyapunov_prune.forward.hooks import Enough, hidden_of, layer_input, run_backbone, with_hidden
+from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_up_to, with_hidden
 from lyapunov_prune.forward.outputs import zero_outputs
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
@@ -70,12 +70,10 @@ def find_place(decoder: Decoder, layer: int) -> Place:
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         found.append(_Layer.copied(module, args, kwargs))
-        raise Enough
 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(structure.config.vocab_size, (1, _TOKENS), generator=generator)
-    with suppress(Enough), hooked(after=[(structure.layers[layer], note)]):
-        run_backbone(structure, ids)
+    run_up_to(structure, structure.layers[layer], ids, note)
     if not found:
         raise LyapunovPruneError(f"layer {layer} does not run on text alone; keep another layer before the gap")
     shared = _shared(structure.layers, layer)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +14,13 @@ from lyapunov_prune.calibration.blocks import sum_blocks
 from lyapunov_prune.data.examples import as_examples, model_inputs
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.hooks import Enough, run_backbone
+from lyapunov_prune.forward.hooks import run_up_to
 from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.table import REDUCTIONS, require_reduction
 from lyapunov_prune.models.decoder import InMemoryAny, takes_model
 from lyapunov_prune.models.feedforward import Affine, BlockParts, FeedForward, find_feedforward, lifted
-from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import each_once
@@ -68,13 +65,9 @@ def merge_layers(
     blocks = [find_feedforward(structure, i) for i in layers]
     last = structure.layers[max(layers)]
 
-    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        raise Enough
-
     def run() -> None:
         for items in track(inputs, f"merging, {reduction}"):
-            with suppress(Enough), hooked(after=[(last, stop)]):
-                run_backbone(structure, items)
+            run_up_to(structure, last, items, lambda *_: None)
 
     return merge_blocks(structure.layers, blocks, reduction, run)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
+from lyapunov_prune.arguments import Range, fits
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, family_of, register
 from lyapunov_prune.models.encoders import Stack, encoder_class, has_two_stacks, stack_remedy
@@ -115,21 +116,18 @@ def read_config(folder: Path) -> PreTrainedConfig:
     with loading_errors(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     named = config.architectures
-    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
-        raise LyapunovPruneError(
-            f"the config in {folder} has architectures that are not a list of names; correct it there"
-        )
     text = config.get_text_config(decoder=True)
     layers = [count for name in LAYER_COUNTS if isinstance(count := getattr(text, name, None), int)]
-    if layers and max(layers) > _MOST_LAYERS:
-        raise LyapunovPruneError(
-            f"the config in {folder} has {max(layers)} layers, which is too many; correct it there"
-        )
     window = getattr(text, "sliding_window", None)
-    if window is not None and not (type(window) is int and 0 <= window < 2**31):
-        raise LyapunovPruneError(
-            f"the config in {folder} has a sliding_window that is not a number of tokens; correct it"
-        )
+    wrong = {
+        "architectures that are not a list of names": not fits(named, Sequence[str] | None),
+        f"{max(layers, default=0)} layers, which is too many": max(layers, default=0) > _MOST_LAYERS,
+        "a sliding_window that is not a number of tokens": not fits(
+            window, Annotated[int, Range(0, 2**31, below=True)] | None
+        ),
+    }
+    for what in (what for what, is_so in wrong.items() if is_so):
+        raise LyapunovPruneError(f"the config in {folder} has {what}; correct it there")
     return config
 
 

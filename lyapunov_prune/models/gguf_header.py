@@ -18,6 +18,7 @@ from typing import Any
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.weight_files import require_every_layer
 
 MAGIC, VERSION = b"GGUF", 3
 _VERSIONS = (2, 3)
@@ -136,11 +137,8 @@ class Header:
         """Number of layers. Raises LyapunovPruneError unless the tensors cover exactly that many."""
         told = self.read(f"{self.architecture}.block_count")
         found = {tensor.layer for tensor in self.tensors} - {None}
-        if not isinstance(told, int) or found != set(range(told)):
-            raise LyapunovPruneError(
-                f"{self.path} says that it has {told} layers and holds tensors of {len(found)}; fetch it again"
-            )
-        return told
+        require_every_layer(self.path, told, found)
+        return int(told)
 
 
 def read_header(path: Path) -> Header:
@@ -178,17 +176,20 @@ def _read_one(path: Path) -> Header:
         raise LyapunovPruneError(f"{path} is truncated or not a GGUF file; fetch it again") from None
 
 
+def _require(sound: bool) -> None:
+    if not sound:
+        raise ValueError
+
+
 def _parsed(path: Path, data: mmap.mmap) -> Header:
     version, count, keys = struct.unpack_from("<IQQ", data, 4)
-    if data[:4] != MAGIC or version not in _VERSIONS:
-        raise ValueError
+    _require(data[:4] == MAGIC and version in _VERSIONS)
     at, values = 24, {}
     for _ in range(keys):
         key, at = _string(data, at)
         (kind,) = struct.unpack_from("<I", data, at)
         end = _end(data, at + 4, kind)
-        if end > len(data) or key in values:
-            raise ValueError
+        _require(end <= len(data) and key not in values)
         values[key] = Value(kind, data[at + 4 : end])
         at = end
     found = []
@@ -208,8 +209,7 @@ def _parsed(path: Path, data: mmap.mmap) -> Header:
         size = _size(kind, dims)
         if size is None:
             size = room
-        if not 0 <= size <= room:
-            raise ValueError
+        _require(0 <= size <= room)
         tensors.append(Tensor(name, tuple(dims), kind, path, start + offset, size))
     _require_distinct(path, [tensor.name for tensor in tensors])
     return Header(path, (path,), values, tuple(tensors), alignment)
@@ -230,8 +230,7 @@ def _size(kind: int, dims: Sequence[int]) -> int | None:
 
 def _string(data: mmap.mmap, at: int) -> tuple[str, int]:
     end = _end(data, at, STRING)
-    if end > len(data):
-        raise ValueError
+    _require(end <= len(data))
     return data[at + 8 : end].decode("utf-8"), end
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ def stored_names(folder: Path, named: str | None) -> set[str]:
         with safe_open(path, framework="pt") as file:
             names.update(file.keys())
     return names
+
+
+def require_every_layer(where: Path, layers: Any, found: Collection[int | None]) -> None:
+    """Raise LyapunovPruneError unless tensors of all of the `layers` (a number) are `found` in the checkpoint."""
+    if not isinstance(layers, int) or set(found) != set(range(layers)):
+        raise LyapunovPruneError(
+            f"{where} says that it has {layers} layers and holds tensors of {len(found)}; fetch it again"
+        )
 
 
 def _inside(folder: Path, name: str) -> Path:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import Count, Positive, Seed
+from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import drawn, draws_of, likeliest, walk
@@ -142,11 +143,7 @@ def compare_generation(
     readings = [read(model, prompts) for model in (dense, compressed)]
     batch = readings[0].batch
     for reading in readings:
-        most = reading.structure.max_context
-        if most and batch.context + steps > most:
-            raise LyapunovPruneError(
-                f"prompts of {batch.context} and {steps} steps do not fit the context of {most}; shorten either"
-            )
+        require_context(reading.structure, batch.context, steps)
     told = [_told_positions(reading) for reading in readings]
     ends = end_tokens(dense.model)
     sums, running = torch.zeros(steps, 4, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)

@@ -7,21 +7,18 @@ low output covariance rank, heavy-tailed activations, low sparsity).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import Count
-from lyapunov_prune.forward.hooks import Enough, require_finite, run_backbone
+from lyapunov_prune.forward.hooks import require_finite, run_up_to
 from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import all_finite, lift
 from lyapunov_prune.models.decoder import InMemory, takes_model
-from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.progress import track
@@ -263,9 +260,5 @@ def _feed(model: PreTrainedModel, structure: Structure, group: Sequence[_Matrix]
         y = product.output.transpose(-1, -2) if product.rows_are_features else product.output
         watched[product.name].add(product.x, y, ids.shape)
 
-    def stop(*_: Any) -> None:
-        raise Enough
-
-    products = watched_products(model, [m.projection for m in group], seen)
-    with suppress(Enough), products, hooked(after=[(structure.layers[group[-1].layer], stop)]):
-        run_backbone(structure, ids)
+    with watched_products(model, [m.projection for m in group], seen):
+        run_up_to(structure, structure.layers[group[-1].layer], ids, lambda *_: None)

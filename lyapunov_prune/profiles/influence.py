@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from lyapunov_prune.arguments import Count
-from lyapunov_prune.errors import NonFiniteError
-from lyapunov_prune.forward.hooks import residual_stream, run_backbone
+from lyapunov_prune.forward.hooks import require_finite_layers, residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.decoder import StreamableText, takes_model
@@ -78,8 +77,7 @@ def block_influence(model: StreamableText, batch: Readable, *, batch_size: Count
     reading = read(model, batch)
     values = turns(reading.structure, reading.windows(batch_size))
     finite = np.isfinite(values).all((-2, -1))
-    if not finite.all():
-        raise NonFiniteError(int(np.argmin(finite)) + 1, reading.batch.text)
+    require_finite_layers(finite, reading.batch.text)
     windows = values.shape[-1]
     influence, change = values[:, 0], values[:, 1]
     return InfluenceProfile(

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from lyapunov_prune.arguments import Count
-from lyapunov_prune.errors import NonFiniteError
-from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone
+from lyapunov_prune.forward.hooks import hidden_of, layer_input, require_finite_layers, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, Sublayers, require_some
 from lyapunov_prune.linalg import widen
@@ -100,8 +99,7 @@ def sublayer_influence(model: StreamableText, batch: Readable, *, batch_size: Co
     values = np.concatenate(rows, axis=-1)  # (L, 2, windows)
     missing = np.array([[kind not in sublayers[i].branches for kind in KINDS] for i in range(len(values))])
     finite = (np.isfinite(values) | missing[..., None]).all((-2, -1))
-    if not finite.all():
-        raise NonFiniteError(int(np.argmin(finite)) + 1, reading.batch.text)
+    require_finite_layers(finite, reading.batch.text)
     windows = values.shape[-1]
     spread = values.std(-1, ddof=1) / np.sqrt(windows) if windows > 1 else np.full(values.shape[:2], np.nan)
     (attention, mlp), (attention_spread, mlp_spread) = values.mean(-1).T, spread.T

@@ -45,7 +45,7 @@ def surgeon(W: torch.Tensor, statistics: Statistics) -> torch.Tensor:
     Hassibi and Stork, Second order derivatives for network pruning: Optimal Brain Surgeon (NeurIPS 1992).
     """
     assert statistics.gram is not None
-    H = damped(statistics.gram, W.shape[1], _DAMPING, W.device)
+    H = damped(statistics.gram, _DAMPING, W.device)
     return W.square().sum(0) / torch.cholesky_inverse(torch.linalg.cholesky(H)).diagonal()
 
 

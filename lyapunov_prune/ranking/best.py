@@ -30,7 +30,6 @@ from lyapunov_prune.results.store import Store, clear_results
 from lyapunov_prune.sensitivity.sweep import Sweep, clear_sweep
 
 _KIND, _CHECKS = "best removal", "checks"  # the kind of the store, and the folder of its sweep
-_LEAST_WINDOWS = 2
 _SEARCH_SHARE = 0.5  # share of the forwards for the search if the rest goes to mending
 
 
@@ -79,7 +78,7 @@ def best_removal(
     require_count(remove, layers)
     protected = protected_layers(layers, (*protect, 0) if mend else protect, remove)
     free = free_layers(layers, protected)
-    scoring, checking = _halves(reading)
+    scoring, checking = apart(reading, every=2, most=None)
     held = _held_share(scoring) if mend else 0.0
     search = search_budget(layers, remove, mend) if search is None else float(search)
     share = _SEARCH_SHARE if mend else 1
@@ -111,16 +110,6 @@ def best_removal(
         if not finals:
             return replace(found, left_out=(*found.left_out, "mended sets"))
         return found.with_finals(finals, other.measured_on())
-
-
-def _halves(reading: Reading) -> tuple[Reading, Reading]:
-    """The windows to score on, and every second window, to check on."""
-    if len(reading.batch) < _LEAST_WINDOWS:
-        raise LyapunovPruneError(
-            "criterion best scores on one half of the windows and checks on the other, and there is one; give "
-            f"{_LEAST_WINDOWS} or more (--tokens, --context), or another criterion (--criterion bi)"
-        )
-    return apart(reading, every=2, most=None)
 
 
 def _first_check(cost: Cost, remove: int, search: float, share: float) -> float:

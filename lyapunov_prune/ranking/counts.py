@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from numbers import Integral
+from typing import Literal
 
 from lyapunov_prune.errors import LyapunovPruneError
 
-PARTS = ("layers", "attention", "mlp", "activation", "width", "experts")
+What = Literal["layers", "attention", "mlp", "activation", "width", "experts", "layers,width", "layers,experts"]
+Shrunk = Literal["layers", "layers,width", "layers,experts"]
 SPLITS = {"layers,width": "width", "layers,experts": "experts"}  # --what for a shared budget
 
 
@@ -30,6 +32,12 @@ def require_count(remove: int, layers: int, what: str = "layers") -> None:
     most, stays = (layers - 1, ", to keep at least one") if what == "layers" else (layers, "")
     if not 1 <= remove <= most:
         raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 to {most}{stays}")
+
+
+def require_share(what: str, remove: int | float | None) -> None:
+    """Raise LyapunovPruneError for a budget shared by two kinds of parts that is no share of their parameters."""
+    if what in SPLITS and not isinstance(remove, float):
+        raise LyapunovPruneError(f"--what {what} shares the parameters of the layers; give --remove 25% with it")
 
 
 def free_layers(layers: int, protect: Sequence[int]) -> tuple[int, ...]:

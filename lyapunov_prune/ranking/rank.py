@@ -13,7 +13,7 @@ from lyapunov_prune.models.decoder import StreamableText, takes_model
 from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import listed
-from lyapunov_prune.ranking.counts import count_of, protected_layers, require_count
+from lyapunov_prune.ranking.counts import What, count_of, protected_layers, require_count
 from lyapunov_prune.ranking.criterion import Asked
 from lyapunov_prune.ranking.experts import count_of_experts
 from lyapunov_prune.ranking.ranking import Ranking
@@ -27,7 +27,7 @@ def rank(
     batch: Readable,
     *,
     criterion: str | None = None,
-    what: str = "layers",
+    what: What = "layers",
     alpha: float = 0.5,
     remove: int | float | None = None,
     seeds: Iterable[Seed] = range(4),

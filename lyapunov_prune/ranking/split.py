@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ def split_removal(
     model: Plain,
     batch: Readable,
     remove: Share,
-    what: str,
+    what: Literal["layers,width", "layers,experts"],
     *,
     criterion: str = "best",
     protect: Sequence[int] = (),
@@ -61,15 +62,8 @@ def split_removal(
     Raises LyapunovPruneError for fewer than four windows, a share that no candidate can make up, and as `rank`,
     `channel_costs` and `find_mixtures`.
     """
-    if what not in SPLITS:
-        raise LyapunovPruneError(f"unknown --what {what!r} to share a budget; give one of {', '.join(SPLITS)}")
     reading = read(model, batch)
-    if len(reading.batch) < _LEAST_WINDOWS:
-        raise LyapunovPruneError(
-            f"one half of the windows chooses what goes and the other compares, and there are {len(reading.batch)}; "
-            f"give {_LEAST_WINDOWS} or more (--tokens, --context)"
-        )
-    choosing, judging = apart(reading, every=2, most=None)
+    choosing, judging = apart(reading, every=2, most=None, least=_LEAST_WINDOWS)
     wanted = share_of(reading.structure, remove)
     parts = parts_of(choosing, SPLITS[what], batch_size=batch_size)
     ranked = None

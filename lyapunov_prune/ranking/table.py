@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.ranking.counts import PARTS, SPLITS
+from lyapunov_prune.ranking.counts import SPLITS
 from lyapunov_prune.ranking.criterion import Criterion
 from lyapunov_prune.registry import Registry
 
@@ -32,6 +32,14 @@ CRITERIA = Registry[Criterion](
 # worse than every other single criterion but the blend on its robust scale, which is better in six removals of 14 and
 # worse in three (experiments/2_criteria). `bi` takes a sixth of the forwards of that: it needs no rho.
 DEFAULT: Final = "bi"
+
+
+# Why no criterion ranks these parts.
+_UNRANKED = {
+    **{what: f"two kinds of parts have no one order; they share a budget in prune --what {what}" for what in SPLITS},
+    "activation": "no criterion orders activations; name the layers, as prune --layers 3,7",
+    "width": "channels are no layers to rank; they are chosen by prune --what width --remove 20%",
+}
 
 
 def default_criterion(
@@ -62,14 +70,8 @@ def require_ranks(
     model cannot give, or need more than a saved profile (`profiled`).
     """
     known = CRITERIA[criterion]
-    if what in SPLITS:
-        raise LyapunovPruneError(f"two kinds of parts have no one order; they share a budget in prune --what {what}")
-    if what not in PARTS:
-        raise LyapunovPruneError(f"unknown --what {what!r}; give one of {', '.join(PARTS)}")
-    if what == "activation":
-        raise LyapunovPruneError("no criterion orders activations; name the layers, as prune --layers 3,7")
-    if what == "width":
-        raise LyapunovPruneError("channels are no layers to rank; they are chosen by prune --what width --remove 20%")
+    if what in _UNRANKED:
+        raise LyapunovPruneError(_UNRANKED[what])
     if what not in known.parts:
         others = [name for name, other in CRITERIA.items() if what in other.parts]
         of = "whole layers" if known.parts == ("layers",) else ", ".join(known.parts)

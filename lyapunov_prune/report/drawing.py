@@ -62,6 +62,13 @@ def log_axis(axes: Axes, which: str = "y") -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def labelled(figure: Figure, axes: Axes, x: str, y: str) -> str:
+    """The `svg` of a figure whose axes get these labels and a legend."""
+    axes.set(xlabel=x, ylabel=y)
+    axes.legend(frameon=False, fontsize=SMALL)
+    return svg(figure)
+
+
 def svg(figure: Figure) -> str:
     """The figure as an `<svg>` element. A fixed salt and no date: the same result gives the same text."""
     buffer = io.StringIO()

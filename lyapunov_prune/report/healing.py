@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from lyapunov_prune.healing.report import Healing
-from lyapunov_prune.report.drawing import COLOURS, GREY, SMALL, panels, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, SMALL, labelled, panels
 
 
 def healing_figure(healing: Healing) -> str:
@@ -40,10 +40,7 @@ def healing_figure(healing: Healing) -> str:
     )
     below.set_ylim(bottom=0)
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
-    below.set_xlabel("step")
-    below.set_ylabel("distillation loss, nats a token")
-    below.legend(frameon=False, fontsize=SMALL)
-    return svg(figure)
+    return labelled(figure, below, "step", "distillation loss, nats a token")
 
 
 def _recovered(healing: Healing) -> str | None:

@@ -14,7 +14,18 @@ from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
 from lyapunov_prune.predictions.history import READ, HistoryDivergence
 from lyapunov_prune.predictions.verdict import LOST, STAYS, Verdict
-from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, depth_axis, log_axis, one_panel, panels, svg
+from lyapunov_prune.report.drawing import (
+    COLOURS,
+    GREY,
+    INK,
+    SMALL,
+    depth_axis,
+    labelled,
+    log_axis,
+    one_panel,
+    panels,
+    svg,
+)
 from lyapunov_prune.results.frames import pd
 
 _STYLES = ((COLOURS["rho"], "o"), (COLOURS["bi"], "s"), (COLOURS["blend"], "^"))
@@ -72,10 +83,7 @@ def kl_figure(probe: HierarchyProbe) -> str:
         log_axis(axes, "x")
     axes.plot([], [], "_", color=GREY, label="range bound")
     axes.plot([], [], "+", color=GREY, label="variance bound, where c ≤ 1")
-    axes.set_xlabel(f"estimate Var_p(Δz)/(2T²), T = {probe.temperature:g}")
-    axes.set_ylabel("KL(p‖q), nats")
-    axes.legend(frameon=False, fontsize=SMALL)
-    return svg(figure)
+    return labelled(figure, axes, f"estimate Var_p(Δz)/(2T²), T = {probe.temperature:g}", "KL(p‖q), nats")
 
 
 def _shown(values: pd.Series | np.ndarray) -> np.ndarray:
@@ -112,10 +120,7 @@ def options_figure(measured: ChoiceComparison) -> str:
     axes.plot(ends, ends, color=GREY, linewidth=0.8)
     log_axis(axes, "x")
     log_axis(axes)
-    axes.set_xlabel("probability of the options' first tokens, dense")
-    axes.set_ylabel("the same, compressed")
-    axes.legend(frameon=False, fontsize=SMALL)
-    return svg(figure)
+    return labelled(figure, axes, "probability of the options' first tokens, dense", "the same, compressed")
 
 
 def subspace_figure(measured: ChoiceComparison) -> str:
@@ -132,10 +137,7 @@ def subspace_figure(measured: ChoiceComparison) -> str:
         axes.plot(ends, ends, color=GREY, linewidth=0.8)
         log_axis(axes, "x")
         log_axis(axes)
-    axes.set_xlabel("KL(p‖q) over the vocabulary, nats")
-    axes.set_ylabel("KL among the options' first tokens, nats")
-    axes.legend(frameon=False, fontsize=SMALL)
-    return svg(figure)
+    return labelled(figure, axes, "KL(p‖q) over the vocabulary, nats", "KL among the options' first tokens, nats")
 
 
 def certificate_figure(measured: ChoiceComparison) -> str:
@@ -151,10 +153,9 @@ def certificate_figure(measured: ChoiceComparison) -> str:
     axes.axvline(1, color=GREY, linewidth=0.8, label=f"proven to the left: {proven:.0%} of {decided.sum()} items")
     axes.set_ylim(-3, 103)
     log_axis(axes, "x")
-    axes.set_xlabel("how far the state moved / radius within which the first token is proven to stay")
-    axes.set_ylabel("items, %")
-    axes.legend(frameon=False, fontsize=SMALL)
-    return svg(figure)
+    return labelled(
+        figure, axes, "how far the state moved / radius within which the first token is proven to stay", "items, %"
+    )
 
 
 def generation_figure(measured: GenerationDivergence) -> str:

@@ -14,7 +14,7 @@ from lyapunov_prune.ranking.angular import AngularDistance
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.ranking.tried import BestRemoval
-from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, depth_axis, log_axis, one_panel, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, depth_axis, labelled, log_axis, one_panel, svg
 
 
 def budget_figure(spent: BudgetedRemoval) -> str:
@@ -31,10 +31,7 @@ def budget_figure(spent: BudgetedRemoval) -> str:
     log_axis(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     part = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[spent.ranking.what]
-    axes.set_xlabel(f"{part} removed, by {spent.ranking.criterion}")
-    axes.set_ylabel("KL(dense ‖ pruned), nats a token")
-    axes.legend(frameon=False, fontsize=SMALL)
-    return svg(figure)
+    return labelled(figure, axes, f"{part} removed, by {spent.ranking.criterion}", "KL(dense ‖ pruned), nats a token")
 
 
 def oracle_figure(search: GreedyRemoval) -> str:
@@ -58,10 +55,7 @@ def oracle_figure(search: GreedyRemoval) -> str:
                 color=INK,
             )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("layers removed; the number is the layer that goes")
-    axes.set_ylabel("perplexity")
-    axes.legend(frameon=False, fontsize=SMALL)
-    return svg(figure)
+    return labelled(figure, axes, "layers removed; the number is the layer that goes", "perplexity")
 
 
 def best_figure(search: BestRemoval) -> str:
@@ -95,10 +89,7 @@ def best_figure(search: BestRemoval) -> str:
     )
     log_axis(axes)
     axes.margins(y=0.12)
-    axes.set_xlabel("forwards of the dense model over the check windows")
-    axes.set_ylabel("perplexity without the set")
-    axes.legend(frameon=False, fontsize=SMALL)
-    return svg(figure)
+    return labelled(figure, axes, "forwards of the dense model over the check windows", "perplexity without the set")
 
 
 def angular_figure(measured: AngularDistance) -> str:
@@ -203,7 +194,4 @@ def perplexity_figure(curve: RemovalCurve) -> str:
         )
     log_axis(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("layers removed")
-    axes.set_ylabel("perplexity")
-    axes.legend(frameon=False, fontsize=SMALL)
-    return svg(figure)
+    return labelled(figure, axes, "layers removed", "perplexity")

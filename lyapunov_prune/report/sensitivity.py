@@ -8,7 +8,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from lyapunov_prune.report.drawing import COLOURS, GREY, SMALL, depth_axis, log_axis, one_panel, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, SMALL, depth_axis, labelled, log_axis, one_panel, svg
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
@@ -108,10 +108,7 @@ def cumulative_figure(s: Sensitivity) -> str:
     axes.axhline(1, color=GREY, linewidth=0.8)
     log_axis(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(f"layers compressed ({s.compression})")
-    axes.set_ylabel(_RATIO)
-    axes.legend(frameon=False, fontsize=SMALL)
-    return svg(figure)
+    return labelled(figure, axes, f"layers compressed ({s.compression})", _RATIO)
 
 
 def levels_figure(s: Sensitivity) -> str:

@@ -7,13 +7,16 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.progress import warn
 from lyapunov_prune.results.files import parsed, release_lock, write_whole
+
+T = TypeVar("T")
 
 HEADER = "lyapunov-prune.json"
 
@@ -103,6 +106,19 @@ class Claim:
                 self.folder.rmdir()
         self._held = False
 
+    def own(self, path: Path, read: Callable[[Path], tuple[set[str], T]]) -> T:
+        """What `read` makes of a piece of work of this run, beside the origins that it finds there.
+
+        Raises LyapunovPruneError for a piece that it cannot read, and for one of another run.
+        """
+        try:
+            origins, found = read(path)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+            raise LyapunovPruneError(f"{path} is damaged; delete {path.parent} and run again") from None
+        if origins - {self.origin}:
+            raise LyapunovPruneError(f"{path} is of another run; delete {path.parent} and run again")
+        return found
+
     def _acquire(self) -> None:
         if self._lock.is_locked:
             return
@@ -130,6 +146,30 @@ class Claim:
         if kind != self._header["kind"]:
             raise LyapunovPruneError(f"{self.folder} holds a {kind}; give another folder")
         return {"kind": kind, "about": about}
+
+
+class Claimed:
+    """Work in a folder that one run holds, or without a folder; `close`, or the end of a `with` block, releases it."""
+
+    _claim: Claim | None = None
+
+    def _take(self, claim: Claim, begin: Callable[[Claim], None]) -> None:
+        self._claim = claim
+        try:
+            begin(claim)
+        except BaseException:  # else the traceback keeps the lock alive
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        if self._claim is not None:
+            self._claim.release(error)
 
 
 def _difference(found: dict[str, Any], wanted: dict[str, Any] | None) -> str:

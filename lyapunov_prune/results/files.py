@@ -123,8 +123,7 @@ def require_absent(target: str | Path) -> None:
     """Raise LyapunovPruneError unless `target` is absent and a file can be put there."""
     target = Path(target)
     require_writable(target.parent)
-    if len(target.name.encode("utf-8", "replace")) > _LONGEST_NAME:
-        raise LyapunovPruneError(f"{target.name[:40]}… is too long to name a file; choose another --output")
+    _require_short(target.name)
     if os.path.lexists(target):
         raise LyapunovPruneError(f"{target} exists; choose another --output or delete it")
 
@@ -264,12 +263,16 @@ def require_empty(target: str | Path) -> None:
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, undecodable
         reason = getattr(error, "strerror", None) or error
         raise LyapunovPruneError(f"{str(target)[:200]} cannot be a folder: {reason}; choose another --output") from None
-    if len(name.encode()) > _LONGEST_NAME:
-        raise LyapunovPruneError(f"{name[:40]}… is too long to name a folder; choose another --output")
-    if target.is_file():
-        raise LyapunovPruneError(f"{target} is a file, and a folder is written; choose another --output")
+    _require_short(name)
     if taken:
-        raise LyapunovPruneError(f"{target} exists and is not empty; choose another --output or empty it")
+        what = "is a file, and a folder is written" if target.is_file() else "exists and is not empty"
+        raise LyapunovPruneError(f"{target} {what}; choose another --output, or make room there")
+
+
+def _require_short(name: str) -> None:
+    """Raise LyapunovPruneError for a name that is too long for a file or folder."""
+    if len(name.encode("utf-8", "replace")) > _LONGEST_NAME:
+        raise LyapunovPruneError(f"{name[:40]}… is too long to name a file or folder; choose another --output")
 
 
 def require_disk(folder: str | Path, needed: int, what: str, remedy: str = "choose another place") -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.progress import is_main, process
-from lyapunov_prune.results.claim import Claim
+from lyapunov_prune.results.claim import Claim, Claimed
 from lyapunov_prune.results.files import parsed
 
 
-class Store:
+class Store(Claimed):
     """Results by key in `folder/<process>.jsonl`; in memory only when `folder` is None.
 
     Every process appends to its own file and reads the files of all. A line is complete when its newline is written:
@@ -35,22 +35,7 @@ class Store:
             return
         folder = Path(folder)
         self._file = folder / f"{process()}.jsonl"
-        self._claim = Claim(folder, kind, about, self._file.name)
-        try:
-            self._begin()
-        except BaseException:  # else the traceback keeps the lock alive
-            self.close()
-            raise
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close(error)
-
-    def close(self, error: BaseException | None = None) -> None:
-        if self._file is not None:
-            self._claim.release(error)
+        self._take(Claim(folder, kind, about, self._file.name), self._begin)
 
     def __contains__(self, key: str) -> bool:
         return key in self._done
@@ -61,7 +46,7 @@ class Store:
     def add(self, key: str, value: Any) -> None:
         """Store the strict-JSON `value` under `key`; it is on the disk on return."""
         self._done[key] = value
-        if self._file is None:
+        if self._file is None or self._claim is None:
             return
         self._claim.hold()
         try:
@@ -84,37 +69,30 @@ class Store:
     @property
     def replaced(self) -> bool:
         """Whether work on another question was found here and deleted."""
-        return self._file is not None and bool(self._claim.other)
+        return self._claim is not None and bool(self._claim.other)
 
-    def _begin(self) -> None:
-        if self._claim.begin(self._files):
+    def _begin(self, claim: Claim) -> None:
+        if claim.begin(self._files):
             for path in self._files():
-                self._read(path)
-        elif self._claim.other and is_main():  # for all processes, because a later run reads the files of all
+                self._done.update(claim.own(path, self._read))
+        elif claim.other and is_main():  # for all processes, because a later run reads the files of all
             for path in self._files():
                 path.unlink()
-            self._claim.give_up()
-            self._claim.say_replaced()
+            claim.give_up()
+            claim.say_replaced()
 
     def _files(self) -> list[Path]:
         assert self._file is not None
         paths = self._file.parent.glob("*.jsonl")
         return sorted(path for path in paths if re.fullmatch("0|[1-9][0-9]*", path.stem))
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path) -> tuple[set[str], dict[str, Any]]:
         text = path.read_bytes()
         whole = text[: text.rfind(b"\n") + 1]
         if path == self._file and len(whole) < len(text):
             os.truncate(path, len(whole))
-        try:
-            rows = [parsed(line.decode()) for line in whole.splitlines()]
-            values = {row["key"]: row["value"] for row in rows}
-            origins = {row["origin"] for row in rows}
-        except (ValueError, KeyError, TypeError):
-            raise LyapunovPruneError(f"{path} is damaged; delete {path.parent} and run again") from None
-        if origins - {self._claim.origin}:
-            raise LyapunovPruneError(f"{path} holds results of another run; delete {path.parent} and run again")
-        self._done.update(values)
+        rows = [parsed(line.decode()) for line in whole.splitlines()]
+        return {row["origin"] for row in rows}, {row["key"]: row["value"] for row in rows}
 
 
 def clear_results(folder: Path, kind: str) -> None:

@@ -36,8 +36,8 @@ class Compression:
 
     def __post_init__(self) -> None:
         METHODS[self.method]  # raises for an unknown method
-        if not 0 <= self.sparsity <= 1 or (self.rank is not None and self.rank < 1):
-            raise LyapunovPruneError(f"{self}: give a sparsity of 0 to 1 and a rank of 1 or more")
+        require_in_range(self.method, "sparsity", self.sparsity)
+        require_in_range(self.method, "rank", 1 if self.rank is None else self.rank)
         if self.rounds:
             object.__setattr__(self, "bits", BITS if self.bits is None else self.bits)
             require_in_range(self.method, "bits", self.bits)  # type: ignore[arg-type]

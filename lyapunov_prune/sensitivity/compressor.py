@@ -12,7 +12,6 @@ from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.linalg import basis, truncate
 from lyapunov_prune.models.decoder import wrap
@@ -24,7 +23,8 @@ from lyapunov_prune.sensitivity.sweep import Job
 class Compressor:
     """Compressed matrices of one model, each cached for the latest setting.
 
-    Memory: a copy of the layers beside the model when a study compresses them all.
+    `calibration` is None where no method needs statistics. Memory: a copy of the layers beside the model when a study
+    compresses them all.
     """
 
     def __init__(self, model: PreTrainedModel, calibration: Readable | None) -> None:
@@ -64,10 +64,11 @@ class Compressor:
         if needs == "nothing" or not missing:
             keep(missing, {})
         elif needs == "norms":
-            norms = self._input_norms(setting.method)
+            norms = self._input_norms()
             keep(missing, {p.name: Statistics(norms[p.name]) for p in missing})
         else:
-            stream(self.model, self._text(setting.method), missing, needs, keep)
+            assert self.calibration is not None
+            stream(self.model, self.calibration, missing, needs, keep)
 
     def _compress(self, setting: Compression, p: Projection, statistics: Statistics | None) -> torch.Tensor:
         W, method = p.weight(self.model), METHODS[setting.method]()
@@ -78,12 +79,8 @@ class Compressor:
         S = method(W, setting.sparsity, statistics)
         return S if setting.rank is None or setting.rank >= min(S.shape) else truncate(S, setting.rank, basis(S))
 
-    def _input_norms(self, method: str) -> dict[str, torch.Tensor]:
+    def _input_norms(self) -> dict[str, torch.Tensor]:
         if self._norms is None:
-            self._norms = input_norms(self.model, self._text(method), self.projections)
+            assert self.calibration is not None
+            self._norms = input_norms(self.model, self.calibration, self.projections)
         return self._norms
-
-    def _text(self, method: str) -> Readable:
-        if self.calibration is None:
-            raise LyapunovPruneError(f"{method} needs calibration text; give some, or method magnitude")
-        return self.calibration

@@ -225,9 +225,8 @@ def measure_sensitivity(
     another model.
     """
     base = Compression(method, float(sparsity), rank, bits)
-    unknown = [name for name in studies if name not in STUDIES]
-    if unknown or not studies:
-        raise LyapunovPruneError(f"unknown study {''.join(unknown[:1])!r}; give some of {', '.join(STUDIES)}")
+    for study in studies or ("",):
+        STUDIES[study]  # raises for an unknown one
     reading = read(model, batch)
     if calibration is not None:
         calibration = read(model, calibration)

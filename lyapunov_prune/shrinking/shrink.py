@@ -34,6 +34,7 @@ from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.ranking import counts
 from lyapunov_prune.ranking.best import clear_search
 from lyapunov_prune.ranking.split import clear_split
 from lyapunov_prune.ranking.tried import BestRemoval
@@ -60,7 +61,7 @@ def shrink(
     speedup: Annotated[float, Range(1, above=True)] | None = None,
     max_kl: Positive | None = None,
     max_drop: str | None = None,
-    what: str = "layers",
+    what: counts.Shrunk = "layers",
     minutes: Positive | None = None,
     batch: TokenBatch | None = None,
     judge: TokenBatch | None = None,

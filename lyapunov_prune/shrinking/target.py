@@ -15,7 +15,7 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import cut
-from lyapunov_prune.ranking.counts import SPLITS, count_of, least_count, require_count
+from lyapunov_prune.ranking.counts import SPLITS, count_of, least_count, require_count, require_share
 
 OPTIONS = {
     "remove": "--remove 25%",
@@ -49,12 +49,7 @@ class Target:
         what: str = "layers",
     ) -> Target:
         """The one target that is given. Raises LyapunovPruneError for none, two, or a bad `max_drop`."""
-        if what != "layers" and what not in SPLITS:
-            raise LyapunovPruneError(f"shrinking removes no {what} alone; give layers or one of {', '.join(SPLITS)}")
-        if what in SPLITS and not isinstance(remove, float):
-            raise LyapunovPruneError(
-                f"--what {what} shares the parameters of the layers; give a share of them, --remove 25%"
-            )
+        require_share(what, remove)
         given = {"remove": remove, "speedup": speedup, "max_kl": max_kl, "max_drop": max_drop}
         named = [name for name, value in given.items() if value is not None]
         if len(named) != 1:

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, allocate
 from lyapunov_prune.allocation import amplification as module
-from lyapunov_prune.allocation.allocation import SPARSEST, Allocation
+from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.amplification import log_amplification, tolerance
+from lyapunov_prune.allocation.schedule import SPARSEST
 from lyapunov_prune.allocation.schedules.bits import Bits
 from lyapunov_prune.allocation.schedules.lyapunov import Lyapunov
 from lyapunov_prune.allocation.schedules.lyapunov_budget import LyapunovBudget

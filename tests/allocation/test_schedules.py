@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, allocate, measure_contraction
 from lyapunov_prune.allocation import Allocation
-from lyapunov_prune.allocation.allocation import SPARSEST
+from lyapunov_prune.allocation.schedule import SPARSEST
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap

@@ -489,17 +489,3 @@ def test_an_installed_package_has_no_sources(monkeypatch: pytest.MonkeyPatch, tm
     assert "clone the repository" in registry.verification().message
     with pytest.raises(LyapunovPruneError, match="clone the repository"):
         registry.verify()
-
-
-def test_frame_has_a_row_for_every_theorem() -> None:
-    frame = registry.theorem_frame()
-    assert list(frame["name"]) == [theorem.name for theorem in THEOREMS]
-    assert not frame["statement"].eq("").any()
-    assert frame["verified here"].nunique() == 1
-
-
-def test_the_table_numbers_what_the_papers_number() -> None:
-    frame = registry.theorem_frame().set_index("name")
-    assert frame["number"].to_dict() == {t.name: t.number or "" for t in THEOREMS}
-    assert (frame["number"] != "").sum() == sum(t.number is not None for t in THEOREMS)
-    assert frame["used by"].to_dict() == {t.name: ", ".join(t.used_by) for t in THEOREMS}

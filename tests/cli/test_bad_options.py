@@ -16,7 +16,7 @@ from helpers import COMMANDS, QUICK, TEXT, Done
     [
         ("x.txt", b"", "x.txt holds no text"),
         ("x.txt", b"short", "lower --tokens"),
-        ("x.txt", b"caf\xe9 " * 999, "x.txt as UTF-8"),
+        ("x.txt", b"caf\xe9 " * 999, "x.txt: byte 3"),
         ("x.jsonl", b'{"text": 1}', "x.jsonl line 1"),
         ("y.txt", b"", "x.txt is no readable file"),
     ],
@@ -111,7 +111,7 @@ def test_empty_names_and_texts_are_named_as_such(run_bad: Callable[..., str], ch
 
 def test_what_is_decoded_has_to_fit_the_context_too(run_bad: Callable[..., str]) -> None:
     line = run_bad("hierarchy", "tiny", "--tokens", "128", "--context", "128", "--new-tokens", "2")
-    assert "128 tokens and 2 new ones exceed the model's context of 128" in line
+    assert "context 128 and 1 more tokens are longer than the model's 128" in line
 
 
 def test_an_unknown_split(run_bad: Callable[..., str]) -> None:

@@ -13,15 +13,15 @@ from lyapunov_prune.data import batch
 from lyapunov_prune.models import encoders
 from lyapunov_prune.models.loading import _DTYPES
 from lyapunov_prune.pruning.plan import FIELDS
-from lyapunov_prune.ranking.counts import SPLITS
+from lyapunov_prune.ranking import counts
 from lyapunov_prune.sensitivity import table as studies
 
 TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "dtype": (choices.DType, _DTYPES),
     "stack": (choices.Stack, get_args(encoders.Stack)),
     "split": (choices.Split, get_args(batch.Split)),
-    "shrunk": (choices.Shrunk, ("layers", *SPLITS)),
-    "what": (choices.What, (*FIELDS, *SPLITS)),
+    "shrunk": (counts.Shrunk, ("layers", *counts.SPLITS)),
+    "what": (counts.What, (*FIELDS, *counts.SPLITS)),
 }
 
 

@@ -115,5 +115,5 @@ def test_hierarchy_goes_on_from_own_prompts(run: Any) -> None:
     Path("chat.jsonl").write_text('{"messages": [{"role": "user", "content": "one two"}]}\n')
     assert "no chat template" in run("hierarchy", "tiny", "--prompts", "chat.jsonl").err
     Path("long.txt").write_text("a long prompt " * 200)
-    assert "context is 128" in run("hierarchy", "tiny", "--prompts", "long.txt").err
+    assert "longer than the model's 128" in run("hierarchy", "tiny", "--prompts", "long.txt").err
     assert "no.txt" in run("hierarchy", "tiny", "--prompts", "no.txt").err

@@ -118,8 +118,6 @@ def test_the_result_is_rounded_once(dtype: torch.dtype) -> None:
 
 def test_gramians_that_do_not_fit_are_refused() -> None:
     W, P, Q = setting(5, 4, 6)
-    with pytest.raises(LyapunovPruneError, match=r"\(6, 6\) .*4 × 4"):
-        balanced(W, Q, P, 2)
     with pytest.raises(LyapunovPruneError, match="negative eigenvalue"):
         balanced(W, P, -Q + 2 * Q.diagonal().mean() * torch.eye(4), 2)
 

@@ -90,12 +90,6 @@ def test_a_row_keeps_its_own_grid() -> None:
     assert not round_to_nearest(big, 4)[0, 8:].any()
 
 
-@pytest.mark.parametrize("bits", [1, 9, 0, -4])
-def test_other_widths_are_refused(bits: int) -> None:
-    with pytest.raises(LyapunovPruneError, match=f"{bits} bits"):
-        round_to_nearest(torch.ones(2, 4), bits)
-
-
 @pytest.mark.parametrize("group_size", [3, 0, -4, 8])
 def test_groups_that_do_not_fit_are_refused(group_size: int) -> None:
     with pytest.raises(LyapunovPruneError, match=f"groups of {group_size}.*4"):
@@ -149,8 +143,6 @@ def test_a_row_of_zeros_has_a_symmetric_grid() -> None:
     q, scale = symmetric_grid(torch.tensor([[0.0, -0.0], [-7.5, 7.5]]), 4)
     assert q.tolist() == [[0, 0], [-8, 7]]
     assert scale.tolist() == [[1.0], [1.0]]
-    with pytest.raises(LyapunovPruneError, match="9 bits"):
-        symmetric_grid(torch.ones(2, 4), 9)
     with pytest.raises(LyapunovPruneError, match=r"groups of 3 .*4 inputs"):
         symmetric_grid(torch.ones(2, 4), 4, 3)
 
@@ -168,9 +160,7 @@ def test_at_1_58_bits_there_are_three_values_a_group(group_size: int | None, sym
         assert len(after.unique()) <= 3
 
 
-@pytest.mark.parametrize("bits", [1, 1.5, 1.6, 2.5, 9])
+@pytest.mark.parametrize("bits", [-4, 0, 1, 1.5, 1.6, 2.5, 9])
 def test_other_bits_are_refused(bits: float) -> None:
-    W = torch.randn(2, 4)
-    for way in (RoundToNearest().compress, RoundToNearest()):
-        with pytest.raises(LyapunovPruneError, match=rf"{bits:g}.*1\.58"):
-            way(W, bits)
+    with pytest.raises(LyapunovPruneError, match=rf"{bits:g}.*1\.58"):
+        RoundToNearest()(torch.randn(2, 4), bits)

@@ -156,8 +156,6 @@ def test_what_cannot_be_done_is_refused() -> None:
     W, G = correlated(0, 4, 8, 3)  # three tokens: singular
     with pytest.raises(LyapunovPruneError, match="no inverse"):
         sparsegpt(W, G - 1e-6 * torch.eye(8), 0.5, damping=0)
-    with pytest.raises(LyapunovPruneError, match=r"\(4, 4\) .*8 × 8"):
-        sparsegpt(W, G[:4, :4], 0.5)
     with pytest.raises(LyapunovPruneError, match="no nonzero input"):
         sparsegpt(W, 0 * G, 0.5)
     with pytest.raises(LyapunovPruneError, match=r"3:7 .*8 inputs"):

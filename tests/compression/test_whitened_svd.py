@@ -93,8 +93,6 @@ def test_what_is_no_gram_matrix_is_refused() -> None:
     W, _ = setting(6, 4, 6, 20)
     with pytest.raises(LyapunovPruneError, match="negative eigenvalue"):
         whitened(W, torch.diag(torch.tensor([3.0, 1, 1, 1, 1, -1])), 2)
-    with pytest.raises(LyapunovPruneError, match=r"\(4, 4\) where 6 × 6 is needed"):
-        whitened(W, W @ W.T, 2)
     with pytest.raises(LyapunovPruneError, match="no nonzero input"):
         whitened(W, torch.zeros(6, 6), 2)
 

@@ -58,7 +58,7 @@ def test_the_smallest_batch_and_the_last_id_are_taken(llama: PreTrainedModel) ->
     with pytest.raises(LyapunovPruneError, match=r"torch\.float32"):
         as_batch(llama, torch.zeros(2, 4))
     with pytest.raises(LyapunovPruneError, match="a list"):
-        batch([[1, 2]])  # type: ignore[arg-type]
+        as_batch(llama, batch([[1, 2]]))  # type: ignore[arg-type]
 
 
 def test_a_context_may_be_as_long_as_the_model_s() -> None:

@@ -116,7 +116,7 @@ def test_a_state_of_another_run_under_this_header_is_refused(tmp_path: Path) -> 
     with TrainingState(tmp_path / "b", {**ABOUT, "steps": 6}) as state:
         state.save(9, tensors(9))
     (tmp_path / "b/step-9").rename(tmp_path / "a/step-9")
-    with pytest.raises(LyapunovPruneError, match=r"step-9/state\.safetensors is a state"):
+    with pytest.raises(LyapunovPruneError, match=r"step-9/state\.safetensors is of another run"):
         TrainingState(tmp_path / "a", ABOUT).load()
 
 

@@ -261,7 +261,7 @@ def test_prune_writes_a_mended_checkpoint(run: Callable[..., Done], monkeypatch:
         (["--layers", "2,3", "--device", "disk"], "--mend .*in memory"),
         (["--layers", "2", "--tokens", "64", "--context", "16"], "86 tokens .*4 windows"),
         (["--layers", "0,3"], "layer 0 is removed.*before the gap"),
-        (["--layers", "2", "--tokens", "64", "--context", "64"], "one window"),
+        (["--layers", "2", "--tokens", "64", "--context", "64"], "too few windows"),
     ],
 )
 def test_bad_options_are_one_line_and_leave_nothing(

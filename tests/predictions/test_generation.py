@@ -323,7 +323,7 @@ def test_a_text_has_collapsed_when_it_ends_in_a_cycle(text: tuple[int, ...], say
     ("changes", "message"),
     [
         ({"steps": 0}, "steps is 0"),
-        ({"steps": 120}, "9 and 120 steps .*128"),
+        ({"steps": 120}, "9 and 120 more .*128"),
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
     ],

@@ -396,7 +396,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"protect": [LAYERS]}, "layer 6 to protect"),
     ({"protect": [-LAYERS - 1]}, "layer -7 to protect"),
     ({"remove": LAYERS}, "cannot remove 6 of 6 layers"),
-    ({"windows": 1}, "one half of the windows"),
+    ({"windows": 1}, "too few windows"),
 ]
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ import lyapunov_prune as lp
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence, sublayer_divergence
 from lyapunov_prune.pruning.plan import FIELDS
 from lyapunov_prune.ranking.budget import remove_under_budget
-from lyapunov_prune.ranking.counts import PARTS
+from lyapunov_prune.ranking.counts import SPLITS, What
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.ranking.table import CRITERIA
 
@@ -95,7 +95,7 @@ def test_attention_and_mlp_by_one_call(
         ({"protect": [LAYERS]}, "layer 6 to protect"),
         ({"protect": [0, 1, -1], "remove": 4}, "protected, and 4"),
         ({"criterion": "blend", "alpha": -0.1}, "alpha of blend is -0.1"),
-        ({"what": "norms"}, "give one of layers, attention, mlp"),
+        ({"what": "norms"}, "give 'layers' or 'attention'"),
         ({"criterion": "rho", "what": "mlp"}, "rho is defined for whole layers.*what mlp"),
         ({"criterion": "bi", "what": "activation"}, "orders activations"),
         ({"criterion": "angular", "what": "mlp", "remove": 1}, "angular is defined for whole layers"),
@@ -183,7 +183,7 @@ def test_a_blend_hides_no_score_that_is_not_finite(llama: PreTrainedModel, ids: 
 
 
 def test_the_parts_are_those_of_a_plan() -> None:
-    assert tuple(FIELDS) == PARTS
+    assert (*FIELDS, *SPLITS) == get_args(What)
 
 
 def test_criteria_are_known_without_torch() -> None:

@@ -73,7 +73,7 @@ def test_an_expert_that_gets_no_token_is_among_those_that_go() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"batch": IDS[:3]}, "there are 3; give 4"),
+        ({"batch": IDS[:3]}, "3.*give 4"),
         ({"what": "layers,attention"}, "layers,attention"),
         ({"what": "layers,experts"}, "LlamaModel has experts; give"),
         ({"remove": 0.99}, "99% of the parameters"),
@@ -101,8 +101,8 @@ def test_from_the_command_line_to_one_checkpoint(run: Callable[..., Done], run_b
     assert done.code == 0, done.err
     assert load("again").identity.weights == pruned.identity.weights
     for given, told in (
-        (("--remove", "2"), "--remove 20%"),
-        (("--max-kl", "1"), "--remove 20%"),
+        (("--remove", "2"), "--remove 25%"),
+        (("--max-kl", "1"), "--remove 25%"),
         (("--layers", "1"), "--layers"),
         (("--remove", "20%", "--keep-period"), "--keep-period"),
         (("--remove", "20%", "--mend"), "--mend"),

@@ -209,7 +209,7 @@ def test_a_line_of_another_run_is_seen_under_any_header(tmp_path: Path) -> None:
             store.add(f"of {name}", 1)
     with (tmp_path / "a/0.jsonl").open("ab") as file:
         file.write((tmp_path / "b/0.jsonl").read_bytes())
-    with pytest.raises(LyapunovPruneError, match=r"0\.jsonl holds results of another run"):
+    with pytest.raises(LyapunovPruneError, match=r"0\.jsonl is of another run"):
         Store(tmp_path / "a", "jobs", {"text": "a"})
 
 

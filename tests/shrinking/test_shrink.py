@@ -316,6 +316,7 @@ def test_minutes_bound_the_healing(
         ({"remove": 0}, "remove is 0"),
         ({"remove": None, "speedup": 1.0}, "speedup is 1.0"),
         ({"remove": None, "max_kl": 0.0}, "max_kl is 0.0"),
+        ({"remove": 0.2, "what": "mlp"}, "what is 'mlp'"),
     ],
 )
 def test_bad_input_costs_no_forward(

@@ -26,7 +26,6 @@ from lyapunov_prune.shrinking.target import Target, count_for
         {"max_drop": "gsm8k.jsonl:2"},
         {"remove": 2, "what": "layers,width"},
         {"max_kl": 0.1, "what": "layers,experts"},
-        {"remove": 0.2, "what": "mlp"},
     ],
 )
 def test_what_is_no_target_is_refused(asked: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lyapunov_prune.allocation.schedule import Schedule
+from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
 from lyapunov_prune.arguments import Range
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import np, torch
@@ -58,7 +58,7 @@ class AlphaPruning(Schedule):
     reference = "Lu et al., NeurIPS 2024, arXiv:2410.10912, §3.2"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
+        from lyapunov_prune.allocation.allocation import Matrices
         from lyapunov_prune.allocation.fitting import fit
 
         matrices = Matrices.of(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.allocation.schedule import Schedule
+from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
 from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ATP(Schedule):
     reference = "Huang et al., ICML 2025, arXiv:2502.14770"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
+        from lyapunov_prune.allocation.allocation import Matrices
         from lyapunov_prune.allocation.fitting import shift
 
         matrices = Matrices.of(model)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
-from lyapunov_prune.allocation.schedule import Schedule
+from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
 from lyapunov_prune.arguments import Range
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import np
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.results.result import MeasuredOn
 
 
+@runtime_checkable
 class Catastrophe(Protocol):
     """A measurement of the threshold s*: a `Sensitivity` with the study `threshold`."""
 
@@ -48,7 +49,7 @@ class Guidelines(Schedule):
     and values, or MLP input matrices to protect, are not known by name.
     """
 
-    ceiling: Any = 0.9  # a number or a Catastrophe
+    ceiling: Annotated[float, Range(0, SPARSEST, above=True)] | Catastrophe = 0.9
     extra: Annotated[float, Range(0)] = 0.1
     protected: Annotated[int, Range(0)] = 2
 
@@ -57,7 +58,7 @@ class Guidelines(Schedule):
     reference = "structural sensitivity, §6.4"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
+        from lyapunov_prune.allocation.allocation import Matrices
         from lyapunov_prune.allocation.fitting import shift
         from lyapunov_prune.models.roles import role
 
@@ -66,8 +67,6 @@ class Guidelines(Schedule):
         ceiling = self.ceiling
         if not isinstance(ceiling, float | int):
             ceiling, measured_on = _measured(ceiling, matrices)
-        if not 0 < ceiling <= SPARSEST:
-            raise LyapunovPruneError(f"ceiling {ceiling:g}; give more than 0 and at most {SPARSEST:g}")
         roles = np.array([role(p.component) for p in matrices.projections])
         kept = (roles == "mlp-in") & (matrices.layers < self.protected)
         first = np.isin(roles, ("key", "value"))
@@ -81,10 +80,6 @@ class Guidelines(Schedule):
 
 def _measured(ceiling: Catastrophe, matrices: Matrices) -> tuple[float, tuple[MeasuredOn, ...]]:
     """s* and the texts that it was measured on."""
-    if not hasattr(ceiling, "threshold"):
-        raise LyapunovPruneError(
-            f"ceiling {ceiling!r} is not a share; give a number, or a Sensitivity of study threshold"
-        )
     if ceiling.threshold is None:
         raise LyapunovPruneError(
             "this sensitivity has no s*: its study threshold was not run, or no sparsity kept the regret below the "

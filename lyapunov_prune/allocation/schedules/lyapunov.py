@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lyapunov_prune.allocation.schedule import Schedule
+from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
 from lyapunov_prune.arguments import Range, Share
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import np
@@ -40,7 +40,7 @@ class Lyapunov(Schedule):
     needs = "profile"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
+        from lyapunov_prune.allocation.allocation import Matrices
         from lyapunov_prune.allocation.amplification import (
             exponentials,
             log_amplification,

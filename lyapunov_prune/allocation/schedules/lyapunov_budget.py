@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from lyapunov_prune.allocation.schedule import Schedule
+from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +30,7 @@ class LyapunovBudget(Schedule):
     needs = "profile"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
+        from lyapunov_prune.allocation.allocation import Matrices
         from lyapunov_prune.allocation.amplification import exponentials, log_tolerance
         from lyapunov_prune.allocation.fitting import fit
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lyapunov_prune.allocation.schedule import Schedule
+from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
 from lyapunov_prune.arguments import Positive, Range
 from lyapunov_prune.lazy import np, torch
 from lyapunov_prune.linalg import lift
@@ -42,7 +42,7 @@ class OWL(Schedule):
     needs = "batch"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
+        from lyapunov_prune.allocation.allocation import Matrices
         from lyapunov_prune.allocation.fitting import shift
         from lyapunov_prune.forward.reading import read
         from lyapunov_prune.models.decoder import wrap

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.allocation.schedule import Schedule
+from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +25,7 @@ class Uniform(Schedule):
     reference = "control"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices
+        from lyapunov_prune.allocation.allocation import Matrices
         from lyapunov_prune.allocation.fitting import fit
 
         matrices = Matrices.of(model)

@@ -70,7 +70,7 @@ def compress(
     from lyapunov_prune.compression.amount import compress_under_budget
     from lyapunov_prune.compression.compress import compress as compress_model
     from lyapunov_prune.compression.report import REPORT
-    from lyapunov_prune.export.format import Asked
+    from lyapunov_prune.export.format import Asked, Finished
     from lyapunov_prune.export.streamed import compress_on_disk
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_unquantised
@@ -116,10 +116,11 @@ def compress(
         spent, done = compress_under_budget(loaded.model, batch, max_kl, **how, folder=jobs, batch_size=batch_size)
         results["amounts.json"] = spent
         _show_spent(spent, output)
-    tokenizer, dense = loaded.tokenizer, loaded.model if stored.keeps_dense else None
+    dense = loaded.model if stored.keeps_dense else None
+    finished = Finished(done, loaded.tokenizer, f"{Path(model).name}, compressed", results, dense)
     del loaded  # what was written is loaded beside what was compressed: no room for a third
     recipes = _recipes(schedule, done)
-    report = stored.write(done, dense, tokenizer, output, f"{Path(model).name}, compressed", results)
+    report = stored.write(output, finished)
     _write(output, recipes)
     show(report, output, kept=output / REPORT)
 

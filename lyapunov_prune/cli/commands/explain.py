@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, windows_at_once
+from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, require_bounds, windows_at_once
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
     Model,
@@ -79,5 +79,5 @@ def explain(
         show(part, None, kept=written)
     if not (result.adds_up and (result.sublayers is None or result.sublayers.adds_up)):
         raise CheckFailed(f"the parts of the error do not add up; see {written}")
-    if result.matrices is not None and result.matrices.violations:
-        raise CheckFailed(f"{len(result.matrices.violations)} bounds are violated; see {written}")
+    violated = 0 if result.matrices is None else len(result.matrices.violations)
+    require_bounds(not violated, violated, written)

@@ -14,6 +14,7 @@ from lyapunov_prune.cli.inputs import (
     explain,
     explain_drift,
     load_inputs,
+    require_bounds,
     require_studies,
     run_folder,
     windows_at_once,
@@ -238,8 +239,7 @@ def check(
     written = result.save(run / "bounds.json")
     draw_report(run)
     show(result, written)
-    if not result.passed:
-        raise CheckFailed(f"{len(result.violations)} bounds are violated; see {written}")
+    require_bounds(result.passed, len(result.violations), written)
 
 
 def _check_engines(model: str) -> None:

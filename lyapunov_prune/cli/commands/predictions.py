@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lyapunov_prune.cli.inputs import begun_run, draw_report, load_prompted, require_retrieval, windows_at_once
+from lyapunov_prune.cli.inputs import (
+    begun_run,
+    draw_report,
+    load_prompted,
+    require_bounds,
+    require_retrieval,
+    windows_at_once,
+)
 from lyapunov_prune.cli.options import (
     Model,
     ModelOptions,
@@ -19,7 +26,7 @@ from lyapunov_prune.cli.options import (
 )
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import keep, note
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,8 +52,10 @@ def hierarchy(
     prompts: Annotated[
         Path | None,
         text_option(
+            exists=True,
+            dir_okay=False,
             help="Prompts in place of windows of --text: one a line, or rows of text; rows of messages or "
-            "conversations go through the chat template."
+            "conversations go through the chat template.",
         ),
     ] = None,
     source: ModelOptions = ModelOptions(),
@@ -62,6 +71,7 @@ def hierarchy(
     (diverged-history.json), both answer --choices (choices.json), and verdict.json says which kinds of task survive.
     Prompts are windows of --context tokens, or those of --prompts. The exit code is 1 if a bound is violated.
     """
+    from lyapunov_prune.data.batch import require_context
     from lyapunov_prune.data.choices import load_items
     from lyapunov_prune.data.retrieval import load_retrieval
     from lyapunov_prune.forward.decoding import greedy_text
@@ -79,7 +89,7 @@ def hierarchy(
     run = begun_run(output, dense, *(f"{name}.json" for name in ("hierarchy", *of_two, *asked)))
     loaded, batch = load_prompted(dense, source, text, prompts, given)
     batch_size = windows_at_once(loaded, batch.context)
-    _require_room(loaded, batch, new_tokens)
+    require_context(loaded.structure, batch.context, new_tokens - (compressed is None))
     other = None if compressed is None else _other(loaded, source, (dense, compressed))
     for model in (loaded.model, *([other.model] if other else [])):
         _require_unseen(model, loaded, batch)
@@ -105,8 +115,7 @@ def hierarchy(
         pair = {dense: loaded, compressed: other}
         violated += _compare(run, pair, reading, dense_text, items, sought, new_tokens, batch_size)
     draw_report(run)
-    if violated:
-        raise CheckFailed(f"{violated} bounds are violated; see {run}")
+    require_bounds(not violated, violated, run)
 
 
 def _require_fitting(items: Any, sought: Any, loaded: Decoder, other: Decoder, names: tuple[str, str]) -> None:
@@ -139,16 +148,6 @@ def _require_unseen(model: PreTrainedModel, loaded: Decoder, batch: TokenBatch) 
     require_unseen(model, batch)
     if isinstance(batch, Prompts):
         require_unseen_items(model, loaded.tokenizer, batch.said, batch.text, "prompts")
-
-
-def _require_room(loaded: Decoder, batch: TokenBatch, new_tokens: int) -> None:
-    """Raise LyapunovPruneError if prompts and new tokens do not fit into the model's context."""
-    most = loaded.structure.max_context
-    if most and batch.context + new_tokens - 1 > most:
-        raise LyapunovPruneError(
-            f"{batch.context} tokens and {new_tokens} new ones exceed the model's context of {most}; lower "
-            "--new-tokens or --context"
-        )
 
 
 def _compare(

@@ -32,7 +32,7 @@ from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.table import FORMATS
-from lyapunov_prune.ranking.counts import SPLITS, count_of
+from lyapunov_prune.ranking.counts import SPLITS, count_of, require_share
 from lyapunov_prune.ranking.table import require_ranks
 
 if TYPE_CHECKING:
@@ -142,8 +142,7 @@ def _settled(removal: Removal, by: RankOptions, given: Given) -> RankOptions:
     together = what in SPLITS
     if together or what in ("width", "experts"):
         given.refuse(f"names whole layers, and --what {what} removes other parts; give --remove or --plan", "layers")
-    if together and not isinstance(remove, float):
-        raise LyapunovPruneError(f"--what {what} shares the parameters of the layers; give --remove 20% with it")
+    require_share(what, remove)
     if remove is None and max_kl is None:
         given.refuse_record(
             "applies to layers that a criterion chooses; give --remove or --max-kl with it",

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.arguments import Range
-from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import begun_run, draw_report, jobs_folder, load_beside, windows_at_once
 from lyapunov_prune.cli.options import (
     ABOVE_ZERO,
@@ -21,6 +20,7 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.ranking import counts
 
 if TYPE_CHECKING:
     from lyapunov_prune.models.decoder import Decoder
@@ -53,7 +53,7 @@ class Goal:
         ),
     ] = None
     what: Annotated[
-        choices.Shrunk,
+        counts.Shrunk,
         what_option(
             help="layers: whole layers. layers,width and layers,experts: also hidden channels or experts, shared by "
             "measured loss; --remove 25% then counts parameters of the layers."

@@ -43,7 +43,7 @@ class AWQ(Rounder):
         assert statistics.gram is not None
         assert statistics.magnitudes is not None
         D = lift(W.detach())
-        G, size = damped(statistics.gram, W.shape[1], 0, D.device), lift(statistics.magnitudes).to(D.device)
+        G, size = damped(statistics.gram, 0, D.device), lift(statistics.magnitudes).to(D.device)
         size = (size / size.mean()).clamp_min(_LEAST)
         found, least = D, torch.inf
         for step in range(GRID):

@@ -49,7 +49,6 @@ class Balanced(LowRank):
         assert statistics.gram is not None
         assert statistics.sensitivity is not None
         D, exponent = scaled(lift(W.detach()))
-        m, n = D.shape
-        A = root(scaled(damped(statistics.sensitivity, m, self.damping, D.device))[0])
-        U = leading(A @ D, damped(statistics.gram, n, self.damping, D.device), int(amount))
+        A = root(scaled(damped(statistics.sensitivity, self.damping, D.device))[0])
+        U = leading(A @ D, damped(statistics.gram, self.damping, D.device), int(amount))
         return torch.ldexp(torch.linalg.solve(A, U) @ (U.T @ A @ D), exponent).to(W)

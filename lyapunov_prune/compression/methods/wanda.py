@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from lyapunov_prune.compression.masks import row_mask
 from lyapunov_prune.compression.method import Sparsifier
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift, row_blocks
 
@@ -22,8 +21,7 @@ class Wanda(Sparsifier):
     `‖x_j‖₂` (n, float64) are the norms of the input features over calibration tokens. Sun et al., A simple and
     effective pruning approach for large language models (ICLR 2024), eq. 1. Among equal scores the earlier entry
     becomes zero. With `pattern` (keep, of) the `keep` best of every `of` consecutive inputs of a row stay. Raises
-    LyapunovPruneError for norms of another length, and for a pattern that does not fit the matrix or has another
-    sparsity.
+    LyapunovPruneError for a pattern that does not fit the matrix or has another sparsity.
     """
 
     name = "wanda"
@@ -33,8 +31,6 @@ class Wanda(Sparsifier):
 
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
         assert statistics is not None
-        if statistics.norms.shape != W.shape[1:]:
-            raise LyapunovPruneError(f"{len(statistics.norms)} input norms for a matrix with {W.shape[1]} columns")
         if self.pattern is None and round(amount * W.shape[1]) == 0:
             return W
         norms = lift(statistics.norms)

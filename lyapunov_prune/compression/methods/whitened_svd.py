@@ -39,5 +39,5 @@ class WhitenedSVD(LowRank):
         assert statistics is not None
         assert statistics.gram is not None
         D, exponent = scaled(lift(W.detach()))
-        U = leading(D, damped(statistics.gram, D.shape[1], self.damping, D.device), int(amount))
+        U = leading(D, damped(statistics.gram, self.damping, D.device), int(amount))
         return torch.ldexp(U @ (U.T @ D), exponent).to(W)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from lyapunov_prune.export.format import Asked, Format
+from lyapunov_prune.export.format import Asked, Finished, Format, Removed
 from lyapunov_prune.pruning.stored import Stored
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
-    from lyapunov_prune.compression.compress import Compressed
     from lyapunov_prune.compression.report import CompressionReport
-    from lyapunov_prune.data.examples import Examples
     from lyapunov_prune.export.exported import Exported
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.gate import GateReport
     from lyapunov_prune.pruning.operation import Operation
     from lyapunov_prune.pruning.plan import PruningPlan
-    from lyapunov_prune.results.result import Result
 
 COMPACT: Final = Stored(
     "compact",
@@ -57,20 +53,12 @@ class Compact(Format):
 
         return wrap_any(make_compact(decoder, Cuts.of(operation.plan, operation.merged), shared=True))
 
-    def save(
-        self,
-        folder: Path,
-        decoder: Decoder,
-        pruned: Decoder,
-        tokenizer: PreTrainedTokenizerBase | None,
-        operation: Operation,
-        batch: Examples | None,
-    ) -> GateReport:
+    def save(self, folder: Path, made: Removed) -> GateReport:
         from lyapunov_prune.export.compact import Cuts
         from lyapunov_prune.export.compact_checkpoint import save_compact
 
-        cuts = Cuts.of(operation.plan, operation.merged)
-        return save_compact(folder, decoder, pruned.model, tokenizer, cuts, batch)
+        cuts = Cuts.of(made.operation.plan, made.operation.merged)
+        return save_compact(folder, made.decoder, made.pruned.model, made.tokenizer, cuts, made.batch)
 
     def require_method(self, asked: Asked) -> None:
         from lyapunov_prune.export.factored import require_low_rank
@@ -82,18 +70,10 @@ class Compact(Format):
 
         require_smaller(model, asked.rank)
 
-    def write(
-        self,
-        done: Compressed,
-        dense: PreTrainedModel | None,
-        tokenizer: PreTrainedTokenizerBase,
-        target: Path,
-        title: str,
-        results: Mapping[str, Result],
-    ) -> CompressionReport:
+    def write(self, target: Path, made: Finished) -> CompressionReport:
         from lyapunov_prune.export.factored import write_factored
 
-        return write_factored(done, tokenizer, target, title, results)
+        return write_factored(made.done, made.tokenizer, target, made.title, made.results)
 
     def export(self, decoder: Decoder, target: Path) -> Exported:
         from lyapunov_prune.export.compact_checkpoint import export_compact

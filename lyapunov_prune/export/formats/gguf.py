@@ -6,17 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from lyapunov_prune.export.format import Quantisation, Removed
 from lyapunov_prune.export.formats.plain import Plain
 from lyapunov_prune.pruning.stored import Stored
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from lyapunov_prune.data.examples import Examples
     from lyapunov_prune.export.exported import Exported
-    from lyapunov_prune.mending.report import MendReport
     from lyapunov_prune.models.decoder import Decoder
-    from lyapunov_prune.pruning.operation import Operation
     from lyapunov_prune.pruning.plan import PruningPlan
     from lyapunov_prune.pruning.provenance import Provenance
 
@@ -33,14 +29,11 @@ class GGUF(Plain):
     units: ClassVar[tuple[str, ...]] = ()
     card = Stored("gguf", {}, engines=True)
     streamed: ClassVar[tuple[str, ...]] = ("prune",)
-    quantize: str | None = None
+    quantize: Quantisation | None = None
 
     def require_target(self, target: Path) -> None:
         from lyapunov_prune.export.gguf import require_file
-        from lyapunov_prune.export.gguf_whole import require_quantisation
 
-        if self.quantize is not None:
-            require_quantisation(self.quantize)
         require_file(target)
 
     def require_names(self, source: str, target: Path) -> None:
@@ -54,21 +47,12 @@ class GGUF(Plain):
 
         require_gguf(decoder.model.config._name_or_path, plan)
 
-    def write_cut(
-        self,
-        target: Path,
-        decoder: Decoder,
-        pruned: Decoder,
-        tokenizer: PreTrainedTokenizerBase | None,
-        operation: Operation,
-        batch: Examples | None,
-        mended: MendReport | None,
-    ) -> Provenance:
+    def write_cut(self, target: Path, made: Removed) -> Provenance:
         from lyapunov_prune.data.images import ImageBatch
         from lyapunov_prune.export.gguf import save_gguf
 
-        assert not isinstance(batch, ImageBatch)  # image classifiers do not come as GGUF files
-        return save_gguf(target, decoder, pruned, operation, batch, mended)
+        assert not isinstance(made.batch, ImageBatch)  # image classifiers do not come as GGUF files
+        return save_gguf(target, made.decoder, made.pruned, made.operation, made.batch, made.mended)
 
     def export(self, decoder: Decoder, target: Path) -> Exported:
         from lyapunov_prune.export.gguf_whole import write_gguf

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.export.format import Asked, Format
+from lyapunov_prune.export.format import Asked, Finished, Format
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
-    from lyapunov_prune.compression.compress import Compressed
     from lyapunov_prune.compression.report import CompressionReport
-    from lyapunov_prune.results.result import Result
 
 
 @dataclass(frozen=True)
@@ -40,16 +37,8 @@ class Packed(Format):
 
         require_packable(model, asked.group_size)
 
-    def write(
-        self,
-        done: Compressed,
-        dense: PreTrainedModel | None,
-        tokenizer: PreTrainedTokenizerBase,
-        target: Path,
-        title: str,
-        results: Mapping[str, Result],
-    ) -> CompressionReport:
+    def write(self, target: Path, made: Finished) -> CompressionReport:
         from lyapunov_prune.export.packed import write_packed
 
-        assert dense is not None  # `keeps_dense`
-        return write_packed(dense, done, tokenizer, target, title)
+        assert made.dense is not None  # `keeps_dense`
+        return write_packed(made.dense, made.done, made.tokenizer, target, made.title)

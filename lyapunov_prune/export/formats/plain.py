@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.export.format import Format
+from lyapunov_prune.export.format import Finished, Format, Removed
 from lyapunov_prune.pruning.stored import PLAIN
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from lyapunov_prune.compression.compress import Compressed
     from lyapunov_prune.compression.report import CompressionReport
-    from lyapunov_prune.data.examples import Examples
     from lyapunov_prune.export.exported import Exported
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.gate import GateReport
     from lyapunov_prune.pruning.operation import Operation
     from lyapunov_prune.pruning.plan import PruningPlan
-    from lyapunov_prune.results.result import Result
 
 
 @dataclass(frozen=True)
@@ -55,41 +49,27 @@ class Plain(Format):
 
         return cut(decoder, operation, shared=True)
 
-    def save(
-        self,
-        folder: Path,
-        decoder: Decoder,
-        pruned: Decoder,
-        tokenizer: PreTrainedTokenizerBase | None,
-        operation: Operation,
-        batch: Examples | None,
-    ) -> GateReport:
+    def save(self, folder: Path, made: Removed) -> GateReport:
         from lyapunov_prune.data.images import ImageBatch
         from lyapunov_prune.pruning.provenance import save
         from lyapunov_prune.pruning.removal_gate import check_removal
         from lyapunov_prune.results.history import HISTORY, history_of
 
-        assert not isinstance(batch, ImageBatch)  # `require_plan`
-        save(pruned.model, tokenizer, folder, operation.plan.remedy)
-        gate = check_removal(decoder, pruned, operation, batch, folder)
-        gate.require_passed(remedy=operation.plan.remedy)
-        history_of(pruned.model).save(folder / HISTORY)
+        assert not isinstance(made.batch, ImageBatch)  # `require_plan`
+        remedy = made.operation.plan.remedy
+        save(made.pruned.model, made.tokenizer, folder, remedy)
+        gate = check_removal(made.decoder, made.pruned, made.operation, made.batch, folder)
+        gate.require_passed(remedy=remedy)
+        history_of(made.pruned.model).save(folder / HISTORY)
         return gate
 
-    def write(
-        self,
-        done: Compressed,
-        dense: PreTrainedModel | None,
-        tokenizer: PreTrainedTokenizerBase,
-        target: Path,
-        title: str,
-        results: Mapping[str, Result],
-    ) -> CompressionReport:
+    def write(self, target: Path, made: Finished) -> CompressionReport:
         from lyapunov_prune.checkpoints.saving import write_model
         from lyapunov_prune.compression.report import REPORT
 
-        report = done.report
-        write_model(done.model, tokenizer, target, {**results, REPORT: report}, title, report.about())
+        report = made.done.report
+        results = {**made.results, REPORT: report}
+        write_model(made.done.model, made.tokenizer, target, results, made.title, report.about())
         return report
 
     def export(self, decoder: Decoder, target: Path) -> Exported:

@@ -50,7 +50,7 @@ def least_squares(sums: BlockSums, ridge: float = RIDGE) -> HiddenMap:
             "give more calibration inputs, or a reduction other than affine"
         )
     x, h = sums["input"] / n, sums["hidden"] / n
-    C = damped(sums["input_input"] - n * torch.outer(x, x), width, ridge, x.device)
+    C = damped(sums["input_input"] - n * torch.outer(x, x), ridge, x.device)
     cross = sums["hidden_input"] - n * torch.outer(h, x)
     T = torch.cholesky_solve(cross.T, torch.linalg.cholesky(C)).T
     return HiddenMap(T, h - T @ x)
