@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import lyapunov_prune as lp
 from experiments import all as experiment
 from experiments.columns import Answers, Column, correlation, mean_accuracy, paired_difference
-from experiments.common import Model, inputs
+from experiments.common import Model, flat, inputs
 from lyapunov_prune.evaluation.tasks import Task
 
 summary = importlib.import_module("experiments.1_contraction.summary.run")
@@ -243,7 +243,7 @@ EXPERIMENTS = sorted(path.parent for path in Path(experiment.__file__).parent.gl
 def test_an_experiment_runs_on_any_model_and_as_its_readme_says(folder: Path) -> None:
     module = importlib.import_module(tables.module_of(folder.name))
     app = typer.Typer()
-    app.command()(module.main)
+    app.command()(flat(module.main))
     command = typer.main.get_command(app)
     options = {name for parameter in command.params for name in parameter.opts}
     assert folder.name in NO_MODEL or options >= {"--model", "--device", "--dtype"}

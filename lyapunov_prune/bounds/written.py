@@ -20,7 +20,7 @@ from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Decoder, in_memory, model_of
 from lyapunov_prune.models.plain import require_no_adapters, require_readable
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.models.structure import scale_weights
+from lyapunov_prune.models.structure import require_versions, scale_weights
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,7 @@ def _tensors(reading: Reading, made: Decoder) -> tuple[dict[str, torch.Tensor], 
             "the compressed model is compact and does not store the dense model's matrices; compress or prune again "
             "with --format plain, and check that"
         )
-    if other.model_type != structure.model_type:
-        raise LyapunovPruneError(
-            f"the compressed model is a {other.model_type} and the dense one a {structure.model_type}; give two "
-            "versions of one model"
-        )
+    require_versions(structure, other)
     if other.num_layers != structure.num_layers:
         raise LyapunovPruneError(
             f"the compressed model has {other.num_layers} layers and the dense one {structure.num_layers}: a layer "

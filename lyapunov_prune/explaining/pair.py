@@ -17,6 +17,7 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import KeptStates
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.streamed import layer_held
+from lyapunov_prune.models.structure import require_versions
 from lyapunov_prune.pruning.provenance import made_by
 
 _TRIED = 32  # tokens to check, as many as `Prefix` tries
@@ -114,18 +115,7 @@ def pair_up(
     first = read(dense, batch)
     second = read(compressed, first.batch)
     mine, theirs = first.structure, second.structure
-    if mine.model_type != theirs.model_type:
-        raise LyapunovPruneError(
-            f"the compressed model is a {theirs.model_type} and the dense one a {mine.model_type}; give two versions "
-            "of one model"
-        )
-    for what, of in (("width", "hidden_size"), ("vocabulary", "vocab_size")):
-        wanted, given = (getattr(structure.config, of, None) for structure in (mine, theirs))
-        if wanted != given:
-            raise LyapunovPruneError(
-                f"the compressed model has a {what} of {given} and the dense one of {wanted}; give two versions of one "
-                "model"
-            )
+    require_versions(mine, theirs)
     layers = kept_layers(second, mine.num_layers) if kept is None else tuple(kept)
     _require_fitting(layers, theirs.num_layers, mine.num_layers)
     total = mine.num_layers

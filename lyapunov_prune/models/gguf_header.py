@@ -165,13 +165,11 @@ def read_header(path: Path) -> Header:
 
 
 def _read_one(path: Path) -> Header:
-    if not path.is_file():
-        raise LyapunovPruneError(f"no GGUF file at {path}; check the path")
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parsed(path, data)
     except OSError as error:
-        raise LyapunovPruneError(f"cannot read {path}: {error.strerror}; check its permissions") from None
+        raise LyapunovPruneError(f"cannot read {path}: {error.strerror}; check the path and its permissions") from None
     except (ValueError, KeyError, struct.error, OverflowError):  # mmap raises ValueError for an empty file
         raise LyapunovPruneError(f"{path} is truncated or not a GGUF file; fetch it again") from None
 

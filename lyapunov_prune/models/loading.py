@@ -97,17 +97,14 @@ def checkpoint_folder(name: str, *, offline: bool = False) -> Path:
     """
     if name == BUILTIN:
         return builtin_folder()
-    if not name.strip():
-        raise LyapunovPruneError(f"the model has no name; give a folder, a .gguf file, a hub id or {BUILTIN}")
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         return Path(name)
-    if Path(name).exists():
+    if name and Path(name).exists():
         raise LyapunovPruneError(f"{name} is a file that holds no model; give its folder, or a .gguf file")
-    if name.startswith((".", "/", "~")) or not HUB_ID.fullmatch(name):
-        raise LyapunovPruneError(f"no model at {name}; give a folder, a .gguf file, a hub id or {BUILTIN}")
-    if "/" not in name and did_you_mean(name, [BUILTIN]):  # before asking the hub, which may take half a minute
+    meant = "" if "/" in name else did_you_mean(name, [BUILTIN])  # asking the hub may take half a minute
+    if meant or name.startswith((".", "/", "~")) or not HUB_ID.fullmatch(name):
         raise LyapunovPruneError(
-            f"no model at {name}{did_you_mean(name, [BUILTIN])}; give a folder, or a hub id with its owner"
+            f"no model at {name or repr(name)}{meant}; give a folder, a .gguf file, a hub id or {BUILTIN}"
         )
     return download(name, offline)
 

@@ -70,6 +70,24 @@ class Structure:
         return min(length, self.max_context or length)
 
 
+def require_versions(dense: Structure, compressed: Structure) -> None:
+    """Raise LyapunovPruneError unless both have one family, width and vocabulary, as versions of one model do."""
+    ours, theirs = (
+        {
+            "family": structure.model_type,
+            "width": getattr(structure.config, "hidden_size", None),
+            "vocabulary": getattr(structure.config, "vocab_size", None),
+        }
+        for structure in (dense, compressed)
+    )
+    for what, wanted in ours.items():
+        if theirs[what] != wanted:
+            raise LyapunovPruneError(
+                f"the compressed model has a {what} of {theirs[what]} and the dense one of {wanted}; give two versions "
+                "of one model"
+            )
+
+
 def find_structure(model: PreTrainedModel) -> Structure:
     """The structure of the decoder `model`, found by `find_layers`.
 

@@ -89,5 +89,5 @@ def test_a_threshold_that_is_none_or_another_model_s_is_refused(llama: PreTraine
         guidelines(llama, 0.5, ceiling=none)
     with pytest.raises(LyapunovPruneError, match=r"is of .*, not of"):
         guidelines(make_tiny("llama", seed=1), 0.5, ceiling=SimpleNamespace(**{**vars(none), "threshold": 0.6}))
-    with pytest.raises(LyapunovPruneError, match="ceiling 'high'"):
+    with pytest.raises(LyapunovPruneError, match=r"ceiling.*'high'"):
         guidelines(llama, 0.5, ceiling="high")  # type: ignore[arg-type]

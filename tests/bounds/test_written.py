@@ -211,7 +211,7 @@ def with_nan() -> PreTrainedModel:
 
 REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "itself": (lambda: make_tiny("gpt2"), "there is nothing to check"),
-    "family": (lambda: make_tiny("llama"), "is a llama and the dense one a gpt2"),
+    "family": (lambda: make_tiny("llama"), "family of llama and the dense one of gpt2"),
     "pruned": (
         lambda: remove_layers(make_tiny("gpt2"), [2]),
         r"5 layers and the dense one 6",

@@ -106,7 +106,7 @@ def test_empty_names_and_texts_are_named_as_such(run_bad: Callable[..., str], ch
     (checkpoint.parent / "blank.txt").write_text("\n\n  \n" * 99)
     assert "the text has no name" in run_bad("eval", "tiny", "--text", "")
     assert "blank.txt holds no text" in run_bad("eval", "tiny", "--text", "blank.txt", *TEXT)
-    assert "the model has no name" in run_bad("eval", "", *TEXT)
+    assert "no model at ''" in run_bad("eval", "", *TEXT)
 
 
 def test_what_is_decoded_has_to_fit_the_context_too(run_bad: Callable[..., str]) -> None:

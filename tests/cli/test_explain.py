@@ -165,7 +165,7 @@ def test_bad_input_is_refused_in_one_line(
         saved(model, tokenizer, Path(folder))
     assert run("prune", "tiny", "--layers", "1", "-o", "pruned", *TEXT).code == 0
     for arguments, told in (
-        (("tiny", "other"), "is a gpt2 and the dense one a llama"),
+        (("tiny", "other"), "family of gpt2 and the dense one of llama"),
         (("tiny", "larger"), f"vocabulary of {size + 8} and the dense one of {size}"),
         (("tiny", "wider"), "width of 64"),
         (("deeper", "pruned"), "made from 'tiny', a model of 6 layers, and the dense one has 7"),

@@ -430,7 +430,7 @@ def test_the_first_layer_that_is_not_finite_is_named(which: int, llama: PreTrain
 @pytest.mark.parametrize(
     ("other", "options", "told"),
     [
-        (lambda: make_tiny("gpt2"), {}, "is a gpt2 and the dense one a llama"),
+        (lambda: make_tiny("gpt2"), {}, "family of gpt2 and the dense one of llama"),
         (lambda: make_tiny("llama", hidden_size=64), {}, "width of 64"),
         (lambda: make_tiny("llama", vocab_size=101), {}, "vocabulary of 101"),
         (lambda: operated(make_tiny("llama"), [1]), {}, "5 layers and the dense one 6"),

@@ -202,23 +202,11 @@ def _require_made_from(dense: Decoder, other: Decoder, names: tuple[str, str]) -
 
     A checkpoint's provenance names the model of its last removal, so it decides where that was the first step.
     """
+    from lyapunov_prune.models.structure import require_versions
     from lyapunov_prune.pruning.provenance import made_by
     from lyapunov_prune.results.history import history_of
 
-    mine, theirs = (
-        {
-            "family": loaded.structure.model_type,
-            "width": getattr(loaded.structure.config, "hidden_size", None),
-            "vocabulary": getattr(loaded.structure.config, "vocab_size", None),
-        }
-        for loaded in (dense, other)
-    )
-    for what, value in mine.items():
-        if theirs[what] != value:
-            raise LyapunovPruneError(
-                f"{names[1]} and {names[0]} differ in {what} ({theirs[what]}, not {value}); give a model that was made "
-                "from it"
-            )
+    require_versions(dense.structure, other.structure)
     made = made_by(names[1])
     removals = [step.kind for step in history_of(other.model).steps if step.kind != "heal"]
     if made is not None and removals == ["prune"]:
