@@ -123,6 +123,8 @@ def _arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
             f"{path} holds images {images.dtype} {images.shape} and labels {labels.dtype} {labels.shape}; give uint8 "
             "or floats from 0 to 1, (n, h, w) or (n, h, w, c), and n integers"
         )
+    if labels.min() < 0:
+        raise LyapunovPruneError(f"{path} holds the label {labels.min()}; give classes from 0")
     return images.astype(np.float32) / np.float32(scale), labels.astype(np.int64)
 
 

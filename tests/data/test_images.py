@@ -87,11 +87,11 @@ def test_files_from_before_images_are_of_text(ids: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pixels": torch.zeros(2, 8, 8)}, r"torch.float32 of shape \(2, 8, 8\)"),
+        ({"pixels": torch.zeros(2, 8, 8)}, r"torch.float32 \(2, 8, 8\)"),
         ({"pixels": torch.zeros(2, 1, 8, 8, dtype=torch.uint8)}, "images are torch.uint8"),
-        ({"pixels": torch.zeros(0, 1, 8, 8)}, r"of shape \(0, 1, 8, 8\)"),
+        ({"pixels": torch.zeros(0, 1, 8, 8)}, r"\(0, 1, 8, 8\)"),
         ({"labels": torch.zeros(5, dtype=torch.int64)}, r"\(5,\)"),
-        ({"labels": torch.zeros(6)}, "labels are torch.float32"),
+        ({"labels": torch.zeros(6)}, "labels torch.float32"),
         ({"pixels": torch.full((6, 1, 8, 8), float("nan"))}, "pixels of digits"),
     ],
 )

@@ -11,7 +11,7 @@ from helpers import LAYERS, computed, hooks_of, leave, make_tiny
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.forward import prefix
+from lyapunov_prune.forward import hooks
 from lyapunov_prune.forward.hooks import final_state, residual_stream, run_backbone, skipped
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.models.structure import Structure, find_structure
@@ -203,6 +203,6 @@ def test_a_few_tokens_of_one_window_are_tried(llama: PreTrainedModel, monkeypatc
         shapes.add(tuple(ids.shape))
         run_backbone(structure, ids)
 
-    monkeypatch.setattr(prefix, "run_backbone", seen)
+    monkeypatch.setattr(hooks, "run_backbone", seen)
     Prefix(find_structure(llama), torch.arange(80).view(2, 40))
     assert shapes == {(1, 32)}
