@@ -53,8 +53,8 @@ def test_hierarchy_refuses_what_was_not_made_from_the_dense_model(
 ) -> None:
     few = ["--tokens", "32", "--context", "16", "--new-tokens", "1"]
     for name, changes, told in (
-        ("gpt2", {}, "(gpt2, not llama)"),
-        ("llama", {"hidden_size": 64}, "(64, not 32)"),
+        ("gpt2", {}, "family of gpt2 and the dense one of llama"),
+        ("llama", {"hidden_size": 64}, "width of 64 and the dense one of 32"),
     ):
         model = make_tiny(name, vocab_size=len(VOCABULARY), **changes)
         saved(operated(model, (1,)), tokenizer, checkpoint.parent / "other")
