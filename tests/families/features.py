@@ -20,8 +20,9 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export import compact_checkpoint
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.compact_gate import verify_compact
-from lyapunov_prune.joint import run as joint
+from lyapunov_prune.joint import search
 from lyapunov_prune.joint.recovery import Recipe
+from lyapunov_prune.joint.run import remove_jointly
 from lyapunov_prune.mending.mend import fit_mends
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.from_folder import quiet
@@ -67,14 +68,12 @@ def _joint(model: PreTrainedModel) -> bool:
     with (
         tempfile.TemporaryDirectory() as place,
         # Of a model that was never trained the selection set can tell nothing apart.
-        mock.patch.object(joint, "_selection_error", return_value=0.0),
+        mock.patch.object(search, "_selection_error", return_value=0.0),
         mock.patch.object(compact_checkpoint, "verify_compact", alone),
     ):
         quick: dict[str, Any] = {"steps": 1, "recover_steps": 1, "recipe": Recipe(rank=2), "seeds": 1}
         slices: Any = tuple(parts)
-        run = joint.remove_jointly(
-            model, None, slices, Path(place) / "out", remove=1, folder=Path(place) / "jobs", **quick
-        )
+        run = remove_jointly(model, None, slices, Path(place) / "out", remove=1, folder=Path(place) / "jobs", **quick)
     return sum(run.decision.chosen) == 1
 
 
