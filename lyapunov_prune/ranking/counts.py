@@ -9,8 +9,10 @@ from typing import Literal
 from lyapunov_prune.errors import LyapunovPruneError
 
 What = Literal["layers", "attention", "mlp", "activation", "width", "experts", "layers,width", "layers,experts"]
+Part = Literal["width", "experts"]
+Split = Literal["layers,width", "layers,experts"]
 Shrunk = Literal["layers", "layers,width", "layers,experts"]
-SPLITS = {"layers,width": "width", "layers,experts": "experts"}  # --what for a shared budget
+SPLITS: dict[str, Part] = {"layers,width": "width", "layers,experts": "experts"}  # --what for a shared budget
 
 
 def count_of(remove: int | float, of: int, what: str = "layers") -> int:

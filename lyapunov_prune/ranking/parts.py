@@ -7,6 +7,7 @@ from typing import NamedTuple
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.pruning.width import ChannelCosts, channel_costs, multiple_of
+from lyapunov_prune.ranking.counts import Part
 from lyapunov_prune.ranking.rank import rank
 from lyapunov_prune.ranking.ranking import Ranking
 
@@ -18,7 +19,7 @@ class Parts(NamedTuple):
     counts: range
 
 
-def parts_of(reading: Reading, what: str, *, criterion: str | None = None, batch_size: int = 1) -> Parts:
+def parts_of(reading: Reading, what: Part, *, criterion: str | None = None, batch_size: int = 1) -> Parts:
     """Order the hidden channels (`width`), or the `experts` by `criterion`, on the windows of `reading`.
 
     Raises LyapunovPruneError as `channel_costs`, `rank` and `find_mixtures`.

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.best import clear_search
-from lyapunov_prune.ranking.counts import SPLITS, free_layers, most_not_over
+from lyapunov_prune.ranking.counts import SPLITS, Split, free_layers, most_not_over
 from lyapunov_prune.ranking.parts import Parts, parts_of
 from lyapunov_prune.ranking.rank import rank
 from lyapunov_prune.ranking.table import CRITERIA
@@ -39,7 +38,7 @@ def split_removal(
     model: Plain,
     batch: Readable,
     remove: Share,
-    what: Literal["layers,width", "layers,experts"],
+    what: Split,
     *,
     criterion: str = "best",
     protect: Sequence[int] = (),

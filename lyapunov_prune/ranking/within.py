@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 
@@ -16,7 +14,7 @@ from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.ranking.counts import most_not_over
+from lyapunov_prune.ranking.counts import Part, most_not_over
 from lyapunov_prune.ranking.parts import parts_of
 from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of, leaving
 
@@ -27,7 +25,7 @@ from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of, leaving
 def most_within(
     model: InMemory,
     batch: Readable,
-    what: Literal["width", "experts"],
+    what: Part,
     max_kl: Positive,
     *,
     criterion: str | None = None,

@@ -23,6 +23,7 @@ from lyapunov_prune.models.units import Refits
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import refits_of
 from lyapunov_prune.ranking.best import best_removal
+from lyapunov_prune.ranking.counts import Split
 from lyapunov_prune.ranking.split import split_removal
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.ranking.weighed import WeighedPlans
@@ -92,7 +93,7 @@ class Chooser:
         judged = None if fitted is None else (fitted[0], _judged(found, fitted[1]))
         return self._mended(plan, found, chosen, judged)
 
-    def split(self, remove: float, what: str) -> Chosen:
+    def split(self, remove: float, what: Split) -> Chosen:
         """Remove a share of the parameters of the layers by `split_removal`; mend layers alone, refit the rest."""
         began = time.monotonic()
         found = split_removal(

@@ -15,7 +15,7 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import cut
-from lyapunov_prune.ranking.counts import SPLITS, count_of, least_count, require_count, require_share
+from lyapunov_prune.ranking.counts import SPLITS, Shrunk, count_of, least_count, require_count, require_share
 
 OPTIONS = {
     "remove": "--remove 25%",
@@ -37,7 +37,7 @@ class Target:
     by: Literal["remove", "speedup", "max_kl", "max_drop"]
     value: float
     task: str | None = None
-    what: str = "layers"
+    what: Shrunk = "layers"
 
     @classmethod
     def of(
@@ -46,7 +46,7 @@ class Target:
         speedup: float | None = None,
         max_kl: float | None = None,
         max_drop: str | None = None,
-        what: str = "layers",
+        what: Shrunk = "layers",
     ) -> Target:
         """The one target that is given. Raises LyapunovPruneError for none, two, or a bad `max_drop`."""
         require_share(what, remove)

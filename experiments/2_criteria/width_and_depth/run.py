@@ -26,6 +26,7 @@ from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import refits_of
 from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.ranking.counts import Split
 from lyapunov_prune.ranking.split import split_removal
 from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -66,14 +67,14 @@ def main(
     context: int = 512,
     remove: float = 0.2,
     criterion: str = "best",
-    what: str = "layers,width",
+    what: Split = "layers,width",
 ) -> None:
     asked = partial(measure, remove=remove, criterion=criterion, what=what)
     measure_each(asked, HERE, model, text, tokens, context)
 
 
 @torch.no_grad()
-def measure(given: Inputs, remove: float, criterion: str, what: str) -> WidthAndDepth:
+def measure(given: Inputs, remove: float, criterion: str, what: Split) -> WidthAndDepth:
     decoder, held_out = given.loaded, read(given.loaded, given.evaluation)
     calibration = read(decoder, given.calibration)
     weighed = split_removal(decoder, calibration, remove, what, criterion=criterion)

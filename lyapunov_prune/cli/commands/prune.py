@@ -329,7 +329,7 @@ def _chosen(
     remove, max_kl = removal.remove, removal.max_kl
     batch_size = windows_at_once(loaded, batch.context)
     weighed = None
-    if by.what in SPLITS:
+    if by.what in ("layers,width", "layers,experts"):
         assert remove is not None
         weighed = split_removal(
             loaded,
