@@ -41,7 +41,7 @@ def as_refusal(error: BaseException, arguments: list[str]) -> LyapunovPruneError
     if isinstance(error, LyapunovPruneError):
         return error
     if isinstance(error, typer.TyperException):  # a usage error
-        told = error.format_message().rstrip(".")
+        told = error.format_message().rstrip(".").replace("Value error, ", "")  # pydantic's prefix
         return LyapunovPruneError(f"{_short(told)}{_meant(told)}; see lyapunov-prune COMMAND --help")
     if type(error).__name__ == "OutOfMemoryError":  # torch's own, and torch may not have been imported
         told = str(error).partition(". ")[0]

@@ -14,11 +14,16 @@ def as_pattern(pattern: Pattern | str | None) -> Pattern | None:
     """(keep, of) from such a pair or from the text `2:4`. Raises LyapunovPruneError for anything else."""
     if pattern is None:
         return None
-    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", pattern) if isinstance(pattern, str) else None
-    keep, of = (int(match[1]), int(match[2])) if match else (0, 0) if isinstance(pattern, str) else pattern
+    keep, of = _pair(pattern) if isinstance(pattern, str) else pattern
     if not 0 < keep < of:
         raise LyapunovPruneError(f"pattern {pattern} does not keep a part; write it as 2:4, 2 of 4 kept")
     return keep, of
+
+
+def _pair(text: str) -> Pattern:
+    """(keep, of) from `2:4`, (0, 0) from any other text."""
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def per_row(score: torch.Tensor, sparsity: float) -> torch.Tensor:

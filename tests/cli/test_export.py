@@ -34,7 +34,7 @@ def test_a_file_and_a_folder(run: Callable[..., Done]) -> None:
         ("export tiny -o tiny", "is not empty"),
         ("export tiny -o x.gguf --format plain", "--format does not fit x.gguf"),
         ("export tiny -o x --format gguf", "end --output in .gguf"),
-        ("export tiny -o x.gguf --quantize q4_k_m", "llama-quantize"),
+        ("export tiny -o x.gguf --quantize q4_k_m", "for '--quantize': 'q4_k_m' is not one of 'f32'"),
         ("export tiny -o x --quantize q8_0", "plain has no quantize"),
         ("export tiny -o x --format packed", "packed"),
         ("export absent -o x.gguf", "absent"),

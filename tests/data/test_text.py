@@ -350,7 +350,7 @@ def test_a_line_separator_inside_a_string_ends_no_line(read: Callable[..., Token
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context": 1}, "context 1 is too short"),
+        ({"context": 1}, "context is 1; give int of 2 or more"),
         ({"tokens": 50}, "50 tokens .*200"),
     ],
 )

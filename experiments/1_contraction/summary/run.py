@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -62,7 +63,7 @@ def table_1(own: list[Column]) -> str:
 
     The paper's degradations are those of its first version (`published`).
     """
-    rows = {
+    rows: dict[str, list[Any]] = {
         "parameters": [*(millions(c.parameters) for c in own), *(m.parameters for m in MODELS)],
         "layers": [*(c.layers for c in own), *(m.layers for m in MODELS)],
         "width": [*(c.width for c in own), *(m.width for m in MODELS)],

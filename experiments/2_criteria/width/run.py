@@ -32,10 +32,12 @@ from lyapunov_prune.mending.refit import refit_blocks
 from lyapunov_prune.predictions.softmax import divergences
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.surgery import cut
-from lyapunov_prune.pruning.width import SCORES, choose_channels
+from lyapunov_prune.pruning.width import DEFAULT, SCORES, choose_channels
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
+
+OPTIPFAIR = "optipfair, activations", False
 
 
 @dataclass(frozen=True)
@@ -157,15 +159,20 @@ def written() -> dict[str, str]:
     } | {
         f"{r.measured_on.model.name} beside {name}": beside(r, way)
         for r in results
-        for name, way in (("the cut", "energy"), ("optipfair", "optipfair, activations"))
-        if any(row.way == way for row in r.rows)
+        for name, way in (("the cut", (best(r), False)), ("energy", ("energy", True)), ("optipfair", OPTIPFAIR))
+        if way in {(row.way, row.refitted) for row in r.rows} - {(best(r), True)}
     }
 
 
-def beside(result: WidthOnOneText, way: str) -> str:
-    """KL of `energy`, refitted, over that of a plain cut, paired by window."""
+def best(result: WidthOnOneText) -> str:
+    """The score of `prune`, or `energy` in results from before it."""
+    return DEFAULT if any(row.way == DEFAULT for row in result.rows) else "energy"
+
+
+def beside(result: WidthOnOneText, way: tuple[str, bool]) -> str:
+    """KL of `best`, refitted, over that of a score, refitted or not; paired by window."""
     of = {(row.way, row.refitted): np.log(row.kl) for row in result.rows}
-    return ratio(of["energy", True] - of[way, False])
+    return ratio(of[best(result), True] - of[way])
 
 
 def _rows(result: WidthOnOneText) -> Iterator[tuple[object, ...]]:

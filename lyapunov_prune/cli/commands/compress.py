@@ -119,9 +119,8 @@ def compress(
     dense = loaded.model if stored.keeps_dense else None
     finished = Finished(done, loaded.tokenizer, f"{Path(model).name}, compressed", results, dense)
     del loaded  # what was written is loaded beside what was compressed: no room for a third
-    recipes = _recipes(schedule, done)
     report = stored.write(output, finished)
-    _write(output, recipes)
+    _write(output, _recipes(schedule, done))
     show(report, output, kept=output / REPORT)
 
 
