@@ -114,8 +114,8 @@ def test_what_begins_a_text(writer: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"tokens": 8, "context": 9}, "2 or more, and a window"),
-        ({"tokens": 8, "context": 1}, "2 or more, and a window"),
+        ({"tokens": 8, "context": 9}, "8 tokens do not fill one window of 9"),
+        ({"tokens": 8, "context": 1}, "context is 1"),
         ({"tokens": 800, "context": 800}, "lower context"),
         ({"batch_size": 0}, "batch_size"),
         ({"tokens": 8, "context": 8, "temperature": 0.0}, "temperature"),
