@@ -187,7 +187,6 @@ def test_from_the_command_line_to_a_smaller_checkpoint(run: Callable[..., Done],
         (("--remove", "25%", "--keep-period"), "--keep-period"),
         (("--remove", "25%", "--mend"), "--mend"),
         (("--remove", "25%", "--format", "compact"), "--format"),
-        (("--remove", "25%", "--device", "disk"), "--what needs the model in memory"),
         (("--remove", "1"), "48 channels"),
         (("--max-kl", "1e-9"), "no width can go"),
         (("--layers", "1"), "--remove"),
@@ -196,5 +195,4 @@ def test_from_the_command_line_to_a_smaller_checkpoint(run: Callable[..., Done],
     assert "so a plain checkpoint is enough" in run_bad(
         "prune", "tiny", "--plan", "plan.json", "--format", "compact", *text, "-o", "other"
     )
-    assert "part of a layer" in run_bad("prune", "tiny", "--plan", "plan.json", "--device", "disk", "-o", "other")
     assert "prune --what width" in run_bad("rank", "tiny", "--what", "width")
