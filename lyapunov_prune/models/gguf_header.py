@@ -19,6 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantiz
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.weight_files import require_every_layer
+from lyapunov_prune.results.files import require_file
 
 MAGIC, VERSION = b"GGUF", 3
 _VERSIONS = (2, 3)
@@ -165,6 +166,7 @@ def read_header(path: Path) -> Header:
 
 
 def _read_one(path: Path) -> Header:
+    require_file(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parsed(path, data)
