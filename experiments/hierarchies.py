@@ -94,7 +94,7 @@ def makers(loaded: lp.models.Decoder, calibration: lp.TokenBatch) -> dict[str, C
         by = (
             lp.rank_layers(None, found, criterion="bi")
             if what == "layers"
-            else lp.ranking.rank_sublayers(found, what.lower())
+            else lp.ranking.rank_sublayers(found, "mlp" if what == "MLP" else "attention")
         )
         return lp.remove_layers(dense, by.plan(count))
 
