@@ -25,11 +25,12 @@ from lyapunov_prune.mending.refit import refit_blocks
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.pruning.width import choose_channels
+from lyapunov_prune.ranking.counts import What
 
 HERE = Path(__file__).parent
 FILE = HERE / "expert_width.json"
 EIGHTHS, KL_TOKENS = (1, 2, 4), 1024
-OTHERS = (("experts", "reap"), ("experts", "kl"), ("layers", "kl"))
+OTHERS: tuple[tuple[What, str], ...] = (("experts", "reap"), ("experts", "kl"), ("layers", "kl"))
 
 
 def main(model: Model = Model(str(MODELS / "mixture"))) -> None:
@@ -63,7 +64,7 @@ def fewer(found: Changed) -> list[str]:
     few = replace(text, ids=text.ids[: KL_TOKENS // text.context])
 
     @cache
-    def ranking(what: str, criterion: str) -> Any:
+    def ranking(what: What, criterion: str) -> Any:
         return lp.rank(model, few if criterion == "kl" else text, criterion=criterion, what=what)
 
     names = []
@@ -71,7 +72,7 @@ def fewer(found: Changed) -> list[str]:
         for count in EIGHTHS:
             names.append(f"{count} {what} by {criterion}")
 
-            def make(what: str = what, criterion: str = criterion, count: int = count) -> tuple[PreTrainedModel, Any]:
+            def make(what: What = what, criterion: str = criterion, count: int = count) -> tuple[PreTrainedModel, Any]:
                 plan = ranking(what, criterion).plan(count)
                 return lp.remove_layers(model, plan), {"layers": list(plan.remove), "experts": list(plan.experts)}
 
