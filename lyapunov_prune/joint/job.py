@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,8 @@ from lyapunov_prune.joint.importance import Method
 from lyapunov_prune.joint.recovery import Recipe
 from lyapunov_prune.joint.times import Times
 from lyapunov_prune.merging.unmerged import Unmerged
-from lyapunov_prune.results.result import MeasuredOn, encode
+from lyapunov_prune.results.once import once
+from lyapunov_prune.results.result import MeasuredOn, R, encode
 
 KIND = "joint removal"  # of the store
 
@@ -66,6 +67,10 @@ class Job:
         """The pairs within the budget; raises LyapunovPruneError as `within_budget` does."""
         seconds = None if times is None else times.table().tolist()
         return [(a, g) for a, g in within_budget(self.layers, self.remove, self.speedup, seconds, self.most).tolist()]
+
+    def once(self, name: str, kind: type[R], measure: Callable[[], R]) -> R:
+        """The result that an earlier run of this job left in the folder under `name`, or a new one, which is kept."""
+        return once(self.folder / f"{name}.json", kind, self.origins[0], self.about, measure)
 
     def timing(self, part: str) -> AbstractContextManager[None]:
         """Keep the time of the block in `seconds`."""

@@ -14,7 +14,6 @@ from lyapunov_prune.joint.job import Job
 from lyapunov_prune.joint.map import JointMap, fit_map
 from lyapunov_prune.joint.points import Course, Points, recover_points
 from lyapunov_prune.joint.times import Times, measure_times
-from lyapunov_prune.results.once import once
 from lyapunov_prune.results.store import Store
 
 
@@ -39,21 +38,13 @@ def search(job: Job, store: Store) -> Found:
     times = None
     if job.speedup is not None:
         with job.timing("times"):
-            times = once(
-                job.folder / "times.json",
-                Times,
-                job.origins[0],
-                job.about,
-                lambda: measure_times(job.student, learn, job.most),
-            )
+            times = job.once("times", Times, lambda: measure_times(job.student, learn, job.most))
     allowed = set(job.pairs(times))
     reach = max(reach_of(allowed), LEAST_REACH)
     with job.timing("importance"):
-        worth = once(
-            job.folder / "importance.json",
+        worth = job.once(
+            "importance",
             Importance,
-            job.origins[0],
-            job.about,
             lambda: measure_importance(
                 job.student,
                 learn,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import make_mixture, make_tiny, tensors
+from helpers import make_mixture, make_tiny, require_same_files
 
 from lyapunov_prune import load, load_streamed
 from lyapunov_prune.checkpoints.outline import read_outline
@@ -20,7 +19,6 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.export import copied, disk_gate
 from lyapunov_prune.export.copied import prune_on_disk
 from lyapunov_prune.export.disk_gate import PLACED
-from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.pruning.gate import SKIPPED
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.width import choose_channels
@@ -42,20 +40,14 @@ def save(name: str, folder: Path, tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_files_are_those_that_removal_in_memory_writes(name: str, tmp_path: Path, tokenizer: Any) -> None:
-    source, memory, disk = tmp_path / "source", tmp_path / "memory", tmp_path / "disk"
+    source = tmp_path / "source"
     save(name, source, tokenizer)
     loaded = load(source)
     plan = choose_channels(load_streamed(source), IDS, 0.5)
     assert plan.channels == choose_channels(loaded, IDS, 0.5).channels
     if name == "llama":
         plan = PruningPlan.given(loaded, [1]).followed_by(plan)
-    written = prune_on_disk(read_outline(source, source), plan, disk, stream=True)
-    assert written.gate.passed
-    assert SKIPPED in {check.name for check in written.gate.checks}
-    write_pruned(loaded.model, loaded.tokenizer, plan, memory)
-    assert tensors(disk) == tensors(memory)
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (disk, memory)]
-    assert configs[0] == configs[1]
+    require_same_files(loaded, source, plan, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import MIXTURES, make_mixture, tensors
+from helpers import MIXTURES, make_mixture, require_same_files
 
 from lyapunov_prune import LyapunovPruneError, load
 from lyapunov_prune.checkpoints.outline import read_outline
@@ -16,10 +15,8 @@ from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.export import copied
 from lyapunov_prune.export.copied import prune_on_disk
 from lyapunov_prune.export.disk_gate import PLACED
-from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning.gate import SKIPPED
 from lyapunov_prune.pruning.plan import PruningPlan
 
 
@@ -30,18 +27,12 @@ def plan_of(model: Any, outline: Any, remove: tuple[int, ...]) -> PruningPlan:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_files_are_those_that_removal_in_memory_writes(name: str, tmp_path: Path, tokenizer: Any) -> None:
-    source, memory, disk = tmp_path / "source", tmp_path / "memory", tmp_path / "disk"
+    source = tmp_path / "source"
     make_mixture(name).save_pretrained(source)
     tokenizer.save_pretrained(source)
     outline, loaded = read_outline(source, source), load(source)
     plan = plan_of(loaded.model, outline, (0,) if name in ("qwen3_moe", "ernie4_5_moe") else ())
-    written = prune_on_disk(outline, plan, disk, stream=True)
-    assert written.gate.passed
-    assert SKIPPED in {check.name for check in written.gate.checks}
-    write_pruned(loaded.model, loaded.tokenizer, plan, memory)
-    assert tensors(disk) == tensors(memory)
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (disk, memory)]
-    assert configs[0] == configs[1]
+    require_same_files(loaded, source, plan, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # a tensor for each expert, and one for all

@@ -21,7 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from helpers.tiny_models import VOCABULARY
 from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.export.copied import prune_on_disk
+from lyapunov_prune.export.pruned import write_pruned
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.loading import load
+from lyapunov_prune.pruning.gate import SKIPPED
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 
@@ -213,3 +216,15 @@ def tensors(folder: Path) -> dict[str, bytes]:
 def on_disk(source: Path, target: Path, remove: tuple[int, ...] = REMOVE, **options: Any) -> Provenance:
     outline = read_outline(source, source)
     return prune_on_disk(outline, PruningPlan.given(outline.identity, remove), target, **options)
+
+
+def require_same_files(loaded: Decoder, source: Path, plan: PruningPlan, folder: Path) -> None:
+    """Prune `source` on disk and its `loaded` model in memory: the gate compares logits and passes, the files equal."""
+    disk, memory = folder / "disk", folder / "memory"
+    written = prune_on_disk(read_outline(source, source), plan, disk, stream=True)
+    assert written.gate.passed
+    assert SKIPPED in {check.name for check in written.gate.checks}
+    write_pruned(loaded.model, loaded.tokenizer, plan, memory)
+    assert tensors(disk) == tensors(memory)
+    configs = [json.loads((place / "config.json").read_text()) for place in (disk, memory)]
+    assert configs[0] == configs[1]
