@@ -1,7 +1,7 @@
 """Exceptions of single families to the general rule of layer removal; `families.py` says which family needs which.
 
-Each function completes the removal described by a `Cut`, or raises LyapunovPruneError if the family's checkpoint format
-cannot express the remaining layers.
+Each function completes the removal described by a `Cut`. If the family's checkpoint format cannot express the remaining
+layers, it returns the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.sharing import own
 
@@ -49,7 +48,7 @@ def gpt2(cut: Cut) -> None:
 
 
 @torch.no_grad()
-def diffllama(cut: Cut) -> None:
+def diffllama(cut: Cut) -> str | None:
     """`λ = exp(q₁·k₁) − exp(q₂·k₂) + λ_init` and a factor `1 − λ_init`, where `λ_init` depends on the layer's position.
 
     When the position changes, exp(q₁·k₁) absorbs the change of λ_init, and the output projection that of the factor.
@@ -61,12 +60,13 @@ def diffllama(cut: Cut) -> None:
         score = q @ k
         own(attention)
         if new != old and not k.any():
-            raise LyapunovPruneError(f"layer {old} has lambda_k1 = 0, so its depth cannot be folded in; keep it")
+            return f"layer {old} has lambda_k1 = 0, so its depth cannot be folded in; keep it"
         if new != old:
             step = torch.log(score.exp() + was - now) - score
             attention.lambda_q1.copy_(q + k * step / (k @ k))
         attention.o_proj.weight *= (1 - was) / (1 - now)
         attention.lambda_init = now
+    return None
 
 
 def attention_types(cut: Cut) -> None:
@@ -80,12 +80,13 @@ def block_types(cut: Cut) -> None:
     cut.config.block_types = [cycle[i % len(cycle)] for i in cut.kept]
 
 
-def jamba(cut: Cut) -> None:
-    _set_period(cut, "attn_layer_period", "attn_layer_offset")
-    _set_period(cut, "expert_layer_period", "expert_layer_offset")
+def jamba(cut: Cut) -> str | None:
+    return _set_period(cut, "attn_layer_period", "attn_layer_offset") or _set_period(
+        cut, "expert_layer_period", "expert_layer_offset"
+    )
 
 
-def _set_period(cut: Cut, period: str, offset: str) -> None:
+def _set_period(cut: Cut, period: str, offset: str) -> str | None:
     """Find `period` and `offset` such that `i % period == offset` marks the same layers as before."""
     before, depth = cut.before, len(cut.kept)
     wanted = [i % getattr(before, period) == getattr(before, offset) for i in cut.kept]
@@ -94,15 +95,19 @@ def _set_period(cut: Cut, period: str, offset: str) -> None:
             if [i % p == o for i in range(depth)] == wanted:
                 setattr(cut.config, period, p)
                 setattr(cut.config, offset, o)
-                return
+                return None
+    return _no_period(f"{period} and {offset}", wanted)
+
+
+def _no_period(settings: str, wanted: list[bool]) -> str:
     marked = ", ".join(str(i) for i, yes in enumerate(wanted) if yes)
-    raise LyapunovPruneError(
-        f"{period} and {offset} describe every n-th layer, and {marked} of the {depth} remaining layers do not match; "
-        "remove whole periods, or only the last layers"
+    return (
+        f"by {settings} every n-th layer is of another kind, and {marked} of the {len(wanted)} remaining layers would "
+        "be; remove whole periods, or only the last layers"
     )
 
 
-def ernie_experts(cut: Cut) -> None:
+def ernie_experts(cut: Cut) -> str | None:
     """Ernie has experts in every `moe_layer_interval`-th layer between a first and a last one; find all three anew."""
     before = cut.before
     last = before.moe_layer_end_index
@@ -117,35 +122,29 @@ def ernie_experts(cut: Cut) -> None:
             for i in range(len(cut.kept))
         ]:
             config.moe_layer_interval = interval
-            return
-    raise LyapunovPruneError(
-        f"moe_layer_interval describes every n-th layer, and {marked} of the {len(cut.kept)} remaining ones do not "
-        "match; remove whole intervals, or only the last layers"
-    )
+            return None
+    return _no_period("moe_layer_interval", sparse)
 
 
-def first_layer_stays(lack: str) -> Callable[[Cut], None]:
-    def adapt(cut: Cut) -> None:
-        if cut.kept[0] != 0:
-            raise LyapunovPruneError(f"the first layer of this family {lack}, and no other can be first; keep layer 0")
-
-    return adapt
+def first_layer_stays(lack: str) -> Callable[[Cut], str | None]:
+    why = f"the first layer of this family {lack}, and no other can be first; keep layer 0"
+    return lambda cut: why if cut.kept[0] != 0 else None
 
 
-def t5(cut: Cut) -> None:
+def t5(cut: Cut) -> str | None:
     """The first layer of each stack of T5 holds the position bias that all layers of the stack read."""
-    first_layer_stays("holds the position bias of its stack")(cut)
-    encoder_no_shorter(cut)
+    return first_layer_stays("holds the position bias of its stack")(cut) or encoder_no_shorter(cut)
 
 
-def encoder_no_shorter(cut: Cut) -> None:
+def encoder_no_shorter(cut: Cut) -> str | None:
     """transformers sizes the cache of `generate` for T5's decoder by the number of layers of the encoder."""
     encoder, decoder = cut.config.num_layers, cut.config.num_decoder_layers
-    if encoder < min(decoder, cut.before.num_layers):
-        raise LyapunovPruneError(
-            f"the encoder would have {encoder} layers and the decoder {decoder}, and transformers generates with a "
-            "cache of as many layers as the encoder has; remove layers of the decoder first (--stack decoder)"
-        )
+    if encoder >= min(decoder, cut.before.num_layers):
+        return None
+    return (
+        f"the encoder would have {encoder} layers and the decoder {decoder}, and transformers generates with a cache "
+        "of as many layers as the encoder has; remove layers of the decoder first (--stack decoder)"
+    )
 
 
 def random_blocks(cut: Cut) -> None:
@@ -156,26 +155,25 @@ def random_blocks(cut: Cut) -> None:
             attention.seed = new
 
 
-def only_the_end(cut: Cut) -> None:
-    if cut.kept != tuple(range(len(cut.kept))):
-        raise LyapunovPruneError(
-            "this family scales the output of a layer by its number, which no checkpoint stores; remove only the "
-            "last layers"
-        )
+def only_the_end(cut: Cut) -> str | None:
+    if cut.kept == tuple(range(len(cut.kept))):
+        return None
+    return "this family scales the output of a layer by its number, which no checkpoint stores; remove only the last"
 
 
-def last_layer_stays(cut: Cut) -> None:
-    if cut.kept[-1] != cut.before.num_hidden_layers - 1:
-        raise LyapunovPruneError("only the last layer of this family has an output bias; keep it")
+def last_layer_stays(cut: Cut) -> str | None:
+    last = cut.before.num_hidden_layers - 1
+    return None if cut.kept[-1] == last else f"only layer {last} of this family has an output bias; keep it"
 
 
-def first_has_attention(cut: Cut) -> None:
+def first_has_attention(cut: Cut) -> str | None:
     """MiniMax reads the cache's length from the first layer; a linear attention there would not record it."""
-    if cut.config.layer_types[0] != "full_attention":
-        raise LyapunovPruneError(
-            "this family counts positions in the cache of its first layer, which would have no attention; keep a "
-            f"layer with full attention before layer {cut.kept[0]}"
-        )
+    if cut.config.layer_types[0] == "full_attention":
+        return None
+    return (
+        "this family counts positions in the cache of its first layer, which would have no attention; keep a layer "
+        f"with full attention before layer {cut.kept[0]}"
+    )
 
 
 def residual_scale(cut: Cut) -> None:
@@ -192,7 +190,7 @@ def longcat(cut: Cut) -> None:
             attention.layer_idx = 2 * new + part
 
 
-def ngram_layers(cut: Cut) -> None:
+def ngram_layers(cut: Cut) -> str | None:
     """Qwen 4 numbers its layers with n-gram embeddings from 1 and sizes their tables by consecutive primes, in order.
 
     If the first of these layers are removed, the config starts at the prime of the first one kept. The multipliers of
@@ -202,54 +200,46 @@ def ngram_layers(cut: Cut) -> None:
     left = [i for i in before if i in cut.kept]
     cut.config.ple_layer_ids = [cut.kept.index(i) + 1 for i in left]
     if not left:
-        return
+        return None
     first = before.index(left[0])
     if left != before[first : first + len(left)]:
         gap = next(i for i in before[first:] if i not in left)
-        raise LyapunovPruneError(
-            f"the n-gram tables of layers {', '.join(map(str, left))} have sizes that count those between them; "
-            f"keep layer {gap}"
-        )
+        layers = ", ".join(map(str, left))
+        return f"the n-gram tables of layers {layers} have sizes that count those between them; keep layer {gap}"
     tables: list[Any] = [cut.layers[cut.kept.index(i)].get_submodule("ple.ple_embedding") for i in left]
     if first:
         cut.config.ngram_vocab_size_base = tables[0].head_vocab_sizes[0]
     for new, table in enumerate(tables):
         table.ple_layer_index = new
         table.ngram_vocab_size_base = cut.config.ngram_vocab_size_base
+    return None
 
 
-def image_layers(cut: Cut) -> None:
+def image_layers(cut: Cut) -> str | None:
     """Granite 4 Vision adds image features to the state before certain layers, which its outer config numbers.
 
     The features of a removed layer enter before the next kept layer.
     """
     outer: Any = cut.model.config
     if not hasattr(outer, "deepstack_layer_map"):  # a text model on its own
-        return
+        return None
     levels = outer.deepstack_layer_map or []
     targets = [*(layer for _, layer in levels), *outer.spatial_target_layers]
     new = [sum(old < target for old in cut.kept) for target in targets]
     for target, at in zip(targets, new, strict=True):
         if at == len(cut.kept) or new.count(at) > 1:
-            raise LyapunovPruneError(
-                f"features of the image enter before layer {target}, and no layer of their own is left behind them; "
-                f"keep layer {target}"
-            )
+            return f"image features enter before layer {target}, and no layer of their own is left; keep layer {target}"
     outer.deepstack_layer_map = [(level, at) for (level, _), at in zip(levels, new, strict=False)]
     outer.spatial_target_layers = new[len(levels) :]
+    return None
 
 
-def refused(reason: str) -> Callable[[Cut], None]:
-    def adapt(cut: Cut) -> None:
-        raise LyapunovPruneError(f"no layer of this family can be removed alone: {reason}")
-
-    return adapt
+def refused(reason: str) -> Callable[[Cut], str]:
+    return lambda cut: f"no layer of this family can be removed alone: {reason}"
 
 
-def has_linear_attention(cut: Cut) -> None:
-    if "linear_attention" not in cut.config.layer_types:
-        linear = [i for i, kind in enumerate(cut.before.layer_types) if kind == "linear_attention"]
-        raise LyapunovPruneError(
-            "no layer with linear attention is left, without which this family cannot be loaded; "
-            f"keep one of layers {', '.join(map(str, linear))}"
-        )
+def has_linear_attention(cut: Cut) -> str | None:
+    if "linear_attention" in cut.config.layer_types:
+        return None
+    linear = ", ".join(str(i) for i, kind in enumerate(cut.before.layer_types) if kind == "linear_attention")
+    return f"without linear attention this family cannot be loaded; keep one of layers {linear}"

@@ -28,13 +28,13 @@ TRUSTED = frozenset({"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mist
 class Family:
     """A family's exceptions to the general rule.
 
-    `adapt(cut)` completes the removal or raises LyapunovPruneError with the reason. `changes(config)` says whether
-    `adapt` recomputes weights, which rounds them. `tables` names modules outside the layers whose weight holds one
+    `adapt(cut)` completes the removal, or returns why that is impossible. `changes(config)` says whether `adapt`
+    recomputes weights, which rounds them. `tables` names modules outside the layers whose weight holds one
     block per layer, and the axis of the blocks. `leaves(layers, config, removed)` lists parameters of kept layers that
     are removed together with other layers.
     """
 
-    adapt: Callable[[Cut], None] | None = None
+    adapt: Callable[[Cut], str | None] = lambda cut: None
     changes: Callable[[Any], bool] = lambda config: False
     tables: tuple[tuple[str, int], ...] = ()
     leaves: Callable[[nn.ModuleList, Any, tuple[int, ...]], list[nn.Parameter]] | None = None

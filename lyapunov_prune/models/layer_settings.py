@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.settings import unknown_layer_numbers
 
 # Lists of layer indices, by name: no rule can tell the indices `[0, 1]` from two flags.
@@ -34,15 +33,13 @@ LAST_LAYERS = ("num_kv_shared_layers",)
 NO_KEYS = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})
 
 
-def require_attention(before: Any, after: Any) -> None:
-    """Raise LyapunovPruneError if a hybrid model has no attention left: its cache counts positions by the keys."""
+def lost_attention(before: Any, after: Any) -> str | None:
+    """Why a hybrid model without attention is wrong: its cache counts positions by the keys; None if it has any."""
     had, has = (set(getattr(c, "layer_types", None) or ()) - NO_KEYS for c in (before, after))
-    if had and not has:
-        kept = [i for i, kind in enumerate(before.layer_types) if kind not in NO_KEYS]
-        raise LyapunovPruneError(
-            "no layer with attention is left, and transformers' cache counts positions by its keys; keep one of "
-            f"layers {', '.join(map(str, kept))}"
-        )
+    if has or not had:
+        return None
+    layers = ", ".join(str(i) for i, kind in enumerate(before.layer_types) if kind not in NO_KEYS)
+    return f"no attention is left, and transformers' cache counts positions by its keys; keep one of layers {layers}"
 
 
 def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -> list[str]:

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.mending.mend import store_mend
 from lyapunov_prune.models.adaptations import Cut
 from lyapunov_prune.models.compact import renumber_compact
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, POSITION_ATTRIBUTES
 from lyapunov_prune.models.held import held
-from lyapunov_prune.models.layer_settings import require_attention, slice_settings
+from lyapunov_prune.models.layer_settings import lost_attention, slice_settings
 from lyapunov_prune.models.left_out import forget_heads
 from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
 from lyapunov_prune.models.rebuilt import rebuilt
@@ -126,9 +127,11 @@ def without_layers(
     _renumber(pruned, layers, plan.kept, original.num_layers)
     renumber_compact(pruned, layers)
     _slice_tables(pruned, family.tables, plan.kept, original.num_layers)
-    if family.adapt is not None:
-        family.adapt(Cut(pruned, layers, config, original.config, plan.kept))
-    require_attention(original.config, config)
+    why = family.adapt(Cut(pruned, layers, config, original.config, plan.kept)) or lost_attention(
+        original.config, config
+    )
+    if why:
+        raise LyapunovPruneError(why)
     if original.stack is not None:
         renew_configs(pruned)
     _rename_ties(pruned)
