@@ -20,7 +20,7 @@ from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Decoder, in_memory, model_of
 from lyapunov_prune.models.plain import require_no_adapters, require_readable
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.models.structure import require_versions, scale_weights
+from lyapunov_prune.models.structure import require_versions
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ def read_written(reading: Reading, compressed: PreTrainedModel) -> Written:
     """
     model, other = reading.model, _readable(compressed)
     _readable(model)
-    scale_weights(compressed)  # as for the dense model
     ours, theirs = _tensors(reading, other)
     projections = find_projections(reading.decoder)
     matrices = {f"{p.module}.{p.parameter}" for p in projections}

@@ -17,7 +17,7 @@ from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer, is_large, scored_in
 from lyapunov_prune.forward.sublayers import Sublayers, find_sublayers
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.structure import Structure, scale_weights
+from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.results.result import MeasuredOn
 
 T = TypeVar("T")
@@ -113,6 +113,4 @@ def read(decoder: Decoder, batch: Readable) -> Reading:
         if batch.model is decoder.model:
             return batch
         batch = batch.batch
-    if decoder.stream is None:
-        scale_weights(decoder.model)
     return Reading(decoder, checked_batch(decoder.structure, batch))

@@ -222,7 +222,8 @@ def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:
     """Run a measurement with every model among its arguments in eval mode, and restore the mode afterwards.
 
     A handle counts as its model. `from_config` returns models in training mode, whose dropout would be measured as an
-    error. No other thread may measure these models meanwhile (`held`).
+    error. RWKV rescales its weights here: otherwise it does so in place at its first forward in eval mode, which may
+    use replaced matrices and would rescale those. No other thread may measure these models meanwhile (`held`).
     """
 
     @wraps(measure)
@@ -233,6 +234,9 @@ def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:
             training = [m for model in models for m in model.modules() if m.training]
             for module in training:
                 module.training = False
+            for module in (m for model in models if stream_of(model) is None for m in model.modules()):
+                if hasattr(module, "layers_are_rescaled"):
+                    module._rescale_layers()
             try:
                 return measure(*args, **kwargs)
             finally:
@@ -259,16 +263,6 @@ def settle(model: PreTrainedModel) -> None:
             f"the weights are {quantisation(model.config)}, and they do not run here ({in_short(error, 100)}); {UNPACK}"
         ) from None
     _settled.add(model)
-
-
-def scale_weights(model: PreTrainedModel) -> None:
-    """Let RWKV rescale its weights now; otherwise it does so in place at its first forward in eval mode.
-
-    That forward may use replaced matrices, and would rescale those instead of its own.
-    """
-    for module in model.modules():
-        if hasattr(module, "layers_are_rescaled"):
-            module._rescale_layers()  # type: ignore[operator]
 
 
 def model_name(model: PreTrainedModel) -> str:
