@@ -25,18 +25,18 @@ from lyapunov_prune.bounds.approximate import Records
 from lyapunov_prune.bounds.approximation import Approximation, approximation, certify_difference
 from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import WRITTEN, BoundsReport, Seen, Setting, Violation
-from lyapunov_prune.bounds.trajectory import Trajectory
+from lyapunov_prune.bounds.trajectory import Followed, followed_on
 from lyapunov_prune.bounds.written import read_written
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import CertifiedNorm, basis, certify, smallest, truncate
 from lyapunov_prune.models.decoder import InMemory, takes_model
-from lyapunov_prune.models.left_alone import left_alone
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.left_alone import LeftAlone, left_alone
+from lyapunov_prune.models.projections import Projection, find_projections, shared_weights
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.result import decode, encode
+from lyapunov_prune.results.result import MeasuredOn, decode, encode
 from lyapunov_prune.results.store import Store
 
 A = TypeVar("A")
@@ -74,11 +74,13 @@ def check_bounds(
     setting = Setting(float(sparsity), rank, float(cache_radius))
     _require([setting])
     projections = find_projections(model)
-    weights = _weights(projections, reading)
+    left = left_alone(model.structure, projections)
+    weights = shared_weights(model.model, projections)
     chosen = _each(partial(_approximate_one, setting=setting), weights, "certified norms")
     records = Records(reading.model, {p: chosen[p.name] for p in projections}, setting.cache_radius)
-    trajectory = _follow(reading, records, batch_size)
-    return _report(projections, [setting], [_seen(trajectory.records)], trajectory, reading)
+    followed = followed_on(reading, records, batch_size)
+    report = _report(projections, [setting], [_seen(records)], reading.measured_on(), left)
+    return _with_followed(report, followed, records)
 
 
 @takes_model
@@ -103,15 +105,14 @@ def check_written(
     on = reading.measured_on()  # before the embeddings are exchanged
     written = read_written(reading, compressed)
     projections = find_projections(model)
+    left = left_alone(model.structure, projections)
     pairs = {p.name: (p.weight(reading.model), written.matrices[p.name]) for p in projections}
     chosen = _each(lambda pair: approximation(*pair), pairs, "certified norms")
     with written.with_embeddings(reading.model):
         records = Records(reading.model, {p: chosen[p.name] for p in projections})
-        trajectory = _follow(reading, records, batch_size)
-        report = _report(projections, [], [_seen(trajectory.records)], trajectory, reading)
-    return replace(
-        report, method=method, compressed=identify(compressed), shared=tuple(written.embeddings), measured_on=on
-    )
+        followed = followed_on(reading, records, batch_size)
+    report = _with_followed(_report(projections, [], [_seen(records)], on, left), followed, records)
+    return replace(report, method=method, compressed=identify(compressed), shared=tuple(written.embeddings))
 
 
 @takes_model
@@ -139,7 +140,8 @@ def check_grid(
     settings = [Setting(float(s), r, float(c)) for s in sparsities for r in ranks for c in cache_radii]
     _require(settings)
     projections = find_projections(model)
-    weights = _weights(projections, reading)
+    left = left_alone(model.structure, projections)
+    weights = shared_weights(model.model, projections)
     about = {**encode(reading.measured_on()), "method": "magnitude"}
     with Store(folder, "check", about) as store:
         known = _each(lambda W: (W, certify(W)), weights, "norms of the weights")
@@ -166,16 +168,7 @@ def check_grid(
                     store.add(setting.key, {name: encode(s) for name, s in seen.items()})
                 chosen.clear()
         outcomes = [{name: decode(Seen, s) for name, s in store[setting.key].items()} for setting in settings]
-    return _report(projections, settings, outcomes, None, reading)
-
-
-def _follow(reading: Reading, records: Records, batch_size: int) -> Trajectory:
-    """Run the windows through the dense and the approximated model, layer by layer."""
-    with records.installed():
-        trajectory = Trajectory(reading.model, reading.structure, records)
-        for ids in track(reading.windows(batch_size), "bounds"):
-            trajectory.follow(ids)
-    return trajectory
+    return _report(projections, settings, outcomes, reading.measured_on(), left)
 
 
 def _outcome(reading: Reading, records: Records, batch_size: int) -> dict[str, Seen]:
@@ -188,13 +181,6 @@ def _outcome(reading: Reading, records: Records, batch_size: int) -> dict[str, S
 
 def _seen(records: Mapping[str, Record]) -> dict[str, Seen]:
     return {name: Seen(r.check, r.probe, r.weight_probe, r.hits) for name, r in records.items()}
-
-
-def _weights(projections: Sequence[Projection], reading: Reading) -> dict[str, torch.Tensor]:
-    """The matrices by name. Names that share memory, in layers that share weights, share one tensor."""
-    seen: dict[Any, torch.Tensor] = {}
-    weights = {p.name: p.weight(reading.model) for p in projections}
-    return {name: seen.setdefault((W.data_ptr() or id(W), W.shape, W.stride()), W) for name, W in weights.items()}
 
 
 def _each(work: Callable[[A], B], items: Mapping[str, A], description: str) -> dict[str, B]:
@@ -253,9 +239,10 @@ def _report(
     projections: Sequence[Projection],
     settings: Sequence[Setting],
     outcomes: Sequence[Mapping[str, Seen]],
-    trajectory: Trajectory | None,
-    reading: Reading,
+    measured_on: MeasuredOn,
+    left: tuple[LeftAlone, ...],
 ) -> BoundsReport:
+    """The report of the checks of single matrices. Raises LyapunovPruneError if no input of any was recorded."""
     rows = [[outcome[p.name] for p in projections] for outcome in outcomes]
     named: Sequence[Setting | None] = settings or [None]  # a checkpoint has no setting
     checks = [(setting, c) for setting, row in zip(named, rows, strict=True) for r in row for c in r.checks]
@@ -274,17 +261,21 @@ def _report(
         hits=sum(r.hits for row in rows for r in row),
         inputs=sum(c.inputs for c in seen),
         violations=tuple(Violation(setting, c) for setting, c in checks if not c.holds),
-        composition=trajectory.composition() if trajectory else (),
-        contraction=trajectory.contraction() if trajectory else (),
-        gamma=trajectory.gamma if trajectory else np.nan,
-        decisions=trajectory.decisions() if trajectory else None,
-        measured_on=reading.measured_on(),
-        distribution=_distribution(trajectory.records, projections) if trajectory else None,
-        alignment=trajectory.alignment.result() if trajectory else None,
-        phases=trajectory.phases() if trajectory else None,
-        left_alone=left_alone(reading.model, reading.structure, projections),
+        measured_on=measured_on,
+        left_alone=left,
     )
 
 
-def _distribution(records: Mapping[str, Record], projections: Sequence[Projection]) -> RatioDistribution:
-    return RatioDistribution.of([np.concatenate([*records[p.name].ratios, np.zeros(0)]) for p in projections])
+def _with_followed(report: BoundsReport, followed: Followed, records: Records) -> BoundsReport:
+    """`report` with what was measured along the trajectories, and on every input."""
+    growth = followed.growth
+    return replace(
+        report,
+        composition=growth.composition(),
+        contraction=growth.contraction(),
+        gamma=growth.gamma,
+        decisions=followed.decisions,
+        distribution=RatioDistribution.of([np.concatenate([*r.ratios, np.zeros(0)]) for r in records.values()]),
+        alignment=followed.alignment,
+        phases=growth.phases(),
+    )

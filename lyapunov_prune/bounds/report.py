@@ -82,11 +82,11 @@ class BoundsReport(Result):
     hits: int  # inputs that the cache answered, over all matrices
     inputs: int  # inputs checked, over all matrices
     violations: tuple[Violation, ...]
-    composition: tuple[BoundCheck, ...]
-    contraction: tuple[BoundCheck, ...]
-    gamma: float  # NaN when the states were not followed
-    decisions: TokenCertificate | None
     measured_on: MeasuredOn  # the dense model
+    composition: tuple[BoundCheck, ...] = ()
+    contraction: tuple[BoundCheck, ...] = ()
+    gamma: float = np.nan  # NaN when the states were not followed
+    decisions: TokenCertificate | None = None
     compressed: ModelIdentity | None = None
     distribution: RatioDistribution | None = None
     alignment: LayerAlignment | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,25 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.bounds.alignment import AlignmentSums
+from lyapunov_prune.bounds.alignment import AlignmentSums, LayerAlignment
 from lyapunov_prune.bounds.approximate import Records
-from lyapunov_prune.bounds.bound_check import BoundCheck
-from lyapunov_prune.bounds.checkers import lyapunov_contraction_bound, residual_growth_contraction, trajectory_error_le
 from lyapunov_prune.bounds.decision import TokenCertificate, argmax_unchanged_of_state_error
-from lyapunov_prune.bounds.phases import TwoPhases, relative_phases
+from lyapunov_prune.bounds.growth import ErrorGrowth
 from lyapunov_prune.forward.hooks import hidden_of, residual_stream
+from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.linalg import require_numbers, token_energy, widen
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.progress import track
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What was measured along both trajectories: growth of the error, alignment of the layers, moved predictions."""
+
+    growth: ErrorGrowth
+    alignment: LayerAlignment
+    decisions: TokenCertificate
 
 
 class Trajectory:
@@ -56,49 +66,16 @@ class Trajectory:
             changed = self._head_input(ids)
         self.states.append((state, changed))
 
-    def composition(self) -> tuple[BoundCheck, ...]:
-        """The error after each layer against the composed bound, with measured growth (estimates)."""
-        return trajectory_error_le(np.sqrt(self.error), self._growth(), np.sqrt(self.local), unit=self._unit)
-
-    def contraction(self) -> tuple[BoundCheck, ...]:
-        """Theorems 9 and 8 on the relative error `r_k = ‖h_k − h'_k‖ / ‖h_k‖`, with measured factors (estimates).
-
-        Theorem 9: one check for each layer where the error, including the layer's own, grows less than the state (`K +
-        δ/‖e‖`), so that `r` must fall. Theorem 8: one check from the end of layer 0 on (no error enters layer 0), if
-        `gamma` is below one.
-        """
-        relative, state = self.error / self.size, self.size[1:] / self.size[:-1]
-        reached = np.sqrt(self.stretched) + np.sqrt(self.local)
-        growth = np.divide(reached**2, self.error[:-1], out=np.full_like(reached, np.inf), where=self.error[:-1] > 0)
-        checks = residual_growth_contraction(relative, growth, state, unit=self._unit)
-        if self.gamma < 1 and len(state) > 1:
-            added = float(np.sqrt(self.local / self.size[1:])[1:].max())
-            checks += (lyapunov_contraction_bound(np.sqrt(relative[1:]), self.gamma, added, unit=self._unit),)
-        return checks
-
-    def phases(self) -> TwoPhases | None:
-        """The bound in two phases on the relative error (estimate)."""
-        return relative_phases(self.size, self.error, self._growth(), self.local)
-
-    @property
-    def gamma(self) -> float:
-        """`γ = max_k K_k ‖h_k‖ / ‖h_{k+1}‖`, the largest growth factor of the relative error over the layers."""
-        return float((self._growth() * np.sqrt(self.size[:-1] / self.size[1:])).max())
-
-    def _growth(self) -> np.ndarray:
-        """`K_k = ‖f(h_k) − f(h'_k)‖ / ‖h_k − h'_k‖`, 0 where there is no error yet."""
-        error, stretched = np.sqrt(self.error[:-1]), np.sqrt(self.stretched)
-        return np.divide(stretched, error, out=np.zeros_like(stretched), where=error > 0)
-
-    @property
-    def _unit(self) -> float:
-        return 2.0**-52 if self.model.dtype == torch.float64 else 2.0**-23
-
-    def decisions(self) -> TokenCertificate:
-        """Which predictions cannot have changed, given how far the input of the head moved."""
+    def result(self) -> Followed:
+        """What was measured so far. A prediction is certified by how far the input of the head moved."""
         state, changed = (torch.cat([pair[i] for pair in self.states]) for i in (0, 1))
         head: Any = self.model.get_output_embeddings()
-        return argmax_unchanged_of_state_error(state, changed, head.weight, getattr(head, "bias", None))
+        unit = 2.0**-52 if self.model.dtype == torch.float64 else 2.0**-23
+        return Followed(
+            ErrorGrowth(self.size, self.error, self.stretched, self.local, unit),
+            self.alignment.result(),
+            argmax_unchanged_of_state_error(state, changed, head.weight, getattr(head, "bias", None)),
+        )
 
     def _head_input(self, ids: torch.Tensor) -> torch.Tensor:
         states: list[torch.Tensor] = []
@@ -119,6 +96,15 @@ class Trajectory:
                 outputs.append(hidden_of(module.forward(*args, **kwargs)))
 
         return hooked(before=[(layer, before) for layer in self.structure.layers])
+
+
+def followed_on(reading: Reading, records: Records, batch_size: int) -> Followed:
+    """Run the windows through the dense and the approximated model, layer by layer."""
+    with records.installed():
+        trajectory = Trajectory(reading.model, reading.structure, records)
+        for ids in track(reading.windows(batch_size), "bounds"):
+            trajectory.follow(ids)
+    return trajectory.result()
 
 
 def _energy(a: torch.Tensor, b: torch.Tensor) -> float:

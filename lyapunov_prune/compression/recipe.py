@@ -102,7 +102,7 @@ class Recipe:
                     change(matrices[layer], {})
                 else:
                     put(layer)
-        return self._report(done, left_alone(model, find_structure(model), self.projections))
+        return self._report(done, left_alone(find_structure(model), self.projections))
 
     def _changed(
         self, p: Projection, W: torch.Tensor, statistics: Statistics | None, seen: Seen | None

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lyapunov_prune.bounds.bound_check import BoundCheck
-from lyapunov_prune.bounds.checkers import trajectory_error_le
+from lyapunov_prune.bounds.growth import ErrorGrowth
 from lyapunov_prune.bounds.matrix_errors import MatrixErrors
-from lyapunov_prune.bounds.phases import TwoPhases, relative_phases
+from lyapunov_prune.bounds.phases import TwoPhases
 from lyapunov_prune.explaining.decomposition import PARTS, Decomposed
 from lyapunov_prune.explaining.sublayers import SublayerErrors
 from lyapunov_prune.explaining.token_kinds import TokenKinds
@@ -88,8 +88,7 @@ class Explanation(Decomposed, Result):
     @property
     def growth(self) -> np.ndarray:
         """`‖g(h') − g(h)‖ / ‖e_k‖`, (L,); 0 if no error arrives."""
-        arriving = self.error[:-1]
-        return np.sqrt(np.divide(self.passed, arriving, out=np.zeros_like(arriving), where=arriving > 0))
+        return self._growth.factors
 
     @property
     def rho_of_error(self) -> np.ndarray:
@@ -114,12 +113,16 @@ class Explanation(Decomposed, Result):
     @property
     def composition(self) -> tuple[BoundCheck, ...]:
         """`trajectory_error_le` with the measured growth of the compressed layers."""
-        return trajectory_error_le(np.sqrt(self.error), self.growth, np.sqrt(self.energy[1]), unit=self.rounding)
+        return self._growth.composition()
 
     @property
     def phases(self) -> TwoPhases | None:
         """The bound in two phases on the relative error (estimate)."""
-        return relative_phases(self.size, self.error, self.growth, self.energy[1])
+        return self._growth.phases()
+
+    @property
+    def _growth(self) -> ErrorGrowth:
+        return ErrorGrowth(self.size, self.error, self.passed, self.energy[1], self.rounding)
 
     @property
     def names(self) -> list[str]:

@@ -31,15 +31,16 @@ class LeftAlone:
         return f"{len(self.names)} {self.why} ({self.names[0]}{', …' * (len(self.names) > 1)})"
 
 
-def left_alone(model: nn.Module, structure: Structure, matrices: Sequence[Projection]) -> tuple[LeftAlone, ...]:
-    """The weights in the layers besides `matrices` and vectors, by reason; `model`, of this `structure`, may be on
-    the meta device.
+def left_alone(structure: Structure, matrices: Sequence[Projection]) -> tuple[LeftAlone, ...]:
+    """The weights in the layers besides `matrices` and vectors, by reason; the model may be on the meta device.
 
     Vectors (norms, biases, decays) are not listed, even if stacked by head or expert. A weight shared by layers counts
     once.
     """
     found: dict[str, dict[str, int]] = {}
-    seen: set[nn.Parameter] = {p.stored(model) for p in matrices}
+    before = len(f"{structure.layers_path}.")
+    owners = {p.module: structure.layers.get_submodule(p.module[before:]) for p in matrices}
+    seen: set[nn.Parameter] = {getattr(owners[p.module], p.parameter) for p in matrices}
     for index, layer in enumerate(structure.layers):
         name = f"{structure.layers_path}.{index}"
         for path, module in layer.named_modules():

@@ -106,6 +106,13 @@ def weights_of(model: PreTrainedModel, projections: Iterable[Projection]) -> Ite
             yield from ((p, p.weight(model)) for p in here)
 
 
+def shared_weights(model: nn.Module, projections: Iterable[Projection]) -> dict[str, torch.Tensor]:
+    """The matrices by name. Names that share memory, in layers that share weights, share one tensor."""
+    seen: dict[Any, torch.Tensor] = {}
+    weights = {p.name: p.weight(model) for p in projections}
+    return {name: seen.setdefault((W.data_ptr() or id(W), W.shape, W.stride()), W) for name, W in weights.items()}
+
+
 def by_layer(projections: Iterable[Projection]) -> dict[int, list[Projection]]:
     """The matrices of each layer that has any."""
     found: dict[int, list[Projection]] = {}
