@@ -34,7 +34,7 @@ from experiments.columns import (
     Removed,
     correlation,
 )
-from experiments.common import Inputs, Model, inputs, plain, plain_tasks
+from experiments.common import Inputs, Model, inputs, plain, plain_tasks, show
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.evaluation.tasks import ScoredTask, Task, TaskScores
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
@@ -66,7 +66,7 @@ def main(
     summary: Annotated[bool, typer.Option("--summary", help="show the tables of all columns, measure nothing")] = False,
 ) -> None:
     if summary:
-        importlib.import_module("experiments.1_contraction.summary.run").main()
+        show(importlib.import_module("experiments.1_contraction.summary.run").written())
         return
     if model is None:
         raise typer.BadParameter("name a model, or give --summary")

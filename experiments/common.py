@@ -94,11 +94,16 @@ def is_kept(file: Path, again: bool) -> bool:
     return True
 
 
+def show(tables: dict[str, str]) -> None:
+    """Print the tables of an experiment, without the single numbers that sentences of its page ask for."""
+    print(*(part for part in tables.values() if "\n" in part), sep="\n")
+
+
 def run_command(main: Callable[..., None], result: Path, written: Callable[..., dict[str, str]]) -> None:
     """Run the command of an experiment, `main`, unless its `result` is there and --again is not given.
 
-    What is there is shown instead, by the tables of `written`. `result` lies beside run.py, or of another model in a
-    folder by its name (`of_model`). With `{model}` in its name all models lie beside run.py; `{text}` is a file a text.
+    Then print the tables of `written`. `result` lies beside run.py, or of another model in a folder by its name
+    (`of_model`). With `{model}` in its name all models lie beside run.py; `{text}` is a file a text.
     """
     main = flat(main)
     options = inspect.signature(main).parameters
@@ -113,9 +118,7 @@ def run_command(main: Callable[..., None], result: Path, written: Callable[..., 
         files = {text: folder / name.replace("{text}", Path(plain(text)).stem) for text in texts}
         if missing := [text for text, file in files.items() if not is_kept(file, again)]:
             main(**given | ({"text": missing} if "{text}" in result.name else {}))
-            return
-        tables = written(folder) if inspect.signature(written).parameters else written()
-        print(*(part for part in tables.values() if "\n" in part), sep="\n")
+        show(written(folder) if inspect.signature(written).parameters else written())
 
     again = inspect.Parameter("again", inspect.Parameter.KEYWORD_ONLY, default=False)
     hints = get_type_hints(main, include_extras=True) | {"again": Again}
@@ -218,7 +221,6 @@ def measure_each(
     for source in text or ["builtin"]:
         found = measure(inputs(model, source, tokens, context))
         found.save(here / f"{found.measured_on.model.name}-{Path(found.measured_on.text).stem}.json")
-        print(found)
 
 
 def job_folder(model: str) -> Path:

@@ -43,7 +43,6 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 1024, cont
             "activations": activation_figure(activations),
         },
     )
-    print(result, activations, sep="\n\n")
 
 
 def written(folder: Path = HERE) -> dict[str, str]:

@@ -21,7 +21,6 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 1024, cont
     result = inputs(model, text, tokens, context).sensitivity(("forward", "backward"))
     result.save(folder / "cumulative.json")
     draw(folder, {"cumulative": cumulative_figure(result)})
-    print(result)
 
 
 def written(folder: Path = HERE) -> dict[str, str]:

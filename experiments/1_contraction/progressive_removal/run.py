@@ -51,7 +51,6 @@ def main(
     curve = evaluate_removals(loaded.model, plans, evaluation)
     curve.save(folder / "removal.json")
     draw(folder, {"contraction": contraction_figure(profile), "perplexity": perplexity_figure(curve)})
-    print(profile, curve, sep="\n\n")
 
 
 def written(folder: Path = HERE) -> dict[str, str]:

@@ -36,7 +36,6 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048, cont
     jacobian = lp.profiles.sublayer_jacobians(given.loaded.model, few)
     jacobian.save(folder / "jacobian.json")
     draw(folder, {"growth": growth_figure(profiles), "jacobian": jacobian_figure(jacobian)})
-    print(*profiles, jacobian, sep="\n\n")
 
 
 def growth_figure(profiles: Sequence[lp.profiles.ContractionProfile]) -> str:

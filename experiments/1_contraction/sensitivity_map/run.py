@@ -22,7 +22,6 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 1024, cont
     )
     result.save(folder / "sensitivity.json")
     draw(folder, sensitivity_figures(result))
-    print(result)
 
 
 def written(folder: Path = HERE) -> dict[str, str]:

@@ -52,8 +52,6 @@ def main(model: Model = Model(), text: Each = None) -> None:
     frame = pd.DataFrame(rows)
     write_whole(folder / "stability.json", frame.to_json(orient="records", indent=1) + "\n")
     draw(folder, {"stability": figure(frame)})
-    print(calibration.measured_on(loaded.model).line())
-    print(frame.drop(columns="text_hash").to_string(index=False, float_format=lambda x: f"{x:.4g}"))
 
 
 def figure(frame: pd.DataFrame) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from scipy import stats
 
 from experiments.columns import Column, mean_accuracy, paired_difference
+from experiments.common import show
 from experiments.published import MODELS, REMOVALS
 from experiments.statements import interval, short, table
 
@@ -236,10 +237,5 @@ def spearman(pairs: Iterable[tuple[float, float]]) -> tuple[int, str, str, str]:
     )
 
 
-def main() -> None:
-    for name, text in written().items():
-        print(f"{name}\n\n{text}")
-
-
 if __name__ == "__main__":
-    main()
+    show(written())

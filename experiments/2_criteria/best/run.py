@@ -15,11 +15,10 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 
 import lyapunov_prune as lp
 from experiments.all import rankings
-from experiments.common import Each, Inputs, Model, inputs, run
+from experiments.common import Each, Inputs, Model, inputs, run, show
 from experiments.statements import bullets, counted, ratio, short, span, table
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -62,19 +61,6 @@ class BestOnOneText(Result):
         """The choice of the best single criterion, known only by the held-out loss."""
         return min((self.of(name, count) for name in SINGLE), key=lambda c: float(np.mean(c.windows)))
 
-    def to_frame(self) -> pd.DataFrame:
-        rows = [
-            {
-                "criterion": c.criterion,
-                "removed": len(c.removed),
-                "layers": ", ".join(map(str, c.removed)),
-                "× dense": float(np.exp((c.windows - self.dense).mean())),
-                "forwards": c.forwards,
-            }
-            for c in self.choices
-        ]
-        return pd.DataFrame(rows)
-
     def headline(self) -> str:
         return f"{self.measured_on.line()}; chosen on {self.calibrated_on.line()}"
 
@@ -91,7 +77,7 @@ def main(
         given = inputs(model, source, tokens, context, unseen=unseen)
         found = measure(given, search)
         found.save(HERE / f"{given.loaded.model.config._name_or_path}-{found.text.replace(' ', '-')}.json")
-        print(found)
+    show(written())
 
 
 def measure(given: Inputs, search: float) -> BestOnOneText:

@@ -58,7 +58,6 @@ def main(
     jobs = model.jobs / f"oracle-{few.text_hash[:16]}"
     oracle = lp.ranking.greedy_removal(loaded.model, few, REMOVALS[-1], folder=jobs)
     oracle.save(folder / "oracle.json")
-    print(oracle, end="\n\n")
     divergence = lp.predictions.skip_divergence(loaded.model, few)
     divergence.save(folder / "divergence.json")
     influence = lp.block_influence(loaded.model, few)
@@ -116,7 +115,6 @@ def main(
     write_whole(folder / "forwards.json", json.dumps(forwards, indent=1) + "\n")
     shown = RemovalCurve(tuple(r for r in curve.rows if not r.criterion.startswith("α")), curve.measured_on)
     draw(folder, {"criteria": perplexity_figure(shown), "alpha": alpha_figure(curve)})
-    print(curve, forwards, sep="\n\n")
 
 
 def half(text: str, which: int) -> Split:

@@ -15,12 +15,11 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 
 from experiments.common import Inputs, on_each_text, run_command
 from experiments.compressions import ALIKE, told
-from experiments.statements import bullets, ratio, runs, short, span, table
+from experiments.statements import bullets, ratio, short, span, table
 from lyapunov_prune.ranking.candidates import least
 from lyapunov_prune.ranking.criteria.blend_minmax import minmax
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -58,18 +57,6 @@ class ScalesOnOneText(Result):
     choices: tuple[Choice, ...]
     measured_on: MeasuredOn
     calibrated_on: MeasuredOn
-
-    def to_frame(self) -> pd.DataFrame:
-        rows = [
-            {
-                "way": c.way,
-                "ends": c.ends,
-                "layers": runs(c.removed),
-                "× dense": float(np.exp((c.windows - self.dense).mean())),
-            }
-            for c in self.choices
-        ]
-        return pd.DataFrame(rows)
 
     def headline(self) -> str:
         return f"{self.measured_on.line()}; chosen on {self.calibrated_on.line()}; dense perplexity {ratio(self.dense)}"

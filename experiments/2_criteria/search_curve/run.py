@@ -101,7 +101,6 @@ def main(
     folder = model.folder(HERE)
     result.save(folder / "curve.json")
     draw(folder, {"curve": figure(result)})
-    print(steps_of(result))
 
 
 def held(found: BestRemoval) -> list[int]:

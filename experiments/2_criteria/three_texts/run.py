@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 
 from experiments.all import COUNTS, rankings
 from experiments.common import Inputs, on_each_text, run_command
@@ -42,18 +41,6 @@ class OnOneText(Result):
     chosen: tuple[Chosen, ...]
     measured_on: MeasuredOn
     calibrated_on: MeasuredOn
-
-    def to_frame(self) -> pd.DataFrame:
-        rows = [
-            {
-                "criterion": c.criterion,
-                "removed": len(c.removed),
-                "layers": ", ".join(map(str, c.removed)),
-                "degradation": float(np.exp((c.windows - self.dense).mean())),
-            }
-            for c in self.chosen
-        ]
-        return pd.DataFrame(rows)
 
     def headline(self) -> str:
         return f"{self.measured_on.line()}; chosen on {self.calibrated_on.line()}"

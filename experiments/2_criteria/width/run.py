@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import pandas as pd
 import torch
 import typer
 from transformers import PreTrainedModel
@@ -58,12 +57,6 @@ class WidthOnOneText(Result):
     rows: tuple[Narrowed, ...]
     measured_on: MeasuredOn
     calibrated_on: MeasuredOn
-
-    def to_frame(self) -> pd.DataFrame:
-        return pd.DataFrame(
-            {"channels": r.way, "refitted": r.refitted, "kept": r.kept, "KL": r.kl.mean(), "loss": r.windows.mean()}
-            for r in self.rows
-        )
 
     def headline(self) -> str:
         return f"{self.measured_on.line()}; chosen on {self.calibrated_on.line()}"

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 
 from experiments.common import Each, Inputs, Model, measure_each, run_command
@@ -50,10 +49,6 @@ class WidthAndDepth(Result):
     @property
     def refitted(self) -> bool:
         return len(self.kl) > len(self.weighed.plans)
-
-    def to_frame(self) -> pd.DataFrame:
-        ways = len(self.weighed.plans)
-        return self.weighed.to_frame().assign(held_out_kl=self.kl[:ways].mean(1), loss=self.windows[:ways].mean(1))
 
     def headline(self) -> str:
         chose, compared = self.weighed.plan().measured_on[0], self.weighed.measured_on

@@ -50,7 +50,6 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 4096) -> N
         loaded.model, bits(loaded.model, profile), calibration, evaluation, path=folder / "bits.json"
     )
     draw(folder, {"allocation": compressions_figure(shares), "bits": compressions_figure(widths)})
-    print(shares, widths, sep="\n\n")
 
 
 def threshold(model: PreTrainedModel, calibration: lp.TokenBatch) -> lp.sensitivity.Sensitivity:

@@ -52,9 +52,6 @@ class BitsByLayer(Result):
     measured_on: MeasuredOn
     calibrated_on: MeasuredOn
 
-    def headline(self) -> str:
-        return f"Bits by layer, rtn in groups of {GROUP}\n{self.measured_on.line()}"
-
 
 @dataclass(frozen=True)
 class Known:
@@ -102,7 +99,6 @@ def main(
             print(allocation.schedule, budget, allocation.mean, np.mean(kl), widths, flush=True)
     found = BitsByLayer(tuple(rows), known.costs, BitWidths.widths, reading.measured_on(), known.measured_on)
     found.save(folder / "bits.json")
-    print(written(folder)["bits"])
 
 
 def written(folder: Path = HERE) -> dict[str, str]:

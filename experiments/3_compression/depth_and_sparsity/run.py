@@ -44,7 +44,6 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 4096) -> N
         speed=lp.measure_speed(models, prompt=128, steps=32, repeats=5),
     )
     result.save(folder / "depth.json")
-    print(result, result.speed, sep="\n\n")
 
 
 def written(folder: Path = HERE) -> dict[str, str]:

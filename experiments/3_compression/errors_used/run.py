@@ -15,7 +15,7 @@ import torch
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Again, Model, is_kept, run, texts
+from experiments.common import Again, Model, is_kept, run, show, texts
 from experiments.divergences import divergences, finals, losses
 from experiments.statements import ratio, short, table
 from lyapunov_prune.forward.reading import Reading, read
@@ -52,9 +52,6 @@ class ErrorsUsed(Result):
     measured_on: MeasuredOn
     calibrated_on: MeasuredOn
 
-    def headline(self) -> str:
-        return f"Errors used, {self.setting}\n{self.measured_on.line()}"
-
 
 def variants(correction: float) -> dict[str, dict[str, Any]]:
     weighted, corrected = {"weighted": True}, {"correction": correction}
@@ -81,7 +78,7 @@ def main(
         on = evaluation.measured_on(), calibration.measured_on()
         for name in wanted:
             compare(ErrorsUsed(name, (), dense, correction, *on), calibration, evaluation, states, folder)
-    print(*written(folder).values(), sep="\n")
+    show(written(folder))
 
 
 def compare(

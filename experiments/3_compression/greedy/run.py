@@ -32,7 +32,6 @@ def main(
     result = inputs(model, text, tokens, context).sensitivity(studies, rank=RANK)
     result.save(folder / "greedy.json")
     draw(folder, {"greedy": greedy_figure(result)})
-    print(result)
 
 
 def written(folder: Path = HERE) -> dict[str, str]:

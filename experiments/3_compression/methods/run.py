@@ -35,7 +35,6 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 4096) -> N
     table = evaluate_compressions(loaded.model, SETTINGS, calibration, evaluation)
     table.save(folder / "methods.json")
     draw(folder, {"methods": compressions_figure(table)})
-    print(table)
 
 
 def written(folder: Path = HERE) -> dict[str, str]:

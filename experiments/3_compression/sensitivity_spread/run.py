@@ -7,19 +7,14 @@ One component of all layers, or all components of one layer, at 50 % by each met
 sensitivity a method, and spread.svg.
 """
 
-from itertools import product
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 
 import lyapunov_prune as lp
 from experiments.common import Model, draw, inputs, run_command
 from experiments.statements import measured, ranked, short, table
-from lyapunov_prune.allocation.amplification import Reading, tolerance
-from lyapunov_prune.profiles.contraction_profile import Pooling
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
@@ -45,30 +40,8 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 1024, cont
         )
         for method in METHODS
     }
-    rows = []
-    budgets = {p: tolerance(profile.contraction.pooled(p), "equal-error") for p in get_args(Pooling)}
     for method, found in found_by.items():
         found.save(folder / f"{method}.json")
-        components, layers = found.of("component"), found.of("layer")
-        rows.append(
-            {
-                "method": method,
-                "least": components.regret.min(),
-                "of": components.label[components.regret.idxmin()],
-                "most": components.regret.max(),
-                "of ": components.label[components.regret.idxmax()],
-                "spread": components.regret.max() / components.regret.min(),
-                "layers": layers.regret.max() / layers.regret.clip(lower=1e-3).min(),
-            }
-        )
-        for pooling, budget in budgets.items():  # by the other reading the correlation has the other sign
-            rank = stats.spearmanr(budget, layers.regret)
-            rows[-1] |= {f"1/A ({pooling}) vs regret": rank.statistic, f"p ({pooling})": rank.pvalue}
-    print(pd.DataFrame(rows).to_string(index=False, float_format=lambda x: f"{x:.3g}"))
-    for pooling, reading in product(budgets, get_args(Reading)):
-        share = tolerance(profile.contraction.pooled(pooling), reading)
-        third = len(share) // 3
-        print(f"{reading}, {pooling}: the last third {share[-third:].sum():.2f}, the first {share[:third].sum():.2f}")
     draw(folder, {"spread": figure(found_by)})
 
 

@@ -15,7 +15,6 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
@@ -48,18 +47,6 @@ class FactorsOnOneText(Result):
     cuts: tuple[Cut, ...]
     measured_on: MeasuredOn
     calibrated_on: MeasuredOn
-
-    def to_frame(self) -> pd.DataFrame:
-        return pd.DataFrame(
-            {
-                "way": c.way,
-                "sparsity": c.sparsity,
-                "kept": c.kept,
-                "layers": runs(c.removed),
-                "× dense": float(np.exp((c.windows - self.dense).mean())),
-            }
-            for c in self.cuts
-        )
 
     def headline(self) -> str:
         return f"{self.measured_on.line()}; by {self.calibrated_on.line()}; dense perplexity {ratio(self.dense)}"

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 
 from experiments.common import Model, draw, of_model, run_command
@@ -87,12 +86,6 @@ class Asymmetry(Result):
     paired: tuple[Paired, ...]
     measured_on: tuple[MeasuredOn, ...]
 
-    def to_frame(self) -> pd.DataFrame:
-        return pd.DataFrame([vars(row) for row in self.paired])
-
-    def headline(self) -> str:
-        return f"{self.measured_on[1].line()}; dense {self.dense:.4g}"
-
     def of(self, quantity: str, optimizer: str = "") -> list[Paired]:
         """By depth, and last over all of them."""
         rows = [p for p in self.paired if (p.quantity, p.optimizer) == (quantity, optimizer)]
@@ -127,7 +120,6 @@ def main(
     folder = of_model(HERE, model.name, VIT)
     found.save(folder / FILE)
     draw(folder, {"asymmetry": figure(found)})
-    print(found)
 
 
 def marks_of(steps: int) -> np.ndarray:

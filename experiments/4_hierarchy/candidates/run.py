@@ -94,10 +94,6 @@ def main(
     }
     write_whole(folder / "candidates.json", as_json({**facts, "choices": records(answers), "shifts": records(moved)}))
     draw(folder, {**figures, "survival": survival_figure(answers), "certificate": certificate_figure(ratios)})
-    for name, value in facts.items():
-        print(f"{name:<60} {value}")
-    print(answers.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
-    print(moved.T.to_string(float_format=lambda x: f"{x:.3g}"))
 
 
 def papers_items() -> tuple[lp.data.ChoiceItem, ...]:

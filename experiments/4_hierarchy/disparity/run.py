@@ -12,7 +12,6 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 from transformers import PreTrainedModel
 
@@ -52,10 +51,6 @@ class Disparity(Result):
         """(groups,): the median attention over the median activation."""
         return np.median(self.attention, 1) / np.median(self.activation, 1)
 
-    def to_frame(self) -> pd.DataFrame:
-        worth = {"attention": self.attention.mean(0), "activation": self.activation.mean(0)}
-        return pd.DataFrame({"layer": np.arange(self.attention.shape[1]), **worth})
-
     def headline(self) -> str:
         return f"{self.measured_on.line()}, {len(self.attention)} groups of {self.windows} windows; {self.reduction}"
 
@@ -66,7 +61,6 @@ def main(model: Model = Model(), text: str = "builtin") -> None:
     found = measure(loaded.model, batch)
     found.save(HERE / f"{found.name}.json")
     draw(HERE, {found.name: figure(found)})
-    print(found)
 
 
 def measure(model: PreTrainedModel, batch: TokenBatch) -> Disparity:

@@ -26,7 +26,6 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 1024, cont
     for name, (sparsity, rank) in SETTINGS.items():
         found = given.sensitivity(("group",), sparsity=sparsity, rank=rank)
         amplification_drift(found, contraction).save(folder / f"{name}.json")
-    print(*measured(folder).values(), *written(folder).values(), sep="\n\n")
 
 
 def measured(folder: Path = HERE) -> dict[str, AmplificationDrift]:

@@ -131,10 +131,6 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048, step
             "parting": parting_figure(models, steps),
         },
     )
-    for name, value in facts.items():
-        print(f"{name:<40} {value}")
-    print(models.drop(columns="first_differences").T.to_string(float_format=lambda x: f"{x:.3g}"))
-    print(other.T.to_string(float_format=lambda x: f"{x:.3g}"))
 
 
 def together(name: str, found: dict[str, lp.predictions.GenerationDivergence]) -> pd.DataFrame:

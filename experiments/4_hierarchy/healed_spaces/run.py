@@ -89,7 +89,6 @@ def main(
     dense = lp.perplexity(loaded.model, judged).windows
     found = HealedSpaces(removed, dense, tuple(Spaces(name, **row) for name, row in rows.items()), steps, *origins)
     found.save(model.folder(HERE) / "spaces.json")
-    print(spaces(found))
 
 
 def makers(

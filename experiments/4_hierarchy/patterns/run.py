@@ -112,7 +112,6 @@ def main(
     gold = np.array([item.gold for item in some])
     found = Patterns(rows, gold, chance, plain(str(choices)), plain(str(questions)), origin)
     found.save(model.folder(HERE) / "patterns.json")
-    print(patterns(found))
 
 
 @torch.no_grad()

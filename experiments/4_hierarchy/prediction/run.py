@@ -86,7 +86,6 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 4096) -> N
     ranks = correlations(frame)
     write_whole(folder / "correlation.json", ranks.to_json(orient="records", indent=1) + "\n")
     draw(folder, {"sets": sets_figure(frame), "correlation": correlation_figure(ranks)})
-    print(ranks.to_string(index=False, float_format=lambda x: f"{x:.2f}"))
 
 
 def sets(rankings: dict[str, lp.ranking.LayerRanking], layers: int) -> dict[tuple[int, ...], str]:

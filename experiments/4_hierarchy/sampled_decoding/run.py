@@ -98,7 +98,6 @@ def main(
         rows = {name: {key: np.array(x) for key, x in store[name].items()} for name in MODELS}
     found = SampledDecoding(steps, WAYS, tuple(Texts(name, **row) for name, row in rows.items()), *origins)
     found.save(model.folder(HERE) / "decoding.json")
-    print(texts(found))
 
 
 def compared(

@@ -164,11 +164,6 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048, step
             "bounds": bounds_figure(layers, rounding),
         },
     )
-    for name, value in facts.items():
-        print(f"{name:<44} {value}")
-    shown = ["layer", "what", "hidden", "logit", "probability", "probability_estimate", "kl", "kl_estimate"]
-    print(layers[shown].to_string(index=False, float_format=lambda x: f"{x:.3g}"))
-    print(temperatures[["temperature", *shown[4:]]].to_string(index=False, float_format=lambda x: f"{x:.3g}"))
 
 
 def together(found: Sequence[lp.predictions.HierarchyProbe], prompts: Iterable[str]) -> pd.DataFrame:

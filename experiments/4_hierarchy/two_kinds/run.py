@@ -50,12 +50,10 @@ def main(
     chosen = lp.evaluate_tasks(models, loaded.tokenizer, lp.evaluation.load_tasks(choices), limit=items, batch_size=4)
     chosen = replace(chosen, tasks=plain_tasks(chosen.tasks))
     chosen.save(folder / "choices.json")
-    print(chosen)
     asked = lp.evaluation.load_tasks([questions], few_shot=2)
     answered = lp.evaluate_tasks(models, loaded.tokenizer, asked, limit=answers, batch_size=8)
     answered = replace(answered, tasks=plain_tasks(answered.tasks))
     answered.save(folder / "answers.json")
-    print(answered)
     draw(folder, {"kinds": figure(chosen, answered)})
 
 

@@ -135,7 +135,6 @@ def main(
                 store.add(name, [encode(row) for row in judged(loaded, name, made[name](), asked, dense, steps)])
             found = replace(found, rows=(*found.rows, *(decode(Judged, row) for row in store[name])))
             found.save(HERE / f"{plain(model.name)}.json")  # cut off, it holds the compressions that are done
-    print(scored(held_against([found])))
 
 
 def read_sets(loaded: Decoder, unseen: str, other: str, choices: Sequence[str], count: int, begins: int) -> Asked:

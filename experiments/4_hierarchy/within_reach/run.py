@@ -82,7 +82,6 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048, item
         found = Reach(tuple(decode(Row, store[name]) for name in made), seed, origin)
     found.save(folder / "reach.json")
     draw(folder, {"reach": figure(found)})
-    print(reached(found))
 
 
 def drawn(task: str, items: int, seed: int) -> list[tuple[str, str]]:

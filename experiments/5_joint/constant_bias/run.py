@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 
 from experiments.common import Model, draw, of_model, run_command
@@ -71,15 +70,6 @@ class ConstantBias(Result):
     def seeds(self) -> int:
         return self.fast.shape[1]
 
-    def to_frame(self) -> pd.DataFrame:
-        attention, activation = self.pairs.T
-        columns = {"attention": attention, "activation": activation, "fast": self.fast.mean(1)}
-        low, high = intervals(self.long - self.fast, self.covariance, len(self.points.items[0]))
-        return pd.DataFrame({**columns, "long": self.long.mean(1), "long − fast": self.bias, "low": low, "high": high})
-
-    def headline(self) -> str:
-        return f"{self.measured_on[1].line()}; {LONGER} times longer than {self.points.steps} steps"
-
 
 def main(
     model: Model = Model(VIT),
@@ -102,7 +92,6 @@ def main(
     folder = of_model(HERE, model.name, VIT)
     found.save(folder / FILE)
     draw(folder, {"bias": figure(found)})
-    print(found)
 
 
 def spread_out(reach: int, most: Pair) -> list[Pair]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import pandas as pd
 import torch
 import typer
 from transformers import PreTrainedModel
@@ -102,16 +101,6 @@ class EqualTime(Result):
     def at(self, speedup: float) -> dict[str, Way]:
         return {way.name: way for way in self.ways if way.speedup == speedup}
 
-    def to_frame(self) -> pd.DataFrame:
-        rows = [
-            {"speed-up": w.speedup, "way": w.name, "reached": w.reached, "beside": w.beside, "score": w.items.mean()}
-            for w in self.ways
-        ]
-        return pd.DataFrame(rows)
-
-    def headline(self) -> str:
-        return self.measured_on.line()
-
 
 def main(
     model: Model = Model(VIT, "cpu", "float32"),
@@ -130,7 +119,6 @@ def main(
     folder = of_model(HERE, model.name, VIT)
     found.save(folder / "equal_time.json")
     draw(folder, {"equal_time": figure(found)})
-    print(found)
 
 
 def measure(of: Subject, speedups: tuple[float, ...], seeds: int, steps: int, repeats: int) -> EqualTime:

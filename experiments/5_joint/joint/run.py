@@ -24,7 +24,6 @@ def main(finished: Path) -> None:
     name = run.plan.model.name
     run.save(HERE / f"{name}.json")
     draw(HERE, {name: joint_figure(run.map, run.decision)})
-    print(run)
 
 
 def written() -> dict[str, str]:

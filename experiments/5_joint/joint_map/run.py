@@ -52,7 +52,6 @@ def main() -> None:
     }
     write_whole(HERE / "beside.json", json.dumps(beside, indent=1, allow_nan=False) + "\n")
     draw(HERE, {"surface": joint_figure(fitted, decision)})
-    print(fitted, decision, *written().values(), sep="\n\n")
 
 
 def readings(removed: np.ndarray, scores: np.ndarray) -> dict[str, Any]:

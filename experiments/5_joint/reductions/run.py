@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 
 import lyapunov_prune as lp
@@ -69,13 +68,6 @@ class KeptByReductions(Result):
     measured_on: MeasuredOn
     calibrated_on: MeasuredOn
 
-    def to_frame(self) -> pd.DataFrame:
-        rows = [
-            {"layer": k.layer, "reduction": k.reduction, "explained": k.explained, "perplexity / dense": self.cost(k)}
-            for k in self.kept
-        ]
-        return pd.DataFrame(rows)
-
     def headline(self) -> str:
         return f"{self.measured_on.line()}; fitted on {self.calibrated_on.line()}"
 
@@ -100,7 +92,6 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048) -> N
     found = measure(read(loaded, calibration), read(loaded, evaluation))
     found.save(HERE / f"{found.name}.json")
     draw(HERE, {found.name: figure(found)})
-    print(found)
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import pandas as pd
 import typer
 
 from experiments.common import Model, draw, of_model, run_command
@@ -88,21 +87,6 @@ class ReductionsRecovered(Result):
     def of(self, reduction: str, count: int) -> Replaced:
         return next(r for r in self.replaced if r.reduction == reduction and len(r.layers) == count)
 
-    def to_frame(self) -> pd.DataFrame:
-        rows = [
-            {
-                "removed": len(r.layers),
-                "reduction": r.reduction,
-                "at once": r.before.mean(),
-                "after recovery": r.after.mean(),
-            }
-            for r in self.replaced
-        ]
-        return pd.DataFrame(rows)
-
-    def headline(self) -> str:
-        return self.measured_on.line()
-
 
 def main(
     model: Model = Model(VIT, "cpu", "float32"),
@@ -119,7 +103,6 @@ def main(
     folder = of_model(HERE, model.name, VIT)
     found.save(folder / "reductions.json")
     draw(folder, {"reductions": figure(found)})
-    print(found)
 
 
 def measure(of: Subject, removed: tuple[int, ...], seeds: int, steps: int) -> ReductionsRecovered:

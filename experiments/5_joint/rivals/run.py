@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 
 from experiments.common import Model, draw, of_model, run_command
@@ -85,14 +84,6 @@ class Rivals(Result):
         """(m,), means over seeds."""
         return self.items.mean((1, 2))
 
-    def to_frame(self) -> pd.DataFrame:
-        attention, activation = self.pairs.T
-        names = {"attention": attention, "activation": activation, "role": self.roles}
-        return pd.DataFrame({**names, "score": self.scores})
-
-    def headline(self) -> str:
-        return self.measured_on.line()
-
 
 def main(
     model: Model = Model(VIT, "cpu", "float32"),
@@ -109,7 +100,6 @@ def main(
     folder = of_model(HERE, model.name, VIT)
     found.save(folder / "rivals.json")
     draw(folder, {"rivals": figure(found)})
-    print(found)
 
 
 def measure(of: Subject, random: int, seeds: int, steps: int | None) -> Rivals:

@@ -99,7 +99,6 @@ def main() -> None:
     }
     write_whole(FILE, json.dumps(result, indent=1, allow_nan=False) + "\n")
     draw(HERE, {"vit": figure(result)})
-    print(*written().values(), sep="\n")
 
 
 def train(model: ViTForImageClassification, learn: ImageBatch, select: ImageBatch) -> dict[str, Any]:

@@ -108,7 +108,6 @@ def main(
     plain = (replace(s, tasks=replace(s.tasks, tasks=plain_tasks(s.tasks.tasks))) for s in states)
     found = Costs(removed, tuple(plain), *origins)
     found.save(model.folder(HERE) / "costs.json")
-    print(costs(found))
 
 
 def makers(

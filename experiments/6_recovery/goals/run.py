@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import pandas as pd
 import torch
 import typer
 from transformers import PreTrainedModel
@@ -69,19 +68,6 @@ class GoalsOnOneText(Result):
     def oracle(self) -> Way:
         return self.ways[0]
 
-    def to_frame(self) -> pd.DataFrame:
-        rows = [
-            {
-                "by": w.criterion,
-                "state": w.state,
-                "/ oracle": float(np.exp((w.windows - self.oracle.windows).mean())),
-                "time / oracle": w.seconds / self.oracle.seconds,
-                "steps": w.steps,
-            }
-            for w in self.ways
-        ]
-        return pd.DataFrame(rows)
-
     def headline(self) -> str:
         return f"{self.measured_on.line()}; chosen, mended and taught on {self.calibrated_on.line()}"
 
@@ -103,7 +89,6 @@ def main(
         require_disjoint(learnt, judged)
         found = measure(loaded, learnt, judged, remove, model.jobs / "goals")
         found.save(HERE / f"{loaded.model.config._name_or_path}-{Path(learnt.text).stem}.json")
-        print(found)
 
 
 def measure(

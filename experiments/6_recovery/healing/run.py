@@ -35,9 +35,6 @@ class Course(Result):
     held_out: HeldOut
     measured_on: MeasuredOn
 
-    def headline(self) -> str:
-        return f"Healing by {self.trained:,} parameters recovered {self.recovered:.0%}; {self.measured_on.line()}"
-
 
 def main(model: Model = Model(), text: str = "builtin", tokens: int = 4096, remove: int = 4) -> None:
     folder = model.folder(HERE)
@@ -56,7 +53,6 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 4096, remo
             report.losses, rank, report.trained, report.recovered, report.held_out, report.measured_on
         )
         courses[name].save(folder / f"{name}.json")
-        print(report, end="\n\n")
     page, axes = one_panel(6.5, 3.0)
     for (name, course), colour in zip(courses.items(), (COLOURS["rho"], COLOURS["bi"]), strict=True):
         axes.plot(course.losses, color=colour, linewidth=1, label=f"{name}, recovered {course.recovered:.0%}")

@@ -116,7 +116,6 @@ def main(
     found = HealingTime(whole.windows, tuple(courses), *origins)
     found.save(folder / "minutes.json")
     draw(folder, {"minutes": figure(found)})
-    print(perplexities(found))
 
 
 def figure(found: HealingTime) -> str:

@@ -136,7 +136,6 @@ def main(
     healed = tuple(Healed(way.name, way.steps, losses[way.name]) for way in WAYS)
     found = HealingWays(removed, losses["dense"], losses["cut"], losses["mended"], healed, *origins)
     found.save(model.folder(HERE) / "ways.json")
-    print(ways(found))
 
 
 def heal(

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 
 import lyapunov_prune as lp
@@ -63,20 +62,6 @@ class MendedOnOneText(Result):
     removals: tuple[Removal, ...]
     measured_on: MeasuredOn
     calibrated_on: MeasuredOn
-
-    def to_frame(self) -> pd.DataFrame:
-        rows = [
-            {
-                "criterion": r.criterion,
-                "removed": len(r.removed),
-                "layers": ", ".join(map(str, r.removed)),
-                "cut": float(np.exp((r.cut.windows - self.dense.windows).mean())),
-                "mended": float(np.exp((r.mended.windows - self.dense.windows).mean())),
-                "maps": ", ".join(r.maps),
-            }
-            for r in self.removals
-        ]
-        return pd.DataFrame(rows)
 
     def headline(self) -> str:
         return f"{self.measured_on.line()}; chosen and mended on {self.calibrated_on.line()}"

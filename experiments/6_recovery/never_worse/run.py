@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import pandas as pd
 import typer
 
 import lyapunov_prune as lp
@@ -57,21 +56,6 @@ class NeverWorse(Result):
     text: str
     measured_on: MeasuredOn
 
-    def to_frame(self) -> pd.DataFrame:
-        rows = [
-            {
-                "state": s.name,
-                "perplexity": float(np.exp(s.windows.mean())),
-                "/ dense": float(np.exp((s.windows - self.dense).mean())),
-                "minutes": s.seconds / 60,
-            }
-            for s in self.states
-        ]
-        return pd.DataFrame(rows)
-
-    def headline(self) -> str:
-        return f"{self.measured_on.line()}; chosen, mended and healed on {self.text}"
-
 
 def main(
     unseen: Unseen,
@@ -97,7 +81,6 @@ def main(
         states.append(_state(folder / "healed", "healed", taught, judged, states[-1]))
         found = NeverWorse(dense, tuple(states), plain(source), on)
         found.save(HERE / f"{on.model.name}-{Path(source).stem}.json")
-        print(found)
 
 
 def _state(output: Path, name: str, command: list[str], judged: lp.TokenBatch, before: State | None) -> State:

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import pandas as pd
 import typer
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator
 
 import lyapunov_prune as lp
 from experiments.by_commands import against, losses, run_once
-from experiments.common import Again, Each, Model, Scored, Unseen, draw, is_kept, plain, read_text, run
+from experiments.common import Again, Each, Model, Scored, Unseen, draw, is_kept, plain, read_text, run, show
 from experiments.statements import ratio, runs, table
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.evaluation.perplexity import interval_of
@@ -58,16 +57,6 @@ class OneCommand(Result):
     dense: np.ndarray
     windows: np.ndarray
     measured_on: MeasuredOn
-
-    def to_frame(self) -> pd.DataFrame:
-        rows = [("dense", self.dense, self.parameters[0]), ("shrunk", self.windows, self.parameters[1])]
-        return pd.DataFrame(
-            [(name, float(np.exp(losses.mean())), count) for name, losses, count in rows],
-            columns=["model", "perplexity", "parameters"],
-        )
-
-    def headline(self) -> str:
-        return f"{self.measured_on.line()}; lyapunov-prune {self.options}; {self.seconds / 60:.1f} minutes"
 
 
 def main(
@@ -108,8 +97,8 @@ def main(
             measured_on=on,
         )
         found.save(file)
-        print(found)
     draw(HERE, {"recovery": figure(*_results())})
+    show(written())
 
 
 def _results() -> tuple[list[Any], dict[tuple[str, str], OneCommand]]:

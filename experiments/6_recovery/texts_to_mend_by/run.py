@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import pandas as pd
 import torch
 import typer
 from transformers import PreTrainedModel
@@ -64,17 +63,6 @@ class TextsToMendBy(Result):
         own, builtin = (next(t for t in self.taught if t.healed == healed and t.by == by) for by in reversed(HEALED))
         return own.windows[UNSEEN] - builtin.windows[UNSEEN]
 
-    def to_frame(self) -> pd.DataFrame:
-        rows = [
-            {
-                "by": t.by,
-                "healed": t.healed,
-                **{name: float(np.exp(self.over_cut(t, name).mean())) for name in t.windows},
-            }
-            for t in self.taught
-        ]
-        return pd.DataFrame(rows)
-
     def headline(self) -> str:
         return f"{self.measured_on.line()}; without layers {runs(self.removed)}, mended on {self.tokens} tokens"
 
@@ -114,7 +102,6 @@ def main(
     }
     found = measure(loaded, lessons, judges, tokens, steps, jobs)
     found.save(HERE / f"{loaded.model.config._name_or_path}.json")
-    print(found)
 
 
 def halved(first: Callable[[], lp.TokenBatch], second: Callable[[], lp.TokenBatch]) -> lp.TokenBatch:

@@ -37,7 +37,6 @@ def main(model: Model = Model(str(MODELS / "mixture"))) -> None:
     torch.set_num_threads(1)
     with changed(model, "expert_width") as found:
         keep(FILE, found, [*narrower(found), *fewer(found)])
-    print(*written().values(), sep="\n")
 
 
 def narrower(found: Changed) -> list[str]:

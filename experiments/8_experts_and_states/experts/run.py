@@ -39,7 +39,6 @@ def main(model: Model = Model(str(MODELS / "mixture"))) -> None:
     with changed(model, "experts") as found:
         names = [*removed(found), *compressed(found), *healed(found)]
         keep(FILE, found, names, checks=bounds(found), use=use(found))
-    print(*written().values(), sep="\n")
 
 
 def removed(found: Changed) -> list[str]:

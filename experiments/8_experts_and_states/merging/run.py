@@ -53,7 +53,6 @@ def main(model: Model = Model(str(MODELS / "mixture"))) -> None:
                 )
                 add(found, own, ranking.plan(count), tokens, states)
         keep(FILE, found, names)
-    print(*written().values(), sep="\n")
 
 
 def add(found: Changed, names: list[str], plan: lp.PruningPlan, tokens: np.ndarray, states: Any) -> None:

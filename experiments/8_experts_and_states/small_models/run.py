@@ -83,7 +83,6 @@ def main(only: Annotated[str | None, typer.Option(help="mixture or hybrid; both 
         kept = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
         kept[name] = made
         write_whole(FILE, json.dumps(kept, indent=1, allow_nan=False) + "\n")
-    print(*written().values(), sep="\n")
 
 
 def small_model(name: str) -> dict[str, Any]:

@@ -33,7 +33,6 @@ def main(model: Model = Model(str(MODELS / "hybrid"))) -> None:
     with changed(model, "states") as found:
         names = [*removed(found), *compressed(found)]
         keep(FILE, found, names, along=along(found))
-    print(*written().values(), sep="\n")
 
 
 def removed(found: Changed) -> list[str]:
