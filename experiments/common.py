@@ -19,6 +19,7 @@ from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.evaluation.tasks import ScoredTask
 from lyapunov_prune.profiles.profile import LayerProfile, kept_profile
 from lyapunov_prune.results.files import write_whole
+from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.sensitivity.changes import Change
 from lyapunov_prune.sensitivity.sweep import Job, Sweep
 
@@ -135,6 +136,11 @@ class Inputs:
     calibration: lp.TokenBatch
     evaluation: lp.TokenBatch
     jobs: Path
+
+    @property
+    def origins(self) -> tuple[MeasuredOn, MeasuredOn]:
+        """Of the calibration text and of the evaluation text."""
+        return self.calibration.measured_on(self.loaded.model), self.evaluation.measured_on(self.loaded.model)
 
     def profile(self) -> LayerProfile:
         """Contraction and Block Influence on the calibration text, measured once."""

@@ -20,7 +20,7 @@ import lyapunov_prune as lp
 from experiments.all import rankings
 from experiments.common import Each, Inputs, Model, inputs, run, show
 from experiments.statements import bullets, counted, ratio, short, span, table
-from lyapunov_prune.results.result import MeasuredOn, Result
+from experiments.unseen import OnUnseenText
 
 HERE = Path(__file__).parent
 SINGLE = ("bi", "rho", "rho, token pooling", "blend", "angular")
@@ -39,14 +39,11 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class BestOnOneText(Result):
+class BestOnOneText(OnUnseenText):
     """Of every criterion and number of layers: its choice. `first` is the best of the proposed sets, not searched."""
 
-    dense: np.ndarray
     choices: tuple[Choice, ...]
     search: float
-    measured_on: MeasuredOn
-    calibrated_on: MeasuredOn
 
     @property
     def text(self) -> str:
@@ -60,9 +57,6 @@ class BestOnOneText(Result):
     def single(self, count: int) -> Choice:
         """The choice of the best single criterion, known only by the held-out loss."""
         return min((self.of(name, count) for name in SINGLE), key=lambda c: float(np.mean(c.windows)))
-
-    def headline(self) -> str:
-        return f"{self.measured_on.line()}; chosen on {self.calibrated_on.line()}"
 
 
 def main(
@@ -91,17 +85,12 @@ def measure(given: Inputs, search: float) -> BestOnOneText:
         found.append(("first", first.layers, len(proposed), proposed[-1].forwards))
         found.append(("best", best.remove, len(best.tried), best.forwards))
     dense, losses = given.without(gone for _, gone, *_ in found)
-    return BestOnOneText(
-        dense=dense,
-        choices=tuple(Choice(name, gone, losses[gone], tried, forwards) for name, gone, tried, forwards in found),
-        search=search,
-        measured_on=given.evaluation.measured_on(given.loaded.model),
-        calibrated_on=given.calibration.measured_on(given.loaded.model),
-    )
+    choices = tuple(Choice(name, gone, losses[gone], tried, forwards) for name, gone, tried, forwards in found)
+    return BestOnOneText(dense, *given.origins, choices, search)
 
 
 def written() -> dict[str, str]:
-    results = [BestOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
+    results = BestOnOneText.all(HERE)
     singles = [quotient(r, count) for r in results for count in COUNTS]
     return {
         "setting": setting(results),

@@ -19,10 +19,10 @@ from scipy import stats
 
 from experiments.common import Inputs, on_each_text, run_command
 from experiments.compressions import ALIKE, told
-from experiments.statements import bullets, ratio, short, span, table
+from experiments.statements import short, span, table
+from experiments.unseen import OnUnseenText, settings
 from lyapunov_prune.ranking.candidates import least
 from lyapunov_prune.ranking.criteria.blend_minmax import minmax
-from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
 COUNTS = (2, 4, 7)
@@ -52,14 +52,8 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class ScalesOnOneText(Result):
-    dense: np.ndarray
+class ScalesOnOneText(OnUnseenText):
     choices: tuple[Choice, ...]
-    measured_on: MeasuredOn
-    calibrated_on: MeasuredOn
-
-    def headline(self) -> str:
-        return f"{self.measured_on.line()}; chosen on {self.calibrated_on.line()}; dense perplexity {ratio(self.dense)}"
 
 
 def measure(given: Inputs) -> ScalesOnOneText:
@@ -75,18 +69,13 @@ def measure(given: Inputs) -> ScalesOnOneText:
                 chosen[way, ends, count] = least(score, count, free)
     dense, losses = given.without(set(chosen.values()))
     choices = tuple(Choice(way, ends, gone, losses[gone]) for (way, ends, _), gone in chosen.items())
-    model = given.loaded.model
-    return ScalesOnOneText(dense, choices, given.evaluation.measured_on(model), given.calibration.measured_on(model))
+    return ScalesOnOneText(dense, *given.origins, choices)
 
 
 def written() -> dict[str, str]:
-    results = [ScalesOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    parts = {"setting": setting, "chosen": chosen_table, "against": against}
+    results = ScalesOnOneText.all(HERE)
+    parts = {"setting": settings, "chosen": chosen_table, "against": against}
     return {name: part(results) for name, part in parts.items()}
-
-
-def setting(results: Sequence[ScalesOnOneText]) -> str:
-    return bullets(*(r.headline() for r in results))
 
 
 def chosen_table(results: Sequence[ScalesOnOneText]) -> str:
@@ -101,7 +90,7 @@ def chosen_table(results: Sequence[ScalesOnOneText]) -> str:
                     float(np.exp((_choice(r, way, ends, count).windows - r.dense).mean())) for ends in (True, False)
                 ]
                 cells.append(" / ".join(dict.fromkeys(map(short, pair))))
-            rows.append([f"{r.measured_on.model.name}, {Path(r.measured_on.text).stem}", count, *cells])
+            rows.append([r.name, count, *cells])
     return table(("model, text", "removed", *(f"`{way}`" for way in ways)), rows)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import typer
@@ -21,12 +21,13 @@ import typer
 import lyapunov_prune as lp
 from experiments.common import Model, Scored, draw, read_text, run_command
 from experiments.statements import bullets, ratio, runs, short, table
+from experiments.unseen import OnUnseenText
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.ranking.best import best_removal
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.report.drawing import COLOURS, INK, one_panel, svg
-from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.result import encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
@@ -56,15 +57,11 @@ class Course:
 
 
 @dataclass(frozen=True)
-class SearchCurve(Result):
-    dense: np.ndarray
+class SearchCurve(OnUnseenText):
     oracle: np.ndarray
     courses: tuple[Course, ...]
-    calibrated_on: MeasuredOn
-    measured_on: MeasuredOn
 
-    def headline(self) -> str:
-        return f"{self.measured_on.line()}; chosen on the beginning of {self.calibrated_on.line()}"
+    DONE: ClassVar[str] = "chosen on the beginning of"
 
 
 def main(
@@ -97,7 +94,7 @@ def main(
                     store.add(key, lp.perplexity(cut, judged, description=key).windows.tolist())
                 steps.append(Step(tried.by, tried.layers, tried.forwards, np.array(store[key])))
             courses.append(Course(tokens, len(found.tried), found.tried[-1].forwards, tuple(steps)))
-    result = SearchCurve(goals.dense, goals.oracle.windows, tuple(courses), *origins)
+    result = SearchCurve(goals.dense, *origins, goals.oracle.windows, tuple(courses))
     folder = model.folder(HERE)
     result.save(folder / "curve.json")
     draw(folder, {"curve": figure(result)})
@@ -132,7 +129,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
 
 
 def setting(found: SearchCurve) -> str:
-    return bullets(f"{found.headline()}; dense perplexity {ratio(found.dense)}, the oracle's {ratio(found.oracle)}")
+    return bullets(f"{found.setting()}, the oracle's {ratio(found.oracle)}")
 
 
 def steps_of(found: SearchCurve) -> str:

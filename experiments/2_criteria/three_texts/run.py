@@ -15,9 +15,9 @@ import numpy as np
 from experiments.all import COUNTS, rankings
 from experiments.common import Inputs, on_each_text, run_command
 from experiments.compressions import ALIKE, told
-from experiments.statements import bullets, ratio, table
+from experiments.statements import ratio, table
+from experiments.unseen import OnUnseenText, settings
 from lyapunov_prune.ranking.table import DEFAULT
-from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
 SAME = "the same layers"
@@ -34,16 +34,10 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class OnOneText(Result):
-    """Every criterion's choice at each of `COUNTS`; `dense` holds the losses of the windows with all layers."""
+class OnOneText(OnUnseenText):
+    """Every criterion's choice at each of `COUNTS`."""
 
-    dense: np.ndarray
     chosen: tuple[Chosen, ...]
-    measured_on: MeasuredOn
-    calibrated_on: MeasuredOn
-
-    def headline(self) -> str:
-        return f"{self.measured_on.line()}; chosen on {self.calibrated_on.line()}"
 
     def of(self, criterion: str, count: int) -> Chosen:
         return next(c for c in self.chosen if c.criterion == criterion and len(c.removed) == count)
@@ -53,26 +47,18 @@ def measure(given: Inputs) -> OnOneText:
     order = rankings(given, given.profile())
     plans = {(name, count): order[name].plan(count).remove for name in CRITERIA for count in COUNTS}
     dense, losses = given.without(plans.values())
-    return OnOneText(
-        dense=dense,
-        chosen=tuple(Chosen(name, gone, losses[gone]) for (name, _), gone in plans.items()),
-        measured_on=given.evaluation.measured_on(given.loaded.model),
-        calibrated_on=given.calibration.measured_on(given.loaded.model),
-    )
+    chosen = tuple(Chosen(name, gone, losses[gone]) for (name, _), gone in plans.items())
+    return OnOneText(dense, *given.origins, chosen)
 
 
 def written() -> dict[str, str]:
-    results = [OnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    return {"setting": setting(results), "removed": removed(results), "default": default(results)}
-
-
-def setting(results: list[OnOneText]) -> str:
-    return bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in results))
+    results = OnOneText.all(HERE)
+    return {"setting": settings(results), "removed": removed(results), "default": default(results)}
 
 
 def removed(results: list[OnOneText]) -> str:
     """Perplexity over that of the dense model."""
-    head = ("removed", "criterion", *(f"{r.measured_on.model.name}, {Path(r.measured_on.text).stem}" for r in results))
+    head = ("removed", "criterion", *(r.name for r in results))
     lines = []
     for count in COUNTS:
         for name in CRITERIA:

@@ -24,7 +24,8 @@ import typer
 from transformers import PreTrainedModel
 
 from experiments.common import Each, Inputs, Model, measure_each, run_command
-from experiments.statements import bullets, ratio, short, table
+from experiments.statements import ratio, short, table
+from experiments.unseen import OnUnseenText, settings
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.refit import refit_blocks
@@ -32,7 +33,6 @@ from lyapunov_prune.predictions.softmax import divergences
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.pruning.width import DEFAULT, SCORES, choose_channels
-from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
 
@@ -51,15 +51,9 @@ class Narrowed:
 
 
 @dataclass(frozen=True)
-class WidthOnOneText(Result):
-    dense: np.ndarray
+class WidthOnOneText(OnUnseenText):
     width: int
     rows: tuple[Narrowed, ...]
-    measured_on: MeasuredOn
-    calibrated_on: MeasuredOn
-
-    def headline(self) -> str:
-        return f"{self.measured_on.line()}; chosen on {self.calibrated_on.line()}"
 
 
 def main(
@@ -92,13 +86,7 @@ def measure(given: Inputs, remove: float, optipfair: Path | None) -> WidthOnOneT
         for refits in ({}, weights):
             changed = cut(decoder, Operation(plan, refits=refits), shared=True).model
             rows.append(compared(score, bool(refits), kept, changed, dense, evaluation.ids))
-    return WidthOnOneText(
-        dense=losses(dense, evaluation.ids),
-        width=width,
-        rows=tuple(rows),
-        measured_on=evaluation.measured_on(decoder.model),
-        calibrated_on=given.calibration.measured_on(decoder.model),
-    )
+    return WidthOnOneText(losses(dense, evaluation.ids), *given.origins, width, tuple(rows))
 
 
 def by_optipfair(model: PreTrainedModel, folder: Path, remove: float, ids: torch.Tensor | None) -> PreTrainedModel:
@@ -144,10 +132,10 @@ def compared(
 
 
 def written() -> dict[str, str]:
-    results = [WidthOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
+    results = WidthOnOneText.all(HERE)
     head = ("model, text", "channels by", "kept", "last matrix", "KL", "perplexity", "over the dense")
     return {
-        "setting": bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in results)),
+        "setting": settings(results),
         "table": table(head, [row for r in results for row in _rows(r)]),
     } | {
         f"{r.measured_on.model.name} beside {name}": beside(r, way)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -20,11 +21,11 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from experiments.common import Inputs, on_each_text, run_command
 from experiments.compressions import ALIKE, told
-from experiments.statements import bullets, percent, ratio, runs, table
+from experiments.statements import percent, ratio, runs, table
+from experiments.unseen import OnUnseenText, settings
 from lyapunov_prune.export.factors import with_factors
 from lyapunov_prune.progress import track
 from lyapunov_prune.ranking.candidates import least
-from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
 METHOD, SPARSITIES, HALF = "whitened-svd", (0.1, 0.2, 0.4), 0.2  # in bfloat16 the last
@@ -42,14 +43,10 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class FactorsOnOneText(Result):
-    dense: np.ndarray
+class FactorsOnOneText(OnUnseenText):
     cuts: tuple[Cut, ...]
-    measured_on: MeasuredOn
-    calibrated_on: MeasuredOn
 
-    def headline(self) -> str:
-        return f"{self.measured_on.line()}; by {self.calibrated_on.line()}; dense perplexity {ratio(self.dense)}"
+    DONE: ClassVar[str] = "by"
 
     def by(self, way: str) -> dict[float, Cut]:
         return {c.sparsity: c for c in self.cuts if c.way == way}
@@ -67,13 +64,13 @@ def measure(given: Inputs) -> FactorsOnOneText:
         fewer = lp.remove_layers(model, gone)
         cuts.append(Cut("layers", sparsity, fewer.num_parameters() / total, gone, losses(fewer, given)))
     dense = losses(model, given)
-    on, chosen_on = (batch.measured_on(model) for batch in (given.evaluation, given.calibration))
+    origins = given.origins  # before the model is rounded
     model.bfloat16()
     done = lp.compress(model, given.calibration, method=METHOD, sparsity=HALF)
     small = with_factors(done.model, done.report.ranks)
     cuts.append(Cut("bfloat16, dense", HALF, 1.0, (), losses(done.model, given)))
     cuts.append(Cut("bfloat16, factors", HALF, small.num_parameters() / total, (), losses(small, given)))
-    return FactorsOnOneText(dense, tuple(cuts), on, chosen_on)
+    return FactorsOnOneText(dense, *origins, tuple(cuts))
 
 
 def losses(model: PreTrainedModel, given: Inputs) -> np.ndarray:
@@ -93,13 +90,9 @@ def layers_for(given: Inputs, share: float) -> tuple[int, ...]:
 
 
 def written() -> dict[str, str]:
-    results = [FactorsOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    parts = {"setting": setting, "cuts": cuts_table, "against": against}
+    results = FactorsOnOneText.all(HERE)
+    parts = {"setting": settings, "cuts": cuts_table, "against": against}
     return {name: part(results) for name, part in parts.items()}
-
-
-def setting(results: Sequence[FactorsOnOneText]) -> str:
-    return bullets(*(r.headline() for r in results))
 
 
 def cuts_table(results: Sequence[FactorsOnOneText]) -> str:
@@ -109,7 +102,7 @@ def cuts_table(results: Sequence[FactorsOnOneText]) -> str:
             layers = r.by("layers")[sparsity]
             rows.append(
                 [
-                    f"{r.measured_on.model.name}, {Path(r.measured_on.text).stem}",
+                    r.name,
                     f"{sparsity:g}",
                     percent(factors.kept),
                     ratio(factors.windows - r.dense),

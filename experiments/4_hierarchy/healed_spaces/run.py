@@ -10,10 +10,9 @@ spaces.json beside this file, of another model in a folder by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import typer
@@ -21,11 +20,11 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Learnt, Model, Scored, read_text, run_command
+from experiments.common import Learnt, Model, Scored, run_command
 from experiments.statements import bullets, interval, ratio, runs, table
-from lyapunov_prune.data.batch import require_disjoint
+from experiments.unseen import OnUnseenText, recovered, two_texts
 from lyapunov_prune.ranking.table import DEFAULT
-from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.result import encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
@@ -48,19 +47,17 @@ class Spaces:
 
 
 @dataclass(frozen=True)
-class HealedSpaces(Result):
+class HealedSpaces(OnUnseenText):
     removed: tuple[int, ...]
-    dense: np.ndarray
     states: tuple[Spaces, ...]
     steps: int
-    calibrated_on: MeasuredOn
-    measured_on: MeasuredOn
+
+    DONE: ClassVar[str] = "chosen, mended and healed on"
 
     def headline(self) -> str:
         return (
             f"Without layers {runs(self.removed)} by `{DEFAULT}`: the first {self.steps} tokens after each of "
-            f"{len(self.states[0].kl)} windows, and losses: {self.measured_on.line()}; chosen, mended and healed on "
-            f"{self.calibrated_on.line()}"
+            f"{len(self.states[0].kl)} windows, and losses: {super().headline()}"
         )
 
 
@@ -76,29 +73,18 @@ def main(
     steps: Annotated[int, typer.Option(help="tokens of each text")] = 32,
 ) -> None:
     loaded = model.load()
-    learnt, judged = (read_text(loaded, *of, context, "all") for of in ((text, tokens), (unseen, scored)))
-    require_disjoint(learnt, judged)
+    learnt, judged, origins = two_texts(loaded, (text, tokens), (unseen, scored), context, context)
     removed = lp.rank(loaded.model, learnt, criterion=DEFAULT).plan(remove).remove
-    origins = learnt.measured_on(loaded.model), judged.measured_on(loaded.model)
     about = {"texts": encode(origins), "removed": removed, "begins": begins, "steps": steps}
     with Store(model.jobs / "healed-spaces", "healed spaces", about) as store:
-        for name, make in makers(loaded.model, removed, learnt).items():
+        for name, make in recovered(loaded.model, removed, learnt, STEPS).items():
             if name not in store:
                 store.add(name, compared(loaded.model, make(), judged, begins, steps))
         rows = {name: {key: np.array(x) for key, x in store[name].items()} for name in ("cut", "mended", "healed")}
     dense = lp.perplexity(loaded.model, judged).windows
-    found = HealedSpaces(removed, dense, tuple(Spaces(name, **row) for name, row in rows.items()), steps, *origins)
+    states = tuple(Spaces(name, **row) for name, row in rows.items())
+    found = HealedSpaces(dense, *origins, removed, states, steps)
     found.save(model.folder(HERE) / "spaces.json")
-
-
-def makers(
-    model: PreTrainedModel, removed: tuple[int, ...], learnt: lp.TokenBatch
-) -> dict[str, Callable[[], PreTrainedModel]]:
-    return {
-        "cut": lambda: lp.remove_layers(model, removed),
-        "mended": lambda: lp.mend(model, removed, learnt),
-        "healed": lambda: lp.heal(lp.mend(model, removed, learnt), model, learnt, steps=STEPS).model,
-    }
 
 
 def compared(

@@ -20,11 +20,11 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Model, read_text, run_command
+from experiments.common import Model, run_command
 from experiments.hierarchies import interval, makers
 from experiments.statements import bullets, correlation, table
 from experiments.statements import interval as said
-from lyapunov_prune.data.batch import require_disjoint
+from experiments.unseen import two_texts
 from lyapunov_prune.evaluation.repetition import repetition
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
 from lyapunov_prune.results.store import Store
@@ -85,9 +85,7 @@ def main(
     steps: Annotated[int, typer.Option(help="tokens of each text")] = 32,
 ) -> None:
     loaded = model.load()
-    sources = (text, tokens), (unseen, prompts * context)
-    learnt, begun = (read_text(loaded, *source, context, "all") for source in sources)
-    require_disjoint(learnt, begun)
+    learnt, begun, _ = two_texts(loaded, (text, tokens), (unseen, prompts * context), context, context)
     begun = replace(begun, ids=begun.ids[:, :begins])
     origins = learnt.measured_on(loaded.model), begun.measured_on(loaded.model)
     about, made = {"texts": encode(origins), "steps": steps}, makers(loaded, learnt)

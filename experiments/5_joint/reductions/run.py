@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ import torch
 import lyapunov_prune as lp
 from experiments.common import Model, draw, run_command, texts
 from experiments.statements import bullets, interval, percent, short, table
+from experiments.unseen import OnUnseenText
 from lyapunov_prune.calibration.blocks import Passed, sum_blocks, watched_blocks
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.export import Cuts, make_compact
@@ -31,7 +33,6 @@ from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.feedforward import FeedForward, find_feedforward
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, depth_axis, log_axis, panels, svg
-from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
 CONTEXT = 256
@@ -59,17 +60,13 @@ class Ridge:
 
 
 @dataclass(frozen=True)
-class KeptByReductions(Result):
-    """Of every block alone; `dense` holds the losses of the windows, nats a token."""
+class KeptByReductions(OnUnseenText):
+    """Of every block alone."""
 
-    dense: np.ndarray
     kept: tuple[Kept, ...]
     ridges: tuple[Ridge, ...]
-    measured_on: MeasuredOn
-    calibrated_on: MeasuredOn
 
-    def headline(self) -> str:
-        return f"{self.measured_on.line()}; fitted on {self.calibrated_on.line()}"
+    DONE: ClassVar[str] = "fitted on"
 
     def cost(self, kept: Kept) -> float:
         return float(np.exp((kept.windows - self.dense).mean()))
@@ -172,7 +169,7 @@ def figure(found: KeptByReductions) -> str:
 
 
 def written() -> dict[str, str]:
-    results = [KeptByReductions.load(path) for path in sorted(HERE.glob("*.json"))]
+    results = KeptByReductions.all(HERE)
     parts = {"setting": setting, "reductions": by_reduction, "ridge": by_ridge}
     return {name: part(results) for name, part in parts.items()} | {"default": short(RIDGE)}
 

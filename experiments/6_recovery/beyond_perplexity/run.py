@@ -10,7 +10,6 @@ costs.json beside this file, of another model in a folder by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,12 +17,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from scipy import stats
-from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Learnt, Model, plain_tasks, read_text, run_command
+from experiments.common import Learnt, Model, plain_tasks, run_command
 from experiments.statements import bullets, interval, percent, ratio, runs, short, table
-from lyapunov_prune.data.batch import require_disjoint
+from experiments.unseen import recovered, two_texts
 from lyapunov_prune.evaluation.repetition import repetition
 from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.predictions.generation import GenerationDivergence, compare_generation
@@ -86,15 +84,14 @@ def main(
     steps: Annotated[int, typer.Option(help="tokens of each text")] = 48,
 ) -> None:
     loaded = model.load()
-    learnt, judged = (read_text(loaded, *of, context, "all") for of in ((text, tokens), (unseen, scored)))
-    require_disjoint(learnt, judged)
+    learnt, judged, origins = two_texts(loaded, (text, tokens), (unseen, scored), context, context)
     begun = replace(judged, ids=judged.ids[:prompts, : context // 4])
     asked = lp.evaluation.load_tasks(choices)
     removed = lp.rank(loaded.model, learnt, criterion=DEFAULT).plan(remove).remove
-    origins = learnt.measured_on(loaded.model), judged.measured_on(loaded.model)
     about = {"texts": encode(origins), "removed": removed, "items": items, "tasks": choices, "steps": steps}
+    made_by = {"dense": lambda: loaded.model} | recovered(loaded.model, removed, learnt, STEPS)
     with Store(model.jobs / "beyond", "beyond perplexity", about) as store:
-        for name, make in makers(loaded.model, removed, learnt).items():
+        for name, make in made_by.items():
             if name not in store:
                 made = make()
                 measured = State(
@@ -108,17 +105,6 @@ def main(
     plain = (replace(s, tasks=replace(s.tasks, tasks=plain_tasks(s.tasks.tasks))) for s in states)
     found = Costs(removed, tuple(plain), *origins)
     found.save(model.folder(HERE) / "costs.json")
-
-
-def makers(
-    model: PreTrainedModel, removed: tuple[int, ...], learnt: lp.TokenBatch
-) -> dict[str, Callable[[], PreTrainedModel]]:
-    return {
-        "dense": lambda: model,
-        "cut": lambda: lp.remove_layers(model, removed),
-        "mended": lambda: lp.mend(model, removed, learnt),
-        "healed": lambda: lp.heal(lp.mend(model, removed, learnt), model, learnt, steps=STEPS).model,
-    }
 
 
 def written(folder: Path = HERE) -> dict[str, str]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,9 +23,10 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from experiments.common import Each, Model, Scored, Unseen, read_text, run_command
 from experiments.compressions import told
-from experiments.statements import bullets, ratio, runs, span, table
+from experiments.statements import ratio, runs, span, table
+from experiments.unseen import OnUnseenText, settings
 from lyapunov_prune.data.batch import require_disjoint
-from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.result import encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
@@ -56,20 +57,16 @@ class Way:
 
 
 @dataclass(frozen=True)
-class GoalsOnOneText(Result):
+class GoalsOnOneText(OnUnseenText):
     """The first of the ways is the oracle's cut."""
 
-    dense: np.ndarray
     ways: tuple[Way, ...]
-    calibrated_on: MeasuredOn
-    measured_on: MeasuredOn
+
+    DONE: ClassVar[str] = "chosen, mended and taught on"
 
     @property
     def oracle(self) -> Way:
         return self.ways[0]
-
-    def headline(self) -> str:
-        return f"{self.measured_on.line()}; chosen, mended and taught on {self.calibrated_on.line()}"
 
 
 def main(
@@ -123,7 +120,7 @@ def measure(
                 if left > 0:
                     healed = once(f"{criterion} healed {times:g}", heal, mended.removed, learnt, left)
                     ways.append(replace(after(mended, healed), times=times))
-    return GoalsOnOneText(dense.windows, tuple(ways), *origins)
+    return GoalsOnOneText(dense.windows, *origins, tuple(ways))
 
 
 @dataclass(frozen=True)
@@ -162,18 +159,14 @@ def heal(model: PreTrainedModel, removed: tuple[int, ...], learnt: lp.TokenBatch
 
 
 def written() -> dict[str, str]:
-    results = [GoalsOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    parts = {"setting": setting, "goals": goals, "states": states, "texts": texts}
+    results = GoalsOnOneText.all(HERE)
+    parts = {"setting": settings, "goals": goals, "states": states, "texts": texts}
     return {name: part(results) for name, part in parts.items()} | {
         f"time-{by}": span(
             w.seconds / r.oracle.seconds for r in results for w in r.ways if (w.criterion, w.state) == (by, "cut")
         )
         for by in (*CRITERIA, MENDED)
     }
-
-
-def setting(results: list[GoalsOnOneText]) -> str:
-    return bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in results))
 
 
 def _name(result: GoalsOnOneText) -> str:

@@ -15,18 +15,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Learnt, Model, Scored, Unseen, draw, read_text, run_command
-from experiments.statements import bullets, percent, ratio, runs, table
-from lyapunov_prune.data.batch import require_disjoint
+from experiments.common import Learnt, Model, Scored, Unseen, draw, run_command
+from experiments.statements import percent, ratio, runs, table
+from experiments.unseen import OnUnseenText, settings, two_texts
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.report.drawing import COLOURS, INK, log_axis, one_panel, svg
-from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.result import encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
@@ -57,14 +58,10 @@ class Course:
 
 
 @dataclass(frozen=True)
-class HealingTime(Result):
-    dense: np.ndarray
+class HealingTime(OnUnseenText):
     courses: tuple[Course, ...]
-    calibrated_on: MeasuredOn
-    measured_on: MeasuredOn
 
-    def headline(self) -> str:
-        return f"{self.measured_on.line()}; chosen, mended and healed on {self.calibrated_on.line()}"
+    DONE: ClassVar[str] = "chosen, mended and healed on"
 
 
 def main(
@@ -78,10 +75,7 @@ def main(
     torch.set_num_threads(1)  # what the processor spends is then what the work takes
     loaded = model.load()
     dense, folder = loaded.model, model.folder(HERE)
-    judged = read_text(loaded, unseen, scored, 2 * context, "all")
-    learnt = read_text(loaded, text, tokens, context, "all")
-    require_disjoint(learnt, judged)
-    origins = learnt.measured_on(dense), judged.measured_on(dense)
+    learnt, judged, origins = two_texts(loaded, (text, tokens), (unseen, scored), context, 2 * context)
     with Store(model.jobs / "healing-time", "healing time", {"texts": encode(origins)}) as store:
 
         def once(
@@ -113,7 +107,7 @@ def main(
                 healed = once("healed", removed, heal, mend, steps)
                 points.append(replace(healed, seconds=points[1].seconds + healed.seconds))
             courses.append(Course(removed, tuple(points)))
-    found = HealingTime(whole.windows, tuple(courses), *origins)
+    found = HealingTime(whole.windows, *origins, tuple(courses))
     found.save(folder / "minutes.json")
     draw(folder, {"minutes": figure(found)})
 
@@ -136,11 +130,7 @@ def figure(found: HealingTime) -> str:
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = HealingTime.load(folder / "minutes.json")
-    return {"setting": setting(found), "minutes": perplexities(found)}
-
-
-def setting(found: HealingTime) -> str:
-    return bullets(f"{found.headline()}; dense perplexity {ratio(found.dense)}")
+    return {"setting": settings([found]), "minutes": perplexities(found)}
 
 
 def perplexities(found: HealingTime) -> str:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,16 +23,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Learnt, Model, Scored, Unseen, read_text, run_command
-from experiments.statements import bullets, ratio, runs, table
-from lyapunov_prune.data.batch import require_disjoint
+from experiments.common import Learnt, Model, Scored, Unseen, run_command
+from experiments.statements import ratio, runs, table
+from experiments.unseen import OnUnseenText, settings, two_texts
 from lyapunov_prune.forward.hooks import hidden_of
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.rounds import schedule
 from lyapunov_prune.healing.trained import drawn_order, trained
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_layers
-from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.result import encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
@@ -92,20 +92,17 @@ class Healed:
 
 
 @dataclass(frozen=True)
-class HealingWays(Result):
+class HealingWays(OnUnseenText):
     removed: tuple[int, ...]
-    dense: np.ndarray
     cut: np.ndarray
     mended: np.ndarray
     healed: tuple[Healed, ...]
-    calibrated_on: MeasuredOn
-    measured_on: MeasuredOn
+
+    DONE: ClassVar[str] = "chosen, mended and healed on"
 
     def headline(self) -> str:
-        return (
-            f"Without layers {runs(self.removed)} by `{CRITERION}`, healed by {TOKENS:,} tokens: "
-            f"{self.measured_on.line()}; chosen, mended and healed on {self.calibrated_on.line()}"
-        )
+        removed = f"Without layers {runs(self.removed)} by `{CRITERION}`, healed by {TOKENS:,} tokens"
+        return f"{removed}: {super().headline()}"
 
 
 def main(
@@ -118,9 +115,7 @@ def main(
 ) -> None:
     loaded = model.load()
     dense = loaded.model
-    judged, learnt = (read_text(loaded, source, n, context, "all") for source, n in ((unseen, scored), (text, tokens)))
-    require_disjoint(learnt, judged)
-    origins = learnt.measured_on(dense), judged.measured_on(dense)
+    learnt, judged, origins = two_texts(loaded, (text, tokens), (unseen, scored), context, context)
     removed = lp.rank(dense, learnt, criterion=CRITERION, remove=REMOVE).plan(REMOVE).remove
     starts: dict[bool, Make] = {
         True: cache(lambda: lp.mend(dense, removed, learnt)),
@@ -134,7 +129,7 @@ def main(
                 store.add(name, lp.perplexity(make(), judged, description=name).windows.tolist())
         losses = {name: np.array(store[name]) for name in makers}
     healed = tuple(Healed(way.name, way.steps, losses[way.name]) for way in WAYS)
-    found = HealingWays(removed, losses["dense"], losses["cut"], losses["mended"], healed, *origins)
+    found = HealingWays(losses["dense"], *origins, removed, losses["cut"], losses["mended"], healed)
     found.save(model.folder(HERE) / "ways.json")
 
 
@@ -180,11 +175,7 @@ def states_taught(
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = HealingWays.load(folder / "ways.json")
-    return {"setting": setting(found), "ways": ways(found)}
-
-
-def setting(found: HealingWays) -> str:
-    return bullets(f"{found.headline()}; dense perplexity {ratio(found.dense)}")
+    return {"setting": settings([found]), "ways": ways(found)}
 
 
 def ways(found: HealingWays) -> str:
