@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedConfig
 
 
@@ -26,6 +27,15 @@ def eager_experts(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_experts_implementation(before)
+
+
+@contextmanager
+def differentiable(model: Any) -> Iterator[None]:
+    """Inside the block, attention and experts of `model` run without their fused kernels: those have no forward-mode
+    derivative.
+    """
+    with sdpa_kernel(SDPBackend.MATH), eager_experts(model):
+        yield
 
 
 def _of(config: Any, name: str) -> Any:

@@ -16,6 +16,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.models.decoder import StreamableText, takes_model
+from lyapunov_prune.models.kernels import differentiable
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import (
@@ -99,21 +100,19 @@ def measure_contraction(
         each = enumerate(track(windows, "contraction"))
         return WindowSums.join([run(structure, ids, k * batch_size, *how) for k, ids in each])
 
-    linearity = None
-    if method == "jvp":
-        total = join(jvp_sums, seeds, epsilon)
-        tried = enumerate(windows if rough.chooses else [stretch])
-        moved, energy = np.sum([jvp_moved(structure, ids, k * batch_size, unit) for k, ids in tried], axis=0)
-        floor = epsilon**2 * moved / energy
-    elif rough.chooses:
-        n = len(seeds)
+    trial, n = None, len(seeds)
+    if method == "difference" and rough.chooses:
         trial = join(difference_sums, (*seeds, *seeds, seeds[0]), (*[epsilon] * n, *[epsilon / 10] * n, unit))
         total = trial.copies(slice(n))
-        floor, linearity = _floor_and_linearity(trial)
-    else:
+    elif method == "difference":
         total = join(difference_sums, seeds, epsilon)
         trial = difference_sums(structure, stretch, 0, (seeds[0],) * 3, (epsilon, epsilon / 10, unit))
-        floor, linearity = _floor_and_linearity(trial)
+    else:
+        with differentiable(structure.backbone):
+            total = join(jvp_sums, seeds, epsilon)
+            tried = enumerate(windows if rough.chooses else [stretch])
+            moved, energy = np.sum([jvp_moved(structure, ids, k * batch_size, unit) for k, ids in tried], axis=0)
+    floor, linearity = (epsilon**2 * moved / energy, None) if trial is None else _floor_and_linearity(trial)
     return _profile(reading, total, floor, linearity, pooling, method, epsilon, seeds)
 
 
@@ -129,7 +128,7 @@ def _profile(
 ) -> ContractionProfile:
     """The profile of the sums `total`; raises LyapunovPruneError if ε moved no state."""
     state, error = total.state.sum(-1), total.error.sum((-2, -1))
-    require_moved(error[0], epsilon, reading.model.dtype)
+    require_moved(error[0], epsilon)
     return ContractionProfile(
         pooling=pooling,
         method=method,

@@ -68,7 +68,7 @@ def measure_persistence(
     ]
     first = parts[0]
     energy = np.concatenate([part.energy for part in parts], axis=2)
-    require_moved(float(energy[..., 0].min()), epsilon, reading.model.dtype)
+    require_moved(float(energy[..., 0].min()), epsilon)
     left = energy / energy[..., :1]
     return PersistenceProfile(
         epsilon=epsilon,

@@ -6,8 +6,7 @@ depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
@@ -16,19 +15,18 @@ import numpy as np
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import Inject, Visit, layer_input, residual_stream, run_backbone
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.kernels import eager_experts
 from lyapunov_prune.models.structure import Structure
 
 RESAMPLES = 2000
 MOST_SEEDS = 1000
 # Per layer: the module that the stream enters after its first sublayer.
 Between = Mapping[int, nn.Module]
+_NOTHING: Between = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -106,11 +104,13 @@ class WindowSums(Energies):
         return Energies(self.state, self.error, self.relative)
 
 
-def require_moved(error: float, epsilon: float, dtype: torch.dtype) -> None:
+def require_moved(error: float, epsilon: float) -> None:
     """Raise LyapunovPruneError if the `error` before layer 0 is zero because ε is below rounding."""
     if not error > 0:
-        told = str(dtype).removeprefix("torch.")
-        raise LyapunovPruneError(f"an epsilon of {epsilon:g} changes no state in {told}; give a larger one, as 1e-2")
+        raise LyapunovPruneError(
+            f"an epsilon of {epsilon:g} is below the rounding of the model and changes no state; give a larger one, "
+            "as 1e-2"
+        )
 
 
 def listed(seeds: Iterable[int]) -> tuple[int, ...]:
@@ -165,9 +165,8 @@ def _collect(rows: list[tuple[int, tuple[torch.Tensor, ...]]], where: str) -> Wi
     return sums
 
 
-@contextmanager
-def _boundaries(structure: Structure, visit: Visit, inject: Inject, between: Between) -> Iterator[None]:
-    """`residual_stream` that also calls `visit(l + 1, h)` when the stream enters `between[l]`, a module of layer l."""
+def _run(structure: Structure, ids: torch.Tensor, visit: Visit, inject: Inject, between: Between = _NOTHING) -> None:
+    """One forward inside `residual_stream`, with `visit(l + 1, h)` also where the stream enters `between[l]`."""
     shape: list[torch.Size] = []  # of the stream: OPT flattens tokens inside a layer
 
     def between_layers(boundary: int, hidden: torch.Tensor) -> None:
@@ -181,7 +180,7 @@ def _boundaries(structure: Structure, visit: Visit, inject: Inject, between: Bet
         residual_stream(structure, between_layers, inject),
         hooked(before=[(module, inside(layer)) for layer, module in between.items()]),
     ):
-        yield
+        run_backbone(structure, ids)
 
 
 def difference_sums(
@@ -190,7 +189,7 @@ def difference_sums(
     first_window: int,
     seeds: tuple[int, ...],
     epsilon: float | Sequence[float],
-    between: Between = MappingProxyType({}),
+    between: Between = _NOTHING,
 ) -> WindowSums:
     """One forward over `[clean; perturbed by seed 0; …]`, reduced at every boundary; a common ε or one per seed."""
     windows = len(ids)
@@ -203,8 +202,8 @@ def difference_sums(
         ]
         rows.append((layer, _reduce(token_energy(clean), torch.stack(errors))))
 
-    with _boundaries(structure, visit, perturbed(windows, first_window, seeds, epsilon), between):
-        run_backbone(structure, ids.repeat(1 + len(seeds), 1))
+    inject = perturbed(windows, first_window, seeds, epsilon)
+    _run(structure, ids.repeat(1 + len(seeds), 1), visit, inject, between)
     return _collect(rows, f"windows {first_window} to {first_window + windows - 1}")
 
 
@@ -257,22 +256,18 @@ def _run_dual(
     visit: Callable[[int, torch.Tensor, torch.Tensor], None],
     inject: Inject,
 ) -> None:
-    """One forward of dual numbers; `visit(l, primal, tangent)` at every boundary."""
+    """One forward of dual numbers in a `differentiable` model; `visit(l, primal, tangent)` at every boundary."""
 
     def unpacked(layer: int, hidden: torch.Tensor) -> None:
         primal, tangent = forward_ad.unpack_dual(hidden)
         assert tangent is not None, "the tangent was lost"
         visit(layer, primal, tangent)
 
-    with ExitStack() as stack:
-        stack.enter_context(forward_ad.dual_level())
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fused kernels have no forward derivative
-        stack.enter_context(eager_experts(structure.backbone))
-        stack.enter_context(residual_stream(structure, unpacked, inject))
-        try:
-            run_backbone(structure, ids)
-        except NotImplementedError as error:
-            raise LyapunovPruneError(
-                f"{type(structure.backbone).__name__} has an operation without a forward-mode derivative "
-                f"({str(error).splitlines()[0]}); use method difference"
-            ) from None
+    try:
+        with forward_ad.dual_level():
+            _run(structure, ids, unpacked, inject)
+    except NotImplementedError as error:
+        raise LyapunovPruneError(
+            f"{type(structure.backbone).__name__} has an operation without a forward-mode derivative "
+            f"({str(error).splitlines()[0]}); use method difference"
+        ) from None

@@ -116,7 +116,7 @@ def sublayer_growth(
     if len(total.state) != structure.num_layers + 1 + len(between):
         raise LyapunovPruneError(f"{kind} does not run every sublayer once; measure whole layers")
     energies = total.error.sum((-2, -1)), total.state.sum(-1), total.energy("token")
-    require_moved(energies[0][0], epsilon, reading.model.dtype)
+    require_moved(energies[0][0], epsilon)
     growth = np.full((len(energies), structure.num_layers, len(KINDS)), np.nan)
     at = 0
     for layer, found in sublayers.items():

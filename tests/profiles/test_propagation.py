@@ -8,6 +8,7 @@ import torch
 from helpers import make_tiny
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.models.kernels import differentiable
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.propagation import (
     MOST_SEEDS,
@@ -126,7 +127,7 @@ def test_windows_of_any_batch_are_those_of_their_numbers(run: object) -> None:
     assert callable(run)
     structure = find_structure(make_tiny("llama"))
     ids = torch.randint(97, (3, 8), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
+    with torch.no_grad(), differentiable(structure.backbone):
         whole = run(structure, ids, 4, (0, 1), 1e-2)
         parts = [run(structure, ids[:1], 4, (0, 1), 1e-2), run(structure, ids[1:], 5, (0, 1), 1e-2)]
         longer = run(structure, ids, 4, (0, 1), 2e-2)
