@@ -121,8 +121,11 @@ def rows_measured_on(
 Tokens = TokenBatch | torch.Tensor | Mapping[str, Any] | DataLoader
 
 
-def checked_batch(structure: Structure, batch: Tokens) -> TokenBatch:
-    """The windows as a batch, checked against vocabulary and context; raises LyapunovPruneError if they do not fit."""
+def checked_batch(structure: Structure, batch: Tokens, steps: int = 0) -> TokenBatch:
+    """The windows as a batch, checked against vocabulary and context, in which `steps` more tokens must have room.
+
+    Raises LyapunovPruneError if they do not fit.
+    """
     if not isinstance(batch, TokenBatch):
         batch = TokenBatch(_ids_of(batch), text="token ids", split="all", bos=None)
     ids: Any = batch.ids
@@ -132,7 +135,7 @@ def checked_batch(structure: Structure, batch: Tokens) -> TokenBatch:
             f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else f"a {type(ids).__name__}"
         )
         raise LyapunovPruneError(f"token ids are {given}; give a tensor of integers, windows × two tokens or more")
-    require_context(structure, batch.context)
+    require_context(structure, batch.context, steps)
     low, high = int(batch.ids.min()), int(batch.ids.max())
     vocabulary = structure.config.vocab_size
     if low < 0 or high >= vocabulary:

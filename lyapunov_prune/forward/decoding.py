@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, require_finite
 from lyapunov_prune.forward.logits import carried_on, only_last
@@ -49,17 +48,17 @@ def draws_of(seed: int, places: Iterable[int], steps: int) -> torch.Tensor:
     return torch.from_numpy(np.stack([np.random.default_rng((seed, place)).random(steps) for place in places]))
 
 
-def greedy_text(reading: Reading, steps: int, batch_size: int, known: torch.Tensor | None = None) -> torch.Tensor:
-    """`decode_greedily` for all prompts of the reading, `batch_size` at a time: (prompts × steps), on the CPU.
+def greedy_text(
+    reading: Reading, windows: Sequence[torch.Tensor], steps: int, known: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`decode_greedily` for all prompts of the reading, one of its `windows` at a time: (prompts × steps), on the CPU.
 
-    A `known` text from an earlier call is returned instead. Raises LyapunovPruneError if the steps do not fit the
-    context, or if the known text has another shape.
+    A `known` text from an earlier call is returned instead. Raises LyapunovPruneError if it has another shape.
     """
-    require_context(reading.structure, reading.batch.context, steps - 1)
     shape = (len(reading.batch), steps)
     if known is None:
-        windows = track(reading.windows(batch_size), "greedy text")
-        return torch.cat([decode_greedily(reading, ids, steps).cpu() for ids in windows])
+        tracked = track(windows, "greedy text")
+        return torch.cat([decode_greedily(reading, ids, steps).cpu() for ids in tracked])
     if known.shape != shape:
         raise LyapunovPruneError(f"a written text of shape {tuple(known.shape)}; give prompts × steps, {shape}")
     return known.cpu()

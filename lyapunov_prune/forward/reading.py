@@ -104,13 +104,13 @@ class Reading:
 Readable = Tokens | Reading
 
 
-def read(decoder: Decoder, batch: Readable) -> Reading:
+def read(decoder: Decoder, batch: Readable, steps: int = 0) -> Reading:
     """The reading of `batch`: `batch` itself if it is a reading of this model, or else one of its tokens.
 
-    Raises LyapunovPruneError as `checked_batch` does.
+    `steps` more tokens must fit the context behind each window. Raises LyapunovPruneError as `checked_batch` does.
     """
-    if isinstance(batch, Reading):
-        if batch.model is decoder.model:
-            return batch
-        batch = batch.batch
-    return Reading(decoder, checked_batch(decoder.structure, batch))
+    if not isinstance(batch, Reading):
+        return Reading(decoder, checked_batch(decoder.structure, batch, steps))
+    if batch.model is not decoder.model or steps:
+        checked_batch(decoder.structure, batch.batch, steps)
+    return batch if batch.model is decoder.model else Reading(decoder, batch.batch)

@@ -103,12 +103,12 @@ def attention_paths(
     their layers, when attention does not go through transformers' attention interface, or when its output is not the
     weighted sum of the values.
     """
-    readings = [read(model, prompts) for model in (dense, compressed)]
+    readings = [read(model, prompts, steps - 1) for model in (dense, compressed)]
     batch = readings[0].batch
     if readings[0].structure.num_layers != readings[1].structure.num_layers:
         raise LyapunovPruneError(_OTHERS)
     known = written or (None, None)
-    decoded = [greedy_text(r, steps, len(batch), text) for r, text in zip(readings, known, strict=True)]
+    decoded = [greedy_text(r, r.windows(len(batch)), steps, text) for r, text in zip(readings, known, strict=True)]
     rows: list[torch.Tensor] = []
     layers: tuple[int, ...] = ()
     prompts_alone = [ids[0].cpu() for ids in batch.windows(1)]

@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import Count, Positive, Seed
-from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import drawn, draws_of, likeliest, walk
@@ -140,10 +139,8 @@ def compare_generation(
     vocabularies, ids outside them, prompts that leave no room for the steps, a temperature that is not above 0, or a
     decoder whose cached and uncached outputs differ.
     """
-    readings = [read(model, prompts) for model in (dense, compressed)]
+    readings = [read(model, prompts, steps) for model in (dense, compressed)]
     batch = readings[0].batch
-    for reading in readings:
-        require_context(reading.structure, batch.context, steps)
     told = [_told_positions(reading) for reading in readings]
     ends = end_tokens(dense.model)
     sums, running = torch.zeros(steps, 4, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)

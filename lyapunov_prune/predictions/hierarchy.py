@@ -18,7 +18,6 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.changes import WHAT, What, compact_layers, compressed_layers, dropped_layers
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import require_finite
-from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.sublayers import between_branches
@@ -205,9 +204,9 @@ def probe_layers(
     """
     if not what:
         raise LyapunovPruneError(f"what is empty; give some of {', '.join(WHAT)}")
-    reading = read(model, prompts)
+    reading = read(model, prompts, steps - 1)
     batch, structure, windows = reading.batch, reading.structure, reading.windows(batch_size)
-    written = greedy_text(reading, steps, batch_size, written)
+    written = greedy_text(reading, windows, steps, written)
     prefix, scorer = reading.prefix, reading.scorer
     if structure.num_layers not in prefix.entries:
         require_finite(structure, windows[0], batch.text)
@@ -239,8 +238,10 @@ def probe_layers(
             if not have:
                 continue
             dense = states[layer + 1] if place is None else between[layer]
-            outputs = [changed_state(prefix, ids, states, layer, changed, place)[:, -count:] for _, changed in have]
-            measures = _compare(prefix, scorer, ids[:, -count:], dense[:, -count:], outputs, temperature, final_norm)
+            outputs = [changed_state(prefix, ids, states, layer, changed, place) for _, changed in have]
+            ends = [h[:, -count:] for h in (dense, *outputs)]
+            normed = [prefix.finish(ids[:, -count:], structure.num_layers, h) for h in ends] if final_norm else ends
+            measures = _compare(scorer, ends, normed, temperature)
             for (i, _), m in zip(have, measures, strict=True):
                 values[i, layer, :, rows, at] = m.view(len(_MEASURES), len(ids), count).cpu()
     found = _result(tuple(what), values.numpy(), temperature, change, reading.measured_on())
@@ -254,28 +255,19 @@ def _parts(structure: Structure, prompt: int, steps: int) -> list[tuple[slice, i
 
 
 def _compare(
-    prefix: Prefix,
-    scorer: Scorer,
-    ids: torch.Tensor,
-    dense: torch.Tensor,
-    changed: list[torch.Tensor],
-    temperature: float,
-    final_norm: bool,
+    scorer: Scorer, states: list[torch.Tensor], normed: list[torch.Tensor], temperature: float
 ) -> list[torch.Tensor]:
-    """The measures of every changed state (windows × steps × width) against the dense one, each (measures, rows)."""
+    """The measures of every changed state against the dense one, which is the first, each (measures, rows).
 
-    layers = prefix.structure.num_layers
-
-    def normed(hidden: torch.Tensor) -> torch.Tensor:
-        return (prefix.finish(ids, layers, hidden) if final_norm else hidden).flatten(0, 1)
-
-    state, states = normed(dense), [normed(h) for h in changed]
+    `states` are windows × steps × width, and `normed` the same as the head reads them.
+    """
+    h, *changed = (state.flatten(0, 1) for state in states)
+    read, *others = (state.flatten(0, 1) for state in normed)
     parts: list[list[torch.Tensor]] = [[] for _ in changed]
-    for number, p, q in prediction_blocks(scorer, state, states, temperature):
+    for number, p, q in prediction_blocks(scorer, read, others, temperature):
         parts[number].append(torch.cat([turn(p.z, q.z), prediction_measures(p.log, q.log)]))
-    h = dense.flatten(0, 1)
     return [
-        torch.cat([turn(h, h2.flatten(0, 1)).to(blocks[0].device), torch.cat(blocks, dim=-1)])
+        torch.cat([turn(h, h2).to(blocks[0].device), torch.cat(blocks, dim=-1)])
         for h2, blocks in zip(changed, parts, strict=True)
     ]
 

@@ -150,9 +150,12 @@ def history_divergence(
     vocabularies, ids outside them, prompts and steps longer than the context, a temperature that is not above 0, and a
     decoder whose logits are not a function of its final state.
     """
-    readings = [read(model, prompts) for model in (dense, compressed)]
+    readings = [read(model, prompts, steps - 1) for model in (dense, compressed)]
     batch = readings[0].batch
-    both = [greedy_text(r, steps, batch_size, known) for r, known in zip(readings, written or (None,) * 2, strict=True)]
+    both = [
+        greedy_text(r, r.windows(batch_size), steps, known)
+        for r, known in zip(readings, written or (None,) * 2, strict=True)
+    ]
     ends = end_tokens(dense.model)
     sums = torch.zeros(2, len(_MEASURES) + 1, steps, dtype=torch.float64)
     same, running = torch.zeros(steps, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)

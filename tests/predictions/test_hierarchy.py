@@ -150,7 +150,7 @@ def test_planted_faults_are_seen(prompts: torch.Tensor, monkeypatch: pytest.Monk
     assert_agree(probe(), 0, wanted)
     faults: list[HierarchyProbe] = [probe(temperature=1.0), probe(what=("attention",))]
     with monkeypatch.context() as patch:  # the context ends one token late
-        patch.setattr(module, "greedy_text", lambda reading, steps, *_: reading.batch.ids[:, :steps])
+        patch.setattr(module, "greedy_text", lambda reading, windows, steps, *_: reading.batch.ids[:, :steps])
         faults.append(probe())
     with monkeypatch.context() as patch:  # the head without the final norm
         finish = Prefix.finish  # which tries the boundaries, too, on more tokens

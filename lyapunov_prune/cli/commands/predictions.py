@@ -71,7 +71,6 @@ def hierarchy(
     (diverged-history.json), both answer --choices (choices.json), and verdict.json says which kinds of task survive.
     Prompts are windows of --context tokens, or those of --prompts. The exit code is 1 if a bound is violated.
     """
-    from lyapunov_prune.data.batch import require_context
     from lyapunov_prune.data.choices import load_items
     from lyapunov_prune.data.retrieval import load_retrieval
     from lyapunov_prune.forward.decoding import greedy_text
@@ -89,14 +88,13 @@ def hierarchy(
     run = begun_run(output, dense, *(f"{name}.json" for name in ("hierarchy", *of_two, *asked)))
     loaded, batch = load_prompted(dense, source, text, prompts, given)
     batch_size = windows_at_once(loaded, batch.context)
-    require_context(loaded.structure, batch.context, new_tokens - (compressed is None))
+    reading = read(loaded, batch, new_tokens - (compressed is None))
     other = None if compressed is None else _other(loaded, source, (dense, compressed))
     for model in (loaded.model, *([other.model] if other else [])):
         _require_unseen(model, loaded, batch)
     if other is not None:  # before minutes of decoding
         _require_fitting(items, sought, loaded, other, (dense, str(compressed)))
-    reading = read(loaded, batch)
-    dense_text = greedy_text(reading, new_tokens, batch_size)
+    dense_text = greedy_text(reading, reading.windows(batch_size), new_tokens)
     same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers
     probe = probe_layers(
         loaded.model,
@@ -175,7 +173,8 @@ def _compare(
     at_once: Any = {"steps": new_tokens, "batch_size": batch_size}
     generated = compare_generation(*models, reading, **at_once)
     keep(run, "generation", generated)
-    both = dense_text, greedy_text(read(other, reading.batch), new_tokens, batch_size)
+    theirs = read(other, reading.batch)
+    both = dense_text, greedy_text(theirs, theirs.windows(batch_size), new_tokens)
     history = history_divergence(*models, reading, **at_once, written=both)
     keep(run, "diverged-history", history)
     if other.structure.num_layers == dense.structure.num_layers:
