@@ -27,18 +27,17 @@ def base_of(folder: Path) -> str:
 
     Raises LyapunovPruneError for adapters that are not LoRA: some other kinds read further files.
     """
-    if not (folder / WEIGHTS).is_file():
-        raise LyapunovPruneError(f"{folder} holds no {WEIGHTS}; convert the adapters to safetensors")
     with loading_errors(folder):
         config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         base, kind = config["base_model_name_or_path"], config["peft_type"]
-    if kind != "LORA":
-        raise LyapunovPruneError(
-            f"the adapters in {folder} are {kind}, not LORA; merge them with the tool that made them"
-        )
-    if not (isinstance(base, str) and base):
-        raise LyapunovPruneError(f"{folder} names no base model; set base_model_name_or_path in {ADAPTER_CONFIG}")
-    return base
+    wrong = {
+        f"hold no {WEIGHTS}; convert them to safetensors": not (folder / WEIGHTS).is_file(),
+        f"are {kind}, not LORA; merge them with the tool that made them": kind != "LORA",
+        f"name no base model; set base_model_name_or_path in {ADAPTER_CONFIG}": not (isinstance(base, str) and base),
+    }
+    for why in (why for why, is_so in wrong.items() if is_so):
+        raise LyapunovPruneError(f"the adapters in {folder} {why}")
+    return str(base)
 
 
 def attach_adapters(model: PreTrainedModel, folder: Path) -> Any:

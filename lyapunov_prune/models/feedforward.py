@@ -216,12 +216,15 @@ def _run(
         ) from None
     paths = [c.path for c in calls]
     modules = {p.module for p in (*into, out)}
-    if any(paths.count(module) != 1 for module in modules) or paths.index(out.module) != max(map(paths.index, modules)):
-        raise _unknown(where, f"{type(runs).__name__} does not call each of its matrices once, the last at the end")
-    first, last = min(map(paths.index, modules)), paths.index(out.module)
-    twice = next((path for path in paths[first:last] if paths.count(path) > 1), None)
-    if twice:
-        raise _unknown(where, f"{twice} is called more than once")
+    first = next((i for i, path in enumerate(paths) if path in modules), 0)
+    last = paths.index(out.module) if out.module in paths else 0
+    once = all(paths.count(path) == 1 for path in {*modules, *paths[first:last]})
+    if not once or modules & {*paths[last + 1 :]}:
+        raise _unknown(
+            where,
+            f"{type(runs).__name__} does not call each of its matrices once, the last at the end, and each "
+            "module between them once",
+        )
     if not block:
         return calls[first : last + 1], calls[first].given, calls[last].returned
     return calls[first : last + 1], x, output if isinstance(output, torch.Tensor) else output[0]
@@ -230,19 +233,17 @@ def _run(
 def _activation(where: str, calls: Sequence[Call], matrices: set[str]) -> Call:
     """The one module between the matrices that changes its input (dropout does not); it must be elementwise."""
     between = [c for c in calls if c.path not in matrices and not torch.equal(c.given, c.returned)]
-    for call in between:
-        if not _elementwise(call):
-            raise LyapunovPruneError(
-                f"{where} has a {type(call.module).__name__} ({call.path}) between the matrices of its feed-forward "
-                f"block, where only an activation can be removed; {_OTHERS}"
-            )
+    odd = next((c for c in between if not _elementwise(c)), between[-1] if len(between) > 1 else None)
+    if odd is not None:
+        raise LyapunovPruneError(
+            f"{where} has a {type(odd.module).__name__} ({odd.path}) between the matrices of its feed-forward block, "
+            f"where only one activation can be removed; {_OTHERS}"
+        )
     if not between:
         raise LyapunovPruneError(
             f"the activation of {where} is a function that the code of its block calls, and no module, so that nothing "
             f"can stand in its place; drop its attention (prune --what attention --format compact), or {_OTHERS}"
         )
-    if len(between) != 1:
-        raise _unknown(where, f"modules between its matrices: {', '.join(c.path for c in between)}")
     return between[0]
 
 

@@ -59,23 +59,24 @@ def require_loadable(
         require_file(path)
     require_no_adapter_config(folder)
     config = read_config(folder)
-    method = quantisation(config)
-    if method and not quantised(config):
-        raise LyapunovPruneError(f"the weights in {folder} are {method}; {UNPACK}")
-    if images:
-        _require_classifier(folder, config)
-    else:
-        _require_decoder(folder, config, stack)
-    for choice in _chosen(vars(config)):
-        if choice not in _BUILT_IN:
-            raise LyapunovPruneError(
-                f"the config in {folder} asks for {choice} as attention or experts, and only what is built into torch "
-                f"is run ({', '.join(_BUILT_IN)}); remove that line from config.json"
-            )
     # For some models, transformers continues with the inner text config.
     named, inner = (getattr(c, "transformers_weights", None) for c in (config, config.get_text_config(decoder=True)))
-    if named != inner:
-        raise LyapunovPruneError(f"the config in {folder} names the weights {named} and {inner}; name one of them")
+    chosen = next((choice for choice in _chosen(vars(config)) if choice not in _BUILT_IN), "")
+    method = quantisation(config)
+    why = ""
+    if method and not quantised(config):
+        why = f"has weights that are {method}; {UNPACK}"
+    elif other := _no_classifier(config) if images else _no_decoder(config, stack):
+        why = other
+    elif chosen:
+        why = (
+            f"asks for {chosen} as attention or experts, and only what is built into torch is run "
+            f"({', '.join(_BUILT_IN)}); remove that line from config.json"
+        )
+    elif named != inner:
+        why = f"names the weights {named} and {inner}; name one of them"
+    if why:
+        raise LyapunovPruneError(f"{folder} {why}")
     _require_safetensors(folder, named)
     if os.path.lexists(folder / _GENERATION):
         with loading_errors(folder / _GENERATION):
@@ -131,33 +132,30 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _require_classifier(folder: Path, config: PreTrainedConfig) -> None:
+def _no_classifier(config: PreTrainedConfig) -> str:
+    """Why the config is not that of a known image classifier, as words after the name of its folder; "" if it is."""
     named = config.architectures or [config.model_type]
     compact = register(family_of(config)) if family_of(config) in CLASSIFIERS else None
-    if compact is None or not set(named) <= {config.model_type, compact.__name__, compact.__bases__[1].__name__}:
-        known = " or ".join(register(family).__bases__[1].__name__ for family in CLASSIFIERS)
-        raise LyapunovPruneError(
-            f"{folder} holds {', '.join(named)}, and images need a {known}; give one, or a text (--text) for a decoder"
-        )
+    if compact and set(named) <= {config.model_type, compact.__name__, compact.__bases__[1].__name__}:
+        return ""
+    known = " or ".join(register(family).__bases__[1].__name__ for family in CLASSIFIERS)
+    return f"holds {', '.join(named)}, and images need a {known}; give one, or a text (--text) for a decoder"
 
 
-def _require_decoder(folder: Path, config: PreTrainedConfig, stack: Stack | None) -> None:
+def _no_decoder(config: PreTrainedConfig, stack: Stack | None) -> str:
+    """Why the config is not that of a decoder, or with `stack` of an encoder-decoder, as `_no_classifier` says it."""
     architectures = ", ".join(config.architectures or ()) or config.model_type
     if family_of(config) in CLASSIFIERS:
-        raise LyapunovPruneError(
-            f"{folder} is an image classifier ({architectures}), and text needs a decoder; give images, or a decoder"
-        )
+        return f"is an image classifier ({architectures}), and text needs a decoder; give images, or a decoder"
     if stack is not None:
-        if not has_two_stacks(config):
-            raise LyapunovPruneError(f"{folder} is no encoder-decoder of text ({architectures}); leave out --stack")
-        return
+        two = has_two_stacks(config)
+        return "" if two else f"is no encoder-decoder of text ({architectures}); leave out --stack"
     if encoder_class(config):
-        return
+        return ""
     if config.is_encoder_decoder:
-        raise LyapunovPruneError(f"{folder} is an encoder-decoder ({architectures}); {stack_remedy(config)}")
+        return f"is an encoder-decoder ({architectures}); {stack_remedy(config)}"
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys()
-    if family_of(config) not in known:
-        raise LyapunovPruneError(f"{folder} is not a causal language model ({architectures}); give a decoder")
+    return "" if family_of(config) in known else f"is not a causal language model ({architectures}); give a decoder"
 
 
 def require_module(folder: Path) -> None:
@@ -179,12 +177,10 @@ def _require_safetensors(folder: Path, named: str | None) -> None:
     files = weight_files(folder, named)
     if not files:
         pickles = [p.name for pattern in _PICKLES for p in folder.glob(pattern)]
+        what = "no safetensors weights; give a complete checkpoint"
         if pickles:
-            raise LyapunovPruneError(
-                f"{folder} holds only pickled weights ({pickles[0]}), which can run code; "
-                "convert them to safetensors first"
-            )
-        raise LyapunovPruneError(f"{folder} holds no safetensors weights; give a complete checkpoint")
+            what = f"only pickled weights ({pickles[0]}), which can run code; convert them to safetensors first"
+        raise LyapunovPruneError(f"{folder} holds {what}")
     for file in files:
         try:
             with safe_open(file, framework="pt"):  # reads the header and compares it with the file's size
@@ -201,21 +197,19 @@ def loading_errors(where: Path | str) -> Iterator[None]:
     except (LyapunovPruneError, torch.OutOfMemoryError):  # already one line
         raise
     except Exception as error:  # transformers and gguf raise whatever their parsers run into
-        if "trust_remote_code" in str(error):
-            raise LyapunovPruneError(
-                f"{where} needs its own Python code, which is never run; give a model that transformers knows"
-            ) from None
-        unknown = re.search("model type `(.*?)` but Transformers does not recognize", str(error))
-        if unknown:
-            raise LyapunovPruneError(
-                f"{where} is a {unknown[1]}, which transformers {transformers.__version__} does not know; upgrade "
-                "transformers, or give a model of a type that it knows"
-            ) from None
-        if isinstance(error, StrictDataclassError):
-            raise LyapunovPruneError(
-                f"{where} has a setting that transformers {transformers.__version__} does not accept: "
-                f"{first_line(error)}; correct it there, or give another model"
-            ) from None
-        raise LyapunovPruneError(
-            f"cannot load {where}, it may be truncated or corrupt: {first_line(error)}; fetch it again"
-        ) from error
+        raise LyapunovPruneError(_diagnosis(where, error)) from error
+
+
+def _diagnosis(where: Path | str, error: Exception) -> str:
+    unknown = re.search("model type `(.*?)` but Transformers does not recognize", str(error))
+    version = f"transformers {transformers.__version__}"
+    if "trust_remote_code" in str(error):
+        return f"{where} needs its own Python code, which is never run; give a model that transformers knows"
+    if unknown:
+        return f"{where} is a {unknown[1]}, which {version} does not know; upgrade transformers, or give another model"
+    if isinstance(error, StrictDataclassError):
+        return (
+            f"{where} has a setting that {version} does not accept: {first_line(error)}; correct it there, or give "
+            "another model"
+        )
+    return f"cannot load {where}, it may be truncated or corrupt: {first_line(error)}; fetch it again"

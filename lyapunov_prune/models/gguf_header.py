@@ -152,9 +152,8 @@ def read_header(path: Path) -> Header:
     if count == 1:
         return first
     named = _PART.fullmatch(path.name)
-    if named is None or int(named[3]) != count:
-        raise LyapunovPruneError(f"{path} is one of {count} parts; give them the names *-00001-of-{count:05}.gguf")
-    parts = [path.with_name(f"{named[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    stem = named[1] if named and int(named[3]) == count else path.stem
+    parts = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise LyapunovPruneError(f"{path} is one of {count} parts and {missing[0]} is not beside it; fetch it")

@@ -53,8 +53,7 @@ def full_attention(header: Header) -> tuple[bool, ...] | None:
     name, engine = header.architecture, _ENGINE.get(header.architecture)
     told = header.read(f"{name}.{_PATTERN}")
     if isinstance(told, list):
-        if len(told) != header.layers:
-            raise _wrong_length(header, f"{name}.{_PATTERN}", len(told))
+        _require_lengths(header)
         return tuple(not windowed for windowed in told)
     known = None if engine is None else engine.period
     period = known if told is None else int(told)
@@ -84,26 +83,22 @@ def values_without(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
     """
     name, layers = header.architecture, header.layers
     engine = _ENGINE.get(name)
+    by_place = [key for key in _BY_PLACE if header.read(f"{name}.{key}")]
+    why = ""
     if engine is None:
-        raise LyapunovPruneError(
-            f"it is not known here how llama.cpp distinguishes the layers of {name}; load it, and leave out --format "
-            "gguf"
-        )
-    if engine.scaled is not None and (layers == engine.scaled) != (len(kept) == engine.scaled):
-        raise LyapunovPruneError(
-            f"llama.cpp scales the attention of {name} by its number of layers, {engine.scaled} or not; keep it so"
-        )
-    for key, length in wrong_arrays(header).items():
-        raise _wrong_length(header, key, length)
+        why = f"it is not known here how llama.cpp distinguishes the layers of {name}"
+    elif engine.scaled is not None and (layers == engine.scaled) != (len(kept) == engine.scaled):
+        why = f"llama.cpp scales the attention of {name} by its number of layers, {engine.scaled} or not"
+    elif by_place:
+        why = f"{name}.{by_place[0]} names layers by number"
+    if why:
+        raise LyapunovPruneError(f"{why}; load it, and leave out --format gguf")
+    _require_lengths(header)
     values = {}
     for key, value in header.values.items():
         own = key.removeprefix(f"{name}.")
-        if key == own or value.length is None or own in _OTHER_ARRAYS:
-            if own in _BY_PLACE and key != own and value.read():
-                raise LyapunovPruneError(f"{key} names layers by number; such a model is not pruned as GGUF")
-            values[key] = value
-        else:
-            values[key] = value.picked(kept)
+        whole = key == own or value.length is None or own in _OTHER_ARRAYS
+        values[key] = value if whole else value.picked(kept)
     values[f"{name}.block_count"] = number(len(kept))
     return values | _period_of(header, kept)
 
@@ -146,8 +141,9 @@ def _repeated(period: int, layers: int) -> tuple[bool, ...]:
     return tuple(period > 0 and layer % period == period - 1 for layer in range(layers))
 
 
-def _wrong_length(header: Header, key: str, length: int) -> LyapunovPruneError:
-    return LyapunovPruneError(
-        f"{key} in {header.path} holds {length} values, and the model has {header.layers} layers, so it is unclear "
-        "which to remove; fetch it again"
-    )
+def _require_lengths(header: Header) -> None:
+    for key, length in wrong_arrays(header).items():
+        raise LyapunovPruneError(
+            f"{key} in {header.path} holds {length} values, and the model has {header.layers} layers, so it is unclear "
+            "which to remove; fetch it again"
+        )

@@ -66,17 +66,14 @@ FAMILIES: Mapping[str, GGUFFamily] = {
 
 def gguf_family(config: PretrainedConfig) -> GGUFFamily:
     """The entry of a family that can be written as GGUF; raises LyapunovPruneError for others."""
-    found = FAMILIES.get(family_of(config))
+    found, compact = FAMILIES.get(family_of(config)), config.model_type.startswith(PREFIX)
     if found is None:
-        known = ", ".join(FAMILIES)
-        raise LyapunovPruneError(f"{config.model_type} is not written as GGUF, only {known}; {CONVERT}")
-    _require_known(config, found)
-    if not config.model_type.startswith(PREFIX):
-        return found
-    why = not_deci(config.to_dict())
-    if why:
-        raise LyapunovPruneError(f"llama.cpp does not run this compact checkpoint: {why}; it stays compact")
-    return GGUFFamily(_DECI, permuted=True)
+        why = f"only {', '.join(FAMILIES)} are; {CONVERT}"
+    else:
+        why = _unknown(config, found) or (not_deci(config.to_dict()) if compact else "")
+    if found is None or why:
+        raise LyapunovPruneError(f"this {config.model_type} is not written as GGUF: {why}")
+    return GGUFFamily(_DECI, permuted=True) if compact else found
 
 
 def architecture_values(config: PretrainedConfig, family: GGUFFamily, name: str) -> dict[str, Value]:
@@ -190,8 +187,8 @@ def _context(config: PretrainedConfig, family: GGUFFamily) -> int:
     return int(window)
 
 
-def _require_known(config: PretrainedConfig, family: GGUFFamily) -> None:
-    """Raise LyapunovPruneError for settings that a file of this family cannot express."""
+def _unknown(config: PretrainedConfig, family: GGUFFamily) -> str:
+    """The first setting that a file of this family cannot express, in words; empty if it can express all."""
     act = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     scale = getattr(config, "query_pre_attn_scalar", None)
     wanted = head_size(config)
@@ -215,6 +212,5 @@ def _require_known(config: PretrainedConfig, family: GGUFFamily) -> None:
         "heads of another width": family.architecture == "phi3"
         and head_size(config) * config.num_attention_heads != config.hidden_size,
     }
-    for what, found in wrong.items():
-        if found:
-            raise LyapunovPruneError(f"llama.cpp has no {family.architecture} with {what}; leave it as it is")
+    what = next((what for what, found in wrong.items() if found), "")
+    return what and f"llama.cpp has no {family.architecture} with {what}; leave it as it is"

@@ -7,6 +7,7 @@ transformers' reader undoes it. To learn what the reader does, it is run on the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,6 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.gguf_copy import Anew, Piece
 from lyapunov_prune.models.gguf_header import Tensor
 from lyapunov_prune.models.gguf_metadata import GGUFFamily, rope_tensors
-
-# Used where the gguf package can read but not write a quantisation, and for rows that are not whole blocks.
-_INSTEAD = (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F16)
-
 
 _MOVES = (0.01, 0.5)  # largest relative change by rounding to 16 bits or more, and to fewer
 
@@ -80,13 +77,12 @@ def _reading(processor: Any, name: str, shape: tuple[int, ...]) -> tuple[np.ndar
 
 
 def _quantised(values: np.ndarray, kind: int) -> tuple[gguf.GGMLQuantizationType, np.ndarray]:
+    """`values` in `kind`; in Q8_0 if the gguf package cannot write that, in float16 if rows are not whole blocks."""
     known = [gguf.GGMLQuantizationType(kind)] if kind in set(gguf.GGMLQuantizationType) else []
-    for each in (*known, *_INSTEAD):
-        try:
+    for each in (*known, gguf.GGMLQuantizationType.Q8_0):
+        with suppress(NotImplementedError, ValueError, gguf.quants.QuantError):
             return each, gguf.quants.quantize(values, each)
-        except (NotImplementedError, ValueError, gguf.quants.QuantError):
-            continue
-    raise AssertionError("float16 holds rows of any length")
+    return gguf.GGMLQuantizationType.F16, gguf.quants.quantize(values, gguf.GGMLQuantizationType.F16)
 
 
 def stored_tensors(model: PreTrainedModel, family: GGUFFamily, quantisation: str) -> Iterator[tuple[Piece, float]]:

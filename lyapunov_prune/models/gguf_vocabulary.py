@@ -42,17 +42,25 @@ def vocabulary_values(tokenizer: PreTrainedTokenizerBase | None, size: int) -> d
         raise LyapunovPruneError(f"the model has no fast tokenizer, and a GGUF file holds one; {CONVERT}")
     told = json.loads(backend.to_str())
     model = told["model"]
-    if model["type"] != "BPE":
-        raise LyapunovPruneError(f"the tokenizer is {model['type']}, and only BPE is written as GGUF; {CONVERT}")
-    if len(model["vocab"]) > size:  # added tokens beyond `size` have no embedding and are left out
-        raise LyapunovPruneError(f"the tokenizer has {len(model['vocab'])} tokens and the model {size}; give its own")
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     spaced = bool(model.get("byte_fallback"))  # SentencePiece's BPE; otherwise GPT-2's byte-level BPE
+    splitting, around = "default" if spaced else _splitting(told), _around(tokenizer)
+    wrong = {
+        f"is {model['type']}, and only BPE is written as GGUF; {CONVERT}": model["type"] != "BPE",
+        # Added tokens beyond `size` have no embedding and are left out.
+        f"has {len(model['vocab'])} tokens and the model {size}; give its own": len(model["vocab"]) > size,
+        f"splits text in a way that llama.cpp does not support; {CONVERT}": splitting is None,
+        f"adds tokens other than BOS and EOS around a text; {CONVERT}": around is None,
+    }
+    for why in (why for why, is_so in wrong.items() if is_so):
+        raise LyapunovPruneError(f"the tokenizer {why}")
+    assert splitting is not None
+    assert around is not None
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     tokens, types = _tokens(tokenizer, told, size, spaced)
     prefix = "tokenizer.ggml."
     values = {
         f"{prefix}model": text("llama" if spaced else "gpt2"),
-        f"{prefix}pre": text("default" if spaced else _splitting(told)),
+        f"{prefix}pre": text(splitting),
         f"{prefix}tokens": array(STRING, tokens),
         f"{prefix}token_type": array(INT32, [int(kind) for kind in types]),
     }
@@ -61,7 +69,7 @@ def vocabulary_values(tokenizer: PreTrainedTokenizerBase | None, size: int) -> d
         values[f"{prefix}add_space_prefix"] = number(_prepends(told), BOOL)
     else:
         values[f"{prefix}merges"] = array(STRING, [" ".join(merge) for merge in merges])
-    return values | _special(tokenizer, prefix, size)
+    return values | _special(tokenizer, prefix, size, around)
 
 
 def _tokens(
@@ -112,8 +120,8 @@ def _prepends(told: dict[str, Any]) -> bool:
     )
 
 
-def _splitting(told: dict[str, Any]) -> str:
-    """llama.cpp's name of the splitting rule; raises LyapunovPruneError if it is unknown here."""
+def _splitting(told: dict[str, Any]) -> str | None:
+    """llama.cpp's name of the splitting rule; None if it is unknown here."""
     name = None
     steps, normalizers = _steps(told["pre_tokenizer"], "pretokenizers"), _steps(told["normalizer"], "normalizers")
     kinds = [step["type"] for step in steps]
@@ -126,8 +134,6 @@ def _splitting(told: dict[str, Any]) -> str:
         elif kinds == ["Split", "ByteLevel"] and steps[0]["behavior"] == "Isolated" and not steps[1]["use_regex"]:
             whole, merged = _SPLITS.get(steps[0]["pattern"].get("Regex"), (None, None))
             name = whole if told["model"].get("ignore_merges") else merged
-    if name is None:
-        raise LyapunovPruneError(f"the tokenizer splits text in a way that llama.cpp does not support; {CONVERT}")
     return name
 
 
@@ -137,21 +143,24 @@ def _steps(stage: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
     return [inner for each in stage[several] for inner in _steps(each, several)] if several in stage else [stage]
 
 
-def _special(tokenizer: PreTrainedTokenizerBase, prefix: str, size: int) -> dict[str, Value]:
+def _special(tokenizer: PreTrainedTokenizerBase, prefix: str, size: int, around: tuple[bool, bool]) -> dict[str, Value]:
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     values = {}
     for own, key in named.items():
         found = getattr(tokenizer, f"{own}_token_id")
         if found is not None and found < size:
             values[f"{prefix}{key}_token_id"] = number(found)
-    bare, whole = token_ids(tokenizer, "a"), token_ids(tokenizer, "a", special=True)
-    before, after = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
-    around = [(a, b) for a, b in product((False, True), repeat=2) if whole == before * a + bare + after * b]
-    if not around:
-        raise LyapunovPruneError(f"the tokenizer adds tokens other than BOS and EOS around a text; {CONVERT}")
-    values[f"{prefix}add_bos_token"] = number(around[0][0], BOOL)
-    values[f"{prefix}add_eos_token"] = number(around[0][1], BOOL)
+    values[f"{prefix}add_bos_token"] = number(around[0], BOOL)
+    values[f"{prefix}add_eos_token"] = number(around[1], BOOL)
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
     return values | ({"tokenizer.chat_template": text(template)} if template else {})
+
+
+def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool] | None:
+    """Whether BOS is put before a text, and EOS after it; None if it is something else."""
+    bare, whole = token_ids(tokenizer, "a"), token_ids(tokenizer, "a", special=True)
+    before, after = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
+    pairs = product((False, True), repeat=2)
+    return next(((a, b) for a, b in pairs if whole == before * a + bare + after * b), None)

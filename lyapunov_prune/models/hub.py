@@ -18,29 +18,32 @@ _PARTS = ["[0-9]_*/*.json", "[0-9]_*/*.safetensors"]  # parts of an embedding mo
 
 def download(name: str, offline: bool) -> Path:
     """The folder of a hub model, from the cache or the network; only safetensors weights are downloaded."""
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub import snapshot_download
 
     try:
         folder = snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"], local_files_only=offline)
         if Path(folder, "modules.json").is_file():
             snapshot_download(name, allow_patterns=_PARTS, local_files_only=offline)
         return Path(folder)
-    except RepositoryNotFoundError:
-        raise LyapunovPruneError(
+    except Exception as error:  # disk errors, the hub's own, a proxy's, those of the HTTP library
+        raise LyapunovPruneError(_diagnosis(name, error, offline)) from None
+
+
+def _diagnosis(name: str, error: Exception, offline: bool) -> str:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, RepositoryNotFoundError):
+        return (
             f"the hub has no model {name} that you may read{like_named(name)}; check the name, or log in with "
             "`hf auth login`"
-        ) from None
-    except LocalEntryNotFoundError:
+        )
+    if isinstance(error, LocalEntryNotFoundError):
         asked = "offline was given" if offline else "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
-        reason = asked or "the hub could not be reached"
-        raise LyapunovPruneError(
-            f"{name} is neither a local folder{like_named(name)} nor in the hub cache, and {reason}; "
-            f"download it first, give a folder, or use {BUILTIN}"
-        ) from None
-    except HFValidationError as error:
-        raise LyapunovPruneError(
-            f"no model at {name}, and it is not a hub id ({first_line(error)}); give a folder, a hub id or {BUILTIN}"
-        ) from None
-    except Exception as error:  # disk errors, the hub's own, a proxy's, those of the HTTP library
-        raise LyapunovPruneError(f"the hub did not provide {name}: {first_line(error)}; try again later") from None
+        return (
+            f"{name} is neither a local folder{like_named(name)} nor in the hub cache, and "
+            f"{asked or 'the hub could not be reached'}; download it first, give a folder, or use {BUILTIN}"
+        )
+    if isinstance(error, HFValidationError):
+        return f"no model at {name}, and it is no hub id ({first_line(error)}); give a folder, a hub id or {BUILTIN}"
+    return f"the hub did not provide {name}: {first_line(error)}; try again later"

@@ -71,18 +71,17 @@ def load(
             raise LyapunovPruneError("a device map places the layers itself; leave out the device")
         options["device_map"] = known_map(device_map)
     with status(f"loading {name}"):
-        if name.endswith(".gguf"):
-            if stack is not None:
-                raise LyapunovPruneError(f"{name} is a GGUF file, which holds one stack of layers; leave out --stack")
+        folder = None if name.endswith(".gguf") else checkpoint_folder(name, offline=offline)
+        adapted = folder is not None and holds_adapters(folder)
+        if stack is not None and (folder is None or adapted):
+            what = "adapters; merge them by peft first" if adapted else "one stack of layers; leave out --stack"
+            raise LyapunovPruneError(f"{name} holds {what}")
+        if folder is None:
             loaded = load_gguf(Path(name), options | {"dtype": wanted or torch.float32})
+        elif adapted:
+            loaded = _load_merged(folder, options, offline, text_only)
         else:
-            folder = checkpoint_folder(name, offline=offline)
-            if holds_adapters(folder):
-                if stack is not None:
-                    raise LyapunovPruneError(f"{name} holds adapters; merge them by peft, then give --stack")
-                loaded = _load_merged(folder, options, offline, text_only)
-            else:
-                loaded = load_folder(folder, options, text_only=text_only, stack=stack)
+            loaded = load_folder(folder, options, text_only=text_only, stack=stack)
         loaded.model.config._name_or_path = name
         settle(loaded.model)
         if loaded.causal:
@@ -99,10 +98,8 @@ def checkpoint_folder(name: str, *, offline: bool = False) -> Path:
         return builtin_folder()
     if name and Path(name).is_dir():
         return Path(name)
-    if name and Path(name).exists():
-        raise LyapunovPruneError(f"{name} is a file that holds no model; give its folder, or a .gguf file")
     meant = "" if "/" in name else did_you_mean(name, [BUILTIN])  # asking the hub may take half a minute
-    if meant or name.startswith((".", "/", "~")) or not HUB_ID.fullmatch(name):
+    if Path(name).exists() or meant or name.startswith((".", "/", "~")) or not HUB_ID.fullmatch(name):
         raise LyapunovPruneError(
             f"no model at {name or repr(name)}{meant}; give a folder, a .gguf file, a hub id or {BUILTIN}"
         )

@@ -43,18 +43,15 @@ class Router:
         return max(0, self.groups * (self.experts // self.groups - stay))
 
     def require_removed(self, count: int) -> None:
-        """Raise LyapunovPruneError unless `count` experts of a layer can be removed."""
-        if not 1 <= count <= self.most:
-            why = f"each token takes {self.chosen}"
-            if self.groups > 1:
-                why += f", from {self.picked} of {self.groups} groups, and two experts of a group have to stay"
-            most = f"give 1 to {self.most}" if self.most else "none can go"
-            raise LyapunovPruneError(f"cannot remove {count} of {self.experts} experts: {why}; {most}")
-        if count % self.groups:
-            raise LyapunovPruneError(
-                f"cannot remove {count} of {self.experts} experts: the router chooses among {self.groups} groups of "
-                f"the same size; give a multiple of {self.groups}"
-            )
+        """Raise LyapunovPruneError unless `count` experts of a layer can be removed, equally many from every group."""
+        if 1 <= count <= self.most and count % self.groups == 0:
+            return
+        why, give = f"each token takes {self.chosen}", f"give 1 to {self.most}"
+        if self.groups > 1:
+            why += f", from {self.picked} of {self.groups} groups of one size, of which each keeps two"
+            give = f"give a multiple of {self.groups}, {self.most} at most"
+        remedy = give if self.most else "none can go"
+        raise LyapunovPruneError(f"cannot remove {count} of {self.experts} experts: {why}; {remedy}")
 
     def groups_of(self, experts: Sequence[int]) -> list[list[int]]:
         """`experts` split by group."""
@@ -97,25 +94,27 @@ class Mixtures:
     def require(self, experts: Sequence[Sequence[int]], removed: Sequence[int] = ()) -> None:
         """Raise LyapunovPruneError unless `experts` of each layer can go, besides the whole layers `removed`."""
         for layer, gone in enumerate(experts):
-            if gone and layer not in self.layers:
-                raise LyapunovPruneError(f"layer {layer} has no experts; name those of {_some(self.layers)}")
-            if layer not in self.layers or layer in removed:
-                continue
-            if not gone:
-                raise LyapunovPruneError(
-                    f"layer {layer} keeps all of its {self.router.experts} experts and other layers do not, but a "
-                    "config has one number for all layers; remove the same number from each"
-                )
-            if gone[-1] >= self.router.experts:
-                raise LyapunovPruneError(
-                    f"layer {layer} has no expert {gone[-1]}: its experts are 0 to {self.router.experts - 1}"
-                )
-            self.router.require_removed(len(gone))
-            if len({len(group) for group in self.router.groups_of(gone)}) > 1:
-                raise LyapunovPruneError(
-                    f"the experts {', '.join(map(str, gone))} of layer {layer} are not the same number in each of the "
-                    f"{self.router.groups} groups that the router chooses among; remove the same number of each"
-                )
+            if gone or (layer in self.layers and layer not in removed):
+                if why := self._why_not(layer, gone):
+                    raise LyapunovPruneError(f"{why}; remove the same number from each of {_some(self.layers)}")
+                self.router.require_removed(len(gone))
+
+    def _why_not(self, layer: int, gone: Sequence[int]) -> str:
+        router = self.router
+        if layer not in self.layers:
+            return f"layer {layer} has no experts"
+        if not gone:
+            return (
+                f"layer {layer} keeps all of its {router.experts} experts, and a config has one number for all layers"
+            )
+        if gone[-1] >= router.experts:
+            return f"layer {layer} has no expert {gone[-1]}: its experts are 0 to {router.experts - 1}"
+        if len(gone) % router.groups == 0 and len(set(map(len, router.groups_of(gone)))) > 1:
+            return (
+                f"experts {', '.join(map(str, gone))} of layer {layer} are not the same number in each of the "
+                f"{router.groups} groups that the router chooses among"
+            )
+        return ""
 
 
 def find_mixtures(structure: Structure) -> Mixtures:
@@ -124,75 +123,73 @@ def find_mixtures(structure: Structure) -> Mixtures:
     Raises LyapunovPruneError for a model without experts, for experts or a router of another form, for layers with
     different numbers of experts, and for experts shared by layers.
     """
-    found = {i: mixture for i, layer in enumerate(structure.layers) if (mixture := _mixture(layer, i)) is not None}
-    if not found:
-        raise LyapunovPruneError(f"no layer of {type(structure.backbone).__name__} has experts; give --what layers")
+    read = {i: _mixture(layer) for i, layer in enumerate(structure.layers)}
+    found = {i: mixture for i, mixture in read.items() if isinstance(mixture, Mixture)}
     counts = {i: _count(structure.layers[i].get_submodule(mixture.experts)) for i, mixture in found.items()}
+    config = structure.config
+    chosen = max(chosen_by(config), default=0)
+    why = next((f"layer {i} {why}" for i, why in read.items() if isinstance(why, str)), "")
+    why = why or _unlike(structure, found, counts)
+    if why:
+        raise LyapunovPruneError(f"{why}; remove whole layers (--what layers)")
+    groups = next((int(value) for name in _GROUPS if (value := getattr(config, name, None))), 1)
+    picked = getattr(config, "topk_group", None) or groups
+    return Mixtures(found, Router(min(counts.values()), chosen, groups, picked))
+
+
+def _unlike(structure: Structure, found: Mapping[int, Mixture], counts: Mapping[int, int]) -> str:
+    """Why one setting cannot describe the mixtures of a model; empty if it can."""
+    kind = type(structure.backbone).__name__
+    if not found:
+        return f"no layer of {kind} has experts"
     first = min(counts)
-    other = next((i for i, count in counts.items() if count != counts[first]), None)
-    if other is not None:
-        raise LyapunovPruneError(
-            f"layer {first} has {counts[first]} experts and layer {other} has {counts[other]}; experts can only be "
-            "removed if all layers have the same number"
-        )
     owners: dict[int, int] = {}
     for i, mixture in found.items():
+        if counts[i] != counts[first]:
+            return f"layer {first} has {counts[first]} experts and layer {i} has {counts[i]}"
         tensor = next(structure.layers[i].get_submodule(mixture.experts).parameters())
         owner = owners.setdefault(id(tensor), i)
         if owner != i:
-            raise LyapunovPruneError(
-                f"layers {owner} and {i} share their experts; an expert would be removed from both; remove whole layers"
-            )
-    config = structure.config
-    chosen = max(chosen_by(config), default=0)
-    if min(chosen_by(config), default=0) != chosen:
-        raise LyapunovPruneError(
-            f"layers take {min(chosen_by(config))} to {chosen} experts for each token; experts can only be removed if "
-            "all take the same number; remove whole layers"
-        )
-    if chosen < 1:
-        raise LyapunovPruneError(
-            f"the config of {type(structure.backbone).__name__} does not say how many experts each token takes "
-            f"({' or '.join(CHOSEN)}); not supported"
-        )
-    groups = next((int(value) for name in _GROUPS if (value := getattr(config, name, None))), 1)
-    picked = getattr(config, "topk_group", None) or groups
-    return Mixtures(found, Router(counts[first], chosen, groups, picked))
+            return f"layers {owner} and {i} share their experts, and an expert would be removed from both"
+    chosen = chosen_by(structure.config)
+    if min(chosen, default=0) != max(chosen, default=0):
+        return f"layers take {min(chosen)} to {max(chosen)} experts for each token, and not all the same number"
+    if max(chosen, default=0) < 1:
+        return f"the config of {kind} does not say how many experts each token takes ({' or '.join(CHOSEN)})"
+    return ""
 
 
-def _mixture(layer: nn.Module, index: int) -> Mixture | None:
-    """The mixture of a layer; None for a dense layer."""
+def _mixture(layer: nn.Module) -> Mixture | str | None:
+    """The mixture of a layer; None for a dense layer; words that follow "layer 3" if its experts cannot be removed."""
     named = [name for name, _ in layer.named_modules() if name.rpartition(".")[2] == "experts"]
     if not named:
         return None
     experts = layer.get_submodule(named[0])
     count = _count(experts)
     if not count and hasattr(experts, "router"):
-        raise LyapunovPruneError(
-            f"layer {index} routes twice, to attentions in {named[0]} and to feed-forward blocks, and the config gives "
-            "one number for both: a plan that lists the experts of one of them makes no model; remove whole layers "
-            "instead"
+        return (
+            f"routes twice, to attentions in {named[0]} and to feed-forward blocks, and the config gives one number "
+            "for both"
         )
     if len(named) > 1 or not count:
-        raise _unknown(index, f"{named[-1]} is no module with all experts stacked")
+        return _unknown(f"{named[-1]} is no module with all experts stacked")
     block = named[0].rpartition(".")[0]
     inside = dict(layer.get_submodule(block).named_children())
     routers = [name for name in _ROUTERS if name in inside]
     if len(routers) != 1:
-        raise _unknown(index, f"{block} has no router called {' or '.join(_ROUTERS)}")
+        return _unknown(f"{block} has no router called {' or '.join(_ROUTERS)}")
     router = f"{block}.{routers[0]}"
     of_router = _tensors(layer, router, recurse=True)
     if table := next((n for n, t in of_router.items() if not t.is_floating_point() and t.ndim == 2), None):
-        raise LyapunovPruneError(
-            f"layer {index} sends a token to the experts that {table} lists for its id, whatever its state: of a token "
-            "whose expert left, no score says which other one it should get, and the config gives one number of "
-            "experts for all layers; remove whole layers instead"
+        return (
+            f"sends a token to the experts that {table} lists for its id, whatever its state, so that no score says "
+            "which other expert it should get"
         )
     scored = max([count, *(getattr(m, n, 0) for m in (experts, layer.get_submodule(router)) for n in SCORED)])
     matrices = [n for n, t in of_router.items() if t.ndim == 2 and len(t) == scored]
     if len(matrices) != 1:
         shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in of_router.items() if t.ndim == 2) or "no matrix"
-        raise _unknown(index, f"its router holds {shapes}, not one matrix of {scored} rows")
+        return _unknown(f"its router holds {shapes}, not one matrix of {scored} rows")
     beside = {name: t for name, t in _tensors(layer, block).items() if t.ndim == 1}
     stacked = {
         name: Stacked(name, axis, t.shape[axis])
@@ -219,8 +216,8 @@ def _tensors(layer: nn.Module, path: str, *, recurse: bool = False) -> dict[str,
     return {f"{path}.{name}": tensor for name, tensor in held}
 
 
-def _unknown(layer: int, why: str) -> LyapunovPruneError:
-    return LyapunovPruneError(f"layer {layer} has experts in an unknown form ({why}); remove whole layers instead")
+def _unknown(why: str) -> str:
+    return f"has experts in an unknown form ({why})"
 
 
 def _some(layers: Mapping[int, Mixture]) -> str:

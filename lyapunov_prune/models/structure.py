@@ -80,12 +80,11 @@ def require_versions(dense: Structure, compressed: Structure) -> None:
         }
         for structure in (dense, compressed)
     )
-    for what, wanted in ours.items():
-        if theirs[what] != wanted:
-            raise LyapunovPruneError(
-                f"the compressed model has a {what} of {theirs[what]} and the dense one of {wanted}; give two versions "
-                "of one model"
-            )
+    for what in (what for what, wanted in ours.items() if theirs[what] != wanted):
+        raise LyapunovPruneError(
+            f"the compressed model has a {what} of {theirs[what]} and the dense one of {ours[what]}; give two versions "
+            "of one model"
+        )
 
 
 def find_structure(model: PreTrainedModel) -> Structure:
@@ -96,18 +95,19 @@ def find_structure(model: PreTrainedModel) -> Structure:
     require_no_encoder(model)
     require_no_two_stacks(model)
     kind = type(model).__name__
-    if getattr(model.config, "return_dict", True) is False:
-        raise LyapunovPruneError(f"{kind} returns its outputs without names; set model.config.return_dict = True")
-    if model.get_output_embeddings() is None:
-        raise LyapunovPruneError(
-            f"{kind} has no language-model head; load it with AutoModelForCausalLM, or give a decoder"
-        )
-    weight = getattr(model.get_output_embeddings(), "weight", None)
-    if is_packed(model) and not (isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.ndim == 2):
-        raise LyapunovPruneError(
-            f"the head of this {kind} is {quantisation(model.config)} too, and computing losses needs its values; "
-            "give a checkpoint in which only the layers are quantised"
-        )
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    read = isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.ndim == 2
+    wrong = {
+        f"{kind} returns its outputs without names; set model.config.return_dict = True": (
+            getattr(model.config, "return_dict", True) is False
+        ),
+        f"{kind} has no language-model head; load it with AutoModelForCausalLM, or give a decoder": head is None,
+        f"the head of this {kind} is {quantisation(model.config)} too, and computing losses needs its values; give a "
+        "checkpoint in which only the layers are quantised": is_packed(model) and not read,
+    }
+    for why in (why for why, is_so in wrong.items() if is_so):
+        raise LyapunovPruneError(why)
     return find_layers(model)
 
 
@@ -140,41 +140,35 @@ def layers_in(
     Only lists inside the module `within` are looked at; "" means the whole model. `backbone` None means that of
     `_backbone`. Raises LyapunovPruneError if there is no such list.
     """
-    kind = type(model).__name__
+    kind = f"{type(model).__name__} ({config.model_type})"
     lengths = {name: getattr(config, name) for name in counts if getattr(config, name, None)}
-    if not lengths:
-        raise LyapunovPruneError(f"the config of {kind} ({config.model_type}) counts no decoder layers; not supported")
+    why = f"keeps no module list of its {list(lengths.values())[-1]} layers" if lengths else "counts no decoder layers"
     for count, length in lengths.items():
         lists = {
             name: module
             for name, module in model.named_modules()
             if isinstance(module, nn.ModuleList) and len(module) == length and f"{name}.".startswith(within)
         }
-        if lists:
-            # Packed weights may be buffers.
-            sizes = {n: sum(t.numel() for t in [*m.parameters(), *m.buffers()]) for n, m in lists.items()}
-            path = max(lists, key=lambda name: sizes[name])
-            parent = path.rpartition(".")[0]
-            parts = [name for name in lists if name.rpartition(".")[0] == parent and sizes[name] > sizes[path] / 4]
-            if len(parts) > 1:
-                raise LyapunovPruneError(
-                    f"{kind} ({config.model_type}) keeps the parts of its layers in separate lists, "
-                    f"{', '.join(parts)}; this decoder is not supported"
-                )
-            return Structure(
-                model_type=family_of(config),
-                backbone=_backbone(model, path) if backbone is None else backbone,
-                layers=lists[path],
-                layers_path=path,
-                config=config,
-                count=count,
-                stack=stack,
-            )
-    length = list(lengths.values())[-1]
-    raise LyapunovPruneError(
-        f"{kind} ({config.model_type}) keeps no module list of its {length} layers; this "
-        f"{'encoder' if is_encoder(model) else 'decoder'} is not supported"
-    )
+        if not lists:
+            continue
+        # Packed weights may be buffers.
+        sizes = {n: sum(t.numel() for t in [*m.parameters(), *m.buffers()]) for n, m in lists.items()}
+        path = max(lists, key=lambda name: sizes[name])
+        parent = path.rpartition(".")[0]
+        parts = [name for name in lists if name.rpartition(".")[0] == parent and sizes[name] > sizes[path] / 4]
+        if len(parts) > 1:
+            why = f"keeps the parts of its layers in separate lists, {', '.join(parts)}"
+            break
+        return Structure(
+            model_type=family_of(config),
+            backbone=_backbone(model, path) if backbone is None else backbone,
+            layers=lists[path],
+            layers_path=path,
+            config=config,
+            count=count,
+            stack=stack,
+        )
+    raise LyapunovPruneError(f"{kind} {why}; this {'encoder' if is_encoder(model) else 'decoder'} is not supported")
 
 
 def in_copy(model: PreTrainedModel, structure: Structure) -> Structure:

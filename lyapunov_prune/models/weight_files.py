@@ -32,12 +32,7 @@ def weight_files(folder: Path, named: str | None) -> list[Path]:
         return []
     names = [name]
     if isinstance(name, str) and name.endswith(".safetensors.index.json"):
-        names = _indexed(_inside(folder, name))
-    for name in names:
-        if not (isinstance(name, str) and name.endswith(".safetensors")):
-            raise LyapunovPruneError(
-                f"{folder} names {name} as weights, and only safetensors files are read; convert it to safetensors"
-            )
+        names = _indexed(_inside(folder, name, ".json"))
     return [_inside(folder, name) for name in names]
 
 
@@ -58,12 +53,16 @@ def require_every_layer(where: Path, layers: Any, found: Collection[int | None])
         )
 
 
-def _inside(folder: Path, name: str) -> Path:
-    # Compare by name: in the hub's cache every file is a link to another place.
-    if Path(name).name != name:
-        raise LyapunovPruneError(f"{folder} names {name} as weights, which is not a file of that folder; move it there")
-    if not (folder / name).is_file():
-        raise LyapunovPruneError(f"cannot load {folder}, which names {name} as weights and lacks it; fetch it again")
+def _inside(folder: Path, name: Any, suffix: str = ".safetensors") -> Path:
+    why = ""
+    if not (isinstance(name, str) and name.endswith(suffix)):
+        why = "and only safetensors files are read; convert it to safetensors"
+    elif Path(name).name != name:  # compared by name: in the hub's cache every file is a link to another place
+        why = "which is not a file of that folder; move it there"
+    elif not (folder / name).is_file():
+        why = "and lacks it; fetch it again"
+    if why:
+        raise LyapunovPruneError(f"{folder} names {name} as weights, {why}")
     return folder / name
 
 

@@ -163,7 +163,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "corrupt": (corrupt_header, r"model\.safetensors is truncated"),
     "pickle only": (pickle_only, r"only pickled weights \(pytorch_model\.bin\)"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "no safetensors weights"),
-    "missing shard": (missing_shard, r"cannot load .*model-00002-of-"),
+    "missing shard": (missing_shard, r"names model-00002-of-.*lacks it"),
     "truncated shard": (truncated_shard, r"model-0000.* is truncated"),
     "missing key": (lambda f: change_weight(f, UP, None), rf"lacks 1 weights .*{UP}"),
     "wrong shape": (lambda f: change_weight(f, UP, torch.zeros(3, 3)), rf"in another shape \({UP}\)"),

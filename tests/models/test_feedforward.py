@@ -223,7 +223,7 @@ def test_unknown_shapes() -> None:
     refuse(model, 1, "is a function")
     mlp = model.model.layers[2].mlp
     mlp.act_fn = nn.Sequential(nn.SiLU(), nn.ReLU())
-    refuse(model, 2, "modules between its matrices: mlp.act_fn.0, mlp.act_fn.1")
+    refuse(model, 2, r"ReLU \(mlp.act_fn.1\) between the matrices")
     mlp = model.model.layers[3].mlp
     mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(2 * mlp.gate_proj(x)) * mlp.up_proj(x))
     refuse(model, 3, "its SiLUActivation is given something else than a matrix's output")

@@ -75,7 +75,7 @@ def test_other_models_are_refused_by_name() -> None:
     by_id: Any = make_mixture("mixtral")
     by_id.model.layers[1].mlp.gate.register_buffer("table", torch.zeros(97, 2, dtype=torch.long))
     for model, said in (
-        (make_tiny("llama"), "LlamaModel has experts; give"),
+        (make_tiny("llama"), "LlamaModel has experts; remove"),
         (make_mixture("zaya", router_hidden_size=9), "router holds"),
         (by_id, "layer 1 sends a token .* for its id"),
         (unequal(make_mixture("mixtral")), "layer 0 has 8 experts and layer 1 has 6"),
