@@ -21,7 +21,8 @@
 - `projections`, `roles`: the matrices of a model, and what each does; `experts`: those stacked in one parameter, and
   the tokens that the router sends them; `left_alone`: other weights in the layers, and why no method takes them;
   `mixtures`: experts and router of every layer, and removing some; `feedforward`: the feed-forward block of a layer,
-  `units`, `width`: hidden channels of blocks and experts, and their setting; `kinds`: which layers are alike;
+  `units`, `fused`, `width`: hidden channels of blocks and experts, how fused matrices come apart, and their setting;
+  `kinds`: which layers are alike;
   `positions`: the lengths of a text at which its positions change;
 - `streamed`: what other rooms need to know about a model whose layers are read from files one at a time;
 - `held`, `hooked`: a model reserved for one thread, and hooks on it, inside a block; `sharing`: two models with equal
@@ -30,7 +31,7 @@
   `deci`: those that engines know;
 - `recurrence`: the states that layers carry from token to token, in a cache or in modules;
 - `classifiers`, `classifier_loading`: image classifiers;
-- `engines`: what serving engines would do wrong with its layers;
+- `engines`, `short_cuts`: what serving engines would do wrong with its layers;
 - `layer_settings`, `adaptations`, `held_together`, `families`: what removing layers requires of a config and a family.
 
 A new family usually needs nothing. If the gate refuses it, add its row to `families` and its rule to `adaptations`, or

@@ -1,8 +1,7 @@
 """The setting that gives feed-forward blocks or experts their hidden channels, and a model with fewer of them.
 
 Nothing is assumed about a family. A model of its class is built on the meta device with half of a setting, and what is
-half as wide in it loses channels. How a fused matrix comes apart, and that no channel depends on another, is tried on
-the block itself: without some channels it must compute what it computes when their columns of the last matrix are zero.
+half as wide in it loses channels. `fused` tries on the block how a fused matrix comes apart.
 """
 
 from __future__ import annotations
@@ -16,17 +15,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.from_folder import quiet
-from lyapunov_prune.models.held import held
-from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.streamed import layer_held
+from lyapunov_prune.models.fused import REMEDY, attributes_of, set_attributes, taken_apart
 from lyapunov_prune.models.structure import Structure, in_eval_mode
-from lyapunov_prune.models.units import Kept, Unit, Units, find_units, inside, select
+from lyapunov_prune.models.units import Kept, Unit, Units, find_units, select
 
 # Settings for the number of hidden channels, those of experts first; one that is None is computed by the family.
 SETTINGS = (
@@ -34,9 +30,6 @@ SETTINGS = (
     "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim", "dff", "shared_intermediate_size",
 )  # fmt: skip
 _AUTOMATIC = {"block_auto_adjust_ff_dim": False}  # without it LFM2 computes another width from the one given
-_REMEDY = "remove whole layers instead"
-_TOKENS = 16
-_SAME = 1e-2  # of the difference that masking makes, in float32
 
 
 @dataclass(frozen=True)
@@ -105,7 +98,7 @@ def _width(decoder: Decoder, units: Units) -> Width:
     if not every:
         raise LyapunovPruneError(
             f"no layer of {type(decoder.structure.backbone).__name__} has matrices into and out of a feed-forward "
-            f"block by names that are known (state spaces have none); {_REMEDY}"
+            f"block by names that are known (state spaces have none); {REMEDY}"
         )
     first = next((unit for unit in every if unit.out.expert is not None), every[0])
     half = first.width // 2
@@ -115,12 +108,12 @@ def _width(decoder: Decoder, units: Units) -> Width:
     for unit in loses:
         if left[unit] * first.width != unit.width * half:
             raise LyapunovPruneError(
-                f"with half of {setting.name}, {unit.out.name} has {left[unit]} of {unit.width} channels; {_REMEDY}"
+                f"with half of {setting.name}, {unit.out.name} has {left[unit]} of {unit.width} channels; {REMEDY}"
             )
     _require_own(decoder.model, loses)
     before = _built(decoder, None, 0)
     _require_no_other(before, after, setting, loses)
-    apart = _taken_apart(decoder, loses, left, _attributes(before, after))
+    apart = taken_apart(decoder, loses, left, attributes_of(before, after))
     return Width(tuple(tuple(apart.get(unit) for unit in here) for here in units), first.width, setting)
 
 
@@ -142,7 +135,7 @@ def narrow(decoder: Decoder, width: Width, kept: Kept) -> None:
     left = len(channels) * width.width // unit.width
     before, after = _built(decoder, None, 0), _built(decoder, width.setting, left)
     select(model, pairs)
-    _set(model, _attributes(before, after))
+    set_attributes(model, attributes_of(before, after))
     wrong = next((n for n, p in model.named_parameters() if p.shape != after.get_parameter(n).shape), None)
     if wrong is not None:
         raise LyapunovPruneError(
@@ -175,7 +168,7 @@ def _find_setting(decoder: Decoder, unit: Unit, half: int) -> tuple[Setting, Pre
             return setting, after
     raise LyapunovPruneError(
         f"no setting in the config of {decoder.structure.model_type} counts the {unit.width} hidden channels before "
-        f"{unit.out.name.partition(':')[0]}: its class computes their number from others; {_REMEDY}"
+        f"{unit.out.name.partition(':')[0]}: its class computes their number from others; {REMEDY}"
     )
 
 
@@ -191,27 +184,6 @@ def _built(decoder: Decoder, setting: Setting | None, width: int) -> PreTrainedM
     return built
 
 
-_Attributes = dict[tuple[str, str], Any]  # by the path of a module and the name
-
-
-def _attributes(before: nn.Module, after: nn.Module) -> _Attributes:
-    """Numbers in the modules of `after` that are others in `before`."""
-    found = {}
-    for path, module in before.named_modules():
-        new = vars(after.get_submodule(path))
-        for name, value in vars(module).items():
-            if type(value) in (int, tuple, list) and new.get(name) != value:
-                found[path, name] = new.get(name)
-    return found
-
-
-def _set(root: nn.Module, attributes: _Attributes, below: str = "") -> None:
-    """Write the attributes of modules of `root`, whose paths begin with `below`."""
-    for (path, name), value in attributes.items():
-        if f"{path}.".startswith(below):
-            setattr(root.get_submodule(inside(path, below)), name, value)
-
-
 def _require_own(model: PreTrainedModel, units: Sequence[Unit]) -> None:
     """Raise LyapunovPruneError if layers share a unit's matrices, since channels would leave all of them."""
     owners: dict[Any, Unit] = {}
@@ -222,7 +194,7 @@ def _require_own(model: PreTrainedModel, units: Sequence[Unit]) -> None:
         if owner is not unit:
             raise LyapunovPruneError(
                 f"layers {owner.layer} and {unit.layer} share {unit.out.name}, and its channels are ranked and its "
-                f"columns refitted by what one layer does with them; {_REMEDY}"
+                f"columns refitted by what one layer does with them; {REMEDY}"
             )
 
 
@@ -233,93 +205,5 @@ def _require_no_other(before: PreTrainedModel, after: PreTrainedModel, setting: 
     for name, parameter in before.named_parameters():
         if parameter.shape != after.get_parameter(name).shape and name not in own:
             raise LyapunovPruneError(
-                f"{setting.name} gives {name} its size too, which is no matrix into or out of the channels; {_REMEDY}"
+                f"{setting.name} gives {name} its size too, which is no matrix into or out of the channels; {REMEDY}"
             )
-
-
-def _taken_apart(
-    decoder: Decoder, units: Sequence[Unit], left: Mapping[Unit, int], attributes: _Attributes
-) -> dict[Unit, Unit]:
-    """Each of `units` with the layout of its fused matrix, tried on one block of each kind in a forward."""
-    blocks: dict[str, list[Unit]] = {}
-    for unit in units:
-        blocks.setdefault(unit.block, []).append(unit)
-    kinds: dict[tuple[Any, ...], list[str]] = {}
-    for path, here in blocks.items():
-        kind = type(decoder.model.get_submodule(path)), *((p.component, here[0].width) for p in here[0].into)
-        kinds.setdefault(kind, []).append(path)
-    calls = _calls(decoder, [paths[0] for paths in kinds.values()])
-    layouts: dict[str, bool] = {}
-    for first, *others in kinds.values():
-        interleaved = _layout(decoder.model, first, blocks[first], left, attributes, calls)
-        layouts |= dict.fromkeys((first, *others), interleaved)
-    return {unit: replace(unit, interleaved=layouts[unit.block]) for unit in units}
-
-
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _calls(decoder: Decoder, paths: Sequence[str]) -> dict[str, _Call]:
-    """The arguments of the modules at `paths` in a forward of random tokens, in float32."""
-    seen: dict[str, _Call] = {}
-
-    def note(path: str) -> Any:
-        return lambda module, args, kwargs: seen.setdefault(path, _float32((args, kwargs))) and None
-
-    size, pad = decoder.structure.config.vocab_size, getattr(decoder.structure.config, "pad_token_id", None)
-    ids = torch.randint(size, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
-    ids[ids == pad] = ((pad or 0) + 1) % size
-    with hooked(before=[(decoder.model.get_submodule(path), note(path)) for path in paths]):
-        decoder.model(ids.to(decoder.model.device), use_cache=False)
-    return seen
-
-
-def _float32(given: Any) -> Any:
-    if isinstance(given, torch.Tensor):
-        return given.float() if given.is_floating_point() else given
-    if isinstance(given, tuple | list):
-        return type(given)(map(_float32, given))
-    return {key: _float32(value) for key, value in given.items()} if isinstance(given, dict) else given
-
-
-def _layout(
-    model: PreTrainedModel,
-    path: str,
-    units: Sequence[Unit],
-    left: Mapping[Unit, int],
-    attributes: _Attributes,
-    calls: Mapping[str, _Call],
-) -> bool:
-    """Whether the fused matrices of the block at `path` are interleaved; raises LyapunovPruneError if it has no layout.
-
-    The block without some channels has to compute what it does with their columns of the last matrix zero.
-    """
-    below = f"{path}."
-    with held(model), layer_held(model, units[0].layer):
-        block = copy.deepcopy(model.get_submodule(path)).float()
-    vars(block).pop("forward", None)  # of a layer that reads its own weights
-    args, kwargs = calls[path]
-    generator = torch.Generator().manual_seed(0)
-    kept = {unit: torch.randperm(unit.width, generator=generator)[: left[unit]].sort().values for unit in units}
-    whole = _output(block(*args, **kwargs))
-    masked = copy.deepcopy(block)
-    for unit, channels in kept.items():
-        W = unit.out.rows(getattr(masked.get_submodule(inside(unit.out.module, below)), unit.out.parameter).detach())
-        gone = torch.ones(unit.width, dtype=torch.bool).index_fill(0, channels, False)
-        W[:, gone.to(W.device)] = 0
-    wanted = _output(masked(*args, **kwargs))
-    for interleaved in (False, True):
-        narrower = copy.deepcopy(block)
-        select(narrower, [(replace(u, interleaved=interleaved), channels) for u, channels in kept.items()], below)
-        _set(narrower, attributes, below)
-        if (_output(narrower(*args, **kwargs)) - wanted).norm() <= _SAME * (wanted - whole).norm():
-            return interleaved
-    raise LyapunovPruneError(
-        f"hidden channels of {path} ({type(block).__name__}) do not leave it one by one: without some of them it "
-        f"computes something else than with their columns of the last matrix zero; {_REMEDY}"
-    )
-
-
-def _output(given: Any) -> torch.Tensor:
-    output: torch.Tensor = given if isinstance(given, torch.Tensor) else given[0]
-    return output
