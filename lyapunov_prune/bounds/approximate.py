@@ -20,7 +20,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.prefix import restore
 from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.replacement import Replacement
-from lyapunov_prune.linalg import token_energy, widen
+from lyapunov_prune.linalg import require_numbers, token_energy, widen
 from lyapunov_prune.models.decoder import Decoder, InMemory, Streamable, takes_model
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.hooked import hooked
@@ -148,13 +148,14 @@ def _chosen(decoder: Decoder, approximations: Approximations) -> dict[Projection
         choice = approximations(p, W) if callable(approximations) else approximations.get(name)
         if choice is None:
             continue
-        try:
-            chosen = choice if isinstance(choice, Approximation) else approximation(W, choice)
-        except LyapunovPruneError as error:
-            raise LyapunovPruneError(f"{name}: {error.message}") from None
-        if chosen.weight.shape != W.shape:
-            raise LyapunovPruneError(f"{name}: an approximation of shape {tuple(chosen.weight.shape)}")
-        found[p] = chosen
+        weight = choice.weight if isinstance(choice, Approximation) else choice
+        if weight.shape != W.shape:
+            raise LyapunovPruneError(f"{name}: an approximation of shape {tuple(weight.shape)}; give {tuple(W.shape)}")
+        if not isinstance(choice, Approximation):
+            require_numbers(W, name)
+            require_numbers(choice, f"the approximation of {name}")
+            choice = approximation(W, choice)
+        found[p] = choice
     return found
 
 

@@ -87,14 +87,10 @@ def verify(root: Path | None = None) -> Verification:
     Records success. The first run downloads gigabytes, see lean/README.md. Raises LyapunovPruneError when this cannot
     run, and CheckFailed when the registry does not match or lake fails.
     """
-    root = root or source_root()
-    if root is None:
-        raise LyapunovPruneError(
-            "the Lean sources are not part of an installed package; clone the repository and run it there"
-        )
-    lake = shutil.which("lake")
-    if lake is None:
-        raise LyapunovPruneError("lake is not installed; install elan as lean/README.md says and try again")
+    root, lake = root or source_root(), shutil.which("lake")
+    if root is None or lake is None:
+        what = "the Lean sources are not part of an installed package; clone the repository"
+        raise LyapunovPruneError(what if root is None else "lake is not installed; install elan (lean/README.md)")
     repository, before = root.parent, sources_digest(root)
     (repository / STAMP).unlink(missing_ok=True)
     _run(sys.executable, "tools/lean_sources.py", cwd=repository)

@@ -64,16 +64,15 @@ def read_written(reading: Reading, compressed: PreTrainedModel) -> Written:
     matrices = {f"{p.module}.{p.parameter}" for p in projections}
     changed = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name].to(tensor.device))]
     tables = _embeddings(model)
-    if others := [name for name in changed if name not in matrices | tables]:
-        raise LyapunovPruneError(
-            f"the compressed model has another {others[0]}, and bounds are for matrices alone; give a model in which "
-            "nothing but the matrices of the layers (and the embedding) was changed"
-        )
-    if not matrices.intersection(changed):
-        raise LyapunovPruneError(
-            "the matrices of the compressed model are those of the dense one, weight for weight; there is nothing to "
-            "check"
-        )
+    others = [name for name in changed if name not in matrices | tables]
+    if others or not matrices.intersection(changed):
+        what = "no other matrices than the dense one; there is nothing to check"
+        if others:
+            what = (
+                f"another {others[0]}, and bounds are for matrices alone; give a model in which nothing but the "
+                "matrices of the layers (and the embedding) was changed"
+            )
+        raise LyapunovPruneError(f"the compressed model has {what}")
     for name in changed:
         require_numbers(theirs[name], f"{name} of the compressed model", "make it again")
     weights = {p: p.weight(compressed) for p in projections}

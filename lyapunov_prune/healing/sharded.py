@@ -29,35 +29,34 @@ def sharing(per_step: int, rank: int | None) -> PartialState:
     Raises LyapunovPruneError for a single process, for a number of windows per step that is not a multiple of the
     number of processes, and for a `rank`.
     """
-    if rank is not None:
-        raise LyapunovPruneError("low-rank updates are small and are not sharded; give --update-rank or --shard")
     found = processes(on_cpu=not torch.cuda.is_available())
     count = found.num_processes
-    if count == 1:
-        raise LyapunovPruneError("sharding needs several processes; start them with accelerate launch")
-    if per_step % count:
-        raise LyapunovPruneError(
-            f"{per_step} windows per step cannot be split evenly over {count} processes; "
-            f"give a multiple of {count} (per_step)"
-        )
+    wrong = {
+        "low-rank updates are small and are not sharded; give --update-rank or --shard": rank is not None,
+        "sharding needs several processes; start them with accelerate launch": count == 1,
+        f"{per_step} windows per step cannot be split evenly over {count} processes; give a multiple of {count} "
+        "(per_step)": per_step % count != 0,
+    }
+    for why in (why for why, is_so in wrong.items() if is_so):
+        raise LyapunovPruneError(why)
     return found
 
 
 def require_shardable(model: PreTrainedModel, called: str) -> None:
     """Raise LyapunovPruneError for a model whose layers cannot be sharded; the message calls it `called`."""
-    if model.device.type != "cpu":
-        raise LyapunovPruneError(f"{called} is on {model.device} as a whole; load it on the CPU (--device cpu)")
-    seen: set[int] = set()
-    for layer in find_layers(model).layers:
-        mine = {id(p) for p in layer.parameters()}
-        if mine & seen:
-            raise LyapunovPruneError(f"layers of {called} share weights and cannot be sharded; heal without --shard")
-        seen |= mine
+    layers = find_layers(model).layers
+    weights = [p for layer in layers for p in layer.parameters()]
+    named = [(name, module) for layer in layers for name, module in layer.named_modules()]
+    wrong = {
+        f"is on {model.device} as a whole; load it on the CPU (--device cpu)": model.device.type != "cpu",
+        "has layers that share weights; heal without --shard": len(set(weights)) < len(weights),
         # A process that uses an expert would wait forever for one that does not.
-        if any(isinstance(module, nn.ModuleList) and "expert" in name for name, module in layer.named_modules()):
-            raise LyapunovPruneError(
-                f"{called} has experts in separate modules; heal without --shard, or with --update-rank"
-            )
+        "has experts in separate modules; heal without --shard, or with --update-rank": any(
+            isinstance(module, nn.ModuleList) and "expert" in name for name, module in named
+        ),
+    }
+    for why in (why for why, is_so in wrong.items() if is_so):
+        raise LyapunovPruneError(f"{called} {why}")
 
 
 def sharded(model: PreTrainedModel, among: PartialState) -> PreTrainedModel:

@@ -74,15 +74,16 @@ def require_trainable(model: PreTrainedModel, called: str, rank: int | None = No
     The message calls the model `called`.
     """
     narrow = next((p.dtype for p in model.parameters() if p.dtype not in (torch.float32, torch.float64)), None)
+    why = ""
     if narrow is not None and rank is None:
-        raise LyapunovPruneError(
-            f"{called} is in {str(narrow).removeprefix('torch.')}, which loses small steps; load it in float32, or "
-            "heal with low-rank updates (--update-rank)"
+        why = (
+            f"in {str(narrow).removeprefix('torch.')}, which loses small steps; load it in float32, or heal with "
+            "low-rank updates (--update-rank)"
         )
-    if is_dispatched(model):
-        raise LyapunovPruneError(
-            f"{called} is spread over several places, and training needs it on one; load it without a device map"
-        )
+    elif is_dispatched(model):
+        why = "spread over several places, and training needs it on one; load it without a device map"
+    if why:
+        raise LyapunovPruneError(f"{called} is {why}")
 
 
 def drawn_order(items: int, steps: int, seed: int) -> list[int]:

@@ -41,9 +41,9 @@ def merge_adapters(model: Any) -> PreTrainedModel:
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         inputs, tied = _inputs(base), _are_tied(base.config)
         adapted = model(**inputs).logits
-        _require_plain_layers(base)
         _untie_embeddings(base, LoraLayer)
-        _require_unshared(base, LoraLayer)
+        if why := _unmergeable(base, LoraLayer):
+            raise LyapunovPruneError(f"{why}; {_ELSEWHERE}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # from peft, about tying, which is handled here
             if isinstance(model, PeftModel):
@@ -87,15 +87,6 @@ def _deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(z - wanted) / spread.clamp_min(1e-300))
 
 
-def _require_plain_layers(base: PreTrainedModel) -> None:
-    for config in getattr(base, "peft_config", {}).values():
-        if getattr(config, "layer_replication", None):
-            raise LyapunovPruneError(
-                "the adapters repeat layers (layer_replication) that share their weights, and no merged checkpoint "
-                f"can store that; {_ELSEWHERE}"
-            )
-
-
 def _untie_embeddings(base: Any, adapter: Any) -> None:
     """Give the head its own weights if it shares those of the embedding and an adapter changes one of the two."""
     pair = base.get_output_embeddings(), base.get_input_embeddings()
@@ -109,14 +100,18 @@ def _one_weight(head: nn.Module | None, table: nn.Module | None) -> bool:
     return weight is not None and weight is getattr(table, "weight", None)
 
 
-def _require_unshared(base: Any, adapter: Any) -> None:
-    """Raise LyapunovPruneError for an adapted weight that another module shares, since merging would change both."""
+def _unmergeable(base: Any, adapter: Any) -> str:
+    """Why merging would change more than the adapted weights; empty if it would not."""
+    if any(getattr(config, "layer_replication", None) for config in getattr(base, "peft_config", {}).values()):
+        return (
+            "the adapters repeat layers (layer_replication) that share their weights, and no merged checkpoint can "
+            "store that"
+        )
     owners = Counter(id(p) for module in base.modules() for p in module.parameters(recurse=False) if p.ndim > 1)
     for name, module in base.named_modules():
         if isinstance(module, adapter) and any(owners[id(p)] > 1 for p in module.get_base_layer().parameters()):
-            raise LyapunovPruneError(
-                f"{name} shares its weights with another module that has a different adapter; {_ELSEWHERE}"
-            )
+            return f"{name} shares its weights with another module that has a different adapter"
+    return ""
 
 
 def _are_tied(config: Any) -> bool:

@@ -64,12 +64,11 @@ def compact_class(model: PreTrainedModel) -> Any:
         (found.__bases__[1], config.__bases__[1]),
         (found, config),
     ):
-        kind = type(model).__name__
-        if is_compact(model):
-            raise LyapunovPruneError(f"this {kind} is of code from its folder; load it with lyapunov_prune.load")
-        raise LyapunovPruneError(
-            "a compact checkpoint extends the class that AutoModelForCausalLM or AutoModelForImageClassification "
-            f"builds of its config, and neither builds a {kind} of a {type(model.config).__name__}; give a model of "
-            "such a class"
-        )
+        why = "is of code from its folder; load it with lyapunov_prune.load"
+        if not is_compact(model):
+            why = (
+                f"is not what AutoModelForCausalLM or AutoModelForImageClassification builds of a "
+                f"{type(model.config).__name__}, and only that can be compact; give a model of such a class"
+            )
+        raise LyapunovPruneError(f"this {type(model).__name__} {why}")
     return found

@@ -143,18 +143,21 @@ def offload_folder(device_map: object) -> Iterator[str | None]:
     if not isinstance(device_map, dict) and device_map != AUTO:
         yield None
         return
-    try:
+    with _written():
         folder = tempfile.TemporaryDirectory(prefix="lyapunov-prune-offload-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise _unwritable(error) from None
     with folder as name:
         yield name
 
 
-def _unwritable(error: OSError) -> LyapunovPruneError:
-    return LyapunovPruneError(
-        f"offloaded weights cannot be written ({error.strerror or error}); name a folder that has room in TMPDIR"
-    )
+@contextmanager
+def _written() -> Iterator[None]:
+    """Report a full or missing disk as LyapunovPruneError."""
+    try:
+        yield
+    except OSError as error:
+        raise LyapunovPruneError(
+            f"offloaded weights cannot be written ({error.strerror or error}); name a folder that has room in TMPDIR"
+        ) from None
 
 
 def is_dispatched(model: nn.Module) -> bool:
@@ -291,8 +294,6 @@ def _mapped(file: Path, info: Mapping[str, Any]) -> torch.Tensor:
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`tensor` converted to `dtype`, in an unnamed temporary file that is freed with the tensor."""
-    try:
+    with _written():
         numbers = numbers_on_disk(tensor.numel(), dtype)
-    except OSError as error:
-        raise _unwritable(error) from None
     return numbers.copy_(tensor.reshape(-1)).view(tensor.shape)

@@ -31,10 +31,9 @@ class LayerKinds:
 
     def require_period(self) -> int:
         """The period; raises LyapunovPruneError if there is none to keep."""
-        if self.period is None:
-            raise LyapunovPruneError("the kinds of this model's layers do not repeat; leave out --keep-period")
-        if self.period == 1:
-            raise LyapunovPruneError("this model's layers are all of one kind; leave out --keep-period")
+        if self.period in (None, 1):
+            what = "are all of one kind" if self.period else "are of kinds that do not repeat"
+            raise LyapunovPruneError(f"this model's layers {what}; leave out --keep-period")
         return self.period
 
     def survives(self, kept: tuple[int, ...]) -> bool:

@@ -91,11 +91,11 @@ def stack_structure(model: PreTrainedModel, stack: Stack) -> Structure:
     Raises LyapunovPruneError for a model with one stack, one without a language head, or if the stack has no list of
     its layers.
     """
-    kind = type(model).__name__
-    if not has_two_stacks(model.config):
-        raise LyapunovPruneError(f"{kind} has one stack of layers; leave out --stack")
     if type(model) is not MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.get(type(model.config), None):
-        raise LyapunovPruneError(f"{kind} has no language-model head; load it with AutoModelForSeq2SeqLM")
+        what = "one stack of layers; leave out --stack"
+        if has_two_stacks(model.config):
+            what = "no language-model head; load it with AutoModelForSeq2SeqLM"
+        raise LyapunovPruneError(f"{type(model).__name__} has {what}")
     module = model.get_encoder() if stack == "encoder" else model.get_decoder()
     within = next(name for name, each in model.named_modules() if each is module)
     config = stack_config(model, stack)

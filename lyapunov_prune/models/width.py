@@ -105,14 +105,13 @@ def _width(decoder: Decoder, units: Units) -> Width:
     setting, after = _find_setting(decoder, first, half)
     left = {unit: unit.out.weight(after).shape[1] for unit in every}
     loses = [unit for unit in every if left[unit] != unit.width]
-    for unit in loses:
-        if left[unit] * first.width != unit.width * half:
-            raise LyapunovPruneError(
-                f"with half of {setting.name}, {unit.out.name} has {left[unit]} of {unit.width} channels; {REMEDY}"
-            )
-    _require_own(decoder.model, loses)
     before = _built(decoder, None, 0)
-    _require_no_other(before, after, setting, loses)
+    odd = next((unit for unit in loses if left[unit] * first.width != unit.width * half), None)
+    why = _shared(decoder.model, loses) or _also_changed(before, after, setting, loses)
+    if odd:
+        why = f"with half of {setting.name}, {odd.out.name} has {left[odd]} of {odd.width} channels"
+    if why:
+        raise LyapunovPruneError(f"{why}; {REMEDY}")
     apart = taken_apart(decoder, loses, left, attributes_of(before, after))
     return Width(tuple(tuple(apart.get(unit) for unit in here) for here in units), first.width, setting)
 
@@ -184,26 +183,26 @@ def _built(decoder: Decoder, setting: Setting | None, width: int) -> PreTrainedM
     return built
 
 
-def _require_own(model: PreTrainedModel, units: Sequence[Unit]) -> None:
-    """Raise LyapunovPruneError if layers share a unit's matrices, since channels would leave all of them."""
+def _shared(model: PreTrainedModel, units: Sequence[Unit]) -> str:
+    """Which layers share a unit's matrices, whose channels would leave all of them; empty if none does."""
     owners: dict[Any, Unit] = {}
     for unit in units:
         stored = unit.out.stored(model)
         place = (id(stored), unit.out.position) if stored.is_meta else unit.out.weight(model).data_ptr()
         owner = owners.setdefault(place, unit)
         if owner is not unit:
-            raise LyapunovPruneError(
+            return (
                 f"layers {owner.layer} and {unit.layer} share {unit.out.name}, and its channels are ranked and its "
-                f"columns refitted by what one layer does with them; {REMEDY}"
+                "columns refitted by what one layer does with them"
             )
+    return ""
 
 
-def _require_no_other(before: PreTrainedModel, after: PreTrainedModel, setting: Setting, units: Sequence[Unit]) -> None:
-    """Raise LyapunovPruneError if `setting` changes the size of a parameter that is not of `units`."""
+def _also_changed(before: PreTrainedModel, after: PreTrainedModel, setting: Setting, units: Sequence[Unit]) -> str:
+    """Which parameter besides those of `units` changes its size with `setting`; empty if none does."""
     none = torch.zeros(0, dtype=torch.long)
     own = {f"{e.module}.{e.key}" for unit in units for e, _ in unit.indices(none, before)}
     for name, parameter in before.named_parameters():
         if parameter.shape != after.get_parameter(name).shape and name not in own:
-            raise LyapunovPruneError(
-                f"{setting.name} gives {name} its size too, which is no matrix into or out of the channels; {REMEDY}"
-            )
+            return f"{setting.name} gives {name} its size too, which is no matrix into or out of the channels"
+    return ""

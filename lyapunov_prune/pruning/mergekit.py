@@ -5,7 +5,6 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +39,11 @@ class MergekitSlices:
         layers twice or out of order.
         """
         content = _content(Path(path))
-        found = list(_sources(path, content))
-        models = list(dict.fromkeys(model for model, _ in found))
-        if len(models) > 1:
-            raise LyapunovPruneError(
-                f"{path} takes layers of {models[0]} and of {models[1]}; a plan removes layers of one model"
-            )
-        for (first, end), (after, last) in pairwise(layers for _, layers in found):
-            if after < end:
-                twice = f"layer {max(first, after)} twice" if last > first else f"layer {after} behind layer {end - 1}"
-                raise LyapunovPruneError(
-                    f"{path} takes {twice}; a plan removes layers and keeps the order of the others"
-                )
-        return cls(str(path), models[0], tuple(layers for _, layers in found))
+        if fault := next(_faults(content), ""):
+            raise LyapunovPruneError(f"{path}: {fault}")
+        sources = [piece["sources"][0] for piece in content["slices"]]
+        ranges = tuple((first, end) for first, end in (source["layer_range"] for source in sources))
+        return cls(str(path), _shown(sources[0].get("model")), ranges)
 
     def require_model(self, identity: ModelIdentity) -> None:
         """Raise LyapunovPruneError unless the last slice ends with the last layer of this model."""
@@ -75,48 +66,62 @@ def read_plan(path: Path) -> PruningPlan | MergekitSlices:
     return MergekitSlices.load(path) if path.suffix.lower() in SUFFIXES else PruningPlan.load(path)
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _content(path: Path) -> Any:
     try:
         require_file(path)
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        return yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise LyapunovPruneError(f"cannot read {path}: {error.strerror}; give a plan.json or a mergekit file") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise LyapunovPruneError(f"{path} is not YAML ({first_line(error)}); give a mergekit file of slices") from None
-    if not isinstance(content, dict) or not isinstance(content.get("slices"), list) or not content["slices"]:
-        raise LyapunovPruneError(f"{path} has no slices; give a mergekit file of slices with their layer_range")
+
+
+def _faults(content: Any) -> Iterator[str]:
+    """Why the content of a file is not the removal of layers of one model; only the first fault is sure."""
+    slices = content.get("slices") if isinstance(content, dict) else None
+    if not isinstance(slices, list) or not slices:
+        yield "it has no slices; give a mergekit file of slices with their layer_range"
+        return
     if content.get("merge_method") != "passthrough":
-        raise LyapunovPruneError(
-            f"{path} merges by {_shown(content.get('merge_method'))}; a plan needs the method passthrough"
-        )
-    _require_unscaled(path, content)
-    return content
-
-
-def _sources(path: str | Path, content: dict[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
-    for number, piece in enumerate(content["slices"]):
+        yield f"it merges by {_shown(content.get('merge_method'))}; a plan needs the method passthrough"
+    yield from _scaled(content)
+    before: dict[str, Any] | None = None
+    for number, piece in enumerate(slices):
         sources = piece.get("sources") if isinstance(piece, dict) else None
         if not isinstance(sources, list) or len(sources) != 1 or not isinstance(sources[0], dict):
-            raise LyapunovPruneError(
-                f"slice {number} of {path} needs exactly one source; give one model and its layer_range"
+            yield f"slice {number} needs exactly one source; give one model and its layer_range"
+            return
+        yield from _scaled(piece)
+        yield from _scaled(sources[0])
+        yield from _misplaced(number, sources[0], before)
+        before = sources[0]
+
+
+def _misplaced(number: int, source: dict[str, Any], before: dict[str, Any] | None) -> Iterator[str]:
+    match source.get("layer_range"):
+        case [int(first), int(end)] if 0 <= first < end:
+            pass
+        case layers:
+            yield (
+                f"slice {number} has layer_range {_shown(layers)}; give the first layer and one past the last, as "
+                "[0, 21]"
             )
-        source = sources[0]
-        _require_unscaled(path, piece)
-        _require_unscaled(path, source)
-        match source.get("layer_range"):
-            case [int(first), int(end)] if 0 <= first < end:
-                yield _shown(source.get("model")), (first, end)
-            case layers:
-                raise LyapunovPruneError(
-                    f"slice {number} of {path} has layer_range {_shown(layers)}; give the first layer and one past the "
-                    "last, as [0, 21]"
-                )
+            return
+    if before is None:
+        return
+    models = _shown(before.get("model")), _shown(source.get("model"))
+    if models[0] != models[1]:
+        yield f"it takes layers of {models[0]} and of {models[1]}; a plan removes layers of one model"
+    start, stop = before["layer_range"]
+    if first < stop:
+        twice = f"layer {max(start, first)} twice" if end > start else f"layer {first} behind layer {stop - 1}"
+        yield f"it takes {twice}; a plan removes layers and keeps the order of the others"
 
 
-def _require_unscaled(path: str | Path, part: dict[str, Any]) -> None:
+def _scaled(part: dict[str, Any]) -> Iterator[str]:
     for name in _CHANGES:
         if part.get(name) is not None:
-            raise LyapunovPruneError(f"{path} changes weights by {name}; a plan removes layers only, leave it out")
+            yield f"it changes weights by {name}; a plan removes layers only, leave it out"
 
 
 def _shown(value: object) -> str:

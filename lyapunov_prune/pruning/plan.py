@@ -88,22 +88,24 @@ class PruningPlan(Result):
         if self.picked is not None:
             require_array("plan, picked", self.picked, (layers,), most=1.0)
         parts = {*self.drop_attention, *self.drop_mlp, *self.drop_activation}
-        if twice := sorted(parts & set(self.remove) | set(self.drop_activation) & set(self.drop_mlp)):
-            raise LyapunovPruneError(f"layer {twice[0]} goes whole, or its MLP, and a part of it too; name it once")
-        require_reduction(self.drop_activation, self.reduction)
-        if self.channels or self.widths:
-            if self.drops_sublayers or self.experts_gone:
-                raise LyapunovPruneError(
-                    "channels can be combined only with whole layers; remove other parts first, then channels of the "
-                    "result"
-                )
-            require_channels(self.channels, self.widths, self.model, self.remove)
-        if not self.touched:
-            raise LyapunovPruneError("the plan removes no layer; name one or more")
-        if len(self.remove) >= layers:
-            raise LyapunovPruneError(
-                f"{len(self.remove)} layers to remove, but {self.model.name} has {layers}; keep at least one"
+        twice = sorted(parts & set(self.remove) | set(self.drop_activation) & set(self.drop_mlp))
+        narrower = bool(self.channels or self.widths)
+        why = ""
+        if twice:
+            why = f"layer {twice[0]} goes whole, or its MLP, and a part of it too; name it once"
+        elif narrower and (self.drops_sublayers or self.experts_gone):
+            why = (
+                "channels can be combined only with whole layers; remove other parts first, then channels of the result"
             )
+        elif not self.touched:
+            why = "the plan removes no layer; name one or more"
+        elif len(self.remove) >= layers:
+            why = f"{len(self.remove)} layers to remove, but {self.model.name} has {layers}; keep at least one"
+        if why:
+            raise LyapunovPruneError(why)
+        require_reduction(self.drop_activation, self.reduction)
+        if narrower:
+            require_channels(self.channels, self.widths, self.model, self.remove)
 
     @classmethod
     @checked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -20,26 +20,26 @@ def require_experts(
 
     `without` are the layers that lose their MLP, or all.
     """
+    if fault := next(_faults(experts, model, without), ""):
+        raise LyapunovPruneError(f"plan, experts: {fault}")
+    if routed is not None:
+        require_array("plan, routed", routed, (model.num_layers,), most=1 + 1e-9, finite=False)
+
+
+def _faults(experts: Sequence[Sequence[int]], model: ModelIdentity, without: Collection[int]) -> Iterator[str]:
     layers, counts = model.num_layers, {len(gone) for gone in experts} - {0}
     if experts and len(experts) != layers:
-        raise LyapunovPruneError(
-            f"plan, experts: {len(experts)} entries and {model.name} has {layers} layers; give one per layer, empty "
-            "where none is removed"
-        )
+        yield f"{len(experts)} entries and {model.name} has {layers} layers; give one per layer, empty for none"
     if len(counts) > 1:
-        raise LyapunovPruneError(
-            f"plan, experts: {min(counts)} are removed from one layer and {max(counts)} from another, but a config "
-            "has one number for all layers; remove the same number from each"
+        yield (
+            f"{min(counts)} are removed from one layer and {max(counts)} from another, but a config has one number for "
+            "all layers; remove the same number from each"
         )
     for layer, gone in enumerate(experts):
         if any(a >= b for a, b in pairwise(gone)) or any(expert < 0 for expert in gone):
-            raise LyapunovPruneError(
-                f"plan, experts: {list(gone)} of layer {layer}; name each once, ascending, counted from 0"
-            )
+            yield f"{list(gone)} of layer {layer}; name each once, ascending, counted from 0"
         if gone and layer in without:
-            raise LyapunovPruneError(f"layer {layer} is removed with its experts; name it once")
-    if routed is not None:
-        require_array("plan, routed", routed, (layers,), most=1 + 1e-9, finite=False)
+            yield f"layer {layer} is removed with its experts; name it once"
 
 
 def require_channels(
@@ -75,10 +75,10 @@ def require_channels(
 
 def require_reduction(activations: Sequence[int], reduction: str | None) -> None:
     """Raise LyapunovPruneError unless activations that go, and they alone, have one of REDUCTIONS."""
-    if reduction is not None and not activations:
-        raise LyapunovPruneError(
-            f"reduction {reduction} applies to dropped activations, and none are; name them or leave it out"
-        )
-    if activations and reduction not in REDUCTIONS:
+    if (activations and reduction in REDUCTIONS) or (not activations and reduction is None):
+        return
+    why = f"reduction {reduction} applies to dropped activations, and none are; name them or leave it out"
+    if activations:
         said = "without a reduction" if reduction is None else f"by the unknown reduction {reduction!r}"
-        raise LyapunovPruneError(f"activations cannot be dropped {said}; give one of {', '.join(REDUCTIONS)}")
+        why = f"activations cannot be dropped {said}; give one of {', '.join(REDUCTIONS)}"
+    raise LyapunovPruneError(why)

@@ -100,7 +100,7 @@ def test_every_set_of_layers_but_the_last_can_be_written(kept: set[int]) -> None
         ({"slices": [{"sources": [{}, {}]}], "merge_method": "passthrough"}, "slice 0 .*one source"),
         ({"slices": ["x"], "merge_method": "passthrough"}, "slice 0 .*one source"),
         *(
-            (slices((0, 2), {"layer_range": wrong}), "slice 1 of .* has layer_range")
+            (slices((0, 2), {"layer_range": wrong}), "slice 1 has layer_range")
             for wrong in (None, [], [4], [4, 4], [6, 4], [-1, 4], [4.0, 6.0], ["4", "6"], 4, [0, 1, 2])
         ),
         (
