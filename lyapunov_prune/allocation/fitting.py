@@ -35,10 +35,11 @@ def fit(
     target = np.asarray(target, dtype=np.float64)
     some = target[target > 0]
     require_numbers(target, "targets of an allocation", "check their measurements")
-    if (target < 0).any():
-        raise LyapunovPruneError("targets of an allocation must not be negative; check their measurements")
-    if len(some) and some.max() / SPAN > some.min():
-        raise LyapunovPruneError(f"targets from {some.min():g} to {some.max():g} are too far apart; bound the schedule")
+    negative = bool((target < 0).any())
+    if negative or (len(some) and some.max() / SPAN > some.min()):
+        what = "negative; check their measurements" if negative else "too far apart; bound the schedule"
+        least = target.min() if negative else some.min()
+        raise LyapunovPruneError(f"targets of an allocation from {least:g} to {target.max():g} are {what}")
     unit = target / some.max() if len(some) else target
     positive = unit > 0
     low, high = _bounds(low, high, unit)

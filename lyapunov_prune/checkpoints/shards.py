@@ -69,13 +69,13 @@ class Shards:
         try:
             found = read_outline(self._folder, self._folder)
         except LyapunovPruneError as error:
-            reason = str(error).replace(str(self._folder), "what was written").rpartition(";")[0]
-            raise CheckFailed(f"nothing written: {reason}; take the model in memory") from None
-        wrong = changed_setting(self._structure.layers, found.structure.layers) or wrong_packed_keys(
-            self._folder, found.model.config
-        )
-        if found.identity.weights != combined(self._digests):
-            wrong = "the files hold other weights than were written"
+            wrong = str(error).replace(str(self._folder), "what was written").rpartition(";")[0]
+        else:
+            wrong = changed_setting(self._structure.layers, found.structure.layers) or wrong_packed_keys(
+                self._folder, found.model.config
+            )
+            if found.identity.weights != combined(self._digests):
+                wrong = "the files hold other weights than were written"
         if wrong:
             raise CheckFailed(f"nothing written: {wrong}; take the model in memory")
         return GateCheck(RELOADED, True, 0.0, 0.0, "names, settings and every bit of what is read again")

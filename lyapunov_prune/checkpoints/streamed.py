@@ -95,9 +95,6 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
         for key, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:  # buffers of layers are read with them
                 module._buffers[key] = buffer.to(device)
-    elsewhere = [name for name, p in model.named_parameters() if p.is_meta and layer_of(name, structure) is None]
-    if elsewhere:
-        raise LyapunovPruneError(f"the checkpoint has no tensor for {elsewhere[0]}; take the model in memory")
     # Needed for saving: the generation settings, and how names in the files were converted.
     model.generation_config = outline.model.generation_config
     model._weight_conversions = getattr(outline.model, "_weight_conversions", None)

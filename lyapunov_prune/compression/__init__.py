@@ -3,7 +3,7 @@
 - `methods/`: one file per method; `table` lists them by name; `method`: their base classes; `masks`, `grids`,
   `second_order`: what several share;
 - `recipe`: how every matrix of a model is compressed, and the loop over layers; `compress`: applies it to a copy of the
-  model in memory; `report`: the result;
+  model in memory; `report`: the result; `described`: what it says of one matrix;
 - `held_out`: the loss that schedules with a search minimise; `rounding_cost`: the cost of bits for schedules that
   distribute them; `amount`: the most compression within a divergence.
 

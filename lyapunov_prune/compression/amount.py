@@ -86,12 +86,16 @@ class BudgetedCompression(Result):
 
 def require_spendable(method: str, allocation: Any, **said: Any) -> str:
     """The unit that a budget is spent in. Raises LyapunovPruneError if the amount is given already or has no choice."""
-    if given := [name for name, value in said.items() if value is not None]:
-        raise LyapunovPruneError(f"--max-kl says how much goes; leave out --{given[0]}")
-    if not isinstance(allocation, str):
-        raise LyapunovPruneError("the allocation says how much of every matrix; name a schedule with --max-kl")
-    if allocation in SCHEDULES and SCHEDULES[allocation].unit == "bits":
-        raise LyapunovPruneError(f"allocation {allocation} has few means to choose among; give --max-kl with uniform")
+    given = [name for name, value in said.items() if value is not None]
+    why = ""
+    if given:
+        why = f"--max-kl says how much goes; leave out --{given[0]}"
+    elif not isinstance(allocation, str):
+        why = "the allocation says how much of every matrix; name a schedule with --max-kl"
+    elif allocation in SCHEDULES and SCHEDULES[allocation].unit == "bits":
+        why = f"allocation {allocation} has few means to choose among; give --max-kl with uniform"
+    if why:
+        raise LyapunovPruneError(why)
     unit = "bits" if method in METHODS and METHODS[method].unit == "bits" else "sparsity"
     require_amount(method, 0.5 if unit == "sparsity" else None, None, 4 if unit == "bits" else None, allocation)
     return unit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
+from lyapunov_prune.compression.described import described
 from lyapunov_prune.compression.grids import require_groups
 from lyapunov_prune.compression.masks import Pattern, as_pattern
 from lyapunov_prune.compression.method import Method, rank_for, require_in_range
@@ -27,7 +27,6 @@ from lyapunov_prune.compression.second_order import weights_for
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.linalg import lift, row_blocks, token_energy, widen
 from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.left_alone import LeftAlone, left_alone
 from lyapunov_prune.models.plain import require_unquantised
@@ -113,7 +112,7 @@ class Recipe:
                 after = self.method(W, amount, statistics)
             except LyapunovPruneError as error:
                 raise LyapunovPruneError(f"{p.name}: {error.message}") from None
-        told = _describe(p, self.method, W, after, statistics, self._wanted[p.name], amount)
+        told = described(p, self.method, W, after, statistics, self._wanted[p.name], amount)
         if seen:
             seen(p, W, after)
         W.copy_(after)
@@ -183,6 +182,8 @@ def recipe_for(
     schedule = allocation.schedule if isinstance(allocation, Allocation) else allocation
     if pattern is not None and schedule != "uniform":
         raise LyapunovPruneError("a pattern keeps the same share of every matrix; give allocation uniform with it")
+    if made.needs != "nothing" and batch is None:
+        raise LyapunovPruneError(f"method {method} needs calibration text; give a batch, or method magnitude")
     given = None if batch is None else read(model, batch)
     if isinstance(allocation, Allocation):
         allocation.require_model(model.model)
@@ -201,11 +202,7 @@ def recipe_for(
         require_groups(group_size, inputs)
     if rank is not None and rank >= highest:
         raise LyapunovPruneError(f"rank {rank} leaves every matrix as it is; give one below {highest}")
-    if made.needs == "nothing":
-        given = None
-    elif given is None:
-        raise LyapunovPruneError(f"method {method} needs calibration text; give a batch, or method magnitude")
-    return Recipe(made, allocation, projections, given)
+    return Recipe(made, allocation, projections, None if made.needs == "nothing" else given)
 
 
 def require_amount(
@@ -214,19 +211,17 @@ def require_amount(
     """The unit of the amount. Raises LyapunovPruneError unless it is given exactly once and the method accepts it."""
     takes = {"sparsity": ("sparsity",), "rank": ("sparsity", "rank"), "bits": ("bits",)}[METHODS[method].unit]
     given = [name for name, x in (("sparsity", sparsity), ("rank", rank), ("bits", bits)) if x is not None]
+    shares = ["sparsity", "rank", "bits"]
     if isinstance(allocation, Allocation):
-        if given:
-            raise LyapunovPruneError(f"the allocation says how much; leave out {given[0]}")
-        given = [allocation.unit]
+        given, shares = [*given, allocation.unit], [allocation.unit]
     elif allocation not in SCHEDULES:
         raise LyapunovPruneError(f"unknown allocation {allocation!r}; give one of {', '.join(SCHEDULES)}, or a file")
+    elif allocation != "uniform":
+        shares = [SCHEDULES[allocation].unit]
     if len(given) != 1 or given[0] not in takes:
         wanted, got = " or ".join(takes), ", ".join(given) or "nothing"
         raise LyapunovPruneError(f"method {method} takes {wanted}, and nothing beside it; got {got}")
-    shares = given[0]
-    if isinstance(allocation, str) and allocation != "uniform":
-        shares = SCHEDULES[allocation].unit
-    if given[0] != shares:
+    if given[0] not in shares:
         raise LyapunovPruneError(f"allocation {allocation} does not share out {given[0]}; give uniform")
     if allocation == "uniform" and given[0] != "sparsity":
         require_in_range(method, given[0], bits if rank is None else rank)  # type: ignore[arg-type]
@@ -266,54 +261,6 @@ def _amount(method: Method, amount: float, unit: str, shape: Sequence[int]) -> f
         return None
     rank = rank_for(shape, amount) if unit == "sparsity" else amount
     return None if rank is None else float(min(rank, *shape))
-
-
-def _describe(
-    p: Projection,
-    method: Method,
-    W: torch.Tensor,
-    after: torch.Tensor,
-    statistics: Statistics | None,
-    wanted: float,
-    amount: float | None,
-) -> CompressedMatrix:
-    error, whole, zeros = _sums(W, after)
-    gram = statistics.gram if statistics is not None else None
-    return CompressedMatrix(
-        name=p.name,
-        layer=p.layer,
-        component=p.component,
-        rows=W.shape[0],
-        columns=W.shape[1],
-        amount=wanted,
-        zeros=zeros / after.numel(),
-        rank=int(amount) if method.unit == "rank" and amount is not None else None,
-        bits=amount if method.unit == "bits" else None,
-        weight_error=_share(error, whole),
-        output_error=None if gram is None else _output_error(lift(W), lift(after), gram),
-        tokens=None if statistics is None else statistics.tokens,
-    )
-
-
-def _sums(W: torch.Tensor, after: torch.Tensor) -> tuple[float, float, int]:
-    """`‖W − Ŵ‖_F²` and `‖W‖_F²`, squares summed in float64, and how many entries of `Ŵ` are zero."""
-    error = whole = 0.0
-    zeros = after.numel()
-    for rows, left in zip(row_blocks(W), row_blocks(after), strict=True):
-        error += float(token_energy(widen(rows) - widen(left)).sum())
-        whole += float(token_energy(rows).sum())
-        zeros -= int(left.bool().count_nonzero())  # bool first: on half precision the count takes twenty times as long
-    return error, whole, zeros
-
-
-def _output_error(W: torch.Tensor, after: torch.Tensor, gram: torch.Tensor) -> float:
-    """`‖(W − Ŵ) X‖_F / ‖W X‖_F` for `gram = X Xᵀ`, all float64."""
-    error, whole = (float(((A @ gram) * A).sum()) for A in (W - after, W))
-    return _share(error, whole)
-
-
-def _share(error: float, whole: float) -> float:
-    return math.sqrt(max(error, 0.0) / whole) if whole > 0 else 0.0
 
 
 def _require_apart(model: PreTrainedModel, projections: Sequence[Projection]) -> None:

@@ -150,24 +150,21 @@ def _attention(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict
     while True:
         mixers = [call for call in calls if _is_child(call, inside) and _mixes(layer, args, kwargs, call)]
         mixers = [call for call in mixers if not any(call in _chain(calls, other)[1:] for other in mixers)]
-        if not mixers:
-            why = f"no module of layer {index} mixes the tokens that it is given, so none is an attention of its own"
-            if inside:
-                kind = type(layer.get_submodule(inside)).__name__
-                why = (
-                    f"the {kind} of layer {index} returns more than what is added "
-                    "to the state (the state itself, or a bias), and no module in it mixes tokens and could leave "
-                    "alone"
-                )
-            raise LyapunovPruneError(f"{why}; {_OTHERS}")
-        found = _replaceable(layer, args, kwargs, calls, mixers)
+        found = _replaceable(layer, args, kwargs, calls, mixers) if mixers else None
         if found is not None:
             return found
-        if len(mixers) > 1:
+        if len(mixers) != 1:
             names = ", ".join(call.path for call in mixers)
-            raise LyapunovPruneError(
-                f"{names} of layer {index} mix tokens, and return more than what is added to the state; {_OTHERS}"
-            )
+            why = f"no module of layer {index} mixes the tokens that it is given, so none is an attention of its own"
+            if mixers:
+                why = f"{names} of layer {index} mix tokens, and return more than what is added to the state"
+            elif inside:
+                why = (
+                    f"the {type(layer.get_submodule(inside)).__name__} of layer {index} returns more than what is "
+                    "added to the state (the state itself, or a bias), and no module in it mixes tokens and could "
+                    "leave alone"
+                )
+            raise LyapunovPruneError(f"{why}; {_OTHERS}")
         inside = mixers[0].path
 
 

@@ -94,13 +94,10 @@ def find_branches(
         layer.forward(*args, **kwargs)
     places = [i for i, call in enumerate(calls) if call.name in matrices]
     if not places:
-        kind = type(layer).__name__
+        why = "calls no child that holds a matrix"
         if any(isinstance(child, nn.ModuleList) for child in layer.children()):  # T5
-            raise LyapunovPruneError(
-                f"{kind} keeps its parts in a list, and each adds to the state itself, so that none can be left out "
-                "alone; take whole layers"
-            )
-        raise LyapunovPruneError(f"{kind} calls no child that holds a matrix; take whole layers")
+            why = "keeps its parts in a list, and each adds to the state itself, so that none can be left out alone"
+        raise LyapunovPruneError(f"{type(layer).__name__} {why}; take whole layers")
     first = last = len(places) - 1
     while first > 1 and matrices[calls[places[first]].name] and matrices[calls[places[first - 1]].name]:
         first -= 1

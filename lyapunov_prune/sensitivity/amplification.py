@@ -111,11 +111,11 @@ def amplification_drift(found: Sensitivity, contraction: ContractionProfile) -> 
     of the drift, and for a profile below the rounding floor.
     """
     groups = found.of("group")
-    if groups.empty:
-        raise LyapunovPruneError("drift by group needs the study group; measure the sensitivity with it")
     found.measured_on.model.require(contraction.measured_on.model, "the profile")
-    if contraction.measured_on.text_hash == found.measured_on.text_hash:
-        raise LyapunovPruneError("the profile was measured on the tokens of the drift; give it other text")
+    same = contraction.measured_on.text_hash == found.measured_on.text_hash
+    if groups.empty or same:
+        what = "the profile was measured on the tokens of the drift; give it other text"
+        raise LyapunovPruneError("drift by group needs the study group; measure it" if groups.empty else what)
     contraction.require_above_floor()
     by_pooling = {pooling: contraction.pooled(pooling) for pooling in get_args(Pooling)}
     return AmplificationDrift(

@@ -41,10 +41,9 @@ class Compression:
         if self.rounds:
             object.__setattr__(self, "bits", BITS if self.bits is None else self.bits)
             require_in_range(self.method, "bits", self.bits)  # type: ignore[arg-type]
-            if self.rank is not None:
-                raise LyapunovPruneError(f"method {self.method} rounds and takes no rank; leave it out")
-        elif self.bits is not None:
-            raise LyapunovPruneError(f"method {self.method} takes no bits; leave them out, or take one that rounds")
+        other = "rank" if self.rounds else "bits"
+        if getattr(self, other) is not None:
+            raise LyapunovPruneError(f"method {self.method} takes no {other}; leave it out, or take another method")
         if self.rounds or (self.low_rank and self.rank is not None):
             object.__setattr__(self, "sparsity", 0.0)
 

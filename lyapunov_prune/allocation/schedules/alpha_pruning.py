@@ -30,11 +30,13 @@ def hill(eigenvalues: np.ndarray) -> float:
     ascending = np.sort(np.asarray(eigenvalues, dtype=np.float64))
     n = len(ascending)
     k = n // 2
-    if n < 2 or not ascending[n - k - 1] > 0:
-        raise LyapunovPruneError("a tail needs two eigenvalues or more, half of them positive; use another schedule")
-    logs = float(np.log(ascending[n - k :] / ascending[n - k - 1]).sum())
+    positive = n > 1 and ascending[n - k - 1] > 0
+    logs = float(np.log(ascending[n - k :] / ascending[n - k - 1]).sum()) if positive else 0.0
     if not (np.isfinite(logs) and logs > 0):
-        raise LyapunovPruneError("the upper eigenvalues are equal or not finite and have no tail; use another schedule")
+        raise LyapunovPruneError(
+            "these eigenvalues have no tail: it needs two or more, the upper half positive, finite and not equal; use "
+            "another schedule"
+        )
     return 1 + k / logs
 
 
