@@ -1,7 +1,7 @@
 """Remove layers or hidden channels, and show that it is right.
 
-- `plan`: the decision; `plan_fields`: the checks of its fields; `mergekit`: a plan from a mergekit file; `operation`:
-  what a plan removes and what replaces it;
+- `plan`: the decision; `removed`: what follows from its lists; `plan_fields`: the checks of its fields; `mergekit`: a
+  plan from a mergekit file; `operation`: what a plan removes and what replaces it;
 - `width`: which hidden channels are removed;
 - `surgery`, `zeroing`, `mirroring`: the cut, not checked yet; `partial`: what it leaves of single tensors;
 - `gate`: compares a reference with a result; `removal_gate`: the four checks of a removal, with `counting` and

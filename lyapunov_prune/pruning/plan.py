@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
-import torch
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.models.decoder import Decoder, Model, in_memory, wrap_any
-from lyapunov_prune.models.units import Kept
 from lyapunov_prune.profiles.contraction_profile import dtype_note, floor_note
 from lyapunov_prune.pruning.plan_fields import require_channels, require_experts, require_reduction
+from lyapunov_prune.pruning.removed import Removed
 from lyapunov_prune.results.arrays import each_once, require_array, require_fitting, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ROWS, MeasuredOn, ModelIdentity, Result
@@ -35,7 +34,7 @@ OFTEN = 0.1
 
 
 @dataclass(frozen=True)
-class PruningPlan(Result):
+class PruningPlan(Removed, Result):
     """The layers to remove and those to lose their attention, MLP or activation only (ascending), with the reasons.
 
     Indices are those of the original model. Without its activation a feed-forward block becomes one linear map by
@@ -148,75 +147,6 @@ class PruningPlan(Result):
                     f"layer {layer} would be removed without layer {min(missing)} of the same period; name all of "
                     f"layers {start} to {start + period - 1} or none, or leave out --keep-period"
                 )
-
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """The original index of every layer of the pruned model, in order."""
-        return tuple(i for i in range(self.model.num_layers) if i not in self.remove)
-
-    @property
-    def touched(self) -> tuple[int, ...]:
-        """Every layer that is removed, or loses a part."""
-        if self.channels:
-            return tuple(range(self.model.num_layers))
-        lists = {*self.remove, *self.drop_attention, *self.drop_mlp, *self.drop_activation}
-        return tuple(sorted(lists | self.experts_gone.keys()))
-
-    @property
-    def experts_gone(self) -> dict[int, tuple[int, ...]]:
-        """The experts to remove, by their layer."""
-        return {layer: gone for layer, gone in enumerate(self.experts) if gone}
-
-    @property
-    def drops_sublayers(self) -> bool:
-        """Whether a layer that stays loses its attention, its MLP or its activation."""
-        return bool(self.drop_attention or self.drop_mlp or self.drop_activation)
-
-    @property
-    def drops_parts(self) -> bool:
-        """Whether a layer that stays loses its attention, its MLP, its activation, channels or experts."""
-        return bool(self.drops_sublayers or self.channels or self.experts_gone)
-
-    @property
-    def kept_channels(self) -> Kept:
-        """The hidden channels that stay in each unit of the layers `kept`, ascending; None where all do."""
-        return tuple(
-            tuple(
-                torch.from_numpy(np.setdiff1d(np.arange(width), gone)) if gone else None
-                for width, gone in zip(self.widths[layer], self.channels[layer], strict=True)
-            )
-            for layer in (self.kept if self.channels else ())
-        )
-
-    @property
-    def width(self) -> int:
-        """The number of hidden channels of a unit that loses some, in the first such layer an expert's; 0 for none."""
-        return self._first[0] if self.channels else 0
-
-    @property
-    def channels_gone(self) -> int:
-        """How many hidden channels leave each unit of `width`."""
-        return self._first[1] if self.channels else 0
-
-    @property
-    def _first(self) -> tuple[int, int]:
-        pairs = (pair for layer in self.kept for pair in zip(self.widths[layer], self.channels[layer], strict=True))
-        return next((width, len(gone)) for width, gone in pairs if gone)
-
-    @property
-    def narrowed(self) -> str:
-        """What loses channels, in words."""
-        experts = any(sum(map(bool, here)) > 1 for here in self.channels)
-        return "expert" if experts else "feed-forward block"
-
-    @property
-    def remedy(self) -> str:
-        """What to do where this plan cannot be carried out."""
-        if self.channels:
-            return "keep the width, and remove whole layers alone"
-        if self.experts_gone:
-            return "keep all experts, and remove whole layers alone"
-        return "keep those parts, and remove whole layers alone" if self.drops_sublayers else "remove other layers"
 
     def followed_by(self, further: PruningPlan) -> PruningPlan:
         """This plan of whole layers, and what `further` removes of the layers that stay: channels or experts."""

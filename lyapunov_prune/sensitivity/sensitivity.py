@@ -80,8 +80,7 @@ class Sensitivity(Result):
         None when the study `threshold` was not run, or no sparsity keeps the regret below the limit.
         """
         rows = self.of("threshold")
-        below = rows[rows.regret < self.limit]
-        return float(below.sparsity.max()) if len(below) else None
+        return float(below.max()) if len(below := rows.sparsity[rows.regret < self.limit]) else None
 
     def of(self, study: str) -> pd.DataFrame:
         """The rows of one study, in the order they were requested."""
@@ -135,8 +134,7 @@ class Sensitivity(Result):
 
     def correlations(self) -> pd.DataFrame:
         """Spearman's rank correlation over layers between measurements and possible predictors."""
-        frame = self.to_frame()
-        frame = frame[frame.layer.notna()]
+        frame = self.to_frame().dropna(subset="layer")
         pairs = [
             ("removal", "regret", ("|rho - 1|", "bi")),
             ("layer", "regret", ("amplification", "|rho - 1|", "bi")),
@@ -160,7 +158,7 @@ class Sensitivity(Result):
     def _star(self) -> list[str]:
         if not (frame := self.of("threshold")).size:
             return []
-        star = "below " + f"{frame.sparsity.min():g}" if self.threshold is None else f"{self.threshold:g}"
+        star = f"below {frame.sparsity.min():g}" if self.threshold is None else f"{self.threshold:g}"
         return [f"Catastrophe threshold s* = {star} (Wanda on layer 0, regret below {self.limit:g})"]
 
     def answer(self) -> list[str]:
@@ -232,9 +230,9 @@ def measure_sensitivity(
         calibration = read(model, calibration)
         require_disjoint(calibration.batch, reading.batch)
     require_unseen(reading.model, reading.batch)
-    if profile is not None and reading.batch.shared_with(profile.measured_on):
-        raise LyapunovPruneError("the profile was measured on the tokens of the regret; give it other text")
     if profile is not None:
+        if reading.batch.shared_with(profile.measured_on):
+            raise LyapunovPruneError("the profile was measured on the tokens of the regret; give it other text")
         model.identity.require(profile.measured_on.model, "the profile")
     compressor = Compressor(reading.model, calibration)
     needing = method if METHODS[method].needs != "nothing" else "wanda" if "threshold" in studies else None
