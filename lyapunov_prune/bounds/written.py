@@ -103,17 +103,20 @@ def _embeddings(model: PreTrainedModel) -> set[str]:
 def _tensors(reading: Reading, made: Decoder) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Parameters and buffers of both models, which must have the same names, shapes and dtypes."""
     structure, other, compressed = reading.structure, made.structure, made.model
-    if is_compact(compressed) and not is_compact(reading.model):
-        raise LyapunovPruneError(
-            "the compressed model is compact and does not store the dense model's matrices; compress or prune again "
-            "with --format plain, and check that"
-        )
     require_versions(structure, other)
-    if other.num_layers != structure.num_layers:
-        raise LyapunovPruneError(
-            f"the compressed model has {other.num_layers} layers and the dense one {structure.num_layers}: a layer "
-            "that is gone has no matrices to compare; give DENSE PRUNED to hierarchy, or eval PRUNED --against DENSE"
+    why = ""
+    if is_compact(compressed) and not is_compact(reading.model):
+        why = (
+            "is compact and does not store the dense model's matrices; compress or prune again with --format plain, "
+            "and check that"
         )
+    elif other.num_layers != structure.num_layers:
+        why = (
+            f"has {other.num_layers} layers and the dense one {structure.num_layers}: a layer that is gone has no "
+            "matrices to compare; give DENSE PRUNED to hierarchy, or eval PRUNED --against DENSE"
+        )
+    if why:
+        raise LyapunovPruneError(f"the compressed model {why}")
     ours, theirs = (dict([*m.named_parameters(), *m.named_buffers()]) for m in (reading.model, compressed))
     for name in ours | theirs:
         mine, other_one = (_described(tensors.get(name)) for tensors in (ours, theirs))

@@ -11,15 +11,16 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import Parsed, checked
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.dispatched import bring_all
-from lyapunov_prune.models.encoders import Stack, is_encoder, require_no_encoder
+from lyapunov_prune.models.encoders import CAUSAL, Stack, is_encoder
 from lyapunov_prune.models.families import Family, family_entry
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.quantised import is_packed
 from lyapunov_prune.models.streamed import Stream, require_not_streamed, stream_of
 from lyapunov_prune.models.structure import Structure, find_layers, find_structure, identify, model_name, settle
-from lyapunov_prune.models.two_stacks import require_one_stack, stack_structure
+from lyapunov_prune.models.two_stacks import stack_structure
 from lyapunov_prune.results.result import ModelIdentity
 
 P = ParamSpec("P")
@@ -108,8 +109,9 @@ def wrap(model: Model, tokenizer: PreTrainedTokenizerBase | None = None, *, stac
         bring_all(model_of(model))
         return Decoder(model_of(model), stack_structure(model_of(model), stack), tokenizer)
     if isinstance(model, Decoder):
-        require_no_encoder(model.model)
-        require_one_stack(model.structure)
+        if not model.causal:
+            what = "reads text in both directions" if model.encoder else f"is the {model.structure.stack} of two stacks"
+            raise LyapunovPruneError(f"this {type(model.model).__name__} {what}; {CAUSAL}")
         return model
     with held(model):
         if stream_of(model) is None:

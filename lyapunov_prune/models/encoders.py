@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
 from lyapunov_prune.errors import LyapunovPruneError
 
 Stack = Literal["encoder", "decoder"]  # of an encoder-decoder
+CAUSAL = "only profile, rank and prune accept it, and this needs a causal decoder"
 
 
 def is_encoder(model: PreTrainedModel) -> bool:
@@ -35,15 +36,6 @@ def encoder_class(config: PreTrainedConfig) -> Any:
     named = config.architectures or []
     found = getattr(transformers, named[0], None) if len(named) == 1 else None
     return found if isinstance(found, type) and _encodes(config, found) else None
-
-
-def require_no_encoder(model: PreTrainedModel) -> None:
-    """Raise LyapunovPruneError for an encoder."""
-    if is_encoder(model):
-        raise LyapunovPruneError(
-            f"{type(model).__name__} reads text in both directions; only profile, rank and prune accept it, and this "
-            "needs a causal decoder"
-        )
 
 
 def require_no_two_stacks(model: PreTrainedModel) -> None:

@@ -158,17 +158,14 @@ def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], 
             model.set_experts_implementation("eager")
         bring_weights(model)
     broken = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
+    why = ""
     if broken:
-        raise LyapunovPruneError(
-            f"{where} lacks {len(broken)} weights of a {type(model).__name__} or has them in another shape "
-            f"({broken[0]}); fetch it again, or give {wanted}"
-        )
+        why = f"lacks {len(broken)} weights of a {type(model).__name__} or has them in another shape ({broken[0]})"
+    elif is_compact(model) and info["unexpected_keys"]:  # the config is wrong about what was removed
+        why = f"holds {sorted(info['unexpected_keys'])[0]}, which its config cuts out"
+    if why:
+        raise LyapunovPruneError(f"{where} {why}; fetch it again, or give {wanted}")
     _tell_of_code(model, where)
-    if is_compact(model) and info["unexpected_keys"]:  # the config is wrong about what was removed
-        raise LyapunovPruneError(
-            f"the config in {where} cuts out {sorted(info['unexpected_keys'])[0]}, and the weights hold it; "
-            "fetch it again"
-        )
     return model
 
 

@@ -70,7 +70,9 @@ def gguf_family(config: PretrainedConfig) -> GGUFFamily:
     if found is None:
         why = f"only {', '.join(FAMILIES)} are; {CONVERT}"
     else:
-        why = _unknown(config, found) or (not_deci(config.to_dict()) if compact else "")
+        why = _unknown(config, found)
+        if compact and not why and (other := not_deci(config.to_dict())):
+            why = f"{other}; it stays compact"
     if found is None or why:
         raise LyapunovPruneError(f"this {config.model_type} is not written as GGUF: {why}")
     return GGUFFamily(_DECI, permuted=True) if compact else found

@@ -17,7 +17,7 @@ from lyapunov_prune.errors import LyapunovPruneError, in_short
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.dispatched import bring_weights
-from lyapunov_prune.models.encoders import Stack, is_encoder, require_no_encoder, require_no_two_stacks
+from lyapunov_prune.models.encoders import CAUSAL, Stack, is_encoder, require_no_two_stacks
 from lyapunov_prune.models.experts import require_choosable
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation
@@ -92,13 +92,13 @@ def find_structure(model: PreTrainedModel) -> Structure:
 
     Raises LyapunovPruneError for an encoder, an encoder-decoder, or a model without a list of layers.
     """
-    require_no_encoder(model)
     require_no_two_stacks(model)
     kind = type(model).__name__
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     read = isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.ndim == 2
     wrong = {
+        f"{kind} reads text in both directions; {CAUSAL}": is_encoder(model),
         f"{kind} returns its outputs without names; set model.config.return_dict = True": (
             getattr(model.config, "return_dict", True) is False
         ),

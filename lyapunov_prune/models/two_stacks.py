@@ -118,15 +118,6 @@ def renew_configs(model: PreTrainedModel) -> None:
             module.config = fresh.get_submodule(name).config
 
 
-def require_one_stack(structure: Structure) -> None:
-    """Raise LyapunovPruneError for the structure of one stack of an encoder-decoder."""
-    if structure.stack is not None:
-        raise LyapunovPruneError(
-            f"this is the {structure.stack} of an encoder-decoder; profile, rank and prune take its layers, and this "
-            "needs a causal decoder"
-        )
-
-
 def stack_config(model: PreTrainedModel, stack: str | None) -> Any:
     """The config that counts the layers of a stack: a part of the model's (T5Gemma), or the model's own.
 

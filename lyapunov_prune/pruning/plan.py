@@ -89,6 +89,9 @@ class PruningPlan(Removed, Result):
         parts = {*self.drop_attention, *self.drop_mlp, *self.drop_activation}
         twice = sorted(parts & set(self.remove) | set(self.drop_activation) & set(self.drop_mlp))
         narrower = bool(self.channels or self.widths)
+        if narrower:
+            require_channels(self.channels, self.widths, self.model, self.remove)
+        require_reduction(self.drop_activation, self.reduction)
         why = ""
         if twice:
             why = f"layer {twice[0]} goes whole, or its MLP, and a part of it too; name it once"
@@ -102,9 +105,6 @@ class PruningPlan(Removed, Result):
             why = f"{len(self.remove)} layers to remove, but {self.model.name} has {layers}; keep at least one"
         if why:
             raise LyapunovPruneError(why)
-        require_reduction(self.drop_activation, self.reduction)
-        if narrower:
-            require_channels(self.channels, self.widths, self.model, self.remove)
 
     @classmethod
     @checked

@@ -197,7 +197,7 @@ def another_shape(folder: Path) -> None:
     [
         (without_module, f"without its module {MODULE}"),
         (cuts_of_another_layer, "CompactLlama"),
-        (one_cut_too_many, r"cuts out model\.layers\.5\.input_layernorm\.weight"),
+        (one_cut_too_many, r"model\.layers\.5\.input_layernorm\.weight, which its config cuts out"),
         (cuts_of_five_layers, "5 layers, and the model has 6"),
         (unknown_form, "torch.hub.load"),
         (no_list, "cannot load "),
