@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -38,7 +38,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     offline: bool = False,
-    device_map: str | Mapping[str, int | str] | None = None,
+    device_map: Literal["auto"] | Mapping[str, int | str] | None = None,
     text_only: bool = False,
     stack: Stack | None = None,
 ) -> Decoder:
@@ -73,9 +73,13 @@ def load(
     with status(f"loading {name}"):
         folder = None if name.endswith(".gguf") else checkpoint_folder(name, offline=offline)
         adapted = folder is not None and holds_adapters(folder)
-        if stack is not None and (folder is None or adapted):
-            what = "adapters; merge them by peft first" if adapted else "one stack of layers; leave out --stack"
-            raise LyapunovPruneError(f"{name} holds {what}")
+        why = ""
+        if adapted and (stack or device_map is not None):
+            why = "adapters, which are merged into a decoder on one device; leave out the device map and --stack"
+        elif stack and folder is None:
+            why = "one stack of layers; leave out --stack"
+        if why:
+            raise LyapunovPruneError(f"{name} holds {why}")
         if folder is None:
             loaded = load_gguf(Path(name), options | {"dtype": wanted or torch.float32})
         elif adapted:
@@ -145,8 +149,6 @@ def _judged(outline: Decoder, name: str | Path) -> Decoder:
 
 
 def _load_merged(folder: Path, options: dict[str, Any], offline: bool, text_only: bool) -> Decoder:
-    if not isinstance(options["device_map"], str) or options["device_map"] == "auto":
-        raise LyapunovPruneError("adapters are merged on one device; leave out the device map")
     name = base_of(folder)
     base = load_folder(checkpoint_folder(name, offline=offline), options, text_only=text_only)
     require_unquantised(base.model)

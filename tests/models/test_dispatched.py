@@ -276,7 +276,7 @@ def test_maps_that_cannot_be(checkpoint: Path) -> None:
         ),
         ({"device_map": {**places, "lm_head": "cuda:99"}}, "there is no device cuda:99"),
         ({"device_map": {**places, "lm_head": 99}}, "there is no device cuda:99"),
-        ({"device_map": "everywhere"}, "device map everywhere"),
+        ({"device_map": "everywhere"}, "device_map is 'everywhere'; give 'auto' or a mapping"),
         ({"device_map": "auto", "device": "mps"}, "leave out the device"),
     ]
     for given, told in wrong:

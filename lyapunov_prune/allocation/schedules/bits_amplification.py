@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lyapunov_prune.allocation.bit_widths import BitWidths, weighted_noise
+from lyapunov_prune.allocation.schedules.bits_rho import BitsRho
 
 if TYPE_CHECKING:
-    from lyapunov_prune.allocation.allocation import Matrices
     from lyapunov_prune.lazy import np
+    from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
 
 @dataclass(frozen=True)
-class BitsAmplification(BitWidths):
+class BitsAmplification(BitsRho):
     """The cost of b bits in layer l is `A_l² 4^−b` with `A_l = Π_{k > l} ρ_k`, the energy of the error at the output.
 
     Raises LyapunovPruneError for a profile of another model and for a ρ that is not finite or not positive.
@@ -22,10 +22,8 @@ class BitsAmplification(BitWidths):
     name = "bits-amplification"
     help = "bits of each layer by the product of the rho of later layers"
     reference = "structural sensitivity, §6.2"
-    needs = "profile"
 
-    def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
+    def log_weight(self, profile: ContractionProfile) -> np.ndarray:
         from lyapunov_prune.allocation.amplification import log_amplification
 
-        matrices.model.require(given.measured_on.model, "the contraction profile")
-        return weighted_noise(log_amplification(given), self.widths)
+        return log_amplification(profile)

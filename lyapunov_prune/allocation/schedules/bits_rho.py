@@ -10,6 +10,7 @@ from lyapunov_prune.allocation.bit_widths import BitWidths, weighted_noise
 if TYPE_CHECKING:
     from lyapunov_prune.allocation.allocation import Matrices
     from lyapunov_prune.lazy import np
+    from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,11 @@ class BitsRho(BitWidths):
     needs = "profile"
 
     def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
+        matrices.model.require(given.measured_on.model, "the contraction profile")
+        return weighted_noise(self.log_weight(given), self.widths)
+
+    def log_weight(self, profile: ContractionProfile) -> np.ndarray:
+        """`ln w_l` of every layer (L,), for the cost `w_l² 4^−b`."""
         from lyapunov_prune.allocation.amplification import log_rho
 
-        matrices.model.require(given.measured_on.model, "the contraction profile")
-        return weighted_noise(log_rho(given), self.widths)
+        return log_rho(profile)
