@@ -173,10 +173,11 @@ def write_tensors(folder: Path, pieces: Mapping[str, Part], shard_bytes: int) ->
     Raises LyapunovPruneError if a file can no longer be read.
     """
     shards = _split(pieces, shard_bytes)
-    names = [SINGLE] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in _from_1(shards)]
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     for name, shard in zip(names, track(shards, "copying", lambda s: sum(p.size for p in s.values())), strict=True):
         _write_file(folder / name, shard)
-    if len(shards) > 1:
+    if count > 1:
         where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         write_index(folder, where, sum(piece.size for piece in pieces.values()))
 
@@ -185,10 +186,6 @@ def write_index(folder: Path, where: Mapping[str, str], size: int) -> None:
     """Write the index of a checkpoint of several files: `where` maps tensors to files, `size` is the total in bytes."""
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _from_1(shards: list[dict[str, Part]]) -> Iterable[int]:
-    return range(1, len(shards) + 1)
 
 
 def _split(pieces: Mapping[str, Part], limit: int) -> list[dict[str, Part]]:

@@ -17,26 +17,11 @@ from torch import nn
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, hidden_of, with_input
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.hooked import Call, hooked
 from lyapunov_prune.models.modeling_compact import LowRank
 from lyapunov_prune.models.plain import require_readable
 from lyapunov_prune.models.projections import layer_projections
 from lyapunov_prune.models.structure import Structure
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of a direct child of a layer."""
-
-    name: str
-    module: nn.Module
-    given: torch.Tensor
-    returned: torch.Tensor
-
-    @property
-    def changes(self) -> bool:
-        """False for dropout in eval mode, for example, which returns its input."""
-        return not _same(self.given, self.returned)
 
 
 @dataclass(frozen=True)
@@ -80,39 +65,39 @@ def find_branches(
     of them. A branch includes a norm that feeds only it, and a norm that takes only its output (Gemma 2). A layer with
     one such child has one branch. Raises LyapunovPruneError for a layer without any.
     """
-    calls: list[_Call] = []
+    calls: list[Call] = []
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             given = args[0] if args else kwargs.get("hidden_states")
             if isinstance(given, torch.Tensor):
-                calls.append(_Call(name, module, given, hidden_of(output)))
+                calls.append(Call(name, module, given, hidden_of(output)))
 
         return hook
 
     with hooked(after=[(child, note(name)) for name, child in layer.named_children()]):
         layer.forward(*args, **kwargs)
-    places = [i for i, call in enumerate(calls) if call.name in matrices]
+    places = [i for i, call in enumerate(calls) if call.path in matrices]
     if not places:
         why = "calls no child that holds a matrix"
         if any(isinstance(child, nn.ModuleList) for child in layer.children()):  # T5
             why = "keeps its parts in a list, and each adds to the state itself, so that none can be left out alone"
         raise LyapunovPruneError(f"{type(layer).__name__} {why}; take whole layers")
     first = last = len(places) - 1
-    while first > 1 and matrices[calls[places[first]].name] and matrices[calls[places[first - 1]].name]:
+    while first > 1 and matrices[calls[places[first]].path] and matrices[calls[places[first - 1]].path]:
         first -= 1
     spans = [(places[0], places[0])] if last == 0 else [(places[0], places[0]), (places[first], places[last])]
     found = []
     for start, stop in spans:
         entry, exit = _ends(calls, matrices, start, stop)
-        parts = tuple(call.name for call in calls[start : stop + 1])
+        parts = tuple(call.path for call in calls[start : stop + 1])
         found.append(Branch(layer, args, kwargs, entry.module, exit.module, entry.given.detach(), parts))
     return tuple(found)
 
 
-def _ends(calls: Sequence[_Call], matrices: dict[str, bool], first: int, last: int) -> tuple[_Call, _Call]:
+def _ends(calls: Sequence[Call], matrices: dict[str, bool], first: int, last: int) -> tuple[Call, Call]:
     """The norm that feeds `calls[first]` and the norm that `calls[last]` feeds, or else these calls themselves."""
-    norms = [c for c in calls if c.name not in matrices and c.changes]
+    norms = [c for c in calls if c.path not in matrices and not _same(c.given, c.returned)]  # dropout changes nothing
     entry = next((c for c in norms if _same(c.returned, calls[first].given)), calls[first])
     exit = next((c for c in norms if _same(c.given, calls[last].returned)), calls[last])
     return entry, exit

@@ -39,7 +39,8 @@ def merge_adapters(model: Any) -> PreTrainedModel:
 
     try:
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-        inputs, tied = _inputs(base), _are_tied(base.config)
+        configs = base.config, base.config.get_text_config(decoder=True)
+        inputs, tied = _inputs(base), any(getattr(config, "tie_word_embeddings", False) for config in configs)
         adapted = model(**inputs).logits
         _untie_embeddings(base, LoraLayer)
         if why := _unmergeable(base, LoraLayer):
@@ -112,10 +113,6 @@ def _unmergeable(base: Any, adapter: Any) -> str:
         if isinstance(module, adapter) and any(owners[id(p)] > 1 for p in module.get_base_layer().parameters()):
             return f"{name} shares its weights with another module that has a different adapter"
     return ""
-
-
-def _are_tied(config: Any) -> bool:
-    return any(getattr(c, "tie_word_embeddings", False) for c in (config, config.get_text_config(decoder=True)))
 
 
 def _settle_tying(merged: PreTrainedModel) -> None:

@@ -42,12 +42,9 @@ class Piece:
 def pieces_of(header: Header, kept: Sequence[int], anew: Mapping[str, Anew]) -> list[Piece]:
     """The tensors for a file with the layers `kept`, renumbered; `anew` is keyed by the new names."""
     number = {old: new for new, old in enumerate(kept)}
-    named = [(t.name if t.layer is None else t.named_in(number[t.layer]), t) for t in header.tensors if _stays(t, kept)]
+    stays = [t for t in header.tensors if t.layer is None or t.layer in number]
+    named = [(t.name if t.layer is None else t.named_in(number[t.layer]), t) for t in stays]
     return [Piece(name, tensor, anew.get(name)) for name, tensor in named]
-
-
-def _stays(tensor: Tensor, kept: Sequence[int]) -> bool:
-    return tensor.layer is None or tensor.layer in kept
 
 
 def write_pieces(path: Path, values: Mapping[str, Value], pieces: Sequence[Piece], alignment: int) -> dict[str, int]:

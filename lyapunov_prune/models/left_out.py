@@ -173,12 +173,7 @@ def _layer(name: str, path: str) -> int | None:
 
 def _grouped(keys: Sequence[str]) -> str:
     """The tensors in words, `156 tensors (153 of model.visual, 3 of mtp)`, largest groups first."""
-    groups = Counter(_group(key) for key in keys)
+    groups = Counter(match[0] if (match := _GROUP.match(key)) else key for key in keys)
     named = [f"{count} of {group}" for group, count in groups.most_common(_NAMED)]
     more = [f"{len(groups) - _NAMED} other groups"] if len(groups) > _NAMED else []
     return f"{len(keys)} tensor{'s' * (len(keys) > 1)} ({', '.join([*named, *more])})"
-
-
-def _group(key: str) -> str:
-    match = _GROUP.match(key)
-    return match[0] if match else key

@@ -96,7 +96,8 @@ class Mixtures:
         for layer, gone in enumerate(experts):
             if gone or (layer in self.layers and layer not in removed):
                 if why := self._why_not(layer, gone):
-                    raise LyapunovPruneError(f"{why}; remove the same number from each of {_some(self.layers)}")
+                    layers = ", ".join(map(str, sorted(self.layers)))
+                    raise LyapunovPruneError(f"{why}; remove the same number from each of layers {layers}")
                 self.router.require_removed(len(gone))
 
     def _why_not(self, layer: int, gone: Sequence[int]) -> str:
@@ -218,10 +219,6 @@ def _tensors(layer: nn.Module, path: str, *, recurse: bool = False) -> dict[str,
 
 def _unknown(why: str) -> str:
     return f"has experts in an unknown form ({why})"
-
-
-def _some(layers: Mapping[int, Mixture]) -> str:
-    return "layers " + ", ".join(map(str, sorted(layers)))
 
 
 @torch.no_grad()

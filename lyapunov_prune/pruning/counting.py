@@ -44,7 +44,8 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
         stays -= {place(p) for p in family.leaves(structure.layers, structure.config, plan.remove)}
     tables = tuple(f".{table}.weight" for table, _ in family.tables)
     blocks = Fraction(len(plan.remove), structure.num_layers)
-    partly = (_narrower(decoder, plan) if plan.channels else {}) | _fewer(structure, plan)
+    partly = _narrower(decoder, plan) if plan.channels else {}
+    partly |= {name: Fraction(len(gone), s.entries) for name, (s, gone) in stacked_in(structure, plan).items()}
     return {
         name: partly.get(name, blocks if name.endswith(tables) else Fraction(place not in stays))
         for name, place in places.items()
@@ -60,11 +61,6 @@ def _narrower(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
                 share = Fraction(len(gone), unit.width)
                 found |= {f"{e.module}.{e.key}": share for e, _ in unit.indices(none, decoder.model)}
     return found
-
-
-def _fewer(structure: Structure, plan: PruningPlan) -> dict[str, Fraction]:
-    """The share of each tensor stacked by expert that belongs to the experts of `plan`."""
-    return {name: Fraction(len(gone), stacked.entries) for name, (stacked, gone) in stacked_in(structure, plan).items()}
 
 
 def stacked_in(structure: Structure, plan: PruningPlan) -> dict[str, tuple[Stacked, tuple[int, ...]]]:
