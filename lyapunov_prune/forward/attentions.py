@@ -17,7 +17,7 @@ from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError, in_short
 from lyapunov_prune.forward.branches import Branch
-from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone, with_input
+from lyapunov_prune.forward.hooks import hidden_of, layer_input, require_run, run_backbone, with_input
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.forward.sublayers import mixes_tokens, silent
 from lyapunov_prune.models.decoder import Decoder
@@ -71,8 +71,8 @@ def find_attentions(decoder: Decoder, layers: Sequence[int]) -> dict[int, Attent
     inputs = inputs if inputs.is_floating_point() else inputs[:, :8]
     with _filled([decoder.layers[i] for i in layers]), hooked(after=[(decoder.layers[i], note(i)) for i in layers]):
         run_backbone(decoder.structure, inputs)
-    if missing := sorted(set(layers) - found.keys()):
-        raise LyapunovPruneError(f"layer {missing[0]} does not run on text alone; {_OTHERS}")
+    for layer in layers:
+        require_run(layer, layer in found, _OTHERS)
     if found:
         _require_unread(decoder, found)
     return found

@@ -18,7 +18,7 @@ from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.forward.sublayers import silent
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.models.structure import find_structure, identify
+from lyapunov_prune.models.structure import find_structure, identify, require_versions
 
 What = Literal["layer", "attention", "mlp"]
 WHAT: tuple[What, ...] = get_args(What)
@@ -96,11 +96,7 @@ def compact_layers(reading: Reading, compact: PreTrainedModel) -> Changes:
     Raises LyapunovPruneError for another family or number of layers.
     """
     structure, other = reading.structure, find_structure(compact)
-    if (other.model_type, other.num_layers) != (structure.model_type, structure.num_layers):
-        raise LyapunovPruneError(
-            f"the compact model has {other.num_layers} layers of {other.model_type} and the dense one "
-            f"{structure.num_layers} of {structure.model_type}; give the model that it was cut from"
-        )
+    require_versions(structure, other, as_deep=True)
     sublayers = reading.sublayers
     attentions = find_attentions(reading.decoder, [i for i in sublayers if "attention" in sublayers[i].branches])
 

@@ -71,11 +71,8 @@ def residual_stream(
 
     def seen(boundary: int, hidden: torch.Tensor) -> None:
         nonlocal reached
-        if every_layer and boundary > reached + 1:
-            raise LyapunovPruneError(
-                f"layer {max(reached, 0)} of {type(structure.backbone).__name__} does not run on text alone, so that "
-                "not every layer can be measured; give a decoder whose layers all do"
-            )
+        if every_layer:
+            require_run(max(reached, 0), boundary <= reached + 1, "give a decoder whose layers all do")
         reached = boundary
         visit(boundary, hidden)
 
@@ -97,6 +94,12 @@ def residual_stream(
 
     leaving = [(layer, after(index)) for index, layer in enumerate(structure.layers)]
     return hooked(before=[(structure.layers[0], first)], after=leaving)
+
+
+def require_run(layer: int, ran: bool, remedy: str) -> None:
+    """Raise LyapunovPruneError, ending with `remedy`, unless `layer` `ran` in a forward of text."""
+    if not ran:
+        raise LyapunovPruneError(f"layer {layer} does not run on text alone; {remedy}")
 
 
 def require_one_state(structure: Structure, hidden: torch.Tensor) -> None:

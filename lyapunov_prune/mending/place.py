@@ -15,7 +15,7 @@ from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch
-from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_up_to, with_hidden
+from lyapunov_prune.forward.hooks import hidden_of, layer_input, require_run, run_up_to, with_hidden
 from lyapunov_prune.forward.outputs import zero_outputs
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
@@ -74,8 +74,7 @@ def find_place(decoder: Decoder, layer: int) -> Place:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(structure.config.vocab_size, (1, _TOKENS), generator=generator)
     run_up_to(structure, structure.layers[layer], ids, note)
-    if not found:
-        raise LyapunovPruneError(f"layer {layer} does not run on text alone; keep another layer before the gap")
+    require_run(layer, bool(found), "keep another layer before the gap")
     shared = _shared(structure.layers, layer)
     kinds: list[Place] = []
     for path, scale in found[0].additive():

@@ -70,13 +70,17 @@ class Structure:
         return min(length, self.max_context or length)
 
 
-def require_versions(dense: Structure, compressed: Structure) -> None:
-    """Raise LyapunovPruneError unless both have one family, width and vocabulary, as versions of one model do."""
+def require_versions(dense: Structure, compressed: Structure, *, as_deep: bool = False) -> None:
+    """Raise LyapunovPruneError unless both have one family, width and vocabulary, as versions of one model do.
+
+    With `as_deep` they need one number of layers too.
+    """
     ours, theirs = (
         {
             "family": structure.model_type,
             "width": getattr(structure.config, "hidden_size", None),
             "vocabulary": getattr(structure.config, "vocab_size", None),
+            "depth": structure.num_layers if as_deep else None,
         }
         for structure in (dense, compressed)
     )
