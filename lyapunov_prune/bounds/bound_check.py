@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -58,13 +59,22 @@ def as_array(numbers: Numbers) -> np.ndarray:
     return np.atleast_1d(np.asarray(numbers, dtype=np.float64))
 
 
+class Place(TypedDict, total=False):
+    """What every checker takes beside its numbers: the `rounding` of the errors, and where they were measured."""
+
+    rounding: Numbers
+    matrix: str
+    layer: int | None
+
+
 def worst_check(
     theorem: str,
-    matrix: str,
-    layer: int | None,
     error: Numbers,
     bound: np.ndarray,
-    rounding: Numbers,
+    *,
+    rounding: Numbers = 0.0,
+    matrix: str = "",
+    layer: int | None = None,
     estimate: bool = False,
 ) -> BoundCheck:
     """The check of the input with the largest error / (bound + margin). Raises LyapunovPruneError on NaN."""

@@ -11,9 +11,11 @@ Norms must come from `linalg.certified_norm`, because a norm that is too small r
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import numpy as np
 
-from lyapunov_prune.bounds.bound_check import BoundCheck, Numbers, as_array, worst_check
+from lyapunov_prune.bounds.bound_check import BoundCheck, Numbers, Place, as_array, worst_check
 from lyapunov_prune.errors import LyapunovPruneError
 
 _STREAM = "residual stream"  # the name of a check without a matrix
@@ -23,45 +25,36 @@ def retrieval_bound(
     error: Numbers,
     distance: Numbers,
     weight_norm: float,
-    *,
-    rounding: Numbers = 0.0,
-    matrix: str = "",
-    layer: int | None = None,
+    **place: Unpack[Place],
 ) -> BoundCheck:
     """Theorem 1, `retrieval_bound`: `‖W x − W x'‖ ≤ ‖W‖ ‖x − x'‖` for each input.
 
     `error` and `distance` have one entry per input. `distance` may be a cache radius (`retrieval_bound_of_le`).
     """
-    return worst_check("retrieval_bound", matrix, layer, error, weight_norm * as_array(distance), rounding)
+    return worst_check("retrieval_bound", error, weight_norm * as_array(distance), **place)
 
 
 def sparse_activation_bound(
     error: Numbers,
     size: Numbers,
     residual_norm: float,
-    *,
-    rounding: Numbers = 0.0,
-    matrix: str = "",
-    layer: int | None = None,
+    **place: Unpack[Place],
 ) -> BoundCheck:
     """Theorem 2, `sparse_activation_bound`: `‖W x − S x‖ ≤ ‖W − S‖ ‖x‖`, for any `S`.
 
     `size` is `‖x‖`, one entry per input; `residual_norm` is a certified `‖W − S‖` (`error_le_of_certified_norm`).
     """
-    return worst_check("sparse_activation_bound", matrix, layer, error, residual_norm * as_array(size), rounding)
+    return worst_check("sparse_activation_bound", error, residual_norm * as_array(size), **place)
 
 
 def interpolation_bound(
     error: Numbers,
     size: Numbers,
     residual_norm: float,
-    *,
-    rounding: Numbers = 0.0,
-    matrix: str = "",
-    layer: int | None = None,
+    **place: Unpack[Place],
 ) -> BoundCheck:
     """Theorem 3, `interpolation_bound`: `‖W x − L x‖ ≤ ‖R‖ ‖x‖` for a low-rank `L` and `R = W − L`."""
-    return worst_check("interpolation_bound", matrix, layer, error, residual_norm * as_array(size), rounding)
+    return worst_check("interpolation_bound", error, residual_norm * as_array(size), **place)
 
 
 def composition_bound(
@@ -72,9 +65,7 @@ def composition_bound(
     weight_norm: float,
     sparse_norm: float,
     low_rank_norm: float,
-    rounding: Numbers = 0.0,
-    matrix: str = "",
-    layer: int | None = None,
+    **place: Unpack[Place],
 ) -> BoundCheck:
     """Theorem 4, `composition_bound`: `‖W x − L x'‖ ≤ ‖W‖ ε + ‖W − S‖ ‖x'‖ + ‖S − L‖ ‖x'‖`.
 
@@ -82,7 +73,7 @@ def composition_bound(
     `adaptive_monotonicity`, upper bounds of the radius and of the norms give an upper bound.
     """
     bound = weight_norm * as_array(radius) + (sparse_norm + low_rank_norm) * as_array(size)
-    return worst_check("composition_bound", matrix, layer, error, bound, rounding)
+    return worst_check("composition_bound", error, bound, **place)
 
 
 def trajectory_error_le(
@@ -104,7 +95,15 @@ def trajectory_error_le(
         bound = float(K[n] * bound + delta[n])
         rounding = 8 * (n + 2) * unit * bound
         checks.append(
-            worst_check("trajectory_error_le", _STREAM, n, e[n + 1 : n + 2], np.array([bound]), rounding, estimate=True)
+            worst_check(
+                "trajectory_error_le",
+                e[n + 1 : n + 2],
+                np.array([bound]),
+                rounding=rounding,
+                matrix=_STREAM,
+                layer=n,
+                estimate=True,
+            )
         )
     return tuple(checks)
 
@@ -120,9 +119,8 @@ def lyapunov_contraction_bound(errors: Numbers, gamma: float, local: float, *, u
     e = as_array(errors)
     power = gamma ** np.arange(1, len(e), dtype=np.float64)
     bound = power * e[0] + local * (1 - power) / (1 - gamma)
-    return worst_check(
-        "lyapunov_contraction_bound", _STREAM, None, e[1:], bound, 8 * len(e) * unit * bound, estimate=True
-    )
+    rounding = 8 * len(e) * unit * bound
+    return worst_check("lyapunov_contraction_bound", e[1:], bound, rounding=rounding, matrix=_STREAM, estimate=True)
 
 
 def residual_growth_contraction(
@@ -138,11 +136,11 @@ def residual_growth_contraction(
     return tuple(
         worst_check(
             "residual_growth_contraction",
-            f"layer {k}",
-            k,
             V[k + 1 : k + 2],
             a[k] / g[k] * V[k : k + 1],
-            16 * unit * V[k],
+            rounding=16 * unit * V[k],
+            matrix=f"layer {k}",
+            layer=k,
             estimate=True,
         )
         for k in np.flatnonzero(a < g).tolist()
@@ -174,27 +172,23 @@ def preln_contraction_sufficient(
     if not met.any():
         return None
     bound = growth_of_error[met] / growth_of_state[met]
-    rounding = 32 * unit * bound
-    named = "preln_contraction_sufficient"
-    return worst_check(named, matrix, layer, as_array(rho)[met], bound, rounding, estimate=True)
+    where: Place = {"rounding": 32 * unit * bound, "matrix": matrix, "layer": layer}
+    return worst_check("preln_contraction_sufficient", as_array(rho)[met], bound, **where, estimate=True)
 
 
-def merged_projection(error: Numbers, *, rounding: Numbers, matrix: str = "", layer: int | None = None) -> BoundCheck:
+def merged_projection(error: Numbers, **place: Unpack[Place]) -> BoundCheck:
     """Theorem `merged_projection`: `W₂ (W₁ x + b₁) + b₂ = (W₂ W₁) x + (W₂ b₁ + b₂)` for each input.
 
-    `error` is the norm of the difference of the two sides, which is zero up to rounding.
+    `error` is the norm of the difference of the two sides, which is zero up to `rounding`.
     """
-    return worst_check("merged_projection", matrix, layer, error, np.zeros_like(as_array(error)), rounding)
+    return worst_check("merged_projection", error, np.zeros_like(as_array(error)), **place)
 
 
 def activation_replacement_bound(
     error: Numbers,
     change: Numbers,
     out_norm: float,
-    *,
-    rounding: Numbers = 0.0,
-    matrix: str = "",
-    layer: int | None = None,
+    **place: Unpack[Place],
 ) -> BoundCheck:
     """Theorem `activation_replacement_bound`: `‖(W₂ σ(a) + b₂) − (W₂ τ(a) + b₂)‖ ≤ ‖W₂‖ ‖σ(a) − τ(a)‖`.
 
@@ -202,7 +196,7 @@ def activation_replacement_bound(
     entry per input; `out_norm` is a certified `‖W₂‖`. In a gated block `a` is the pair (g, u) of the gate and the up
     projection, and `σ(a) = σ(g) ⊙ u`: the theorem only uses the values of σ and τ.
     """
-    return worst_check("activation_replacement_bound", matrix, layer, error, out_norm * as_array(change), rounding)
+    return worst_check("activation_replacement_bound", error, out_norm * as_array(change), **place)
 
 
 def opNorm_merged_le(
@@ -210,14 +204,11 @@ def opNorm_merged_le(
     size: Numbers,
     out_norm: float,
     in_norm: float,
-    *,
-    rounding: Numbers = 0.0,
-    matrix: str = "",
-    layer: int | None = None,
+    **place: Unpack[Place],
 ) -> BoundCheck:
     """Theorem `opNorm_merged_le`: `‖W₂ W₁‖ ≤ ‖W₂‖ ‖W₁‖`.
 
     `stretch` is `‖W x‖` of the merged `W` and `size` is `‖x‖`, one entry per input; the two norms are certified. With a
     top right singular vector of `W` as input this is the theorem itself.
     """
-    return worst_check("opNorm_merged_le", matrix, layer, stretch, out_norm * in_norm * as_array(size), rounding)
+    return worst_check("opNorm_merged_le", stretch, out_norm * in_norm * as_array(size), **place)

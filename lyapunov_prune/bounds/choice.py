@@ -45,7 +45,8 @@ def regret_of_argmax_le(predicted: Numbers, noise: float, measured: Numbers) -> 
     if not known[picked] or np.ptp((p - q)[known]) / 2 > noise:
         return None
     rounding = _UNIT * (np.abs(q).max() + np.abs(p[known]).max() + noise)
-    return worst_check("regret_of_argmax_le", "choice", None, p[known] - p[picked], np.array([2.0 * noise]), rounding)
+    error, bound = p[known] - p[picked], np.array([2.0 * noise])
+    return worst_check("regret_of_argmax_le", error, bound, rounding=rounding, matrix="choice")
 
 
 def _finite(predicted: Numbers, noise: float) -> np.ndarray:

@@ -21,7 +21,7 @@ def kl_softmax_le_range(kl: Numbers, span: Numbers, *, matrix: str = "", layer: 
     known within `δ`, `KL = Σ p (eᵘ − 1 − u)` is known within `δ Σ p|u| ≤ δ span`; a common shift of `u` enters squared.
     """
     S = as_array(span)
-    return worst_check("kl_softmax_le_range", matrix, layer, kl, S, _UNIT * (S + _UNIT))
+    return worst_check("kl_softmax_le_range", kl, S, rounding=_UNIT * (S + _UNIT), matrix=matrix, layer=layer)
 
 
 def kl_softmax_le_variance(
@@ -37,7 +37,8 @@ def kl_softmax_le_variance(
     if (c > 1).any():
         raise LyapunovPruneError(f"a change deviates by c = {c.max():.4g} from its mean; the bound needs c ≤ 1")
     rounding = _UNIT * (np.sqrt(V) + np.abs(as_array(kl)) + _UNIT)
-    return worst_check("kl_softmax_le_variance", matrix, layer, kl, variance_bound(V, c), rounding)
+    bound = variance_bound(V, c)
+    return worst_check("kl_softmax_le_variance", kl, bound, rounding=rounding, matrix=matrix, layer=layer)
 
 
 def variance_bound(variance: Numbers, deviation: Numbers) -> np.ndarray:

@@ -41,7 +41,7 @@ def test_both_are_attained() -> None:
 
 def test_planted_fault_a_bound_scaled_by_099_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     own = choice.worst_check
-    monkeypatch.setattr(choice, "worst_check", lambda a, b, c, error, bound, r: own(a, b, c, error, 0.99 * bound, r))
+    monkeypatch.setattr(choice, "worst_check", lambda a, error, bound, **more: own(a, error, 0.99 * bound, **more))
     check = regret_of_argmax_le([1.0, 1.0], 1.0, [0.0, 2.0])
     assert check is not None
     assert not check.holds
