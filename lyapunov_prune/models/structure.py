@@ -234,7 +234,7 @@ def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:
                 module.training = False
             for module in (m for model in models if stream_of(model) is None for m in model.modules()):
                 if hasattr(module, "layers_are_rescaled"):
-                    module._rescale_layers()
+                    module._rescale_layers()  # type: ignore[operator]
             try:
                 return measure(*args, **kwargs)
             finally:
