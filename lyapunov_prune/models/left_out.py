@@ -55,20 +55,13 @@ class LeftOut:
 
     def lines(self) -> list[str]:
         """One line for each kind present, with names and numbers."""
-        said = []
-        if self.parts:
-            why = "as asked" if self.asked else "this model has no place for them"
-            said.append(f"{_grouped(self.parts)}, left out: {why}")
-        if self.heads:
-            said.append(
-                f"{_grouped(self.heads)}, left out: prediction heads for more tokens, of which the config that is "
-                "written counts 0"
-            )
-        if self.strays:
-            said.append(f"{_grouped(self.strays)}, left out: the config names no such weights")
-        if self.tables:
-            said.append(f"{_grouped(self.tables)}, left out: computed anew on loading")
-        return said
+        kinds = (
+            (self.parts, "as asked" if self.asked else "this model has no place for them"),
+            (self.heads, "prediction heads for more tokens, of which the config that is written counts 0"),
+            (self.strays, "the config names no such weights"),
+            (self.tables, "computed anew on loading"),
+        )
+        return [f"{_grouped(keys)}, left out: {why}" for keys, why in kinds if keys]
 
 
 def find_left_out(
