@@ -72,7 +72,7 @@ def find_attentions(decoder: Decoder, layers: Sequence[int]) -> dict[int, Attent
     with _filled([decoder.layers[i] for i in layers]), hooked(after=[(decoder.layers[i], note(i)) for i in layers]):
         run_backbone(decoder.structure, inputs)
     for layer in layers:
-        require_run(layer, layer in found, _OTHERS)
+        require_run(decoder.structure, layer, layer in found, _OTHERS)
     if found:
         _require_unread(decoder, found)
     return found

@@ -72,7 +72,7 @@ def residual_stream(
     def seen(boundary: int, hidden: torch.Tensor) -> None:
         nonlocal reached
         if every_layer:
-            require_run(max(reached, 0), boundary <= reached + 1, "give a decoder whose layers all do")
+            require_run(structure, max(reached, 0), boundary <= reached + 1, "give a decoder whose layers all do")
         reached = boundary
         visit(boundary, hidden)
 
@@ -96,10 +96,11 @@ def residual_stream(
     return hooked(before=[(structure.layers[0], first)], after=leaving)
 
 
-def require_run(layer: int, ran: bool, remedy: str) -> None:
+def require_run(structure: Structure, layer: int, ran: bool, remedy: str) -> None:
     """Raise LyapunovPruneError, ending with `remedy`, unless `layer` `ran` in a forward of text."""
     if not ran:
-        raise LyapunovPruneError(f"layer {layer} does not run on text alone; {remedy}")
+        kind = type(structure.backbone).__name__
+        raise LyapunovPruneError(f"layer {layer} of {kind} does not run on text alone; {remedy}")
 
 
 def require_one_state(structure: Structure, hidden: torch.Tensor) -> None:

@@ -74,7 +74,7 @@ def find_place(decoder: Decoder, layer: int) -> Place:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(structure.config.vocab_size, (1, _TOKENS), generator=generator)
     run_up_to(structure, structure.layers[layer], ids, note)
-    require_run(layer, bool(found), "keep another layer before the gap")
+    require_run(structure, layer, bool(found), "keep another layer before the gap")
     shared = _shared(structure.layers, layer)
     kinds: list[Place] = []
     for path, scale in found[0].additive():
