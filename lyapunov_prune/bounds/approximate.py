@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
+from lyapunov_prune.arguments import Range
 from lyapunov_prune.bounds.approx_linear import ApproxLinear, Record, Residuals
 from lyapunov_prune.bounds.approximation import Approximation, approximation
 from lyapunov_prune.errors import LyapunovPruneError
@@ -103,12 +104,13 @@ class Records(dict[str, Record]):
 
 
 Choice = torch.Tensor | Approximation | None
+Radius = Annotated[float, Range(0, 1, below=True)]  # of a cache, as a share of the norm of an input
 Approximations = Mapping[str, torch.Tensor | Approximation] | Callable[[Projection, torch.Tensor], Choice]
 
 
 @takes_model
 @contextmanager
-def approximate(model: InMemory, approximations: Approximations, *, cache_radius: float = 0.0) -> Iterator[Records]:
+def approximate(model: InMemory, approximations: Approximations, *, cache_radius: Radius = 0.0) -> Iterator[Records]:
     """Run `model` with some matrices approximated, and yield a record for each, by name.
 
     `approximations` maps names (`models.projections.find_projections`) to `Ŵ` (output × input), or is a function of a
@@ -118,8 +120,6 @@ def approximate(model: InMemory, approximations: Approximations, *, cache_radius
 
     Raises LyapunovPruneError for an unknown name, a wrong shape, NaN, or a matrix that is approximated already.
     """
-    if not 0 <= cache_radius < 1:
-        raise LyapunovPruneError(f"cache radius {cache_radius}; give a share of the input's norm, 0 to below 1")
     with held(model.model), Records(model.model, _chosen(model, approximations), cache_radius).installed() as records:
         yield records
 

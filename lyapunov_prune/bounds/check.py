@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Count
+from lyapunov_prune.arguments import Count, Share
 from lyapunov_prune.bounds.approx_linear import Record
-from lyapunov_prune.bounds.approximate import Records
+from lyapunov_prune.bounds.approximate import Radius, Records
 from lyapunov_prune.bounds.approximation import Approximation, approximation, certify_difference
 from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import WRITTEN, BoundsReport, Seen, Setting, Violation
@@ -53,9 +53,9 @@ def check_bounds(
     model: InMemory,
     batch: Readable,
     *,
-    sparsity: float = 0.5,
-    rank: int | None = None,
-    cache_radius: float = 0.0,
+    sparsity: Share = 0.5,
+    rank: Count | None = None,
+    cache_radius: Radius = 0.0,
     batch_size: Count = 1,
 ) -> BoundsReport:
     """Approximate every matrix of every layer and check its bound on every token (Theorems 1 to 4).
@@ -72,7 +72,6 @@ def check_bounds(
     """
     reading = read(model, batch)
     setting = Setting(float(sparsity), rank, float(cache_radius))
-    _require([setting])
     projections = find_projections(model)
     left = left_alone(model.structure, projections)
     weights = shared_weights(model.model, projections)
@@ -122,9 +121,9 @@ def check_grid(
     model: InMemory,
     batch: Readable,
     *,
-    sparsities: Sequence[float] = SPARSITIES,
-    ranks: Sequence[int | None] = RANKS,
-    cache_radii: Sequence[float] = CACHE_RADII,
+    sparsities: Sequence[Share] = SPARSITIES,
+    ranks: Sequence[Count | None] = RANKS,
+    cache_radii: Sequence[Radius] = CACHE_RADII,
     batch_size: Count = 1,
     folder: str | Path | None = None,
 ) -> BoundsReport:
@@ -138,7 +137,8 @@ def check_grid(
     """
     reading = read(model, batch)
     settings = [Setting(float(s), r, float(c)) for s in sparsities for r in ranks for c in cache_radii]
-    _require(settings)
+    if not settings:
+        raise LyapunovPruneError("no setting to check; give at least one sparsity, rank and cache radius")
     projections = find_projections(model)
     left = left_alone(model.structure, projections)
     weights = shared_weights(model.model, projections)
@@ -225,14 +225,6 @@ def _approximate(stage: _Stage, rank: int | None) -> Approximation:
 def _approximate_one(W: torch.Tensor, setting: Setting) -> Approximation:
     stage = _sparse_stage((W, certify(W)), setting.sparsity, with_basis=setting.rank is not None)
     return _approximate(stage, setting.rank)
-
-
-def _require(settings: Sequence[Setting]) -> None:
-    for s in settings:
-        if not (0 <= s.sparsity <= 1 and (s.rank is None or s.rank > 0) and 0 <= s.cache_radius < 1):
-            raise LyapunovPruneError(f"{s}: give a sparsity of 0 to 1, a rank of 1 or more, a cache radius of 0 to 1")
-    if not settings:
-        raise LyapunovPruneError("no setting to check; give at least one sparsity, rank and cache radius")
 
 
 def _report(

@@ -383,7 +383,10 @@ def test_bad_input_is_refused(ids: torch.Tensor) -> None:
         with pytest.raises(LyapunovPruneError, match=message), approximate(model, chosen):
             pass
     for radius in (-0.1, 1.0):
-        with pytest.raises(LyapunovPruneError, match="cache radius"), approximate(model, {}, cache_radius=radius):
+        with (
+            pytest.raises(LyapunovPruneError, match=f"cache_radius is {radius}"),
+            approximate(model, {}, cache_radius=radius),
+        ):
             pass
 
 
