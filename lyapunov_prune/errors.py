@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 
@@ -66,6 +66,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in known}
     close = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.75)
     return f" (did you mean {by_lower[close[0]]}?)" if close else ""
+
+
+def first_of(faults: Mapping[str, bool]) -> str:
+    """The first of these sentences that is true; empty if none is."""
+    return next((fault for fault, is_true in faults.items() if is_true), "")
 
 
 class LyapunovPruneError(Exception):

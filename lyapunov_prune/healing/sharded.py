@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.healing.trained import beside
 from lyapunov_prune.models.launched import processes
 from lyapunov_prune.models.structure import find_layers
@@ -37,7 +37,7 @@ def sharing(per_step: int, rank: int | None) -> PartialState:
         f"{per_step} windows per step cannot be split evenly over {count} processes; give a multiple of {count} "
         "(per_step)": per_step % count != 0,
     }
-    for why in (why for why, is_so in wrong.items() if is_so):
+    if why := first_of(wrong):
         raise LyapunovPruneError(why)
     return found
 
@@ -55,7 +55,7 @@ def require_shardable(model: PreTrainedModel, called: str) -> None:
             isinstance(module, nn.ModuleList) and "expert" in name for name, module in named
         ),
     }
-    for why in (why for why, is_so in wrong.items() if is_so):
+    if why := first_of(wrong):
         raise LyapunovPruneError(f"{called} {why}")
 
 

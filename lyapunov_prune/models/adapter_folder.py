@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError, require_extra
+from lyapunov_prune.errors import LyapunovPruneError, first_of, require_extra
 from lyapunov_prune.models.folder import ADAPTER_CONFIG, loading_errors
 
 WEIGHTS = "adapter_model.safetensors"
@@ -35,7 +35,7 @@ def base_of(folder: Path) -> str:
         f"are {kind}, not LORA; merge them with the tool that made them": kind != "LORA",
         f"name no base model; set base_model_name_or_path in {ADAPTER_CONFIG}": not (isinstance(base, str) and base),
     }
-    for why in (why for why, is_so in wrong.items() if is_so):
+    if why := first_of(wrong):
         raise LyapunovPruneError(f"the adapters in {folder} {why}")
     return str(base)
 

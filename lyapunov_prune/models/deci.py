@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lyapunov_prune.errors import first_of
 from lyapunov_prune.models.compact import PREFIX
 
 BLOCKS = "block_configs"  # a config that has it gets it rewritten on saving
@@ -30,7 +31,7 @@ def not_deci(config: Mapping[str, Any]) -> str:
         "it has a sliding window": window is not None and window < config["max_position_embeddings"],
         f"its activation is {config['hidden_act']}": config["hidden_act"] != "silu",
     }
-    return next((why for why, found in wrong.items() if found), "")
+    return first_of(wrong)
 
 
 def as_served(config: Mapping[str, Any]) -> dict[str, Any]:

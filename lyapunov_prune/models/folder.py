@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lyapunov_prune.arguments import Range, fits
-from lyapunov_prune.errors import LyapunovPruneError, first_line
+from lyapunov_prune.errors import LyapunovPruneError, first_line, first_of
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, family_of, register
 from lyapunov_prune.models.encoders import Stack, encoder_class, has_two_stacks, stack_remedy
 from lyapunov_prune.models.quantised import UNPACK, quantisation
@@ -127,7 +127,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
             window, Annotated[int, Range(0, 2**31, below=True)] | None
         ),
     }
-    for what in (what for what, is_so in wrong.items() if is_so):
+    if what := first_of(wrong):
         raise LyapunovPruneError(f"the config in {folder} has {what}; correct it there")
     return config
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.models.compact import PREFIX, family_of
 from lyapunov_prune.models.deci import not_deci
 from lyapunov_prune.models.gguf_header import FLOAT32, INT32, UINT32, Value, array, number, text
@@ -149,7 +149,7 @@ def unread(config: PretrainedConfig, family: GGUFFamily) -> str:
         "the rotary base of windows": local.get("rope_theta", 1e4) != 1e4,
         **{key: getattr(config, key) != value for key, value in assumed.items()},
     }
-    return next((what for what, found in lost.items() if found), "")
+    return first_of(lost)
 
 
 def head_size(config: PretrainedConfig) -> int:
@@ -214,5 +214,5 @@ def _unknown(config: PretrainedConfig, family: GGUFFamily) -> str:
         "heads of another width": family.architecture == "phi3"
         and head_size(config) * config.num_attention_heads != config.hidden_size,
     }
-    what = next((what for what, found in wrong.items() if found), "")
+    what = first_of(wrong)
     return what and f"llama.cpp has no {family.architecture} with {what}; leave it as it is"

@@ -14,7 +14,7 @@ import gguf
 from transformers import PreTrainedTokenizerBase
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.models.gguf_header import BOOL, FLOAT32, INT32, STRING, Value, array, number, text
 from lyapunov_prune.models.tokenizers import token_ids
 
@@ -51,7 +51,7 @@ def vocabulary_values(tokenizer: PreTrainedTokenizerBase | None, size: int) -> d
         f"splits text in a way that llama.cpp does not support; {CONVERT}": splitting is None,
         f"adds tokens other than BOS and EOS around a text; {CONVERT}": around is None,
     }
-    for why in (why for why, is_so in wrong.items() if is_so):
+    if why := first_of(wrong):
         raise LyapunovPruneError(f"the tokenizer {why}")
     assert splitting is not None
     assert around is not None

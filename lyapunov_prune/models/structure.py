@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError, in_short
+from lyapunov_prune.errors import LyapunovPruneError, first_of, in_short
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.dispatched import bring_weights
@@ -84,7 +84,7 @@ def require_versions(dense: Structure, compressed: Structure, *, as_deep: bool =
         }
         for structure in (dense, compressed)
     )
-    for what in (what for what, wanted in ours.items() if theirs[what] != wanted):
+    if what := next((what for what, wanted in ours.items() if theirs[what] != wanted), None):
         raise LyapunovPruneError(
             f"the compressed model has a {what} of {theirs[what]} and the dense one of {ours[what]}; give two versions "
             "of one model"
@@ -110,7 +110,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
         f"the head of this {kind} is {quantisation(model.config)} too, and computing losses needs its values; give a "
         "checkpoint in which only the layers are quantised": is_packed(model) and not read,
     }
-    for why in (why for why, is_so in wrong.items() if is_so):
+    if why := first_of(wrong):
         raise LyapunovPruneError(why)
     return find_layers(model)
 
