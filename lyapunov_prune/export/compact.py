@@ -25,7 +25,7 @@ from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.compact import NO_ATTENTION, compact_class, is_compact
 from lyapunov_prune.models.deci import not_deci
-from lyapunov_prune.models.decoder import Decoder, takes_model, wrap_any
+from lyapunov_prune.models.decoder import Decoder, takes_model
 from lyapunov_prune.models.feedforward import Affine, find_feedforward
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.modeling_compact import NONE, lacks_attention, text_config
@@ -91,7 +91,7 @@ def make_compact(model: PlainAny, cuts: Cuts, *, shared: bool = False) -> PreTra
     if cuts.remove:
         with held(model.model):
             plan = PruningPlan.given(model, cuts.remove)
-            decoder = wrap_any(without_layers(model, plan, shared_memo(model.model)))
+            decoder = without_layers(model, plan, shared_memo(model.model))
         places = [places[i] for i in kept]
     structure, before = decoder.structure, cuts_of(decoder)
     # Removed modules are replaced before the copy, so they are never copied.

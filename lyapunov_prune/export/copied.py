@@ -6,7 +6,6 @@ A removal that changes numbers cannot be done by copying and is refused.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -30,7 +29,7 @@ from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
 from lyapunov_prune.models.quantised_names import Layers, follow_layers, layers_in
 from lyapunov_prune.models.roles import role
-from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.models.units import Parts, Unit
 from lyapunov_prune.models.width import Width, find_width, narrow
 from lyapunov_prune.models.wrappers import require_levels_stay
@@ -110,14 +109,13 @@ def cut_outline(decoder: Decoder, plan: PruningPlan, width: Width | None = None)
     `width` is that of the model, if channels are removed.
     """
     try:
-        made = (without_layers(decoder, plan) if plan.remove else copy.deepcopy(decoder.model)).eval()
+        made = without_layers(decoder, plan)
+        made.model.eval()
         if width is not None:
-            narrow(
-                Decoder(made, find_structure(made)), width.of_layers(plan.kept, decoder.structure), plan.kept_channels
-            )
+            narrow(made, width.of_layers(plan.kept, decoder.structure), plan.kept_channels)
         if gone := {plan.kept.index(layer): experts for layer, experts in plan.experts_gone.items()}:
-            drop_experts(made, find_structure(made), gone)
-        return Decoder(made, find_structure(made))
+            drop_experts(made.model, made.structure, gone)
+        return made
     except LyapunovPruneError:
         raise
     except Exception as error:  # meta tensors have no numbers, which some families read

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.held import held
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.units import Unit, inside, select
@@ -105,7 +104,7 @@ def _layout(
     The block without some channels has to compute what it does with their columns of the last matrix zero.
     """
     below = f"{path}."
-    with held(model), layer_held(model, units[0].layer):
+    with layer_held(model, units[0].layer):
         block = copy.deepcopy(model.get_submodule(path)).float()
     vars(block).pop("forward", None)  # of a layer that reads its own weights
     args, kwargs = calls[path]

@@ -47,11 +47,11 @@ def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -
 
     Returns the deleted settings: those with layer numbers of unknown meaning (`unknown_layer_numbers`).
     """
+    overrides, others = _overrides(config), _other_lists(type(config), count)
     gone = [name for name in unknown_layer_numbers(config, total) if name not in INDEX_LISTS]
     for name in gone:
         delattr(config, name)
     fields = vars(config)
-    overrides, others = _overrides(config), _other_lists(type(config), count)
     if config.is_encoder_decoder and "decoder" in count:  # one config for both stacks has lists for the encoder alone
         others = frozenset(fields)
     if (fields.get("decoder_sparse_step") or 1) != 1:

@@ -8,6 +8,7 @@ the encoder's is followed by the whole decoder, the decoder's takes the encoder'
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -104,7 +105,8 @@ def stack_structure(model: PreTrainedModel, stack: Stack) -> Structure:
 
 def structure_like(model: PreTrainedModel, structure: Structure) -> Structure:
     """`structure` in a copy of its model, which may have fewer layers and keeps them at the same place."""
-    return in_copy(model, structure) if structure.stack is None else stack_structure(model, structure.stack)
+    found, stack = in_copy(model, structure), structure.stack
+    return found if stack is None else replace(found, backbone=BothStacks(model), config=stack_config(model, stack))
 
 
 def renew_configs(model: PreTrainedModel) -> None:

@@ -68,6 +68,7 @@ def loading_class(model: PreTrainedModel) -> Any:
 def require_text_alone(decoder: Decoder, removed: tuple[int, ...]) -> None:
     """Raise LyapunovPruneError for a wrapped decoder whose removal cannot be checked on token ids alone."""
     model, structure, kind = decoder.model, decoder.structure, type(decoder.model).__name__
+    require_levels_stay(model, removed)
     run: set[int] = set()
 
     def note(index: int) -> Any:
@@ -81,7 +82,6 @@ def require_text_alone(decoder: Decoder, removed: tuple[int, ...]) -> None:
             f"layers {', '.join(map(str, silent))} of {kind} run only when there is an image, so checks on text "
             "cannot verify a removal; not supported"
         )
-    require_levels_stay(model, removed)
 
 
 def require_levels_stay(model: PreTrainedModel, removed: tuple[int, ...]) -> None:

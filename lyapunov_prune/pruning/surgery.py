@@ -24,7 +24,7 @@ from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
 from lyapunov_prune.models.rebuilt import rebuilt
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.models.two_stacks import renew_configs, stack_config, structure_like
+from lyapunov_prune.models.two_stacks import renew_configs, structure_like
 from lyapunov_prune.models.units import find_units
 from lyapunov_prune.models.width import find_width, narrow
 from lyapunov_prune.models.wrappers import require_text_alone
@@ -61,21 +61,20 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
         if decoder.wrapped:
             require_text_alone(decoder, plan.remove)
         memo = shared_memo(decoder.model) if shared else {}
-        made = without_layers(decoder, plan, memo) if plan.remove else copy.deepcopy(decoder.model, memo)
-    pruned = Decoder(made, structure_like(made, decoder.structure))
+        pruned = without_layers(decoder, plan, memo)
     if plan.channels:
         narrow(pruned, find_width(decoder).of_layers(plan.kept, decoder.structure), plan.kept_channels)
         units = find_units(pruned.structure)
         with torch.no_grad():
             for (layer, unit), weight in operation.refits.items():
-                units[layer][unit].out.weight(made).copy_(weight)
+                units[layer][unit].out.weight(pruned.model).copy_(weight)
     attention, mlp = (tuple(map(operation.place, drop)) for drop in (plan.drop_attention, plan.drop_mlp))
     mended = (mend.place.layer for mend in operation.mends)
     for index in sorted({*plan.drop_attention, *plan.drop_mlp, *plan.drop_activation, *mended}):
         own(pruned.layers[operation.place(index)])
     zero_sublayers(pruned, attention, mlp)
     if gone := {operation.place(layer): experts for layer, experts in plan.experts_gone.items()}:
-        drop_experts(made, pruned.structure, gone)
+        drop_experts(pruned.model, pruned.structure, gone)
     for each in operation.merged:
         mirror(pruned.layers[operation.place(each.block.layer)], each)
     for mend in operation.mends:
@@ -97,9 +96,7 @@ def share_memory(pruned: PreTrainedModel, original: Decoder, plan: PruningPlan) 
     share_equal(pruned, twins)
 
 
-def without_layers(
-    decoder: Decoder, plan: PruningPlan, memo: Mapping[int, Any] = MappingProxyType({})
-) -> PreTrainedModel:
+def without_layers(decoder: Decoder, plan: PruningPlan, memo: Mapping[int, Any] = MappingProxyType({})) -> Decoder:
     """A copy of the model, whose weights may be on the meta device, without the layers of `plan`; its sublayers stay.
 
     `memo` maps objects to their replacements in the copy, as in `copy.deepcopy`.
@@ -109,16 +106,18 @@ def without_layers(
     original, family = decoder.structure, decoder.family
     # deepcopy uses the memo's entry instead of a copy, so removed layers are never copied.
     pruned = copy.deepcopy(decoder.model, {**memo, **{id(original.layers[i]): nn.Identity() for i in plan.remove}})
-    layers = pruned.get_submodule(original.layers_path)
-    assert isinstance(layers, nn.ModuleList)
+    structure = structure_like(pruned, original)
+    if not plan.remove:
+        return Decoder(pruned, structure)
+    layers, config = structure.layers, structure.config
     for index in reversed(plan.remove):
         del layers[index]
 
     forget_heads(pruned.config)
     gone: set[str] = set()
-    config = stack_config(pruned, original.stack)
     for each in _configs(pruned, config, original):
         gone.update(slice_settings(each, original.count, plan.kept, original.num_layers))
+    lost = lost_attention(original.config, config)
     if gone:
         warn(
             f"{', '.join(sorted(gone))} in the config names layers by the numbers of the original, which is unknown "
@@ -127,16 +126,13 @@ def without_layers(
     _renumber(pruned, layers, plan.kept, original.num_layers)
     renumber_compact(pruned, layers)
     _slice_tables(pruned, family.tables, plan.kept, original.num_layers)
-    why = family.adapt(Cut(pruned, layers, config, original.config, plan.kept)) or lost_attention(
-        original.config, config
-    )
-    if why:
+    if why := family.adapt(Cut(pruned, layers, config, original.config, plan.kept)) or lost:
         raise LyapunovPruneError(why)
     if original.stack is not None:
         renew_configs(pruned)
     _rename_ties(pruned)
     _renumber_devices(pruned, original.layers_path, plan)
-    return pruned
+    return Decoder(pruned, structure)
 
 
 def _renumber(pruned: PreTrainedModel, layers: nn.ModuleList, kept: tuple[int, ...], total: int) -> None:
