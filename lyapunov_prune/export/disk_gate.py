@@ -6,8 +6,9 @@ that was pruned on disk has never been run, and its card says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -84,11 +85,11 @@ def verify_files(
     except LyapunovPruneError as error:
         reason = str(error).replace(str(folder), "what was written").rpartition(";")[0]
         return GateReport((GateCheck(KEYS, False, float("inf"), 0.0, reason),))
-    saved = sum(size for _, size in written.sizes())
+    saved, shares = sum(size for _, size in written.sizes()), shares_leaving(outline.decoder, plan)
     checks = [
         _keys_check(written, pruned, folder),
-        _places_check(outline, written, plan, width),
-        count_check(outline.decoder, outline.sizes(), written.decoder, saved, plan),
+        _places_check(outline, written, plan, width, shares),
+        count_check(outline.decoder, outline.sizes(), written.decoder, saved, plan, shares),
     ]
     return _run(outline, written, plan, checks) if stream else GateReport(tuple(checks))
 
@@ -160,9 +161,11 @@ def _keys_check(written: Outline, pruned: Decoder, folder: Path) -> GateCheck:
     return GateCheck(KEYS, not wrong, float(bool(wrong)), 0.0, wrong or "names, shapes and settings on plain loading")
 
 
-def _places_check(outline: Outline, written: Outline, plan: PruningPlan, width: Width | None) -> GateCheck:
+def _places_check(
+    outline: Outline, written: Outline, plan: PruningPlan, width: Width | None, shares: Mapping[str, Fraction]
+) -> GateCheck:
     was, now = _by_layer(outline), _by_layer(written)
-    stays = {name for name, share in shares_leaving(outline.decoder, plan).items() if not share}
+    stays = {name for name, share in shares.items() if not share}
     changed = [name for name in was[None].keys() & stays if now[None].get(name) != was[None][name]]
     if changed:
         return GateCheck(PLACED, False, len(changed), 0.0, f"{min(changed)} is not what it was")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -132,6 +133,17 @@ def find_units(structure: Structure) -> Units:
                 found[out.layer].extend(_unit(structure, path, meeting, out))
                 break
     return tuple(tuple(sorted(here, key=lambda unit: unit.out.expert is None)) for here in found)
+
+
+def shares_of(structure: Structure, channels: Sequence[Sequence[Sequence[int]]]) -> dict[str, Fraction]:
+    """The share of each tensor that belongs to `channels`, by layer and unit; a layer may be given without units."""
+    found, none = dict[str, Fraction](), torch.zeros(0, dtype=torch.long)
+    for units, here in zip(find_units(structure), channels, strict=True):
+        for unit, gone in zip(units, here, strict=False):
+            if gone:
+                share, below = Fraction(len(gone), unit.width), f"{structure.layers_path}."
+                found |= {f"{e.module}.{e.key}": share for e, _ in unit.indices(none, structure.layers, below)}
+    return found
 
 
 def _ancestors(structure: Structure, p: Projection) -> Iterator[str]:

@@ -19,9 +19,9 @@ from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.left_out import LeftOut, left_out
-from lyapunov_prune.models.mixtures import Stacked, find_mixtures
+from lyapunov_prune.models.mixtures import stacked_in
 from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.models.units import find_units
+from lyapunov_prune.models.units import shares_of
 from lyapunov_prune.pruning.plan import PruningPlan
 
 COUNTED = "fell by what was removed"
@@ -36,6 +36,9 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
     layer only the share of its removed channels or experts goes.
     """
     structure, family = decoder.structure, decoder.family
+    partly = shares_of(structure, plan.channels) if plan.channels else {}
+    for name, (stacked, experts) in stacked_in(structure, plan.experts_gone).items():
+        partly[name] = Fraction(len(experts), stacked.entries)
     places = {
         name: place(t) for name, t in decoder.model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)
     }
@@ -44,33 +47,9 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
         stays -= {place(p) for p in family.leaves(structure.layers, structure.config, plan.remove)}
     tables = tuple(f".{table}.weight" for table, _ in family.tables)
     blocks = Fraction(len(plan.remove), structure.num_layers)
-    partly = _narrower(decoder, plan) if plan.channels else {}
-    partly |= {name: Fraction(len(gone), s.entries) for name, (s, gone) in stacked_in(structure, plan).items()}
     return {
         name: partly.get(name, blocks if name.endswith(tables) else Fraction(place not in stays))
         for name, place in places.items()
-    }
-
-
-def _narrower(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
-    """The share of each tensor that belongs to the channels of `plan`."""
-    found, none = dict[str, Fraction](), torch.zeros(0, dtype=torch.long)
-    for units, here in zip(find_units(decoder.structure), plan.channels, strict=True):
-        for unit, gone in zip(units, here, strict=False):  # removed layers have no channels in a plan
-            if gone:
-                share = Fraction(len(gone), unit.width)
-                found |= {f"{e.module}.{e.key}": share for e, _ in unit.indices(none, decoder.model)}
-    return found
-
-
-def stacked_in(structure: Structure, plan: PruningPlan) -> dict[str, tuple[Stacked, tuple[int, ...]]]:
-    """The tensors of the model that are stacked by expert and lose some by `plan`, with these experts, by name."""
-    gone = plan.experts_gone
-    mixtures = find_mixtures(structure).layers if gone else {}
-    return {
-        f"{structure.layers_path}.{layer}.{stacked.name}": (stacked, experts)
-        for layer, experts in gone.items()
-        for stacked in mixtures[layer].stacked
     }
 
 
@@ -90,12 +69,13 @@ def sizes_in_memory(model: PreTrainedModel) -> Sizes:
     return list({place(t): (name, t.nbytes) for name, t in saved}.values())
 
 
-def count_check(original: Decoder, sizes: Sizes, pruned: Decoder, saved: int, plan: PruningPlan) -> GateCheck:
-    """Whether the counts of layers, parameters and bytes fell by exactly what `plan` removes.
+def count_check(
+    original: Decoder, sizes: Sizes, pruned: Decoder, saved: int, plan: PruningPlan, shares: Mapping[str, Fraction]
+) -> GateCheck:
+    """Whether the counts of layers, parameters and bytes fell by exactly the `shares` that `plan` removes.
 
     `sizes` are those of the original, `saved` is the number of bytes of all tensors in the pruned checkpoint.
     """
-    shares = shares_leaving(original, plan)
     check = fallen_check(original, sizes, pruned, saved, held_by(original.model, sizes, shares), len(plan.kept))
     files = left_out(original.model)
     if files is None or not check.passed or not shares.keys() >= set(files.taken.values()):  # or other files

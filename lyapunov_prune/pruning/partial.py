@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.mixtures import stacked_in
 from lyapunov_prune.models.units import Entry, Parts, Unit, tensors_of
 from lyapunov_prune.models.width import Width
-from lyapunov_prune.pruning.counting import stacked_in
 from lyapunov_prune.pruning.plan import PruningPlan
 
 
@@ -17,7 +17,7 @@ def parts_left(decoder: Decoder, plan: PruningPlan, width: Width | None) -> dict
     `width` is that of the model (`models.width.find_width`), if channels are removed.
     """
     state, found = decoder.model.state_dict(), dict[str, Parts]()
-    for name, (stacked, gone) in stacked_in(decoder.structure, plan).items():
+    for name, (stacked, gone) in stacked_in(decoder.structure, plan.experts_gone).items():
         kept = [e for e in range(stacked.entries) if e not in gone]
         path, _, key = name.rpartition(".")
         entry = Entry(path, key, None, 0, stacked.axis)

@@ -19,27 +19,28 @@ from lyapunov_prune.models.units import Refits
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.removal_gate import check_removal
-from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.pruning.surgery import cut, without_parts
 
 
 @takes_model
 def remove_layers(model: PlainText, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
     """A new model without the layers of `plan` (or a plain list of indices); `model` is untouched.
 
-    `surgery.cut` describes the cut. The result saves with `save_pretrained` and loads with plain transformers. A
-    family that the tests have not judged is first put through the gate on random tokens (`verify_removal` is the full
-    gate, with your text). So is every decoder inside a multimodal model, whose other parts are copied as they are.
+    `surgery.without_parts` describes the cut. The result saves with `save_pretrained` and loads with plain
+    transformers. A family that the tests have not judged is first put through the gate on random tokens
+    (`verify_removal` is the full gate, with your text). So is every decoder inside a multimodal model, whose other
+    parts are copied as they are.
 
     Raises LyapunovPruneError for a bad plan, a plan for another model, a removal that the family's checkpoint
     format cannot express, a decoder that fails the gate, and a model that is not its plain weights (adapters,
     quantised weights).
     """
-    return _proven(model, Operation(as_plan(model, plan)))
+    operation = Operation(as_plan(model, plan))
+    return _proven(model, without_parts(model, operation.plan), operation)
 
 
-def _proven(decoder: Decoder, operation: Operation) -> PreTrainedModel:
-    """The model without the removed parts of `operation`, if it needs no gate or passes it."""
-    pruned = cut(decoder, operation)
+def _proven(decoder: Decoder, pruned: Decoder, operation: Operation) -> PreTrainedModel:
+    """The model that `operation` makes of `decoder`, if it needs no gate or passes it."""
     if decoder.wrapped or decoder.structure.model_type not in TRUSTED:
         report = check_removal(decoder, pruned, operation)
         if not report.passed:
@@ -63,7 +64,8 @@ def mend(model: Plain, plan: PruningPlan | Sequence[int], batch: Tokens) -> PreT
     plan = as_plan(model, plan)
     plan.require_gaps()
     mends, report = fit_mends(model, plan.remove, batch)
-    return _proven(model, Operation(plan.seen_on(report.measured_on), mends=mends))
+    operation = Operation(plan.seen_on(report.measured_on), mends=mends)
+    return _proven(model, cut(model, operation), operation)
 
 
 def refits_of(decoder: Decoder, plan: PruningPlan, batch: Tokens, judge: Tokens | None) -> tuple[Refits, MendReport]:
@@ -71,5 +73,6 @@ def refits_of(decoder: Decoder, plan: PruningPlan, batch: Tokens, judge: Tokens 
 
     Takes and raises what `mending.refit.judged_refits` does.
     """
-    shallower = cut(decoder, Operation(replace(plan, channels=(), widths=())), shared=True) if plan.remove else decoder
+    whole = replace(plan, channels=(), widths=())
+    shallower = without_parts(decoder, whole, shared=True) if plan.remove else decoder
     return judged_refits(shallower, plan.kept_channels, batch, judge)

@@ -13,8 +13,9 @@ If channels are removed, every number that stays must be the original's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -81,15 +82,21 @@ def check_removal(
     checkpoint: str | Path | None = None,
 ) -> GateReport:
     """`verify_removal` for a model made by `operation`."""
-    gate, checks = removal_gate(original, pruned, operation, batch)
-    on_files: dict[str, OnFiles] = {RELOADED: gate.reloads, COUNTED: lambda folder: _counted(gate, operation, folder)}
+    shares = shares_leaving(original, operation.plan)
+    gate, checks = removal_gate(original, pruned, operation, batch, shares)
+
+    def counted(folder: Path) -> GateCheck:
+        sizes = sizes_in_memory(original.model)
+        return count_check(original, sizes, pruned, bytes_in(folder), operation.plan, shares)
+
+    on_files: dict[str, OnFiles] = {RELOADED: gate.reloads, COUNTED: counted}
     return gate.report(checks, on_files, checkpoint)
 
 
 def removal_gate(
-    original: Decoder, pruned: Decoder, operation: Operation, batch: Tokens | None
+    original: Decoder, pruned: Decoder, operation: Operation, batch: Tokens | None, shares: Mapping[str, Fraction]
 ) -> tuple[Gate, dict[str, Check]]:
-    """The gate of a removal, and its checks that need no files."""
+    """The gate of a removal of these `shares` (`counting.shares_leaving`), and its checks that need no files."""
     gate = Gate(
         original,
         pruned,
@@ -102,7 +109,7 @@ def removal_gate(
     if original.encoder:
         del checks[CACHED]
     if original.wrapped or reads_pictures(original.model):
-        checks[PICTURED] = lambda: _same_with_picture(gate, operation)
+        checks[PICTURED] = lambda: _same_with_picture(gate, shares)
     if operation.merged or operation.mends:
         checks[MERGED] = lambda: _within_rounding(gate, operation)
     if operation.plan.channels:
@@ -129,13 +136,12 @@ def _same(gate: Gate, operation: Operation) -> GateCheck:
     return found
 
 
-def _same_with_picture(gate: Gate, operation: Operation) -> GateCheck:
+def _same_with_picture(gate: Gate, shares: Mapping[str, Fraction]) -> GateCheck:
     """Whether everything outside the layers is unchanged, and the logits agree with an image in the prompt."""
     original, after = gate.reference.model, gate.result.model.state_dict()
-    stays = {name for name, share in shares_leaving(gate.reference, operation.plan).items() if not share}
     for name, tensor in original.state_dict().items():
         outside = layer_of(name, gate.reference.structure) is None
-        if outside and name in stays and not torch.equal(after[name], tensor):
+        if outside and shares.get(name) == 0 and not torch.equal(after[name], tensor):
             return GateCheck(PICTURED, False, float("inf"), gate.limit, f"{name} lies outside the layers and changed")
     detail = "all weights outside the layers"
     prompt = picture_prompt(original)
@@ -173,8 +179,3 @@ def _copied(gate: Gate, operation: Operation) -> GateCheck:
                     wanted = refit.to(slim).T if entry.axis == 0 else refit.to(slim)
                 differ += int((wanted != slim).sum()) if wanted.shape == slim.shape else max(1, slim.numel())
     return GateCheck(COPIED, not differ, differ, 0.0, "numbers of the blocks that are not those of the channels kept")
-
-
-def _counted(gate: Gate, operation: Operation, folder: Path) -> GateCheck:
-    sizes = sizes_in_memory(gate.reference.model)
-    return count_check(gate.reference, sizes, gate.result, bytes_in(folder), operation.plan)

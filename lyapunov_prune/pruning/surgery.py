@@ -25,7 +25,7 @@ from lyapunov_prune.models.rebuilt import rebuilt
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.models.two_stacks import renew_configs, structure_like
-from lyapunov_prune.models.units import find_units
+from lyapunov_prune.models.units import Refits, find_units
 from lyapunov_prune.models.width import find_width, narrow
 from lyapunov_prune.models.wrappers import require_text_alone
 from lyapunov_prune.progress import warn
@@ -37,24 +37,43 @@ from lyapunov_prune.results.history import add_step
 
 
 def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Decoder:
-    """Make a new model without the parts that `operation` removes; it is not checked yet. `decoder` is untouched.
+    """`without_parts` for the plan of `operation`, with what stands in for the parts; it is not checked yet.
+
+    If the plan drops an activation, the block computes its merged matrix (`mirroring`). The layers before gaps absorb
+    their maps. A plain checkpoint can express no more, and a merged block saves no time or memory.
+
+    Raises LyapunovPruneError for a block that cannot hold a merged matrix, and as `without_parts`.
+    """
+    for each in operation.merged:
+        require_plain_block(each.block, decoder.layers[each.block.layer])
+    pruned = without_parts(decoder, operation.plan, operation.refits, shared=shared)
+    for index in {*operation.plan.drop_activation, *(mend.place.layer for mend in operation.mends)}:
+        own(pruned.layers[operation.place(index)])
+    for each in operation.merged:
+        mirror(pruned.layers[operation.place(each.block.layer)], each)
+    for mend in operation.mends:
+        store_mend(pruned.layers[operation.place(mend.place.layer)], mend)
+    return pruned
+
+
+def without_parts(
+    decoder: Decoder, plan: PruningPlan, refits: Refits = MappingProxyType({}), *, shared: bool = False
+) -> Decoder:
+    """Make a new model without the parts that `plan` removes; it is not checked yet. `decoder` is untouched.
 
     One rule serves every decoder: drop the layers, renumber every nested `layer_idx` (caches are indexed by it), slice
     everything in the config that describes single layers (some models read it while they run), and set the layer
     count. `models/families.py` holds what a family needs beyond that. Removed layers are not copied. If the plan drops
-    a sublayer alone, its output projection becomes zero (`zeroing`); if it drops an activation, the block computes its
-    merged matrix (`mirroring`). A plain checkpoint can express no more, and both save no time or memory. The layers
-    before gaps absorb their maps. Hidden channels leave the matrices of blocks and experts (`models/width.py`), experts
-    leave with their rows of the router (`models/mixtures.py`). With `shared`, unchanged tensors share the memory of
-    `decoder`; use it for a result that is only read and saved, because a later in-place change would affect both.
+    a sublayer alone, its output projection becomes zero (`zeroing`), which saves no time or memory. Hidden channels
+    leave the matrices of blocks and experts (`models/width.py`), whose last ones become the `refits` (`Operation`).
+    Experts leave with their rows of the router (`models/mixtures.py`). With `shared`, unchanged tensors share the
+    memory of `decoder`; use it for a result that is only read and saved, because a later in-place change would affect
+    both.
 
-    `decoder` holds its plain weights (`models.plain`). Raises LyapunovPruneError for a block that cannot hold a merged
-    matrix, experts that cannot be removed (`Mixtures.require`), a removal that the family's checkpoint format cannot
-    express, and a decoder inside a multimodal model that text alone cannot judge.
+    `decoder` holds its plain weights (`models.plain`). Raises LyapunovPruneError for experts that cannot be removed
+    (`Mixtures.require`), a removal that the family's checkpoint format cannot express, and a decoder inside a
+    multimodal model that text alone cannot judge.
     """
-    plan = operation.plan
-    for each in operation.merged:
-        require_plain_block(each.block, decoder.layers[each.block.layer])
     if plan.experts_gone:
         find_mixtures(decoder.structure).require(plan.experts, plan.remove)
     with held(decoder.model):  # hooks of a running measurement would be copied too
@@ -66,19 +85,14 @@ def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Deco
         narrow(pruned, find_width(decoder).of_layers(plan.kept, decoder.structure), plan.kept_channels)
         units = find_units(pruned.structure)
         with torch.no_grad():
-            for (layer, unit), weight in operation.refits.items():
+            for (layer, unit), weight in refits.items():
                 units[layer][unit].out.weight(pruned.model).copy_(weight)
-    attention, mlp = (tuple(map(operation.place, drop)) for drop in (plan.drop_attention, plan.drop_mlp))
-    mended = (mend.place.layer for mend in operation.mends)
-    for index in sorted({*plan.drop_attention, *plan.drop_mlp, *plan.drop_activation, *mended}):
-        own(pruned.layers[operation.place(index)])
+    attention, mlp = (tuple(map(plan.kept.index, drop)) for drop in (plan.drop_attention, plan.drop_mlp))
+    for index in {*attention, *mlp}:
+        own(pruned.layers[index])
     zero_sublayers(pruned, attention, mlp)
-    if gone := {operation.place(layer): experts for layer, experts in plan.experts_gone.items()}:
+    if gone := {plan.kept.index(layer): experts for layer, experts in plan.experts_gone.items()}:
         drop_experts(pruned.model, pruned.structure, gone)
-    for each in operation.merged:
-        mirror(pruned.layers[operation.place(each.block.layer)], each)
-    for mend in operation.mends:
-        store_mend(pruned.layers[operation.place(mend.place.layer)], mend)
     add_step(pruned.model, "prune", plan.measured_on, decoder.model)
     return pruned
 

@@ -12,9 +12,8 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.pruning.surgery import without_parts
 from lyapunov_prune.ranking.counts import SPLITS, Shrunk, count_of, least_count, require_count, require_share
 
 OPTIONS = {
@@ -121,7 +120,7 @@ def for_speed(speedup: float, model: PreTrainedModel) -> int:
 
     def ratio(count: int) -> float:
         plan = PruningPlan.given(decoder, range(structure.num_layers - count, structure.num_layers))
-        smaller = cut(decoder, Operation(plan), shared=True).model
+        smaller = without_parts(decoder, plan, shared=True).model
         rows = measure_speed({"dense": model, "smaller": smaller}, prompt=prompt, steps=1, repeats=_REPEATS).rows
         return rows[1].prefill / rows[0].prefill
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import find_structure
@@ -58,7 +59,7 @@ def test_memory_and_files_give_the_same_and_the_cut_does_it(
         model.num_parameters() - pruned.num_parameters(),
         sum(size for _, size in sizes) - left,
     )
-    assert count_check(wrap(model), sizes, wrap(pruned), left, plan).passed
+    assert count_check(wrap(model), sizes, wrap(pruned), left, plan, shares_leaving(wrap(model), plan)).passed
 
 
 def share(model: PreTrainedModel, remove: list[int]) -> dict[str, Fraction]:
@@ -86,14 +87,16 @@ def test_what_a_kept_layer_uses_stays_under_every_name() -> None:
 
 def test_one_parameter_too_many_is_seen(llama: PreTrainedModel) -> None:
     plan = PruningPlan.given(llama, [1])
-    pruned, sizes = operated(llama, plan), sizes_in_memory(llama)
+    pruned, sizes, shares = operated(llama, plan), sizes_in_memory(llama), share(llama, [1])
     left = sum(size for _, size in sizes_in_memory(pruned))
-    assert count_check(wrap(llama), sizes, wrap(pruned), left, plan).passed
-    assert count_check(wrap(llama), sizes, wrap(pruned), left + 4, plan).detail.startswith(
-        f"bytes saved: {left + 4:,}, not "
-    )
+
+    def check(saved: int) -> GateCheck:
+        return count_check(wrap(llama), sizes, wrap(pruned), saved, plan, shares)
+
+    assert check(left).passed
+    assert check(left + 4).detail.startswith(f"bytes saved: {left + 4:,}, not ")
     pruned.register_parameter("stray", torch.nn.Parameter(torch.zeros(1)))
-    assert count_check(wrap(llama), sizes, wrap(pruned), left, plan).detail.startswith("parameters: ")
+    assert check(left).detail.startswith("parameters: ")
 
 
 def test_every_tensor_of_the_files_is_counted(checkpoint: Path) -> None:
@@ -113,7 +116,7 @@ def test_planted_fault_a_tensor_of_the_files_that_is_nowhere_is_named(checkpoint
     norm.register_parameter("gain", norm._parameters.pop("weight"))  # as many numbers, by another name
     sizes = sizes_in_memory(model)
     saved = sum(size for _, size in sizes_in_memory(pruned))
-    check = count_check(wrap(model), sizes, wrap(pruned), saved, plan)
+    check = count_check(wrap(model), sizes, wrap(pruned), saved, plan, shares_leaving(wrap(model), plan))
     assert not check.passed
     assert "model.layers.4.input_layernorm.weight of the input is neither kept nor removed" in check.detail
 
