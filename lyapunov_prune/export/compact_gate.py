@@ -25,6 +25,7 @@ from torch.nn.functional import linear
 from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.examples import as_examples
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.export.compact import Cuts, block_paths, cut_places, cuts_of, merged_path
 from lyapunov_prune.forward.attentions import find_attentions, silenced_attentions
@@ -59,8 +60,9 @@ def verify_compact(
     `checkpoint` is a folder in which `compact` is saved already; without it the model is saved to a temporary folder.
     The process without this package takes some seconds to start; `elsewhere=False` skips it.
     """
-    inputs = sample_inputs(original, batch)
-    gate = Gate(original, compact, inputs, partial(cut_by_hooks, cuts=cuts), computed=bool(cuts.hidden), batch=batch)
+    given = None if batch is None else as_examples(original, batch)
+    inputs = sample_inputs(original, given)
+    gate = Gate(original, compact, inputs, partial(cut_by_hooks, cuts=cuts), computed=bool(cuts.hidden), batch=given)
     checks: dict[str, Check] = {SKIPPED: lambda: gate.same("logits against the original cut by hooks")}
     if original.model.can_generate():
         checks[CACHED] = gate.cached
@@ -142,4 +144,5 @@ def _counted(gate: Gate, cuts: Cuts, folder: Path) -> GateCheck:
     new = sum(t.numel() for affine in cuts.merged.values() for t in affine if t is not None)
     left = parameters - new, size - new * original.dtype.itemsize
     layers = structure.num_layers - len(cuts.remove)
-    return fallen_check(gate.reference, sizes, gate.result, bytes_in(folder), left, layers)
+    whole = sum(size for _, size in sizes)
+    return fallen_check(gate.reference, whole, gate.result, bytes_in(folder), left, layers)

@@ -29,7 +29,7 @@ from lyapunov_prune.models.streamed import Run
 from lyapunov_prune.models.units import find_units, selected
 from lyapunov_prune.models.width import Width
 from lyapunov_prune.progress import status
-from lyapunov_prune.pruning.counting import count_check, renamed, shares_leaving
+from lyapunov_prune.pruning.counting import count_check, leaving, renamed
 from lyapunov_prune.pruning.gate import (
     CACHED,
     PICTURED,
@@ -85,11 +85,11 @@ def verify_files(
     except LyapunovPruneError as error:
         reason = str(error).replace(str(folder), "what was written").rpartition(";")[0]
         return GateReport((GateCheck(KEYS, False, float("inf"), 0.0, reason),))
-    saved, shares = sum(size for _, size in written.sizes()), shares_leaving(outline.decoder, plan)
+    saved, goes = sum(size for _, size in written.sizes()), leaving(outline.decoder, plan, outline.sizes())
     checks = [
         _keys_check(written, pruned, folder),
-        _places_check(outline, written, plan, width, shares),
-        count_check(outline.decoder, outline.sizes(), written.decoder, saved, plan, shares),
+        _places_check(outline, written, plan, width, goes.shares),
+        count_check(outline.decoder, goes, written.decoder, saved),
     ]
     return _run(outline, written, plan, checks) if stream else GateReport(tuple(checks))
 

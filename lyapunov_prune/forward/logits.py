@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import Tokens
-from lyapunov_prune.data.examples import Examples, as_examples, model_inputs
+from lyapunov_prune.data.examples import Examples, model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.linalg import lift
@@ -51,16 +50,15 @@ def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
     return worst
 
 
-def sample_inputs(decoder: Decoder, batch: Examples | Tokens | None) -> list[torch.Tensor]:
+def sample_inputs(decoder: Decoder, batch: Examples | None) -> list[torch.Tensor]:
     """Two rows of random tokens and, if given, the first window of `batch`, cut to a useful length.
 
     For an image classifier: two random images (2 × channels × height × width) and, if given, the first two of `batch`.
+    `batch` is one of this model (`data.examples.as_examples`).
     """
     model, structure, config = decoder.model, decoder.structure, decoder.structure.config
-    images = looks_at_images(model)
-    given = [] if batch is None else model_inputs(model, as_examples(decoder, batch), 2 if images else 1)[:1]
-    if images:
-        return [random_images(model), *given]
+    if looks_at_images(model):
+        return [random_images(model), *(() if batch is None else model_inputs(model, batch, 2)[:1])]
     window = getattr(config, "sliding_window", None) or 0
     length = max(TOKENS, window + 2 * STEPS) if window <= WINDOW_LIMIT else TOKENS
     length = structure.at_most(length)
@@ -70,6 +68,7 @@ def sample_inputs(decoder: Decoder, batch: Examples | Tokens | None) -> list[tor
     pad = getattr(config, "pad_token_id", None)
     if pad is not None:
         random[random == pad] = (pad + 1) % config.vocab_size
+    given = [] if batch is None else model_inputs(model, batch, 1)[:1]
     return [random.to(model.device), *(ids[:, :length] for ids in given)]
 
 

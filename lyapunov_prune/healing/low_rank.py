@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift, widen
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.plain import require_no_adapters
+from lyapunov_prune.models.plain import require_no_adapters, require_parameters
 from lyapunov_prune.models.projections import Projection, structure_projections
 from lyapunov_prune.models.structure import find_layers
 
@@ -41,7 +41,9 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
     weights: dict[nn.Parameter, tuple[str, Projection]] = {}  # each shared weight once, under its first name
     users: dict[nn.Parameter, list[tuple[nn.Module, Projection]]] = {}
     require_no_adapters(model)
-    for p in structure_projections(find_layers(model)):
+    structure = find_layers(model)
+    require_parameters(structure)
+    for p in structure_projections(structure):
         module, name = model.get_submodule(p.module), p.module
         if p.parameter != "weight":
             name += f".{p.parameter}"

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.experts import is_bare, stacks
-from lyapunov_prune.models.plain import require_no_adapters, require_parameters, require_readable
+from lyapunov_prune.models.plain import require_no_adapters, require_readable
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import Structure
 
@@ -92,7 +92,7 @@ def find_projections(decoder: Decoder) -> tuple[Projection, ...]:
     """
     require_no_adapters(decoder.model)
     require_readable(decoder)
-    projections = _projections(decoder.structure)
+    projections = structure_projections(decoder.structure)
     if not projections:
         raise LyapunovPruneError(
             f"{type(decoder.model).__name__} holds no linear projections in its layers; nothing to check"
@@ -125,13 +125,8 @@ def by_layer(projections: Iterable[Projection]) -> dict[int, list[Projection]]:
 def structure_projections(structure: Structure) -> tuple[Projection, ...]:
     """Every matrix of every layer of a decoder or image classifier, in order.
 
-    Raises LyapunovPruneError for weights that are not in memory as plain matrices.
+    Raises LyapunovPruneError for quantised weights, and for modules that do more than multiply by theirs.
     """
-    require_parameters(structure)
-    return _projections(structure)
-
-
-def _projections(structure: Structure) -> tuple[Projection, ...]:
     path, kind, config = structure.layers_path, structure.model_type, structure.config
     return tuple(
         p for i, layer in enumerate(structure.layers) for p in layer_projections(layer, i, f"{path}.{i}", kind, config)

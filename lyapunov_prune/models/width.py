@@ -21,6 +21,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.fused import REMEDY, attributes_of, set_attributes, taken_apart
+from lyapunov_prune.models.plain import require_parameters
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.models.units import Kept, Unit, Units, find_units, select
 
@@ -83,6 +84,7 @@ def find_width(decoder: Decoder) -> Width:
     have names that are known, if layers share them, if no setting is their width or it gives something else its size
     too, and if their channels depend on each other.
     """
+    require_parameters(decoder.structure)
     units = find_units(decoder.structure)
     before, found = _FOUND.get(decoder.model, ((), None))
     if found is None or before != units:

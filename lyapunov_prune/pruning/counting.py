@@ -7,7 +7,7 @@ headers of its files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
@@ -69,14 +69,32 @@ def sizes_in_memory(model: PreTrainedModel) -> Sizes:
     return list({place(t): (name, t.nbytes) for name, t in saved}.values())
 
 
-def count_check(
-    original: Decoder, sizes: Sizes, pruned: Decoder, saved: int, plan: PruningPlan, shares: Mapping[str, Fraction]
-) -> GateCheck:
-    """Whether the counts of layers, parameters and bytes fell by exactly the `shares` that `plan` removes.
+@dataclass(frozen=True)
+class Leaving:
+    """What `plan` removes of a model: the `shares` of its tensors (`shares_leaving`), and the `parameters` and `bytes`
+    in them, of `size` bytes in a checkpoint of the whole model."""
 
-    `sizes` are those of the original, `saved` is the number of bytes of all tensors in the pruned checkpoint.
+    plan: PruningPlan
+    shares: Mapping[str, Fraction]
+    parameters: int
+    bytes: int
+    size: int
+
+
+def leaving(decoder: Decoder, plan: PruningPlan, sizes: Sizes | None = None) -> Leaving:
+    """What `plan` removes of a model whose tensors have these `sizes` in its files; None takes those in memory."""
+    shares = shares_leaving(decoder, plan)
+    sizes = sizes_in_memory(decoder.model) if sizes is None else sizes
+    return Leaving(plan, shares, *held_by(decoder.model, sizes, shares), sum(size for _, size in sizes))
+
+
+def count_check(original: Decoder, goes: Leaving, pruned: Decoder, saved: int) -> GateCheck:
+    """Whether the counts of layers, parameters and bytes fell by exactly what `goes`.
+
+    `saved` is the number of bytes of all tensors in the pruned checkpoint.
     """
-    check = fallen_check(original, sizes, pruned, saved, held_by(original.model, sizes, shares), len(plan.kept))
+    plan, shares = goes.plan, goes.shares
+    check = fallen_check(original, goes.size, pruned, saved, (goes.parameters, goes.bytes), len(plan.kept))
     files = left_out(original.model)
     if files is None or not check.passed or not shares.keys() >= set(files.taken.values()):  # or other files
         return check
@@ -112,16 +130,17 @@ def renamed(name: str, structure: Structure, plan: PruningPlan) -> str | None:
 
 
 def fallen_check(
-    original: Decoder, sizes: Sizes, pruned: Decoder, saved: int, left: tuple[int, int], layers: int
+    original: Decoder, size: int, pruned: Decoder, saved: int, left: tuple[int, int], layers: int
 ) -> GateCheck:
-    """`count_check` for given numbers: the parameters and bytes that `left`, and the `layers` that stay."""
+    """`count_check` for given numbers: the parameters and bytes that `left`, of `size` bytes, and the `layers` that
+    stay."""
     parameters, leave = left
     total, structure = original.model.num_parameters(), pruned.structure
     wanted = {
         "layers": (structure.num_layers, layers),
         "config's layer count": (getattr(structure.config, structure.count), layers),
         "parameters": (pruned.model.num_parameters(), total - parameters),
-        "bytes saved": (saved, sum(size for _, size in sizes) - leave),
+        "bytes saved": (saved, size - leave),
     }
     for part, (counted, expected) in wanted.items():
         if counted != expected:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
 from lyapunov_prune.checkpoints.tensor_files import read_header
-from lyapunov_prune.data.batch import TokenBatch, Tokens, checked_batch
+from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import CheckFailed, in_short
@@ -99,7 +99,7 @@ class Gate:
     inputs: list[torch.Tensor]
     standing_in: Callable[[Decoder], AbstractContextManager[None]]
     computed: bool = False
-    batch: Examples | Tokens | None = None
+    batch: Examples | None = None
 
     @property
     def limit(self) -> float:
@@ -178,7 +178,7 @@ class Gate:
         return reload_check(self.result, folder, self.inputs, changed, lambda: self.logits)
 
 
-def seen_by(decoder: Decoder, batch: Examples | Tokens | None, inputs: list[torch.Tensor]) -> MeasuredOn:
+def seen_by(decoder: Decoder, batch: Examples | None, inputs: list[torch.Tensor]) -> MeasuredOn:
     """All `inputs` in one batch; the context is that of the longest. The classes of images are not used: all are 0."""
     model = decoder.model
     if looks_at_images(model):
@@ -187,9 +187,8 @@ def seen_by(decoder: Decoder, batch: Examples | Tokens | None, inputs: list[torc
             source, split = f"{source} and the start of {batch.source}", batch.split
         return ImageBatch(pixels, torch.zeros(len(pixels), dtype=torch.int64), source, split).measured_on(decoder)
     tokens, text, split, bos = torch.cat([ids.flatten() for ids in inputs]).unsqueeze(0), "random tokens", "all", None
-    if batch is not None and not isinstance(batch, ImageBatch):  # `sample_inputs` has refused images for a decoder
-        given = checked_batch(decoder.structure, batch)
-        text, split, bos = f"{text} and the start of {given.text}", given.split, given.bos
+    if isinstance(batch, TokenBatch):
+        text, split, bos = f"{text} and the start of {batch.text}", batch.split, batch.bos
     seen = TokenBatch(tokens, text, split, bos)
     return replace(seen.measured_on(decoder), context=max(ids.shape[1] for ids in inputs))
 

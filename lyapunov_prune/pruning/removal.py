@@ -73,6 +73,6 @@ def refits_of(decoder: Decoder, plan: PruningPlan, batch: Tokens, judge: Tokens 
 
     Takes and raises what `mending.refit.judged_refits` does.
     """
-    whole = replace(plan, channels=(), widths=())
-    shallower = without_parts(decoder, whole, shared=True) if plan.remove else decoder
-    return judged_refits(shallower, plan.kept_channels, batch, judge)
+    if plan.remove:
+        decoder = without_parts(decoder, replace(plan, channels=(), widths=()), shared=True)
+    return judged_refits(decoder, plan.kept_channels, batch, judge)

@@ -23,6 +23,7 @@ import torch
 from lyapunov_prune.checkpoints.outline import layer_of
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.data.batch import Tokens
+from lyapunov_prune.data.examples import Examples, as_examples
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.mending.mend import Mend, products
@@ -32,7 +33,7 @@ from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.units import find_units
 from lyapunov_prune.models.width import find_width
-from lyapunov_prune.pruning.counting import COUNTED, count_check, shares_leaving, sizes_in_memory
+from lyapunov_prune.pruning.counting import COUNTED, count_check, leaving
 from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Check, Gate, GateReport, OnFiles, bytes_in, crashed
 from lyapunov_prune.pruning.merge_gate import MERGED, merged_blocks, merged_check
 from lyapunov_prune.pruning.mirroring import mirrored
@@ -69,7 +70,8 @@ def verify_removal(
         result = wrap_text(pruned) if stack is None else wrap(pruned, stack=stack)
     except LyapunovPruneError as error:  # the result is no decoder
         return GateReport((crashed(RELOADED, error),))
-    return check_removal(original, result, operation, batch, checkpoint)
+    examples = None if batch is None else as_examples(original, batch)
+    return check_removal(original, result, operation, examples, checkpoint)
 
 
 @in_eval_mode
@@ -78,23 +80,21 @@ def check_removal(
     original: Decoder,
     pruned: Decoder,
     operation: Operation,
-    batch: Tokens | None = None,
+    batch: Examples | None = None,
     checkpoint: str | Path | None = None,
 ) -> GateReport:
     """`verify_removal` for a model made by `operation`."""
-    shares = shares_leaving(original, operation.plan)
-    gate, checks = removal_gate(original, pruned, operation, batch, shares)
-
-    def counted(folder: Path) -> GateCheck:
-        sizes = sizes_in_memory(original.model)
-        return count_check(original, sizes, pruned, bytes_in(folder), operation.plan, shares)
-
-    on_files: dict[str, OnFiles] = {RELOADED: gate.reloads, COUNTED: counted}
+    goes = leaving(original, operation.plan)
+    gate, checks = removal_gate(original, pruned, operation, batch, goes.shares)
+    on_files: dict[str, OnFiles] = {
+        RELOADED: gate.reloads,
+        COUNTED: lambda folder: count_check(original, goes, pruned, bytes_in(folder)),
+    }
     return gate.report(checks, on_files, checkpoint)
 
 
 def removal_gate(
-    original: Decoder, pruned: Decoder, operation: Operation, batch: Tokens | None, shares: Mapping[str, Fraction]
+    original: Decoder, pruned: Decoder, operation: Operation, batch: Examples | None, shares: Mapping[str, Fraction]
 ) -> tuple[Gate, dict[str, Check]]:
     """The gate of a removal of these `shares` (`counting.shares_leaving`), and its checks that need no files."""
     gate = Gate(

@@ -22,7 +22,7 @@ from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_layers import full_attention, values_without
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.pruning.counting import COUNTED, count_check, shares_leaving, sizes_in_memory
+from lyapunov_prune.pruning.counting import COUNTED, count_check, leaving
 from lyapunov_prune.pruning.gate import GateReport, attempt, bytes_in
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe, save
@@ -87,10 +87,10 @@ def write_shrunk(
     inputs = sample_inputs(made, batch)
     with whole_folder(target) as folder:
         save(smaller, tokenizer, folder)
-        sizes, shares = sizes_in_memory(model), shares_leaving(dense, plan)
+        goes = leaving(dense, plan)
         checks = {
             RELOADED: attempt(RELOADED, lambda: in_eval_mode(reload_check)(made, folder, inputs)),
-            COUNTED: attempt(COUNTED, lambda: count_check(dense, sizes, made, bytes_in(folder), plan, shares)),
+            COUNTED: attempt(COUNTED, lambda: count_check(dense, goes, made, bytes_in(folder))),
         }
         gate = replace(gate, checks=tuple(checks.get(check.name, check) for check in gate.checks))
         gate.require_passed()

@@ -18,7 +18,7 @@ from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning.counting import count_check, held_by, shares_leaving, sizes_in_memory
+from lyapunov_prune.pruning.counting import count_check, held_by, leaving, shares_leaving, sizes_in_memory
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.pruning.removal_gate import verify_removal
@@ -59,7 +59,8 @@ def test_memory_and_files_give_the_same_and_the_cut_does_it(
         model.num_parameters() - pruned.num_parameters(),
         sum(size for _, size in sizes) - left,
     )
-    assert count_check(wrap(model), sizes, wrap(pruned), left, plan, shares_leaving(wrap(model), plan)).passed
+    assert count_check(wrap(model), leaving(wrap(model), plan), wrap(pruned), left).passed
+    assert leaving(outline.decoder, plan, outline.sizes()) == leaving(wrap(model), plan)
 
 
 def share(model: PreTrainedModel, remove: list[int]) -> dict[str, Fraction]:
@@ -87,11 +88,11 @@ def test_what_a_kept_layer_uses_stays_under_every_name() -> None:
 
 def test_one_parameter_too_many_is_seen(llama: PreTrainedModel) -> None:
     plan = PruningPlan.given(llama, [1])
-    pruned, sizes, shares = operated(llama, plan), sizes_in_memory(llama), share(llama, [1])
+    pruned, goes = operated(llama, plan), leaving(wrap(llama), plan)
     left = sum(size for _, size in sizes_in_memory(pruned))
 
     def check(saved: int) -> GateCheck:
-        return count_check(wrap(llama), sizes, wrap(pruned), saved, plan, shares)
+        return count_check(wrap(llama), goes, wrap(pruned), saved)
 
     assert check(left).passed
     assert check(left + 4).detail.startswith(f"bytes saved: {left + 4:,}, not ")
@@ -114,9 +115,8 @@ def test_planted_fault_a_tensor_of_the_files_that_is_nowhere_is_named(checkpoint
     pruned: Any = remove_layers(model, plan)
     norm = pruned.model.layers[3].input_layernorm
     norm.register_parameter("gain", norm._parameters.pop("weight"))  # as many numbers, by another name
-    sizes = sizes_in_memory(model)
     saved = sum(size for _, size in sizes_in_memory(pruned))
-    check = count_check(wrap(model), sizes, wrap(pruned), saved, plan, shares_leaving(wrap(model), plan))
+    check = count_check(wrap(model), leaving(wrap(model), plan), wrap(pruned), saved)
     assert not check.passed
     assert "model.layers.4.input_layernorm.weight of the input is neither kept nor removed" in check.detail
 
