@@ -142,7 +142,7 @@ def _counted(gate: Gate, cuts: Cuts, folder: Path) -> GateCheck:
     stays = {place(t) for name, t in tensors.items() if not name.startswith(gone)}
     parameters, size = held_by(original, sizes, {name: Fraction(place(t) not in stays) for name, t in tensors.items()})
     new = sum(t.numel() for affine in cuts.merged.values() for t in affine if t is not None)
+    before = original.num_parameters(), sum(size for _, size in sizes)
     left = parameters - new, size - new * original.dtype.itemsize
     layers = structure.num_layers - len(cuts.remove)
-    whole = sum(size for _, size in sizes)
-    return fallen_check(gate.reference, whole, gate.result, bytes_in(folder), left, layers)
+    return fallen_check(before, left, layers, gate.result, bytes_in(folder))

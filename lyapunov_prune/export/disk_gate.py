@@ -89,7 +89,7 @@ def verify_files(
     checks = [
         _keys_check(written, pruned, folder),
         _places_check(outline, written, plan, width, goes.shares),
-        count_check(outline.decoder, goes, written.decoder, saved),
+        count_check(goes, written.decoder, saved),
     ]
     return _run(outline, written, plan, checks) if stream else GateReport(tuple(checks))
 

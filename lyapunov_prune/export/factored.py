@@ -260,5 +260,5 @@ def _changed(small: PreTrainedModel, loaded: PreTrainedModel) -> str:
 
 def _counted(dense: Decoder, small: Decoder, factored: Sequence[Factored], folder: Path) -> GateCheck:
     gone, size = sum(each.gone for each in factored), sum(size for _, size in sizes_in_memory(dense.model))
-    left = gone, gone * dense.model.dtype.itemsize
-    return fallen_check(dense, size, small, bytes_in(folder), left, dense.structure.num_layers)
+    before, left = (dense.model.num_parameters(), size), (gone, gone * dense.model.dtype.itemsize)
+    return fallen_check(before, left, dense.structure.num_layers, small, bytes_in(folder))

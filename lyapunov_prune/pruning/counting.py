@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.outline import layer_of
@@ -55,7 +54,7 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
 
 def held_by(model: PreTrainedModel, sizes: Sizes, shares: Mapping[str, Fraction]) -> tuple[int, int]:
     """The number of parameters and bytes in these `shares` of all tensors."""
-    parameters = sum(p.numel() * shares[name] for name, p in saved_tensors(model) if isinstance(p, nn.Parameter))
+    parameters = sum(p.numel() * shares[name] for name, p in model.named_parameters())
     return int(parameters), int(sum(size * shares[name] for name, size in sizes))
 
 
@@ -71,49 +70,43 @@ def sizes_in_memory(model: PreTrainedModel) -> Sizes:
 
 @dataclass(frozen=True)
 class Leaving:
-    """What `plan` removes of a model: the `shares` of its tensors (`shares_leaving`), and the `parameters` and `bytes`
-    in them, of `size` bytes in a checkpoint of the whole model."""
+    """What `plan` removes of a model: the share of every tensor (`shares_leaving`).
+
+    `before` are the numbers of parameters and of bytes in a checkpoint of the whole model, `gone` those that leave.
+    `after` are the new names of tensors (`renamed`), and `files` says what of the model's own files it holds.
+    """
 
     plan: PruningPlan
     shares: Mapping[str, Fraction]
-    parameters: int
-    bytes: int
-    size: int
+    after: Mapping[str, str | None]
+    before: tuple[int, int]
+    gone: tuple[int, int]
+    files: LeftOut | None
 
 
 def leaving(decoder: Decoder, plan: PruningPlan, sizes: Sizes | None = None) -> Leaving:
     """What `plan` removes of a model whose tensors have these `sizes` in its files; None takes those in memory."""
-    shares = shares_leaving(decoder, plan)
-    sizes = sizes_in_memory(decoder.model) if sizes is None else sizes
-    return Leaving(plan, shares, *held_by(decoder.model, sizes, shares), sum(size for _, size in sizes))
+    shares, model = shares_leaving(decoder, plan), decoder.model
+    sizes = sizes_in_memory(model) if sizes is None else sizes
+    before = model.num_parameters(), sum(size for _, size in sizes)
+    after = {name: renamed(name, decoder.structure, plan) for name in shares}
+    return Leaving(plan, shares, after, before, held_by(model, sizes, shares), left_out(model))
 
 
-def count_check(original: Decoder, goes: Leaving, pruned: Decoder, saved: int) -> GateCheck:
+def count_check(goes: Leaving, pruned: Decoder, saved: int) -> GateCheck:
     """Whether the counts of layers, parameters and bytes fell by exactly what `goes`.
 
-    `saved` is the number of bytes of all tensors in the pruned checkpoint.
+    `saved` is the number of bytes of all tensors in the pruned checkpoint. If the original was read from files, each
+    of their tensors has to be kept, removed by the plan, or left out by name.
     """
-    plan, shares = goes.plan, goes.shares
-    check = fallen_check(original, goes.size, pruned, saved, (goes.parameters, goes.bytes), len(plan.kept))
-    files = left_out(original.model)
+    check = fallen_check(goes.before, goes.gone, len(goes.plan.kept), pruned, saved)
+    files, shares = goes.files, goes.shares
     if files is None or not check.passed or not shares.keys() >= set(files.taken.values()):  # or other files
         return check
-    return _accounted(check, files, original, pruned, plan, shares)
-
-
-def _accounted(
-    check: GateCheck,
-    files: LeftOut,
-    original: Decoder,
-    pruned: Decoder,
-    plan: PruningPlan,
-    shares: Mapping[str, Fraction],
-) -> GateCheck:
-    """`check`, which fails if a tensor of the original's `files` is neither kept, nor removed by `plan`, nor named."""
-    structure, after = original.structure, pruned.model.state_dict().keys()
+    held = pruned.model.state_dict().keys()
     removed = sum(shares[name] == 1 for name in files.taken.values())
     for key, name in files.taken.items():
-        if shares[name] != 1 and renamed(name, structure, plan) not in after:
+        if shares[name] != 1 and goes.after[name] not in held:
             return GateCheck(COUNTED, False, 0.0, 1.0, f"{key} of the input is neither kept nor removed")
     counts = f"{len(files.taken) - removed} kept, {removed} removed, {len(files.names)} left out by name"
     detail = f"{check.detail}; of {len(files.taken) + len(files.names)} tensors in the files {counts}"
@@ -129,13 +122,9 @@ def renamed(name: str, structure: Structure, plan: PruningPlan) -> str | None:
     return f"{structure.layers_path}.{plan.kept.index(layer)}{name[len(before) :]}" if layer in plan.kept else None
 
 
-def fallen_check(
-    original: Decoder, size: int, pruned: Decoder, saved: int, left: tuple[int, int], layers: int
-) -> GateCheck:
-    """`count_check` for given numbers: the parameters and bytes that `left`, of `size` bytes, and the `layers` that
-    stay."""
-    parameters, leave = left
-    total, structure = original.model.num_parameters(), pruned.structure
+def fallen_check(before: tuple[int, int], gone: tuple[int, int], layers: int, pruned: Decoder, saved: int) -> GateCheck:
+    """`count_check` for given numbers: the parameters and bytes `before`, those `gone`, and the `layers` that stay."""
+    (total, size), (parameters, leave), structure = before, gone, pruned.structure
     wanted = {
         "layers": (structure.num_layers, layers),
         "config's layer count": (getattr(structure.config, structure.count), layers),

@@ -88,7 +88,7 @@ def check_removal(
     gate, checks = removal_gate(original, pruned, operation, batch, goes.shares)
     on_files: dict[str, OnFiles] = {
         RELOADED: gate.reloads,
-        COUNTED: lambda folder: count_check(original, goes, pruned, bytes_in(folder)),
+        COUNTED: lambda folder: count_check(goes, pruned, bytes_in(folder)),
     }
     return gate.report(checks, on_files, checkpoint)
 

@@ -90,7 +90,7 @@ def write_shrunk(
         goes = leaving(dense, plan)
         checks = {
             RELOADED: attempt(RELOADED, lambda: in_eval_mode(reload_check)(made, folder, inputs)),
-            COUNTED: attempt(COUNTED, lambda: count_check(dense, goes, made, bytes_in(folder))),
+            COUNTED: attempt(COUNTED, lambda: count_check(goes, made, bytes_in(folder))),
         }
         gate = replace(gate, checks=tuple(checks.get(check.name, check) for check in gate.checks))
         gate.require_passed()

@@ -59,7 +59,7 @@ def test_memory_and_files_give_the_same_and_the_cut_does_it(
         model.num_parameters() - pruned.num_parameters(),
         sum(size for _, size in sizes) - left,
     )
-    assert count_check(wrap(model), leaving(wrap(model), plan), wrap(pruned), left).passed
+    assert count_check(leaving(wrap(model), plan), wrap(pruned), left).passed
     assert leaving(outline.decoder, plan, outline.sizes()) == leaving(wrap(model), plan)
 
 
@@ -92,7 +92,7 @@ def test_one_parameter_too_many_is_seen(llama: PreTrainedModel) -> None:
     left = sum(size for _, size in sizes_in_memory(pruned))
 
     def check(saved: int) -> GateCheck:
-        return count_check(wrap(llama), goes, wrap(pruned), saved)
+        return count_check(goes, wrap(pruned), saved)
 
     assert check(left).passed
     assert check(left + 4).detail.startswith(f"bytes saved: {left + 4:,}, not ")
@@ -116,7 +116,7 @@ def test_planted_fault_a_tensor_of_the_files_that_is_nowhere_is_named(checkpoint
     norm = pruned.model.layers[3].input_layernorm
     norm.register_parameter("gain", norm._parameters.pop("weight"))  # as many numbers, by another name
     saved = sum(size for _, size in sizes_in_memory(pruned))
-    check = count_check(wrap(model), leaving(wrap(model), plan), wrap(pruned), saved)
+    check = count_check(leaving(wrap(model), plan), wrap(pruned), saved)
     assert not check.passed
     assert "model.layers.4.input_layernorm.weight of the input is neither kept nor removed" in check.detail
 
