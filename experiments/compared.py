@@ -81,14 +81,15 @@ def of_the_paper() -> tuple[str, ...]:
 
 def shrunk() -> Iterator[tuple[str, ...]]:
     for r in _loaded(SHRINK.HERE, SHRINK.OneCommand):
-        cost = f"choosing, mending and healing on {Path(r.text).stem}: {r.seconds / 60:.0f} minutes"
+        cost = f"choosing, mending and healing on {Path(r.text).stem}: {r.seconds / 60:.0f} minutes{_where(r)}"
         yield "here: `shrink`", _gone(r, r.removed), _over(r.windows - r.dense), cost, "chapter 6"
 
 
 def mended() -> Iterator[tuple[str, ...]]:
     for r in _loaded(BY_HAND.HERE, BY_HAND.NeverWorse):
         state = next(s for s in r.states if s.name == "mended")
-        cost = f"choosing and mending on {Path(r.text).stem}, no training: {state.seconds / 60:.0f} minutes"
+        minutes = f"{state.seconds / 60:.0f} minutes{_where(r)}"
+        cost = f"choosing and mending on {Path(r.text).stem}, no training: {minutes}"
         if WIKITEXT in r.text:
             yield "here: `prune --mend`", _gone(r, state.removed), _over(state.windows - r.dense), cost, "chapter 6"
 
@@ -121,6 +122,10 @@ def _loaded(folder: Path, kind: Any) -> list[Any]:
 def _gone(result: Any, removed: Sequence[int]) -> str:
     model = result.measured_on.model
     return f"{model.name}, {len(removed)} of {model.num_layers} layers"
+
+
+def _where(result: Any) -> str:
+    return " on a CPU" if result.measured_on.device == "cpu" else " on a GPU"
 
 
 def _over(losses: np.ndarray) -> str:

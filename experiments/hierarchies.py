@@ -1,4 +1,4 @@
-"""What experiments 16 to 18 share: the prompts of the paper's Table 3, the models that it compares, intervals."""
+"""What experiments of chapter 4 share: the prompts of the paper's Table 3, the models that it compares, intervals."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What the structural-sensitivity paper prints in its Tables 1 to 4, and the largest ρ that its abstract calls such.
 
 Table 3 is at four layers removed; eight are from Table 4 (LLaMA-2-7B). The degradations at 50 % are from the abstract
-of the first version, arXiv:2603.20991v1 of 22 March 2026 ("Structural Sensitivity in Compressed Transformers: Error
-Propagation, Lyapunov Stability, and Formally Verified Bounds"): our copy of the later version lacks them.
+printed in the first version, arXiv:2603.20991v1 of 22 March 2026 ("Structural Sensitivity in Compressed Transformers:
+Error Propagation, Lyapunov Stability, and Formally Verified Bounds"): our copy, of the second version, lacks them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ REMOVALS: dict[tuple[str, str, int], tuple[float, float | None]] = {
     ("Qwen3.5-2B", "from-end", 4): (2467.0, None),
 }
 
-# Of the abstract, lost in our copy and as the project's issue gives them: largest over smallest regret of a component
-# by naive pruning and, over the models, by Wanda; how many times lower perplexity ρ leaves than Block Influence.
+# From the abstract of the second version, arXiv:2603.20991v2 of 7 May 2026, whose numbers our copy has lost: largest
+# over smallest regret of a component by naive pruning and, over the models, by Wanda; how many times lower perplexity
+# ρ leaves than Block Influence.
 SPREAD_NAIVE, SPREAD_WANDA = 600.0, (3.0, 7.0)
 RHO_OVER_BI = 1.6

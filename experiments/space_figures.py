@@ -1,4 +1,4 @@
-"""The figures of experiment 16: estimates beside measurements, over depth, steps and temperatures."""
+"""The figures of the experiment on three spaces: estimates beside measurements, over depth, steps and temperatures."""
 
 from __future__ import annotations
 

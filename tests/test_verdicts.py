@@ -1,4 +1,4 @@
-"""Experiment 42: what is laid down to be right is what is counted, and a model decides as the tool says."""
+"""The experiment on verdicts: what is laid down to be right is counted, and a model decides as the tool says."""
 
 from __future__ import annotations
 

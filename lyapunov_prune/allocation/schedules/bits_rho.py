@@ -22,7 +22,7 @@ class BitsRho(BitWidths):
 
     name = "bits-rho"
     help = "bits of each layer by its rho: more where errors grow most"
-    reference = "structural sensitivity, §6.4"
+    reference = "structural sensitivity, §7"
     needs = "profile"
 
     def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
