@@ -76,7 +76,10 @@ def written(folder: Path = HERE) -> dict[str, str]:
     jacobian = lp.profiles.JacobianNorms.load(folder / "jacobian.json")
     others = np.array([ContractionProfile.load(folder / f"contraction-{e:g}.json").rho for e in EPSILONS])
     moved = float((others.max(0) / others.min(0)).max() - 1)
+    gains = np.array([*jacobian.attention_gain, *jacobian.mlp_gain])
     return {
+        "contracting": _of(profile.rho[:-1] < 1),
+        "shrinking": _of(gains < 1),
         "setting": f"ρ: {profile.measured_on.line()}, {len(profile.seeds)} seeds.\n"
         f"Jacobians: {jacobian.measured_on.line()}.\n",
         "growth": table(["layer", *map(str, shown)], rows),
@@ -85,6 +88,11 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "most moved by epsilon": f"{short(100 * moved)} %",
         "operator norms": span([*jacobian.attention_norm, *jacobian.mlp_norm]),
     }
+
+
+def _of(holds: np.ndarray) -> str:
+    """`9 of 29`; `none of 36`."""
+    return f"{holds.sum() or 'none'} of {len(holds)}"
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def texts(found: SampledDecoding) -> str:
         greedy, drawn = both(each.first)
         change = drawn - greedy
         p = stats.wilcoxon(change).pvalue if change.any() else 1.0
-        side = "not told" if p >= 0.05 else "later" if change.mean() > 0 else "earlier"
+        side = "not decided" if p >= 0.05 else "later" if change.mean() > 0 else "earlier"
         pairs = zip(both(each.compressed), both(each.dense), strict=True)
         same = [said(*interval(x)) for x in (greedy, drawn)]
         rows.append((each.model, *same, side, *(f"{said(*(100 * interval(x)))} %" for pair in pairs for x in pair)))
