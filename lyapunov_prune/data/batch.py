@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, Literal
@@ -134,7 +135,9 @@ def checked_batch(structure: Structure, batch: Tokens, steps: int = 0) -> TokenB
         given = (
             f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else f"a {type(ids).__name__}"
         )
-        raise LyapunovPruneError(f"token ids are {given}; give a tensor of integers, windows × two tokens or more")
+        raise LyapunovPruneError(
+            f"token ids are {given}; give a tensor of integers, alone or as input_ids, windows × two tokens or more"
+        )
     require_context(structure, batch.context, steps)
     low, high = int(batch.ids.min()), int(batch.ids.max())
     vocabulary = structure.config.vocab_size
@@ -146,38 +149,27 @@ def checked_batch(structure: Structure, batch: Tokens, steps: int = 0) -> TokenB
     return batch
 
 
-def _ids_of(batch: object) -> torch.Tensor:
-    """The ids of a tensor, of a tokenizer's `input_ids`, or of all batches of a loader, as one matrix.
+def _ids_of(batch: Any) -> Any:
+    """The ids of a tokenizer's `input_ids`, or of all batches of a loader, as one matrix; `batch` if it holds none.
 
-    Raises LyapunovPruneError for padding, and for windows of different lengths.
+    Raises LyapunovPruneError for windows of different lengths, padded or not.
     """
-    if isinstance(batch, torch.Tensor):
-        return batch
     if isinstance(batch, DataLoader):
         parts = [_ids_of(each[0] if isinstance(each, list | tuple) and each else each) for each in batch]
-        if len({part.shape[-1] for part in parts}) != 1:
-            raise LyapunovPruneError("the loader gives windows of different lengths; give windows of one length")
-        return torch.cat(parts)
-    if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        raise LyapunovPruneError(f"a {type(batch).__name__} holds no input_ids; give a tensor of windows × tokens")
-    ids = _matrix(batch["input_ids"])
-    mask = _matrix(batch["attention_mask"]) if "attention_mask" in batch else None
-    if mask is not None and not bool((mask != 0).all()):
-        raise LyapunovPruneError(
-            "the attention mask hides some tokens as padding; give windows of one length, as load_text cuts them"
-        )
-    return ids
-
-
-def _matrix(rows: Any) -> torch.Tensor:
-    """Rows of numbers as a matrix; a single row is one window."""
-    try:
-        found = torch.as_tensor(rows)
-    except (TypeError, ValueError):
-        raise LyapunovPruneError(
-            "the windows have different lengths; give windows of one length, as load_text cuts them"
-        ) from None
-    return found[None] if found.ndim == 1 else found
+        if not all(isinstance(part, torch.Tensor) for part in parts):
+            return batch
+        if len({part.shape[-1] for part in parts}) == 1:
+            return torch.cat(parts)
+    elif isinstance(batch, Mapping) and "input_ids" in batch:
+        with suppress(TypeError, ValueError):  # rows that make no matrix
+            ids, *masks = (torch.as_tensor(batch[n]) for n in ("input_ids", "attention_mask") if n in batch)
+            if all(bool((mask != 0).all()) for mask in masks):
+                return ids[None] if ids.ndim == 1 else ids
+    else:
+        return batch
+    raise LyapunovPruneError(
+        "the windows have different lengths or padding; give windows of one length, as load_text cuts them"
+    )
 
 
 def whole_windows(tokens: int, context: int) -> int:

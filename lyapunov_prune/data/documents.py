@@ -121,7 +121,7 @@ def documents(rows: Rows, tokenizer: PreTrainedTokenizerBase, column: str | None
 
     Raises LyapunovPruneError for other columns, for rows that hold anything else, and for chats without a template.
     """
-    names = _chosen(rows, column)
+    names = columns_of(rows, column)
     found = list(rows.read(names))
     if len(names) > 1:
         name = f"{rows.source} ({', '.join(names)}"
@@ -143,20 +143,19 @@ def documents(rows: Rows, tokenizer: PreTrainedTokenizerBase, column: str | None
     return Plain(rows.source if name == "text" else f"{rows.source} ({name})", "\n\n".join(texts))
 
 
-def _chosen(rows: Rows, column: str | None) -> list[str]:
-    there = ", ".join(rows.columns)
-    if column is not None:
-        if rows.columns and column not in rows.columns:
-            raise LyapunovPruneError(f"{rows.source} has no column {column} (it has {there}); name one of these")
-        return [column]
-    for name in COLUMNS:
+def columns_of(rows: Rows, column: str | None = None) -> list[str]:
+    """`column`, or else the first of `COLUMNS` that the rows have, or else those of Alpaca.
+
+    Raises LyapunovPruneError for rows without them. Rows without any column, as of an empty file, have every one.
+    """
+    for name in COLUMNS if column is None else (column,):
         if name in rows.columns or not rows.columns:
             return [name]
-    if {"instruction", "output"} <= set(rows.columns):
+    if column is None and {"instruction", "output"} <= set(rows.columns):
         return [name for name in _ALPACA if name in rows.columns]
     raise LyapunovPruneError(
-        f"{rows.source} has no column text, messages, conversations, or instruction and output (it has {there}); name "
-        f"the one to read behind a colon, as {rows.source}:COLUMN"
+        f"{rows.source} has no column {column or ', '.join(COLUMNS)} (it has {', '.join(rows.columns)}); name the one "
+        f"to read behind a colon, as {rows.source}:COLUMN"
     )
 
 
@@ -168,12 +167,17 @@ def messages_of(where: str, value: object) -> list[Message]:
     if isinstance(value, str):  # tables of text store lists as JSON
         with suppress(ValueError):
             value = parsed_line(value)
-    if not isinstance(value, list) or not value:
-        raise LyapunovPruneError(f'{where} holds no chat; give [{{"role": "user", "content": "…"}}, …]')
-    return [_message(where, message) for message in value]
+    messages = [_message(each) for each in value] if isinstance(value, list) else []
+    if not messages or not all(messages):
+        raise LyapunovPruneError(
+            f'{where} holds no chat of texts with roles; give [{{"role": "user", "content": "…"}}, …] or '
+            '[{"from": "human", "value": "…"}, …]'
+        )
+    return messages
 
 
-def _message(where: str, message: object) -> Message:
+def _message(message: object) -> Message:
+    """`message` in the format of chat templates; empty if it is no text with a role."""
     # A table has all fields in every row; None marks a missing one.
     told = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
     role = told.pop("role", told.pop("from", None))
@@ -182,10 +186,7 @@ def _message(where: str, message: object) -> Message:
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
         content = None if None in parts else "".join(map(str, parts))
     if not isinstance(role, str) or not (isinstance(content, str) or (content is None and "tool_calls" in told)):
-        raise LyapunovPruneError(
-            f'{where} holds a message that is no text with a role; give {{"role": "user", "content": "…"}}, or '
-            '{"from": "human", "value": "…"}'
-        )
+        return {}
     return {"role": _ROLES.get(role, role), "content": content, **told}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import zipfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,15 @@ def load_images(source: str | Path, loaded: LoadedClassifier) -> ImageBatch:
     images, labels = _read(source, loaded.model.config.num_channels)
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
     require_size(loaded.model, source, pixels)  # before normalising, which may be by channel
-    batch = ImageBatch(loaded.normalisation(pixels), torch.from_numpy(labels), source, "all")
-    classes, told = int(labels.max()) + 1, loaded.model.config.num_labels
-    if classes != told:
+    batch = checked_images(
+        loaded.model, ImageBatch(loaded.normalisation(pixels), torch.from_numpy(labels), source, "all")
+    )
+    classes, known = int(labels.max()) + 1, loaded.model.config.num_labels
+    if classes != known:
         raise LyapunovPruneError(
-            f"{source} holds {classes} classes and the model tells {told} apart; give images of its own classes"
+            f"{source} holds {classes} classes and the model knows {known}; give images of its own classes"
         )
-    return checked_images(loaded.model, batch)
+    return batch
 
 
 def _read(source: str, channels: int) -> tuple[np.ndarray, np.ndarray]:
@@ -74,36 +77,27 @@ def _folders(path: Path, channels: int) -> tuple[np.ndarray, np.ndarray]:
     require_extra("PIL", "images", "reading image files")
     from PIL import Image
 
-    classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    classes = [sorted(p for p in folder.iterdir() if p.suffix.lower() in _ENDINGS) for folder in folders]
+    if not all(classes) or not classes:
+        empty = next((folder for folder, files in zip(folders, classes, strict=True) if not files), path)
+        raise LyapunovPruneError(f"{empty} holds no PNG or JPEG; give a folder with a folder of images for each class")
     images: list[np.ndarray] = []
-    labels: list[int] = []
-    for label, folder in enumerate(classes):
-        files = sorted(p for p in folder.iterdir() if p.suffix.lower() in _ENDINGS)
-        if not files:
-            raise LyapunovPruneError(f"{folder} holds no PNG or JPEG; every folder in {path} is a class, take it away")
-        for file in files:
-            try:
-                with Image.open(file) as opened:
-                    grey = opened.mode in ("1", "L", "LA", "I;16")
-                    if grey != (channels == 1):
-                        raise LyapunovPruneError(
-                            f"{file} is {'grey' if grey else 'coloured'} ({opened.mode}) and the model looks at "
-                            f"{channels} channels; convert it"
-                        )
-                    image = np.asarray(opened.convert("L" if grey else "RGB"), np.uint8)
-            except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-                raise LyapunovPruneError(f"cannot read {file} as an image ({error}); take it away") from None
-            image = image.reshape(*image.shape[:2], -1)
-            if images and image.shape != images[0].shape:
-                raise LyapunovPruneError(
-                    f"{file} is {image.shape[0]} × {image.shape[1]} and others are {images[0].shape[0]} × "
-                    f"{images[0].shape[1]}; bring all to one size"
-                )
-            images.append(image)
-            labels.append(label)
-    if not images:
-        raise LyapunovPruneError(f"{path} holds no class folders; give a folder with a folder of images for each class")
-    return np.stack(images).astype(np.float32) / np.float32(255), np.array(labels)
+    for file in chain(*classes):
+        try:
+            with Image.open(file) as opened:
+                grey = opened.mode in ("1", "L", "LA", "I;16")
+                image = np.asarray(opened.convert("L" if grey else "RGB"), np.uint8)
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            raise LyapunovPruneError(f"cannot read {file} as an image ({error}); take it away") from None
+        image = image.reshape(*image.shape[:2], -1)
+        wanted = (*(images or [image])[0].shape[:2], 1 if channels == 1 else 3)
+        if image.shape != wanted:
+            given, others = (" × ".join(map(str, shape)) for shape in (image.shape, wanted))
+            raise LyapunovPruneError(f"{file} is {given} (height × width × channels), not {others}; convert it")
+        images.append(image)
+    labels = np.repeat(range(len(classes)), [len(files) for files in classes])
+    return np.stack(images).astype(np.float32) / np.float32(255), labels
 
 
 def _arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -123,8 +117,6 @@ def _arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
             f"{path} holds images {images.dtype} {images.shape} and labels {labels.dtype} {labels.shape}; give uint8 "
             "or floats from 0 to 1, (n, h, w) or (n, h, w, c), and n integers"
         )
-    if labels.min() < 0:
-        raise LyapunovPruneError(f"{path} holds the label {labels.min()}; give classes from 0")
     return images.astype(np.float32) / np.float32(scale), labels.astype(np.int64)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.data.documents import COLUMNS, Message, messages_of
+from lyapunov_prune.data.documents import Message, columns_of, messages_of
 from lyapunov_prune.data.lines import numbered, text_of
 from lyapunov_prune.data.rows import file_rows, holds_rows
 from lyapunov_prune.data.text import begins_with_bos
@@ -83,10 +83,14 @@ def load_prompts(
     token or chat template that the tokenizer lacks, and for `bos` with `chat`.
     """
     prompts = _read(Path(path))
+    chats = [where for where, asked in prompts if not isinstance(asked, str)]
     if chat is None:
-        chat = any(not isinstance(asked, str) for _, asked in prompts)
-    if chat and bos is not None:
-        raise LyapunovPruneError("a chat template decides how a text begins; leave out bos")
+        chat = bool(chats)
+    if (chat and bos is not None) or (chats and not chat):
+        raise LyapunovPruneError(
+            f"{chats[0] if chats else path} is written by the chat template, which decides how a text begins; leave "
+            "out bos and chat=False"
+        )
     if chat and not tokenizer.chat_template:
         raise LyapunovPruneError("this tokenizer has no chat template; give plain text, or take an instruct model")
     begins = not chat and begins_with_bos(tokenizer, bos)
@@ -95,10 +99,8 @@ def load_prompts(
         if chat:
             messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
             text = chat_text(tokenizer, messages, where, answer=True)
-        elif isinstance(asked, str):
-            text = asked
         else:
-            raise LyapunovPruneError(f"{where} is a chat, which the model's template writes; leave out chat=False")
+            text = asked
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         row = [tokenizer.bos_token_id] * begins + ids
         if len(row) < 2:
@@ -119,11 +121,7 @@ def _read(path: Path) -> list[tuple[str, str | list[Message]]]:
     if not holds_rows(path):
         return list(numbered(path, text_of(path, "give a file of prompts")))
     rows = file_rows(path)
-    name = next((name for name in COLUMNS if name in rows.columns), COLUMNS[0])
-    if rows.columns and name not in rows.columns:
-        raise LyapunovPruneError(
-            f"{path} has no column {', '.join(COLUMNS)} (it has {', '.join(rows.columns)}); call one of them so"
-        )
+    name = columns_of(rows)[0]
     return [(where, _asked(where, row.get(name), name)) for where, row in rows.read([name])]
 
 

@@ -45,14 +45,14 @@ def load_retrieval(queries: str | Path, documents: str | Path, judged: str | Pat
     asked, texts = (_texts(lines[path]) for path in (queries, documents))
     relevant: dict[str, dict[str, int]] = {}
     for where, line in lines[judged][1:]:  # the first line is the header
-        parts = line.split("\t")
-        if len(parts) != 3 or not parts[2].strip().lstrip("-").isdigit():
-            raise LyapunovPruneError(f"{where} is no query, document and grade between tabs; give three a line")
-        query, document, grade = parts[0].strip(), parts[1].strip(), int(parts[2])
-        if query not in asked or document not in texts:
-            missing = f"query {query!r}" if query not in asked else f"document {document!r}"
-            raise LyapunovPruneError(f"{where} names {missing}, which is no _id of a line; give the files of one task")
-        relevant.setdefault(query, {})[document] = grade
+        parts = [part.strip() for part in line.split("\t")]
+        query, document, grade = parts if len(parts) == 3 else ("", "", "")
+        if query not in asked or document not in texts or not grade.lstrip("-").isdigit():
+            raise LyapunovPruneError(
+                f"{where} is no _id of a query, _id of a document and grade between tabs, {line[:60]!r}; give the "
+                "files of one task"
+            )
+        relevant.setdefault(query, {})[document] = int(grade)
     relevant = {query: grades for query, grades in relevant.items() if max(grades.values()) > 0}
     if not relevant:
         raise LyapunovPruneError(f"{judged} gives no query an answer; give one graded document or more")
@@ -75,9 +75,9 @@ def _texts(lines: Sequence[tuple[str, str]]) -> dict[str, str]:
             text = " ".join(part for part in parts if part).strip()
         except (ValueError, KeyError, TypeError, AttributeError):
             text = ""
-        if not text:
-            raise LyapunovPruneError(f'{where} is no text with an id; give {{"_id": "…", "text": "…"}} a line')
-        if name in found:
-            raise LyapunovPruneError(f"{where} has the _id {name!r} of an earlier line; give each its own")
+        if not text or name in found:
+            raise LyapunovPruneError(
+                f'{where} is no text with an _id of its own, {line[:60]}; give {{"_id": "…", "text": "…"}} a line'
+            )
         found[name] = text
     return found

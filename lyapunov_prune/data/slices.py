@@ -39,13 +39,8 @@ def slices(examples: TokenBatch | ImageBatch, *, seed: Seed = 0) -> Slices:
     """
     if isinstance(examples, ImageBatch):
         return Slices(*_cut(examples, _of_classes(examples, seed)))
-    parts = _places(np.arange(len(examples)), len(examples))
-    if min(map(len, parts)) < _LEAST:
-        raise LyapunovPruneError(
-            f"{examples.text} gives {len(examples)} windows, too small for three slices of {_LEAST} or more; raise "
-            "--tokens, lower --context or give a longer text"
-        )
-    cut = _cut(examples, parts)
+    what = f"{len(examples)} windows of {examples.text}"
+    cut = _cut(examples, _places(np.arange(len(examples)), what))
     for one, other in combinations(cut, 2):
         require_disjoint(one, other)
     return Slices(*cut)
@@ -55,9 +50,16 @@ def _cut(examples: E, parts: list[np.ndarray]) -> list[E]:
     return [replace(examples.take(part.tolist()), split=name) for name, part in zip(NAMES, parts, strict=True)]
 
 
-def _places(order: np.ndarray, n: int) -> list[np.ndarray]:
-    first, second = round(SHARES[0] * n), round((SHARES[0] + SHARES[1]) * n)
-    return [order[:first], order[first:second], order[second:]]
+def _places(order: np.ndarray, what: str) -> list[np.ndarray]:
+    """`order` in three parts; raises LyapunovPruneError, which says `what` it orders, if there are too few."""
+    ends = [round(share * len(order)) for share in np.cumsum(SHARES)[:-1]]
+    parts = np.split(order, ends)
+    if min(map(len, parts)) < _LEAST:
+        raise LyapunovPruneError(
+            f"{what} are too few for three slices of {_LEAST} or more; give more (of a text more --tokens, or a "
+            "shorter --context)"
+        )
+    return parts
 
 
 def _of_classes(images: ImageBatch, seed: int) -> list[np.ndarray]:
@@ -68,12 +70,7 @@ def _of_classes(images: ImageBatch, seed: int) -> list[np.ndarray]:
     parts: list[list[np.ndarray]] = [[], [], []]
     for label in np.unique(labels):
         own = first[labels[first] == label]
-        cut = _places(generator.permutation(own), len(own))
-        if min(map(len, cut)) < _LEAST:
-            raise LyapunovPruneError(
-                f"{images.source} holds {len(own)} different images of class {label}, too small for three slices of "
-                f"{_LEAST} or more; give more"
-            )
-        for part, places in zip(parts, cut, strict=True):
+        what = f"{len(own)} different images of class {label} in {images.source}"
+        for part, places in zip(parts, _places(generator.permutation(own), what), strict=True):
             part.append(np.flatnonzero(np.isin(group, group[places])))
     return [generator.permutation(np.concatenate(part)) for part in parts]

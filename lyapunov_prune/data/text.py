@@ -82,13 +82,12 @@ def require_source(source: str) -> None:
 
     Files are not opened, so this can run before a model is loaded.
     """
-    if not source.strip():
-        raise LyapunovPruneError("the text has no name; give builtin, a .txt, a .jsonl or a data set")
     name, column = _parts(source)
     path = Path(name)
-    if not path.is_file() and (_names_file(name) or path.exists()):
+    if not path.is_file() and (not name.strip() or path.exists() or _names_file(name)):
         raise LyapunovPruneError(
-            f"{name} is no readable file{like_named(path)}; give builtin, a .txt, a .jsonl or a data set"
+            f"{name or 'an empty name'} is no readable file{like_named(path)}; give builtin, a .txt, a .jsonl or a "
+            "data set"
         )
     if column is not None and (name == "builtin" or (path.is_file() and not holds_rows(path))):
         raise LyapunovPruneError(f"{name} is a text without columns; leave out :{column}")

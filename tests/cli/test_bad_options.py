@@ -104,7 +104,7 @@ def test_a_bad_choice_when_ranking(
 
 def test_empty_names_and_texts_are_named_as_such(run_bad: Callable[..., str], checkpoint: Path) -> None:
     (checkpoint.parent / "blank.txt").write_text("\n\n  \n" * 99)
-    assert "the text has no name" in run_bad("eval", "tiny", "--text", "")
+    assert "an empty name" in run_bad("eval", "tiny", "--text", "")
     assert "blank.txt holds no text" in run_bad("eval", "tiny", "--text", "blank.txt", *TEXT)
     assert "no model at ''" in run_bad("eval", "", *TEXT)
 

@@ -75,7 +75,7 @@ def test_the_chat_template_frames_every_prompt(file: Path) -> None:
     found = load_prompts(file, tokenizer, chat=True)
     assert tokenizer.decode(found.item(0)) == f"<s>user: {TEXTS[0]} assistant:"  # one BOS, the template's
     assert found.bos is True
-    with pytest.raises(LyapunovPruneError, match="how a text begins"):
+    with pytest.raises(LyapunovPruneError, match="leave out bos"):
         load_prompts(file, tokenizer, chat=True, bos=False)
 
 
