@@ -26,12 +26,13 @@ def require_array(
         wanted, given = (" × ".join(map(str, s)) or "no array" for s in (shape, np.shape(values)))
         raise LyapunovPruneError(f"{name}: {given} numbers where the model has {wanted}; measure or make it again")
     flat = np.ravel(values)
-    broken = ~np.isfinite(flat) & finite
-    wrong = (flat < least) | (flat > most) | broken
+    wrong = (flat < least) | (flat > most) | (~np.isfinite(flat) & finite)
     if wrong.any():
         place = int(np.argmax(wrong))
-        why = "is not finite" if broken[place] else f"is outside {least:g} to {most:g}"
-        raise LyapunovPruneError(f"{name}: {flat[place]:g} at place {place} {why}; measure or make it again")
+        raise LyapunovPruneError(
+            f"{name}: {flat[place]:g} at place {place} is not {'finite ' * finite}from {least:g} to {most:g}; measure "
+            "or make it again"
+        )
 
 
 def require_fitting(fits: bool, what: str) -> None:
@@ -42,9 +43,8 @@ def require_fitting(fits: bool, what: str) -> None:
 
 def each_once(name: str, layers: Sequence[int], count: int) -> tuple[int, ...]:
     """`layers` ascending; raises LyapunovPruneError unless they are layers of a model of `count`, each once."""
-    if any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in layers):
-        raise LyapunovPruneError(f"{name}: layers are integers, not {list(layers)}")
-    if wrong := [i for i in layers if not 0 <= i < count or list(layers).count(i) > 1]:
+    known = range(count)
+    if wrong := [i for i in layers if isinstance(i, bool) or i not in known or list(layers).count(i) > 1]:
         raise LyapunovPruneError(f"{name}: layer {wrong[0]} of {list(layers)}; name each once, 0 to {count - 1}")
     return tuple(sorted(int(i) for i in layers))
 

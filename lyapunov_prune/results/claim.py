@@ -111,13 +111,11 @@ class Claim:
 
         Raises LyapunovPruneError for a piece that it cannot read, and for one of another run.
         """
-        try:
+        with suppress(OSError, SafetensorError, ValueError, KeyError, TypeError):
             origins, found = read(path)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
-            raise LyapunovPruneError(f"{path} is damaged; delete {path.parent} and run again") from None
-        if origins - {self.origin}:
-            raise LyapunovPruneError(f"{path} is of another run; delete {path.parent} and run again")
-        return found
+            if origins <= {self.origin}:
+                return found
+        raise LyapunovPruneError(f"{path} is damaged or of another run; delete {path.parent} and run again")
 
     def _acquire(self) -> None:
         if self._lock.is_locked:
@@ -125,13 +123,10 @@ class Claim:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-        except Timeout:
+        except (Timeout, OSError) as error:
+            why = "another run is at work there" if isinstance(error, Timeout) else error.strerror
             raise LyapunovPruneError(
-                f"another run is at work in {self.folder}; wait for its end or give another folder"
-            ) from None
-        except OSError as error:
-            raise LyapunovPruneError(
-                f"cannot write {self._lock.lock_file}: {error.strerror}; give another folder"
+                f"cannot write in {self.folder}: {why}; give another folder, or wait for its end"
             ) from None
 
     def _read(self) -> dict[str, Any] | None:
@@ -142,9 +137,9 @@ class Claim:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError):
-            raise LyapunovPruneError(f"{path} is damaged or of something else; give another folder") from None
+            kind, about = "damaged file", {}
         if kind != self._header["kind"]:
-            raise LyapunovPruneError(f"{self.folder} holds a {kind}; give another folder")
+            raise LyapunovPruneError(f"{path} is of a {kind}, not of a {self._header['kind']}; give another folder")
         return {"kind": kind, "about": about}
 
 

@@ -10,9 +10,9 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,8 @@ def write_whole(path: str | Path, text: str) -> Path:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
             _sync(path.parent)
-        except BaseException:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
     except OSError as error:
         raise LyapunovPruneError(f"cannot write {path}: {error.strerror}; free space or choose another place") from None
     return path
@@ -119,15 +118,6 @@ def flushing(path: Path) -> Iterator[None]:
         yield
 
 
-def require_absent(target: str | Path) -> None:
-    """Raise LyapunovPruneError unless `target` is absent and a file can be put there."""
-    target = Path(target)
-    require_writable(target.parent)
-    _require_short(target.name)
-    if os.path.lexists(target):
-        raise LyapunovPruneError(f"{target} exists; choose another --output or delete it")
-
-
 @contextmanager
 def _partial(target: Path, remedy: str) -> Iterator[Path]:
     """A temporary folder next to `target`, removed at the end, with the leftovers of killed processes."""
@@ -152,10 +142,8 @@ def _partial(target: Path, remedy: str) -> Iterator[Path]:
             raise
         reason = getattr(error, "strerror", None) or error
         if getattr(error, "errno", None) in (errno.ENOTEMPTY, errno.EEXIST):
-            raise LyapunovPruneError(
-                f"another process has filled {target} meanwhile; choose another --output"
-            ) from None
-        if _TOO_LARGE in str(reason):
+            reason, remedy = "another process has filled it meanwhile", "choose another --output"
+        elif _TOO_LARGE in str(reason):
             remedy = "the disk or a limit takes no file so large; choose another place"
         raise LyapunovPruneError(f"writing {target} failed: {reason}; nothing was left there, {remedy}") from None
     finally:
@@ -178,17 +166,17 @@ def _fill(temporary: Path, target: Path) -> None:
     """Move the contents of `temporary` into the empty folder `target`, all or nothing unless killed."""
     target.mkdir(exist_ok=True)
     require_empty(target)
-    moved: list[Path] = []
-    try:
+    with ExitStack() as undo:
         for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
-            moved.append(target / path.name)
-            shutil.move(path, moved[-1])
-            _sync(moved[-1])
+            undo.callback(_delete, moved := target / path.name)
+            shutil.move(path, moved)
+            _sync(moved)
         _sync(target)
-    except BaseException:
-        for path in moved:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        raise
+        undo.pop_all()
+
+
+def _delete(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def halves(folder: Path, name: str) -> list[Path]:
@@ -252,27 +240,34 @@ def folder_digest(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
+def require_absent(target: str | Path) -> None:
+    """Raise LyapunovPruneError unless `target` is absent and a file can be put there."""
+    _require_free(Path(target), lambda target: "exists" if os.path.lexists(target) else "")
+
+
 def require_empty(target: str | Path) -> None:
     """Raise LyapunovPruneError unless `target` is absent or an empty folder, and a folder can be put there."""
-    target = Path(target)
+
+    def taken(target: Path) -> str:
+        os.fspath(target.resolve()).encode()  # libraries need a decodable path
+        if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+            return ""
+        return "is a file, and a folder is written" if target.is_file() else "exists and is not empty"
+
+    _require_free(Path(target), taken)
+
+
+def _require_free(target: Path, taken: Callable[[Path], str]) -> None:
+    """Raise LyapunovPruneError where nothing can be written at `target`, or `taken` says what is there."""
     require_writable(target.parent)
     try:
-        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
-        name = target.resolve().name
-        os.fspath(target.resolve()).encode()  # libraries need a decodable path
+        why = taken(target)
+        if not why and len(target.resolve().name.encode("utf-8", "replace")) > _LONGEST_NAME:
+            why = "is too long a name"
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, undecodable
-        reason = getattr(error, "strerror", None) or error
-        raise LyapunovPruneError(f"{str(target)[:200]} cannot be a folder: {reason}; choose another --output") from None
-    _require_short(name)
-    if taken:
-        what = "is a file, and a folder is written" if target.is_file() else "exists and is not empty"
-        raise LyapunovPruneError(f"{target} {what}; choose another --output, or make room there")
-
-
-def _require_short(name: str) -> None:
-    """Raise LyapunovPruneError for a name that is too long for a file or folder."""
-    if len(name.encode("utf-8", "replace")) > _LONGEST_NAME:
-        raise LyapunovPruneError(f"{name[:40]}… is too long to name a file or folder; choose another --output")
+        why = f"cannot be written: {getattr(error, 'strerror', None) or error}"
+    if why:
+        raise LyapunovPruneError(f"{str(target)[:200]} {why}; choose another --output, or make room there")
 
 
 def require_disk(folder: str | Path, needed: int, what: str, remedy: str = "choose another place") -> None:
@@ -302,14 +297,14 @@ def require_writable(folder: str | Path, remedy: str = "give another --output") 
     _require_own_rights()
     for place in (folder, *folder.parents):
         try:
-            mode = os.stat(place).st_mode
+            usable = stat.S_ISDIR(os.stat(place).st_mode)
+            why = "" if usable else f"{place} is no folder"
+            if usable and not os.access(place, os.W_OK | os.X_OK):
+                why = f"{place} is not yours to write"
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise LyapunovPruneError(f"cannot write in {str(folder)[:200]}: {reason}; {remedy}") from None
-        if not stat.S_ISDIR(mode):
-            raise LyapunovPruneError(f"cannot write in {folder}: {place} is no folder; {remedy}")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise LyapunovPruneError(f"cannot write in {folder}: {place} is not yours to write; {remedy}")
+            why = str(getattr(error, "strerror", None) or error)
+        if why:
+            raise LyapunovPruneError(f"cannot write in {str(folder)[:200]}: {why}; {remedy}")
         return

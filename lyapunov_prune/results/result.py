@@ -237,20 +237,16 @@ class Result:
         """`load` from `content`, which is at `path` or part of it."""
         try:
             data = parsed(content.decode("utf-8"))
-        except ValueError:
-            raise LyapunovPruneError(f"{path} is not complete JSON; make it again") from None
-        kind = data.pop("kind", None) if isinstance(data, dict) else None
-        if kind != cls.__name__:
-            raise LyapunovPruneError(
-                f"{path} holds {kind or 'no result'}, not {cls.__name__}; give the file a run wrote"
-            )
-        data.pop(ASKED, None)
-        try:
-            return decode(cls, data)
+            kind = data.pop("kind", None) if isinstance(data, dict) else None
+            if kind == cls.__name__:
+                data.pop(ASKED, None)
+                return decode(cls, data)
+            why = f"it holds {kind or 'no result'}"
         except ValueError as error:
-            raise LyapunovPruneError(
-                f"{path} does not fit this version's {cls.__name__} ({error}); make it again"
-            ) from None
+            why = str(error)
+        raise LyapunovPruneError(
+            f"{path} does not fit this version's {cls.__name__} ({why}); make it again, or give the file a run wrote"
+        )
 
 
 class Reported:

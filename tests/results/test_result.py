@@ -89,7 +89,7 @@ def test_every_file_is_strict_json_with_its_kind(result: Result, tmp_path: Path)
 def test_a_file_cut_short_is_refused(result: Result, tmp_path: Path) -> None:
     path = result.save(tmp_path / "result.json")
     path.write_text(path.read_text(encoding="utf-8")[:-3], encoding="utf-8")
-    with pytest.raises(LyapunovPruneError, match="not complete JSON"):
+    with pytest.raises(LyapunovPruneError, match="this version"):
         type(result).load(path)
 
 
@@ -199,13 +199,13 @@ def test_what_a_result_refuses_itself_is_said_with_the_file(tmp_path: Path) -> N
 
 
 def test_another_kind_is_refused(one: Example, tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match="Example, not Headed"):
+    with pytest.raises(LyapunovPruneError, match="Headed .*Example"):
         Headed.load(one.save(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("data", [{"model_type": "llama"}, [1, 2], 3, None, "text"])
 def test_a_foreign_file_is_refused(data: Any, tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match="no result, not Example"):
+    with pytest.raises(LyapunovPruneError, match="Example .*no result"):
         Example.load(written(tmp_path, data))
 
 
@@ -230,7 +230,7 @@ def test_fields_that_do_not_fit_are_refused(change: dict[str, Any], one: Example
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(LyapunovPruneError, match="not complete JSON"):
+    with pytest.raises(LyapunovPruneError, match="this version"):
         Example.load(tmp_path / "x")
 
 

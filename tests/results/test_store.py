@@ -188,7 +188,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_line_keeps_those_before(tmp_path: 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(LyapunovPruneError, match=r"cannot write .*0\.jsonl"):
+    with pytest.raises(LyapunovPruneError, match=r"cannot write in"):
         Store(tmp_path / "file" / "x", "jobs", ABOUT).add("a", 1)
 
 
