@@ -12,13 +12,14 @@ import typer
 
 from lyapunov_prune import __version__
 from lyapunov_prune.cli.commands.cache import cache
+from lyapunov_prune.cli.commands.check import check
 from lyapunov_prune.cli.commands.compress import compress
 from lyapunov_prune.cli.commands.evaluate import evaluate
 from lyapunov_prune.cli.commands.explain import explain
 from lyapunov_prune.cli.commands.export import export
 from lyapunov_prune.cli.commands.heal import heal
 from lyapunov_prune.cli.commands.joint import joint
-from lyapunov_prune.cli.commands.measure import check, profile, rank, sensitivity
+from lyapunov_prune.cli.commands.measure import profile, rank, sensitivity
 from lyapunov_prune.cli.commands.predictions import hierarchy
 from lyapunov_prune.cli.commands.prune import prune
 from lyapunov_prune.cli.commands.shrink import shrink

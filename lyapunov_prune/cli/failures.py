@@ -11,6 +11,8 @@ import re
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -76,15 +78,21 @@ def require_sound_process() -> None:
         )
 
 
-def no_more_output(error: OSError) -> BaseException:
-    """What to raise when stdout takes nothing: a reader that went away ends the process without a word, as elsewhere.
+@contextmanager
+def printing() -> Iterator[None]:
+    """Within the block, stdout may take no more: a reader that went away ends the process without a word, as elsewhere.
 
-    stdout is put aside: Python would write what is left to it once more at its end.
+    stdout is then put aside: Python would write what is left to it once more at its end.
     """
-    put_aside(sys.stdout)
-    if error.errno == errno.EPIPE:
-        return SystemExit(READER_GONE)
-    return Unforeseen(f"cannot print on stdout: {error.strerror}; what was measured is saved, run again to see it")
+    try:
+        yield
+    except OSError as error:
+        put_aside(sys.stdout)
+        if error.errno == errno.EPIPE:
+            sys.exit(READER_GONE)
+        raise Unforeseen(
+            f"cannot print on stdout: {error.strerror}; what was measured is saved, run again to see it"
+        ) from None
 
 
 def tell(line: str) -> None:

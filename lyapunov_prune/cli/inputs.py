@@ -69,10 +69,10 @@ def format_for(output: Path, format: str, given: Given) -> str:
     return "gguf"
 
 
-def load_judge(judge: str | None, loaded: Decoder, batch: TokenBatch, text: TextOptions, share: int = 2) -> TokenBatch:
+def load_judge(judge: str | None, loaded: Decoder, batch: TokenBatch, text: TextOptions) -> TokenBatch:
     """The text that judges beside `batch`: if none is named what the model writes, or the built-in one beside that.
 
-    A text that is named gives windows as long as those of `batch`, and one for every `share` of them.
+    A text that is named gives windows as long as those of `batch`, and one for every two of them.
     """
     from lyapunov_prune.data.batch import require_disjoint
     from lyapunov_prune.forward.own_text import SELF
@@ -83,7 +83,7 @@ def load_judge(judge: str | None, loaded: Decoder, batch: TokenBatch, text: Text
         judge = "builtin"
     if judge is None or judge == SELF:
         return second_text(read(loaded, batch))
-    other = load_beside(judge, loaded, max(1, len(batch) // share), text)
+    other = load_beside(judge, loaded, max(1, len(batch) // 2), text)
     require_disjoint(batch, other)
     return other
 
@@ -118,7 +118,7 @@ def load_examples(
         loaded, batch = load_inputs(model, source, text)
         return loaded.model, loaded.tokenizer, batch
 
-    source.require_one_place("a classifier of images")
+    source.require_loaded("a classifier of images", one_place=True)
     given.refuse(f"applies to a text, and {text.text} holds images; leave it out", "tokens", "context")
 
     from lyapunov_prune.data.image_files import load_images

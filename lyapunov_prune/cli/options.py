@@ -15,19 +15,14 @@ import typer
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli import choices
-from lyapunov_prune.cli.records import Given
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.format import Quantisation
 from lyapunov_prune.export.table import formats_of
-from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.ranking import counts
-from lyapunov_prune.ranking.table import CRITERIA, default_criterion
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.batch import TokenBatch
     from lyapunov_prune.models.decoder import Decoder
-    from lyapunov_prune.ranking.ranking import Ranking
 
 # The panels of help: what is done, to which model, on which text, and what becomes of it.
 what_option = partial(typer.Option, rich_help_panel="What")
@@ -42,12 +37,12 @@ def layer_indices(option: str, layers: str) -> list[int]:
     """The layers in a list such as `3,7-9,-1`: numbers, which may count from the end, and ranges with both ends."""
     found: list[int] = []
     for part in map(str.strip, layers.split(",")):
-        ends = re.fullmatch(r"(\d+)-(\d+)", part)
-        if ends is None and re.fullmatch(r"-?\d+", part) is None:
-            raise LyapunovPruneError(f"{option} {layers!r} is not a list of layers; write it as 3,7 or 3-7")
-        first, last = map(int, ends.groups()) if ends else (int(part), int(part))
-        if first > last or last - first > MOST_LAYERS:
-            raise LyapunovPruneError(f"{option} {part} is not a range of layers; give the smaller number first")
+        ends = re.fullmatch(r"(-?\d+)|(\d+)-(\d+)", part)
+        first, last = (int(ends[1] or ends[2]), int(ends[1] or ends[3])) if ends else (1, 0)
+        if not 0 <= last - first <= MOST_LAYERS:
+            raise LyapunovPruneError(
+                f"{option} {layers!r} is not a list of layers; write it as 3,7 or 3-7, the smaller number first"
+            )
         found.extend(range(first, last + 1))
     return found
 
@@ -123,16 +118,11 @@ class ModelOptions:
             stack=stack,
         )
 
-    def require_one_place(self, what: str) -> None:
-        """Raise LyapunovPruneError for a model that is spread or on disk: `what` needs it on one device."""
-        if self.spread:
-            raise LyapunovPruneError(f"{what} needs the model on one device; leave out --device {SPREAD}")
-        self.require_loaded(what)
-
-    def require_loaded(self, what: str) -> None:
-        """Raise LyapunovPruneError for a model that is read layer by layer: `what` needs it in memory."""
-        if self.disk:
-            raise LyapunovPruneError(f"{what} needs the model in memory; leave out --device {DISK}")
+    def require_loaded(self, what: str, *, one_place: bool = False) -> None:
+        """Raise LyapunovPruneError for a model that is on disk, or not in `one_place`, where `what` needs it."""
+        if self.disk or (self.spread and one_place):
+            where = "on one device" if one_place else "in memory"
+            raise LyapunovPruneError(f"{what} needs the model {where}; leave out --device {self.device}")
 
 
 @dataclass(frozen=True)
@@ -193,14 +183,11 @@ Format = Annotated[
     choices.Format,
     output_option(help=one_of(formats_of("prune"), "Format of the checkpoint.")),
 ]
-Mend = Annotated[
-    bool, what_option("--mend", help="Fit linear maps on the text that replace what was removed, without training.")
-]
 Judge = Annotated[
     str | None,
     text_option(
-        help="A second text that decides whether a step helped; named as --text. Default: for --mend and --what width "
-        "self, or builtin if --text is self; for heal every eighth window of its text."
+        help="A second text that decides whether a step helped; named as --text. Default: self, or builtin if --text "
+        "is self."
     ),
 ]
 Stack = Annotated[
@@ -210,48 +197,6 @@ Stack = Annotated[
 Seeds = Annotated[int, what_option(min=1, help="Number of random perturbations to average over.")]
 Items = Annotated[int | None, what_option("--limit", min=1, help="Number of items of each task; default: all.")]
 
-Criterion = Annotated[
-    choices.Criterion | None,
-    what_option(
-        help=one_of(
-            CRITERIA,
-            "How layers are chosen. Default: best if --remove gives the number of whole layers and the model is in "
-            "memory, reap for experts, otherwise bi.",
-        )
-    ),
-]
-Protect = Annotated[str | None, what_option(help="Layers to keep, as 0-2,-1 (negative numbers count from the end).")]
-Search = Annotated[
-    float | None,
-    what_option(
-        help="Number of forward passes over the check windows that --criterion best may use. Default: depends on the "
-        "number of layers, for 7 of 30 it is 20, and 40 with --mend."
-    ),
-]
-What = Annotated[
-    counts.What,
-    what_option(
-        help="layers: whole layers. attention, mlp: that part of a layer (by "
-        f"{', '.join(name for name, c in CRITERIA.items() if 'mlp' in c.parts)}). activation: only with prune "
-        "--layers. width: hidden channels of all blocks or experts (prune). experts: the same number per layer (by "
-        f"{', '.join(name for name, c in CRITERIA.items() if 'experts' in c.parts)}). layers,width and "
-        "layers,experts: both, shared by measured loss (prune --remove 20% of the parameters of the layers). In a "
-        "plain checkpoint, removing attention, mlp or activation saves no time."
-    ),
-]
-Reduction = Annotated[
-    choices.Reduction | None,
-    what_option(help=one_of(REDUCTIONS, "With --what activation: what replaces it.")),
-]
-MaxKL = Annotated[
-    float | None,
-    ABOVE_ZERO,
-    what_option(
-        "--max-kl",
-        help="Instead of --remove: as many as possible with KL(dense ‖ pruned) on the text below this, in nats per "
-        "token.",
-    ),
-]
 Spend = Annotated[
     float | None,
     ABOVE_ZERO,
@@ -261,79 +206,6 @@ Spend = Annotated[
         "below this, in nats per token; found by bisection.",
     ),
 ]
-KeepPeriod = Annotated[
-    bool, what_option("--keep-period", help="Remove whole periods of a hybrid model, which some engines need.")
-]
-
-
-@dataclass(frozen=True)
-class RankOptions:
-    """What is ranked, and how."""
-
-    what: What = "layers"
-    criterion: Criterion = None
-    protect: Protect = None
-
-    def protected(self) -> list[int]:
-        return layer_indices("--protect", self.protect) if self.protect is not None else []
-
-    def settled(self, remove: float | None, *, periods: bool = False) -> RankOptions:
-        """These options with a criterion, the default if none is given; `remove` is None where no number is known."""
-        return (
-            self if self.criterion else replace(self, criterion=default_criterion(remove, self.what, periods=periods))
-        )
-
-    def of_model(self, loaded: Decoder, given: Given) -> RankOptions:
-        """These options with the default of encoders and encoder-decoders, which `best` does not take."""
-        if not loaded.causal and "criterion" not in given:
-            return replace(self, criterion=default_criterion(None, self.what))
-        return self
-
-    @property
-    def goes_by(self) -> str:
-        """The criterion, which is settled."""
-        assert self.criterion is not None
-        return self.criterion
-
-    def require(self, given: Given, search: float | None = None) -> None:
-        """Raise LyapunovPruneError, before torch is waited for, for options that the criterion does not take."""
-        takes = CRITERIA[self.goes_by].options()
-        if "search" not in takes:
-            given.refuse(f"has no effect on --criterion {self.goes_by}; leave it out", "search")
-        if self.what == "experts":
-            given.refuse("applies to layers, and every layer loses the same number of experts; leave it out", "protect")
-        CRITERIA.make(self.goes_by, **({"search": search} if "search" in takes else {}))
-        self.protected()
-
-    def rank(
-        self,
-        loaded: Decoder,
-        batch: TokenBatch,
-        remove: float | None,
-        batch_size: int,
-        *,
-        search: float | None = None,
-        mend: bool = False,
-        judge: TokenBatch | None = None,
-        folder: Path | None = None,
-    ) -> Ranking:
-        from lyapunov_prune.ranking.rank import rank
-
-        return rank(
-            loaded,
-            batch,
-            criterion=self.goes_by,
-            what=self.what,
-            remove=remove,
-            batch_size=batch_size,
-            protect=self.protected(),
-            search=search,
-            mend=mend and self.goes_by == "best",
-            judge=judge,
-            folder=folder,
-        )
-
-
 Method = Annotated[choices.Method, what_option(help=one_of(METHODS, "How a matrix is compressed."))]
 Sparsity = Annotated[
     str | None,

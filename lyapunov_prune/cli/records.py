@@ -6,7 +6,6 @@ And which options were `Given`: one that would have no effect is refused, not pa
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -23,7 +22,7 @@ from lyapunov_prune.cli.failures import interrupted, tell
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.progress import status
 
-_MOST = 2**53  # what a float and every 64-bit counter hold, with room to add to
+_NUMBERS = Range(-(2**53), 2**53)  # what a float and every 64-bit counter hold, with room to add to
 
 
 class Given:
@@ -80,14 +79,11 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     def called(*, typer_context: typer.Context, **values: Any) -> None:
         for name, value in values.items():
             option = f"--{name.replace('_', '-')}"
-            if isinstance(value, int) and abs(value) > _MOST:
-                raise LyapunovPruneError(f"{option} is {str(value)[:40]}; give less than 2^53")
             if isinstance(value, str | Path) and not _is_utf8(str(value)):
                 raise LyapunovPruneError(f"{value} is not UTF-8, which libraries need for paths; rename it")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise LyapunovPruneError(f"{option} is {value:g}; give a finite number")
-            if name in ranges and value is not None and not ranges[name].holds(value):
-                raise LyapunovPruneError(f"{option} is {value:g}; give a number {ranges[name].words()}")
+            for range in (_NUMBERS, ranges.get(name, _NUMBERS)):
+                if isinstance(value, int | float) and not range.holds(value):
+                    raise LyapunovPruneError(f"{option} is {str(value)[:40]}; give a number {range.words()}")
         made = {
             name: record(**{field.name: values.pop(field.name) for field in fields(record)})
             for name, record in records.items()

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lyapunov_prune.cli.failures import no_more_output, tell
+from lyapunov_prune.cli.failures import printing, tell
 from lyapunov_prune.errors import printable
 from lyapunov_prune.progress import end_status, is_main
 
@@ -41,10 +41,8 @@ def note(message: str) -> None:
 
 def _print(text: str) -> None:
     end_status()
-    try:
+    with printing():
         print(text, flush=True)
-    except OSError as error:
-        raise no_more_output(error) from None
 
 
 def _lines(message: str) -> str:
@@ -130,11 +128,9 @@ def _print_table(frame: pd.DataFrame) -> None:
         for row in rows:
             table.add_row(*(Text(row[c]) for c in block))
         tables.append(table)
-    try:
+    with printing():
         for table in tables:
             console.print(table)
-    except OSError as error:  # a terminal that went away
-        raise no_more_output(error) from None
 
 
 def _key(rows: list[tuple[str, ...]]) -> int:

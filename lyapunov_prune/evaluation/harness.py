@@ -188,7 +188,7 @@ class ProjectModel(HFLM):
             words = f" and {room} to write" if room else ""
             raise LyapunovPruneError(
                 f"an item of {longest} tokens{words} does not fit the model's context of {self._context}; "
-                "leave it out, or give fewer examples (--few-shot)"
+                "leave it out, or give fewer examples (few_shot)"
             )
         if max(map(max, rows)) >= self._vocabulary:
             raise LyapunovPruneError(

@@ -85,7 +85,7 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         (["--remove", "2", "--protect", "0,1,2,3,-1"], "the protected, and 2"),
         (["--layers", "1", "--protect", "0"], "--protect applies to layers"),
         (["--plan", "absent.json"], "cannot read absent.json"),
-        (["--plan", "tiny/config.json"], "tiny/config.json holds no result"),
+        (["--plan", "tiny/config.json"], "it holds no result"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

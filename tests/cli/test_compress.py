@@ -47,7 +47,7 @@ def test_an_allocation_is_measured_or_read(run: Any) -> None:
         (["--method", "best", "--sparsity", "0.5"], "'best' is not one of"),
         (["--method", "magnitude", "--sparsity", "0.5"], "--tokens has no effect"),
         (["--method", "rtn", "--bits", "4"], "--tokens has no effect"),
-        (["--method", "wanda", "--sparsity", "0"], "--sparsity 0 removes nothing"),
+        (["--method", "wanda", "--sparsity", "0"], "'0' is not a share above 0"),
         (["--method", "rtn", "--bits", "4", "--allocation", "bits"], "gives every layer 4 bits"),
     ],
 )

@@ -143,16 +143,6 @@ def test_a_pruned_model_learns_from_what_the_dense_one_writes(run: Any) -> None:
 
 
 @pytest.mark.usefixtures("healing_kept")
-def test_another_text_judges_what_is_healed(run: Any) -> None:
-    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
-    heal = ("heal", "out", "--teacher", "tiny", "--steps", "2", "--tokens", "512", "--context", "64")
-    assert run(*heal, "-o", "healed", "--judge", "builtin").code == 0
-    report = Healing.load("healed/healing.json")
-    assert report.measured_on.text.startswith("written by")
-    assert (report.judged_on.text.partition(",")[0], len(report.judged)) == ("builtin", 1)
-
-
-@pytest.mark.usefixtures("healing_kept")
 def test_a_healed_model_is_scored_as_eval_scores_it(run: Any) -> None:
     config = json.loads(Path("tiny/config.json").read_text())
     Path("tiny/config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))

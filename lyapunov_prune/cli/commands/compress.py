@@ -141,8 +141,6 @@ def _require_amount(
     else:
         require_amount(method, share, None, bits, schedule)
     require_options(schedule, {}, bits)
-    if share == 0:
-        raise LyapunovPruneError("--sparsity 0 removes nothing; give more than 0")
 
 
 def _show_spent(spent: BudgetedCompression, output: Path) -> None:
@@ -180,12 +178,12 @@ def _share_or_pattern(sparsity: str | None) -> tuple[float | None, tuple[int, in
     """The share removed, and the pattern (keep, of) if `sparsity` is one, as 2:4."""
     from lyapunov_prune.compression.masks import as_pattern
 
-    if sparsity is None:
-        return None, None
-    if ":" in sparsity:
-        keep, of = as_pattern(sparsity) or (0, 1)
-        return 1 - keep / of, (keep, of)
-    with suppress(ValueError):
-        if math.isfinite(share := float(sparsity)):
-            return share, None
-    raise LyapunovPruneError(f"--sparsity {sparsity!r} is not a share, as 0.5, or a pattern, as 2:4")
+    share, keep_of = None, as_pattern(sparsity) if sparsity is not None and ":" in sparsity else None
+    if keep_of is not None:
+        share = 1 - keep_of[0] / keep_of[1]
+    elif sparsity is not None:
+        with suppress(ValueError):
+            share = float(sparsity)
+    if sparsity is not None and (not share or not math.isfinite(share)):
+        raise LyapunovPruneError(f"--sparsity {sparsity!r} is not a share above 0, as 0.5, or a pattern, as 2:4")
+    return share, keep_of

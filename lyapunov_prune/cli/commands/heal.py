@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from lyapunov_prune.cli.inputs import begun_run, format_for, jobs_folder, load_judge
+from lyapunov_prune.cli.inputs import begun_run, format_for, jobs_folder
 from lyapunov_prune.cli.options import (
     ABOVE_ZERO,
-    Judge,
     ModelOptions,
     Target,
     TextOptions,
@@ -57,7 +56,6 @@ def heal(
     teacher: Annotated[str | None, model_option(help="The dense model; not needed if it is the built-in one.")] = None,
     source: ModelOptions = ModelOptions(dtype="float32"),
     text: TextOptions = TextOptions(text="self", tokens=25600, context=256),
-    judge: Judge = None,
     output: Target,
     given: Given = Given(),
 ) -> None:
@@ -65,12 +63,12 @@ def heal(
 
     If --output ends in .gguf, the GGUF file of MODEL, or that of the dense model without the removed layers, is copied
     with the tensors that healing changed; healing.json goes to runs/MODEL.
-    It learns from text that the dense model writes, or from the calibration half of --text. Some windows, or those of
-    --judge, are held back to judge: the weights that are best on them are written. If nothing beats the pruned model,
-    nothing is written and the exit code is 1. The result is scored on text that was used for neither, in windows of
-    512 tokens, as by eval, unless --context is given. If the run is interrupted, the same command continues.
+    It learns from text that the dense model writes, or from the calibration half of --text. Some windows are
+    held back to judge: the weights that are best on them are written. If nothing beats the pruned model, nothing is
+    written and the exit code is 1. The result is scored on text that was used for neither, in windows of 512 tokens, as
+    by eval, unless --context is given. If the run is interrupted, the same command continues.
     """
-    source.require_one_place("heal")
+    source.require_loaded("heal", one_place=True)
 
     from lyapunov_prune.checkpoints.shards import size_of
     from lyapunov_prune.data.text import require_source
@@ -106,7 +104,6 @@ def heal(
     texts = [jobs.with_name(f"{jobs.name}-{name}") for name in ("text", "scored")]
     batch = text.load(dense, "calibration", folder=texts[0])
     held_out = _held_out(text, loaded, given).load(dense, "evaluation", folder=texts[1])
-    judging = None if judge is None else load_judge(judge, dense, batch, text, share=8)
     done = heal_model(
         loaded.model,
         dense.model,
@@ -116,7 +113,6 @@ def heal(
         per_step=per_step,
         rank=training.update_rank,
         folder=jobs,
-        judge=judging,
         evaluation=held_out,
         checkpointing=training.checkpointing,
         shard=training.shard,
@@ -200,12 +196,9 @@ def _origin(model: str, teacher: str | None) -> tuple[Provenance | None, str]:
     provenance = made_by(model)
     if teacher is not None:
         return provenance, teacher
-    if provenance is None:
-        raise LyapunovPruneError(f"{model} does not say what it was made from; give the dense model as --teacher")
-    if provenance.source != BUILTIN:  # a file that may be a stranger's does not choose what is loaded
-        raise LyapunovPruneError(
-            f"{model} says that it was made from {provenance.source!r}; if you trust it, give that as --teacher"
-        )
+    source = "a model that it does not name" if provenance is None else provenance.source
+    if source != BUILTIN:  # a file that may be a stranger's does not choose what is loaded
+        raise LyapunovPruneError(f"{model} was made from {source!r}; if you trust that, give it as --teacher")
     return provenance, BUILTIN
 
 

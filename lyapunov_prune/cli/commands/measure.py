@@ -14,19 +14,16 @@ from lyapunov_prune.cli.inputs import (
     explain,
     explain_drift,
     load_inputs,
-    require_bounds,
     require_studies,
     run_folder,
     windows_at_once,
 )
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
-    MaxKL,
     Method,
     Model,
     ModelOptions,
     Output,
-    RankOptions,
     Seeds,
     Stack,
     TextOptions,
@@ -34,9 +31,9 @@ from lyapunov_prune.cli.options import (
     one_of,
     what_option,
 )
+from lyapunov_prune.cli.ranked import MaxKL, RankOptions
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import keep, note, say, show
-from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.ranking.table import require_ranks
 from lyapunov_prune.sensitivity.table import STUDIES
 
@@ -191,69 +188,6 @@ def rank(
     show(ranking, None)
     if plan is not None:
         say("\n".join(filter(None, (f"Written: {written}", plan.stability()))))
-
-
-def check(
-    model: Model,
-    compressed: Annotated[
-        str | None, typer.Argument(help="A model made from MODEL by changing only its matrices.")
-    ] = None,
-    *,
-    engines: Annotated[
-        bool, what_option("--engines", help="Only compare the config with known shortcuts of inference engines.")
-    ] = False,
-    source: ModelOptions = ModelOptions(),
-    text: TextOptions = TextOptions(tokens=512, context=128),
-    output: Output = None,
-    given: Given = Given(),
-) -> None:
-    """Approximate every matrix and check its error bound in every forward pass; writes bounds.json.
-
-    With COMPRESSED its matrices are the approximations, on the inputs that they get in its own forward; without it,
-    thirty settings of sparsity, rank and cache radius are checked. --engines reads no weights: it compares the layers
-    of the checkpoint with what vLLM, SGLang, llama.cpp and others are known to do with them. The exit code is 1 if a
-    bound is violated or an engine would be wrong.
-    """
-    if engines:
-        alone = "applies to bounds, and --engines reads the config alone; leave it out"
-        given.refuse(alone, "compressed", "output")
-        given.refuse_record(alone, ModelOptions)
-        given.refuse_record(alone, TextOptions)
-        _check_engines(model)
-        return
-
-    from lyapunov_prune.bounds.check import check_grid, check_written
-    from lyapunov_prune.forward.reading import read
-    from lyapunov_prune.models.tokenizers import require_same_ids
-
-    source.require_loaded("check")
-    run = begun_run(output, model, "bounds.json")
-    loaded, batch = load_inputs(model, source, text)
-    if compressed is not None:
-        other = source.load(compressed)
-        reading = read(loaded, batch)
-        require_same_ids(loaded.tokenizer, other.tokenizer, (model, compressed), reading.scorer.vocabulary)
-        result = check_written(loaded, other.model, reading)
-    else:
-        result = check_grid(loaded.model, batch, folder=run / "jobs" / "check")
-    written = result.save(run / "bounds.json")
-    draw_report(run)
-    show(result, written)
-    require_bounds(result.passed, len(result.violations), written)
-
-
-def _check_engines(model: str) -> None:
-    from lyapunov_prune.models.engines import check_engines
-
-    found = check_engines(model)
-    if found.passed:
-        say(f"{found.headline()}.")
-        return
-    show(found, None)
-    if not found.passed:
-        raise CheckFailed(
-            f"{len(found.findings)} shortcuts of engines affect {model}; compare outputs there before using it"
-        )
 
 
 def sensitivity(

@@ -2,65 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import format_for, load_examples, load_inputs, load_judge, windows_at_once
 from lyapunov_prune.cli.options import (
     DISK,
     Format,
-    Judge,
-    KeepPeriod,
-    MaxKL,
-    Mend,
     Model,
     ModelOptions,
-    RankOptions,
-    Reduction,
-    Search,
     Stack,
     Target,
     TextOptions,
-    counted,
     layer_indices,
-    what_option,
 )
 from lyapunov_prune.cli.plans import plan_for, prune_files, read_plan, tell_written
+from lyapunov_prune.cli.ranked import RankOptions
 from lyapunov_prune.cli.records import Given
+from lyapunov_prune.cli.removal import (
+    UNJUDGED,
+    Removal,
+    require_classifier_options,
+    require_files,
+    require_format,
+    require_one_choice,
+    settled,
+)
 from lyapunov_prune.cli.terminal import say, show
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.table import FORMATS
-from lyapunov_prune.ranking.counts import SPLITS, count_of, require_share
-from lyapunov_prune.ranking.table import require_ranks
+from lyapunov_prune.ranking.counts import count_of
 
 if TYPE_CHECKING:
     from lyapunov_prune.data.batch import TokenBatch
-    from lyapunov_prune.export.format import Format as Stored
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.plan import PruningPlan
-
-_UNJUDGED = "names the text that judges --mend and --what width; give one of them, or leave it out"
-
-
-@dataclass(frozen=True)
-class Removal:
-    """What is removed, and what is done about the gaps."""
-
-    remove: Annotated[
-        float | None, what_option(help="Number or share of layers, channels, or experts per layer.", **counted)
-    ] = None
-    max_kl: MaxKL = None
-    layers: Annotated[str | None, what_option(help="The layers to remove, as 3,7 or 3-7 (counted from 0).")] = None
-    plan_file: Annotated[
-        Path | None, what_option("--plan", help="A plan.json, or a .yaml file of mergekit slices.")
-    ] = None
-    keep_period: KeepPeriod = False
-    reduction: Reduction = None
-    search: Search = None
-    mend: Mend = False
-    judge: Judge = None
 
 
 def prune(
@@ -95,20 +72,20 @@ def prune(
     check then compares logits only with --device disk, which reads both models one layer at a time. --what width
     --device disk measures the channels in this way too, and refits no matrix.
     """
-    _require_one_choice(removal, given)
+    require_one_choice(removal, given)
     if text.images:
         given.refuse("applies to an encoder-decoder, not to a classifier; leave it out", "stack")
-        _require_classifier_options(removal, source, format)
-    by = _settled(removal, by, given)
+        require_classifier_options(removal, source, format)
+    by = settled(removal, by, given)
     format = format_for(output, format, given)
     stored = FORMATS.make(format)
-    _require_format(removal, by, format, stored)
+    require_format(removal, by, stored)
     if not (removal.mend or "width" in by.what or removal.plan_file):
-        given.refuse(_UNJUDGED, "judge")
+        given.refuse(UNJUDGED, "judge")
     stored.require_names(model, output)
     why, packed = _why_files(model, source, format)
     if why:
-        _require_files(removal, by, source, stored, why, packed, given)
+        require_files(removal, by, source, stored, why, packed, given)
         measured = _channels_on_disk(model, removal.remove, source, text) if by.what == "width" else None
         plan, keep_period = removal.plan_file, removal.keep_period
         prune_files(model, output, removal.layers, measured or plan, keep_period, why, source.disk, format)
@@ -116,70 +93,6 @@ def prune(
         _prune_classifier(model, removal, source, text, format, output, given)
     else:
         _prune_in_memory(model, removal, by, source, text, stack, format, output, given)
-
-
-def _require_one_choice(removal: Removal, given: Given) -> None:
-    """Raise LyapunovPruneError unless exactly one option says what is removed."""
-    ways = removal.remove, removal.max_kl, removal.layers, removal.plan_file
-    if sum(way is not None for way in ways) != 1:
-        raise LyapunovPruneError("give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four")
-    if removal.plan_file is not None:
-        given.refuse("has no effect, because the plan says what is removed; leave it out", "what")
-
-
-def _require_classifier_options(removal: Removal, source: ModelOptions, format: str) -> None:
-    """Raise LyapunovPruneError for what cannot be done to a classifier of images."""
-    if removal.plan_file is None or format != "compact" or source.disk or removal.keep_period or removal.mend:
-        raise LyapunovPruneError(
-            "a classifier of images is pruned by a plan; give --plan FILE and --format compact, and no --device disk, "
-            "--mend or --keep-period"
-        )
-
-
-def _settled(removal: Removal, by: RankOptions, given: Given) -> RankOptions:
-    """`by` with its criterion. Raises LyapunovPruneError for options that do not go together."""
-    what, remove, max_kl = by.what, removal.remove, removal.max_kl
-    together = what in SPLITS
-    if together or what in ("width", "experts"):
-        given.refuse(f"names whole layers, and --what {what} removes other parts; give --remove or --plan", "layers")
-    require_share(what, remove)
-    if remove is None and max_kl is None:
-        given.refuse_record(
-            "applies to layers that a criterion chooses; give --remove or --max-kl with it",
-            RankOptions,
-            but="what",
-            also="search",
-        )
-    if what == "width":
-        idle = "applies to layers, and --what width removes none; leave it out"
-        given.refuse_record(idle, RankOptions, but="what", also="keep_period")
-        given.refuse(idle, "search")
-    else:
-        by = by.settled(remove, periods=removal.keep_period)
-        by.require(given, removal.search)
-    if max_kl is not None:
-        given.refuse("cannot be combined with --max-kl; give one of the two", "keep_period")
-    if what != "width" and (remove is not None or max_kl is not None):
-        require_ranks(by.goes_by, "layers" if together else what, remove=remove, periods=removal.keep_period)
-    if (what == "activation") != (removal.reduction is not None):
-        raise LyapunovPruneError("--what activation and --reduction need each other; give both or neither")
-    if what != "layers":
-        given.refuse(f"applies to whole layers only, not to --what {what}; leave it out", "keep_period")
-    return by
-
-
-def _require_format(removal: Removal, by: RankOptions, format: str, stored: Stored) -> None:
-    """Raise LyapunovPruneError for a format that cannot hold what is asked for."""
-    if (by.what in SPLITS or by.what in ("width", "experts")) and format != "plain":
-        raise LyapunovPruneError(
-            f"--what {by.what} writes a plain checkpoint; leave out --format, and convert the result with export"
-        )
-    if by.what != "layers" and stored.card is not None and not stored.card.parts:
-        raise LyapunovPruneError(f"--format {format} holds whole layers; leave out --what, or give another format")
-    if removal.mend and (by.what != "layers" or not stored.mends):
-        raise LyapunovPruneError(
-            "--mend closes the gaps of whole layers in a plain checkpoint; leave out --what and --format"
-        )
 
 
 def _why_files(model: str, source: ModelOptions, format: str) -> tuple[str, str]:
@@ -194,41 +107,6 @@ def _why_files(model: str, source: ModelOptions, format: str) -> tuple[str, str]
     if source.spread:
         return "", packed
     return packed or too_large(model, resolve_device(source.device)), packed
-
-
-def _require_files(
-    removal: Removal,
-    by: RankOptions,
-    source: ModelOptions,
-    stored: Stored,
-    why: str,
-    packed: str,
-    given: Given,
-) -> None:
-    """Raise LyapunovPruneError for options that need a model in memory."""
-    measured = by.what == "width" and removal.remove is not None and source.disk and not packed
-    refused = {
-        "--what": by.what != "layers" and not measured,
-        "--remove": removal.remove is not None and not measured,
-        "--max-kl": removal.max_kl is not None,
-        "--format": "prune" not in stored.streamed,
-        "--mend": removal.mend,
-        "--judge": removal.judge is not None,
-        "--dtype": source.dtype,
-        "--stack": "stack" in given,
-    }
-    for option, needed in refused.items():
-        if needed:
-            raise LyapunovPruneError(
-                f"{option} needs {'plain weights' if packed else 'the model in memory'} ({why}); give --layers 3,7 "
-                f"or a --plan FILE of rank{'' if packed else f' --device {DISK}'}, and no {option}"
-            )
-    if not measured:
-        given.refuse_record(
-            f"has no effect where files are pruned ({why}): --layers or --plan says what is removed, and no text is "
-            "read; leave it out, and score the result with eval",
-            TextOptions,
-        )
 
 
 def _channels_on_disk(model: str, remove: float | None, source: ModelOptions, text: TextOptions) -> PruningPlan:
@@ -289,7 +167,7 @@ def _prune_in_memory(
     period = find_kinds(loaded.structure).require_period() if removal.keep_period else 1
     narrower = "width" in by.what or (isinstance(given_plan, PruningPlan) and bool(given_plan.channels))
     if not (mend or narrower):
-        given.refuse(_UNJUDGED, "judge")
+        given.refuse(UNJUDGED, "judge")
     judged = load_judge(removal.judge, loaded, batch, text) if mend or narrower else None
     if removal.layers is not None:
         named: dict[str, Any] = {FIELDS[by.what]: layer_indices("--layers", removal.layers)}

@@ -83,7 +83,7 @@ def shrink(
     from. If the run is interrupted, the same command continues. If --output ends in .gguf, MODEL's GGUF file is copied
     without the layers and only changed tensors are written again; the report goes to runs/MODEL.
     """
-    source.require_one_place("shrink")
+    source.require_loaded("shrink", one_place=True)
 
     from lyapunov_prune.evaluation.tasks import halves
     from lyapunov_prune.forward.own_text import SELF

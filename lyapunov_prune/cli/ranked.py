@@ -1,0 +1,118 @@
+"""The options of what is ranked, shared by `rank` and `prune`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from lyapunov_prune.cli import choices
+from lyapunov_prune.cli.options import ABOVE_ZERO, layer_indices, one_of, what_option
+from lyapunov_prune.cli.records import Given
+from lyapunov_prune.ranking import counts
+from lyapunov_prune.ranking.table import CRITERIA, default_criterion
+
+if TYPE_CHECKING:  # a usage error must not wait for torch
+    from lyapunov_prune.data.batch import TokenBatch
+    from lyapunov_prune.models.decoder import Decoder
+    from lyapunov_prune.ranking.ranking import Ranking
+
+Criterion = Annotated[
+    choices.Criterion | None,
+    what_option(
+        help=one_of(
+            CRITERIA,
+            "How layers are chosen. Default: best if --remove gives the number of whole layers and the model is in "
+            "memory, reap for experts, otherwise bi.",
+        )
+    ),
+]
+Protect = Annotated[str | None, what_option(help="Layers to keep, as 0-2,-1 (negative numbers count from the end).")]
+What = Annotated[
+    counts.What,
+    what_option(
+        help="layers: whole layers. attention, mlp: that part of a layer (by "
+        f"{', '.join(name for name, c in CRITERIA.items() if 'mlp' in c.parts)}). activation: only with prune "
+        "--layers. width: hidden channels of all blocks or experts (prune). experts: the same number per layer (by "
+        f"{', '.join(name for name, c in CRITERIA.items() if 'experts' in c.parts)}). layers,width and "
+        "layers,experts: both, shared by measured loss (prune --remove 20% of the parameters of the layers). In a "
+        "plain checkpoint, removing attention, mlp or activation saves no time."
+    ),
+]
+MaxKL = Annotated[
+    float | None,
+    ABOVE_ZERO,
+    what_option(
+        "--max-kl",
+        help="Instead of --remove: as many as possible with KL(dense ‖ pruned) on the text below this, in nats per "
+        "token.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """What is ranked, and how."""
+
+    what: What = "layers"
+    criterion: Criterion = None
+    protect: Protect = None
+
+    def protected(self) -> list[int]:
+        return layer_indices("--protect", self.protect) if self.protect is not None else []
+
+    def settled(self, remove: float | None, *, periods: bool = False) -> RankOptions:
+        """These options with a criterion, the default if none is given; `remove` is None where no number is known."""
+        return (
+            self if self.criterion else replace(self, criterion=default_criterion(remove, self.what, periods=periods))
+        )
+
+    def of_model(self, loaded: Decoder, given: Given) -> RankOptions:
+        """These options with the default of encoders and encoder-decoders, which `best` does not take."""
+        if not loaded.causal and "criterion" not in given:
+            return replace(self, criterion=default_criterion(None, self.what))
+        return self
+
+    @property
+    def goes_by(self) -> str:
+        """The criterion, which is settled."""
+        assert self.criterion is not None
+        return self.criterion
+
+    def require(self, given: Given, search: float | None = None) -> None:
+        """Raise LyapunovPruneError, before torch is waited for, for options that the criterion does not take."""
+        takes = CRITERIA[self.goes_by].options()
+        if "search" not in takes:
+            given.refuse(f"has no effect on --criterion {self.goes_by}; leave it out", "search")
+        if self.what == "experts":
+            given.refuse("applies to layers, and every layer loses the same number of experts; leave it out", "protect")
+        CRITERIA.make(self.goes_by, **({"search": search} if "search" in takes else {}))
+        self.protected()
+
+    def rank(
+        self,
+        loaded: Decoder,
+        batch: TokenBatch,
+        remove: float | None,
+        batch_size: int,
+        *,
+        search: float | None = None,
+        mend: bool = False,
+        judge: TokenBatch | None = None,
+        folder: Path | None = None,
+    ) -> Ranking:
+        from lyapunov_prune.ranking.rank import rank
+
+        return rank(
+            loaded,
+            batch,
+            criterion=self.goes_by,
+            what=self.what,
+            remove=remove,
+            batch_size=batch_size,
+            protect=self.protected(),
+            search=search,
+            mend=mend and self.goes_by == "best",
+            judge=judge,
+            folder=folder,
+        )

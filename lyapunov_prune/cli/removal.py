@@ -1,0 +1,144 @@
+"""The options of `prune` that say what is removed, and the refusals of those that do not go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from lyapunov_prune.cli import choices
+from lyapunov_prune.cli.options import DISK, Judge, ModelOptions, TextOptions, counted, one_of, what_option
+from lyapunov_prune.cli.ranked import MaxKL, RankOptions
+from lyapunov_prune.cli.records import Given
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.merging.table import REDUCTIONS
+from lyapunov_prune.ranking.counts import SPLITS, require_share
+from lyapunov_prune.ranking.table import require_ranks
+
+if TYPE_CHECKING:
+    from lyapunov_prune.export.format import Format as Stored
+
+UNJUDGED = "names the text that judges --mend and --what width; give one of them, or leave it out"
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What is removed, and what is done about the gaps."""
+
+    remove: Annotated[
+        float | None, what_option(help="Number or share of layers, channels, or experts per layer.", **counted)
+    ] = None
+    max_kl: MaxKL = None
+    layers: Annotated[str | None, what_option(help="The layers to remove, as 3,7 or 3-7 (counted from 0).")] = None
+    plan_file: Annotated[
+        Path | None, what_option("--plan", help="A plan.json, or a .yaml file of mergekit slices.")
+    ] = None
+    keep_period: Annotated[
+        bool, what_option("--keep-period", help="Remove whole periods of a hybrid model, which some engines need.")
+    ] = False
+    reduction: Annotated[
+        choices.Reduction | None, what_option(help=one_of(REDUCTIONS, "With --what activation: what replaces it."))
+    ] = None
+    search: Annotated[
+        float | None,
+        what_option(
+            help="Number of forward passes over the check windows that --criterion best may use. Default: depends on "
+            "the number of layers, for 7 of 30 it is 20, and 40 with --mend."
+        ),
+    ] = None
+    mend: Annotated[
+        bool, what_option("--mend", help="Fit linear maps on the text that replace what was removed, without training.")
+    ] = False
+    judge: Judge = None
+
+
+def require_one_choice(removal: Removal, given: Given) -> None:
+    """Raise LyapunovPruneError unless exactly one option says what is removed."""
+    ways = removal.remove, removal.max_kl, removal.layers, removal.plan_file
+    if sum(way is not None for way in ways) != 1:
+        raise LyapunovPruneError("give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four")
+    if removal.plan_file is not None:
+        given.refuse("has no effect, because the plan says what is removed; leave it out", "what")
+
+
+def require_classifier_options(removal: Removal, source: ModelOptions, format: str) -> None:
+    """Raise LyapunovPruneError for what cannot be done to a classifier of images."""
+    if removal.plan_file is None or format != "compact" or source.disk or removal.keep_period or removal.mend:
+        raise LyapunovPruneError(
+            "a classifier of images is pruned by a plan; give --plan FILE and --format compact, and no --device disk, "
+            "--mend or --keep-period"
+        )
+
+
+def settled(removal: Removal, by: RankOptions, given: Given) -> RankOptions:
+    """`by` with its criterion. Raises LyapunovPruneError for options that do not go together."""
+    what, remove, max_kl = by.what, removal.remove, removal.max_kl
+    together = what in SPLITS
+    if together or what in ("width", "experts"):
+        given.refuse(f"names whole layers, and --what {what} removes other parts; give --remove or --plan", "layers")
+    require_share(what, remove)
+    if remove is None and max_kl is None:
+        given.refuse_record(
+            "applies to layers that a criterion chooses; give --remove or --max-kl with it",
+            RankOptions,
+            but="what",
+            also="search",
+        )
+    if what == "width":
+        idle = "applies to layers, and --what width removes none; leave it out"
+        given.refuse_record(idle, RankOptions, but="what", also="keep_period")
+        given.refuse(idle, "search")
+    else:
+        by = by.settled(remove, periods=removal.keep_period)
+        by.require(given, removal.search)
+    if max_kl is not None:
+        given.refuse("cannot be combined with --max-kl; give one of the two", "keep_period")
+    if what != "width" and (remove is not None or max_kl is not None):
+        require_ranks(by.goes_by, "layers" if together else what, remove=remove, periods=removal.keep_period)
+    if (what == "activation") != (removal.reduction is not None):
+        raise LyapunovPruneError("--what activation and --reduction need each other; give both or neither")
+    if what != "layers":
+        given.refuse(f"applies to whole layers only, not to --what {what}; leave it out", "keep_period")
+    return by
+
+
+def require_format(removal: Removal, by: RankOptions, stored: Stored) -> None:
+    """Raise LyapunovPruneError for a format that cannot hold what is asked for."""
+    plain = stored.name == "plain"
+    held = ("layers", *(stored.card.parts if stored.card else ()), *(("width", "experts", *SPLITS) if plain else ()))
+    if by.what not in held:
+        raise LyapunovPruneError(
+            f"--format {stored.name} does not hold what --what {by.what} leaves; leave out --format, and convert the "
+            "result with export"
+        )
+    if removal.mend and (by.what != "layers" or not stored.mends):
+        raise LyapunovPruneError(
+            "--mend closes the gaps of whole layers in a plain checkpoint; leave out --what and --format"
+        )
+
+
+def require_files(
+    removal: Removal,
+    by: RankOptions,
+    source: ModelOptions,
+    stored: Stored,
+    why: str,
+    packed: str,
+    given: Given,
+) -> None:
+    """Raise LyapunovPruneError for options that need a model in memory."""
+    measured = by.what == "width" and removal.remove is not None and source.disk and not packed
+    what = ["what"] if by.what != "layers" else []
+    held = "prune" in stored.streamed
+    given.refuse(
+        f"needs {'plain weights' if packed else 'the model in memory'} ({why}); give --layers 3,7 or a --plan FILE of "
+        f"rank{'' if packed else f' --device {DISK}'}, without it",
+        *([] if measured else [*what, "remove"]),
+        *("max_kl", *([] if held else ["format"]), "mend", "judge", "dtype", "stack"),
+    )
+    if not measured:
+        given.refuse_record(
+            f"has no effect where files are pruned ({why}): --layers or --plan says what is removed, and no text is "
+            "read; leave it out, and score the result with eval",
+            TextOptions,
+        )
