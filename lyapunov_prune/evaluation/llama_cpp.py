@@ -102,12 +102,13 @@ def _run(command: list[str], folder: str, limit: float, told: Path, files: Seque
     names = " and ".join(file.name for file in files)
     try:
         done = subprocess.run(command, capture_output=True, timeout=limit, cwd=folder)
-    except subprocess.TimeoutExpired:
-        raise LyapunovPruneError(f"llama.cpp was not done with {names} within {limit:.0f} s; try it by hand") from None
-    if not told.is_file():
+        if told.is_file():
+            return
         lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if "error" in line.lower()]
         why = lines[0].strip()[:160] if lines else f"it ended with {done.returncode}"
-        raise LyapunovPruneError(f"llama.cpp does not run {names}: {why}; try it by hand")
+    except subprocess.TimeoutExpired:
+        why = f"it was not done within {limit:.0f} s"
+    raise LyapunovPruneError(f"llama.cpp does not run {names}: {why}; try it by hand")
 
 
 def _answers(found: dict[str, np.ndarray], file: int, windows: int, repeats: int) -> Answers:

@@ -179,16 +179,10 @@ def merged_path(places: Mapping[str, str]) -> str:
 
 def require_compact(decoder: Decoder, plan: PruningPlan) -> None:
     """Raise LyapunovPruneError for a plan that a compact checkpoint cannot hold, and for one that needs none."""
-    if plan.experts_gone:
-        raise LyapunovPruneError("experts are removed in a plain checkpoint too; leave out --format")
-    if plan.drop_mlp:
+    if plan.experts_gone or plan.drop_mlp or plan.channels or not plan.drops_parts:
         raise LyapunovPruneError(
-            f"the MLP of layer {plan.drop_mlp[0]} cannot be removed in a compact checkpoint; give --format plain, or "
-            "drop its activation"
-        )
-    if not plan.drops_parts or plan.channels:
-        raise LyapunovPruneError(
-            "the plan drops no attention or activation, so a plain checkpoint is enough; leave out --format"
+            "a compact checkpoint is for plans that drop attentions or activations, with whole layers beside them and "
+            "nothing else; leave out --format, since a plain checkpoint holds this plan"
         )
     compact_class(decoder.model)
     _require_cuts(decoder, plan.drop_attention, plan.drop_activation, plan.remove)
@@ -222,15 +216,13 @@ def _require_cuts(
         raise LyapunovPruneError(
             "nothing is removed; name layers that lose their attention, or whose blocks are merged"
         )
-    twice = sorted({*attention, *blocks} & set(remove))
-    if twice:
-        raise LyapunovPruneError(f"layer {twice[0]} is removed as a whole; name it once")
-    for index in attention:
-        if lacks_attention(before[index]):
-            raise LyapunovPruneError(f"layer {index} no longer has attention; choose other layers")
-    for index in blocks:
-        if merged_path(before[index]):
-            raise LyapunovPruneError(f"the feed-forward block of layer {index} is merged already; choose other layers")
+    gone = [
+        *(f"layer {i} is removed as a whole" for i in sorted({*attention, *blocks} & set(remove))),
+        *(f"layer {i} no longer has attention" for i in attention if lacks_attention(before[i])),
+        *(f"the feed-forward block of layer {i} is merged already" for i in blocks if merged_path(before[i])),
+    ]
+    if gone:
+        raise LyapunovPruneError(f"{gone[0]}; choose other layers")
     left = [i for i, places in enumerate(before) if i not in {*attention, *remove} and not lacks_attention(places)]
     if not left and decoder.model.can_generate():
         raise LyapunovPruneError(NO_ATTENTION)

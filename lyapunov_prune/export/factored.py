@@ -35,8 +35,6 @@ from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.checkpoints.shards import size_of
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
-from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.compact_checkpoint import GATE
 from lyapunov_prune.export.factors import (
     Factored,
@@ -47,6 +45,8 @@ from lyapunov_prune.export.factors import (
     with_factors,
     with_places,
 )
+from lyapunov_prune.export.format import Asked
+from lyapunov_prune.export.table import FORMATS
 from lyapunov_prune.forward.logits import cached_logits, deviation, sample_inputs
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Decoder, Model, wrap
@@ -62,16 +62,6 @@ from lyapunov_prune.results.result import Result
 FORMAT = "compact"
 FACTORS, PRODUCTS = "factors within rounding", "same as products by hooks"
 NOT_STREAMED = (PRODUCTS, CACHED)
-
-
-def require_low_rank(method: str) -> None:
-    """Raise LyapunovPruneError for a method that leaves no low ranks."""
-    low = [name for name, other in METHODS.items() if other.unit == "rank"]
-    if method not in low:
-        raise LyapunovPruneError(
-            f"--format {FORMAT} stores low ranks as two factors, and {method} gives none; give --method "
-            f"{', '.join(low)}"
-        )
 
 
 @checked
@@ -93,7 +83,7 @@ def write_factored(
     does not know, when no matrix is smaller, when the target is not empty or the disk refuses; either way nothing is
     left there.
     """
-    require_low_rank(done.report.method)
+    FORMATS.make(FORMAT).require_method(Asked(done.report.method))
     require_empty(target)
     dense, ranks = done.model, done.report.ranks
     small, factored = with_factors(dense, ranks), find_factored(dense, ranks)

@@ -131,11 +131,10 @@ class Format(Choice):
         """Raise LyapunovPruneError for a compression whose result the format cannot hold, before a model is loaded."""
         from lyapunov_prune.compression.table import METHODS
 
-        if not self.units:
-            raise LyapunovPruneError(f"--format {self.name} is not for {asked.method}; write plain, and export that")
         if METHODS[asked.method].unit not in self.units:
-            methods = ", ".join(name for name, known in METHODS.items() if known.unit in self.units)
-            raise LyapunovPruneError(f"--format {self.name} cannot store the result of {asked.method}; give {methods}")
+            others = ", ".join(name for name, known in METHODS.items() if known.unit in self.units)
+            remedy = f"give --method {others}" if others else "write plain, and export that"
+            raise LyapunovPruneError(f"--format {self.name} cannot store the result of {asked.method}; {remedy}")
 
     def require_model(self, model: PreTrainedModel, asked: Asked) -> None:
         """Raise LyapunovPruneError for a model whose matrices the format cannot hold, before anything is measured."""

@@ -54,36 +54,25 @@ LOADING = {"Packed": f"Needs the library of the format: `pip install {_LIBRARY}`
 _PARTS = ("weight_packed", "weight_scale", "weight_shape")
 
 
-def require_packed_options(
-    method: str,
-    bits: float | None,
-    symmetric: bool,
-    allocation: str | Allocation,
-    pattern: tuple[int, int] | None = None,
-) -> None:
+def require_packed_options(method: str, bits: float | None, symmetric: bool, allocation: str | Allocation) -> None:
     """Raise LyapunovPruneError for options that the format cannot hold, and if the library is missing."""
-    if pattern is not None:
+    on_grid = [name for name, known in METHODS.items() if getattr(known, "on_grid", False)]
+    if method not in on_grid:
         raise LyapunovPruneError(
-            f"{_LIBRARY} no longer has a format for patterns of zeros, and transformers loads none; leave out --format"
-        )
-    if METHODS[method].unit != "bits":
-        rounding = " or ".join(name for name, known in METHODS.items() if getattr(known, "on_grid", False))
-        raise LyapunovPruneError(f"--format {FORMAT} packs rounded weights, not those of {method}; give {rounding}")
-    if not METHODS[method].on_grid:  # type: ignore[attr-defined]  # a method of bits is a Rounder
-        raise LyapunovPruneError(
-            f"{method} folds its scales into the weights, which no grid can represent; leave out --format"
+            f"--format {FORMAT} packs weights that were rounded on a grid, not those of {method}; give --method "
+            f"{' or '.join(on_grid)}"
         )
     if isinstance(allocation, Allocation):
-        if allocation.unit != "bits" or not {*allocation.amount} <= {*range(2, 9), DENSE}:
-            raise LyapunovPruneError(
-                f"--format {FORMAT} packs 2 to 8 whole bits, or 16 for unpacked; allocate such widths"
-            )
-    elif allocation == "uniform":
-        if bits not in BITS:
-            given = "no bits" if bits is None else f"{bits:g} bits"
-            raise LyapunovPruneError(f"--format {FORMAT} packs 4 or 8 bits, not {given}; give --bits 4 or --bits 8")
-    elif SCHEDULES[allocation].unit != "bits":
-        raise LyapunovPruneError(f"--format {FORMAT} packs bits; leave out --allocation {allocation}")
+        held = allocation.unit == "bits" and {*allocation.amount} <= {*range(2, 9), DENSE}
+    else:
+        held = bits in BITS if allocation == "uniform" else SCHEDULES[allocation].unit == "bits"
+    if not held:
+        name = allocation.schedule if isinstance(allocation, Allocation) else allocation
+        given = "no bits" if bits is None else f"{bits:g} bits"
+        raise LyapunovPruneError(
+            f"--format {FORMAT} packs 4 or 8 bits, or by layer whole bits of 2 to 8 (16 for unpacked), not {given} by "
+            f"{name}; give --bits 4 or --bits 8, or an allocation of bits"
+        )
     if not symmetric:
         raise LyapunovPruneError(
             "the zero points of asymmetric grids do not load packed with transformers; give symmetric=True"

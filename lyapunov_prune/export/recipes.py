@@ -81,9 +81,7 @@ def llama_cpp_overrides(report: CompressionReport) -> str:
 
 
 def _bits(report: CompressionReport, name: str) -> int:
-    if report.allocation.unit != "bits":
-        raise LyapunovPruneError(f"{report.method} gives no bit widths for a recipe; use a method that rounds")
-    bits = report.allocation.of(name)
-    if bits % 1:
-        raise LyapunovPruneError(f"recipes name whole bits, not {bits:g}; leave them out, or give --bits 2 or more")
+    bits, unit = report.allocation.of(name), report.allocation.unit
+    if unit != "bits" or bits % 1:
+        raise LyapunovPruneError(f"recipes name whole bits, not {unit} of {bits:g}; round to --bits 2 or more")
     return int(bits)

@@ -14,12 +14,12 @@ from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.shards import Shards, size_of
-from lyapunov_prune.compression.masks import Pattern, as_pattern
 from lyapunov_prune.compression.recipe import recipe_for
 from lyapunov_prune.compression.report import REPORT, CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.factored import FORMAT as COMPACT
-from lyapunov_prune.export.factored import NOT_STREAMED, Factoring, require_low_rank
+from lyapunov_prune.export.factored import NOT_STREAMED, Factoring
+from lyapunov_prune.export.format import Asked
 from lyapunov_prune.export.packed import FORMAT as PACKED
 from lyapunov_prune.export.packed import (
     LOADING,
@@ -28,7 +28,7 @@ from lyapunov_prune.export.packed import (
     require_packable,
     require_packed_options,
 )
-from lyapunov_prune.export.table import require_streamed_format
+from lyapunov_prune.export.table import FORMATS, require_streamed_format
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.decoder import Model, wrap
 from lyapunov_prune.models.left_out import require_whole
@@ -84,7 +84,7 @@ def compress_on_disk(
     require_empty(target)
     packing = _packing(model, **how) if format == PACKED else None
     if format == COMPACT:
-        require_low_rank(how["method"])
+        FORMATS.make(format).require_method(Asked(how["method"]))
     require_disk(target, packing.size(model) if packing else size_of(model), "the compressed files")
     recipe = recipe_for(model, batch, **how)
     factoring = Factoring(decoder, recipe.ranks(model)) if format == COMPACT else None
@@ -122,10 +122,9 @@ def _packing(
     group_size: int | None = None,
     symmetric: bool = False,
     allocation: str | Allocation = "uniform",
-    pattern: Pattern | str | None = None,
     **others: Any,
 ) -> Packing:
-    require_packed_options(method, bits, symmetric, allocation, as_pattern(pattern))
+    require_packed_options(method, bits, symmetric, allocation)
     if allocation != "uniform":
         raise LyapunovPruneError(
             f"layer by layer all matrices are packed alike ({PACKED}); leave out --allocation, or load the model whole"

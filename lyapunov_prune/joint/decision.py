@@ -224,11 +224,13 @@ def within_budget(
             )
         meets = n_a + n_g == remove
     elif speedup is not None and remove is None:
-        if seconds is None or len(seconds) != layers + 1 or any(len(row) != layers + 1 for row in seconds):
-            raise LyapunovPruneError(f"a speed-up needs times of {layers + 1} × {layers + 1} pairs; give seconds")
-        time = np.asarray(seconds, np.float64)[: most[0] + 1, : most[1] + 1]
-        if not 0 < time[0, 0] < np.inf or (time <= 0).any():
-            raise LyapunovPruneError("times must be above 0 and that of the dense model known; measure it at [0, 0]")
+        known = [list(row) for row in seconds or [] if len(row) == layers + 1]
+        time = np.array(known, np.float64).reshape(-1, layers + 1)[: most[0] + 1, : most[1] + 1]
+        if len(known) != layers + 1 or not 0 < time[0, 0] < np.inf or (time <= 0).any():
+            raise LyapunovPruneError(
+                f"a speed-up needs seconds above 0 of {layers + 1} × {layers + 1} pairs, that of the dense model, at "
+                "[0, 0], known; give seconds"
+            )
         gained = time[0, 0] / time
         if speedup > np.nanmax(gained):
             raise LyapunovPruneError(

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from lyapunov_prune.arguments import Count, Positive
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change
@@ -21,6 +20,7 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.profiles.contraction_profile import floor_note
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.ranking.counts import nothing_within, require_count
 from lyapunov_prune.ranking.ranking import LayerRanking
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -65,11 +65,8 @@ class BudgetedRemoval(Result):
         """The plan that removes them. Raises LyapunovPruneError when the first layer alone is over the budget."""
         if self.within == 0:
             part = {"layers": "layer", "mlp": "MLP"}.get(self.ranking.what, self.ranking.what)
-            first = f"layer {self.ranking.order[0]}" if part == "layer" else f"that of layer {self.ranking.order[0]}"
-            raise LyapunovPruneError(
-                f"no {part} can go within {self.max_kl:g} nats a token: the first, {first}, costs {self.kl[0]:.3g}; "
-                "raise the budget"
-            )
+            first = f"{'layer' if part == 'layer' else 'that of layer'} {self.ranking.order[0]}"
+            raise nothing_within(part, f"a KL of {self.max_kl:g} nats a token", first, self.kl[0])
         plan = self.ranking.plan(self.within)
         known = self.measured_on.text_hash in {on.text_hash for on in plan.measured_on}
         return plan if known else replace(plan, measured_on=(*plan.measured_on, self.measured_on))
@@ -115,8 +112,7 @@ def remove_under_budget(
     reading = read(model, batch)
     most = len(ranking.order)
     if ranking.what == "layers":
-        if reading.structure.num_layers < 2:
-            raise LyapunovPruneError(f"{ranking.model.name} has one layer, and one has to stay")
+        require_count(1, reading.structure.num_layers)
         most = min(reading.structure.num_layers - 1, most)
     changes = _removals(reading, ranking, most)
     costs = np.empty((0, 2))

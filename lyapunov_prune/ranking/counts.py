@@ -29,11 +29,9 @@ def count_of(remove: int | float, of: int, what: str = "layers") -> int:
 
 def require_count(remove: int, layers: int, what: str = "layers") -> None:
     """Raise LyapunovPruneError unless `what` of `remove` of the `layers` can be removed; one whole layer must stay."""
-    if what == "layers" and layers == 1:
-        raise LyapunovPruneError("the model has one layer, and none can be removed; give one of more layers")
-    most, stays = (layers - 1, ", to keep at least one") if what == "layers" else (layers, "")
-    if not 1 <= remove <= most:
-        raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 to {most}{stays}")
+    stay = int(what == "layers")
+    if not 1 <= remove <= layers - stay:
+        raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 or more, and keep {stay} or more")
 
 
 def require_share(what: str, remove: int | float | None) -> None:
@@ -63,6 +61,11 @@ def protected_layers(layers: int, protect: Sequence[int], remove: int = 1) -> tu
             "protect fewer"
         )
     return kept
+
+
+def nothing_within(what: str, aim: str, first: str, cost: float) -> LyapunovPruneError:
+    """The refusal of an aim that even the first removal misses: `first` names it, and `cost` is what it costs."""
+    return LyapunovPruneError(f"no {what} can be removed with {aim}: {first} costs {cost:.3g}; allow that or more")
 
 
 def search_budget(layers: int, remove: int, mend: bool = False) -> float:

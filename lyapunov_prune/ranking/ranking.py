@@ -168,14 +168,8 @@ class LayerRanking(Ranking):
 def require_periods(remove: int, layers: int, period: int) -> None:
     """Raise LyapunovPruneError unless `remove` layers are whole periods and at least one period is left."""
     most = (layers // period - 1) * period
-    if most < 1:
-        raise LyapunovPruneError(
-            f"no whole period can go: the kinds of these {layers} layers repeat every {period}, and one period has to "
-            "stay; leave out --keep-period"
-        )
     if remove % period or not 0 < remove <= most:
-        choices = ", ".join(map(str, range(period, most + 1, period)[:3])) + (", …" if most > 3 * period else "")
         raise LyapunovPruneError(
-            f"{remove} layers are no whole periods: the kinds of these {layers} repeat every {period}; "
-            f"give --remove {choices}, or leave out --keep-period"
+            f"{remove} of {layers} layers are no whole periods with one to stay: their kinds repeat every {period}; "
+            f"give --remove of a multiple up to {max(most, 0)}, or leave out --keep-period"
         )

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from lyapunov_prune.arguments import Count, Positive
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import InMemory, takes_model
@@ -14,7 +13,7 @@ from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.ranking.counts import Part, most_not_over
+from lyapunov_prune.ranking.counts import Part, most_not_over, nothing_within
 from lyapunov_prune.ranking.parts import parts_of
 from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of, leaving
 
@@ -56,10 +55,8 @@ def most_within(
 
     number = most_not_over(is_over, len(counts))
     if number == 0:
-        raise LyapunovPruneError(
-            f"no {what} can go within {max_kl:g} nats a token: {counts[0]} of every layer cost "
-            f"{tried[1][1].mean():.3g}; raise the budget"
-        )
+        aim, first = f"a KL of {max_kl:g} nats a token", f"the first step, {counts[0]} of every layer,"
+        raise nothing_within(what, aim, first, tried[1][1].mean())
     rows = sorted(tried)
     plans = tuple(tried[n][0] for n in rows)
     return WeighedPlans(

@@ -21,29 +21,24 @@ from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
 from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks, halves
 from lyapunov_prune.healing.heal import STEPS, heal
-from lyapunov_prune.healing.report import REPORT as HEALING
 from lyapunov_prune.healing.report import Healed
 from lyapunov_prune.healing.state import clear_states
-from lyapunov_prune.models.decoder import Model, model_of, wrap
+from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode, model_name
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.counting import sizes_in_memory
-from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.pruning.operation import Operation
-from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.ranking import counts
 from lyapunov_prune.ranking.best import clear_search
 from lyapunov_prune.ranking.split import clear_split
-from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.files import require_disk
-from lyapunov_prune.results.result import versions
 from lyapunov_prune.results.store import Store, clear_results
 from lyapunov_prune.shrinking.choosing import Chooser, Chosen
 from lyapunov_prune.shrinking.cost import Estimate
-from lyapunov_prune.shrinking.report import REPORT, Shrinking, Shrunk, Taken
+from lyapunov_prune.shrinking.report import Shrinking, Shrunk, Taken
 from lyapunov_prune.shrinking.request import MENDED_SEARCH, Clock, Request, healing_minutes, search_forwards
 from lyapunov_prune.shrinking.target import Target
 from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts, clear_texts
@@ -193,9 +188,10 @@ def _run(
         folder=None if output is None else str(output),
     )
     if output is not None and is_gguf(output):
-        report = replace(report, size=_write_gguf(request, output, report, smaller, choice, gate))
+        report = replace(report, size=write_shrunk_gguf(request, smaller, choice, gate, report, output))
     elif output is not None:
-        _write(request, output, report, smaller, choice, gate, healed, learn)
+        healing_report = None if healed is None else healed.report
+        write_shrunk(request, smaller, choice, gate, report, output, healing=healing_report, batch=learn)
     if healed is None:  # what it shares with the dense model is the caller's to change
         smaller = copy.deepcopy(smaller)
     return Shrunk(smaller, report)
@@ -266,44 +262,6 @@ def _evaluation(request: Request, smaller: PreTrainedModel, held_out: TokenBatch
 def _sizes(dense: PreTrainedModel, smaller: PreTrainedModel) -> tuple[int, int]:
     large, small = (sum(size for _, size in sizes_in_memory(model)) for model in (dense, smaller))
     return large, small
-
-
-def _write_gguf(
-    request: Request, output: Path, report: Shrinking, smaller: PreTrainedModel, choice: Chosen, gate: GateReport
-) -> tuple[int, int]:
-    """The bytes of the original's file, and of the one that was written."""
-    plan = choice.plan
-    made = Provenance(plan.model.name, plan.kept, plan, gate, versions(), (), "gguf", choice.report, report.commands)
-    return write_shrunk_gguf(request.model, wrap(smaller, request.tokenizer), output, made)
-
-
-def _write(
-    request: Request,
-    output: Path,
-    report: Shrinking,
-    smaller: PreTrainedModel,
-    choice: Chosen,
-    gate: GateReport,
-    healed: Healed | None,
-    learn: TokenBatch,
-) -> None:
-    found = "best.json" if isinstance(choice.found, BestRemoval) else "weighed.json"
-    results: dict[str, Any] = {REPORT: report, found: choice.found, "eval.json": report.evaluation}
-    if healed is not None:
-        results[HEALING] = healed.report
-    write_shrunk(
-        request.model,
-        smaller,
-        request.tokenizer,
-        output,
-        choice.plan,
-        gate,
-        results,
-        batch=learn,
-        mended=choice.report,
-        healing=None if healed is None else healed.report,
-        commands=report.commands,
-    )
 
 
 def _clear(folder: Path) -> None:

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks
 from lyapunov_prune.forward.reading import Reading
@@ -19,7 +18,7 @@ from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.surgery import cut
-from lyapunov_prune.ranking.counts import most_not_over
+from lyapunov_prune.ranking.counts import most_not_over, nothing_within
 from lyapunov_prune.shrinking.choosing import Chooser, Chosen
 from lyapunov_prune.shrinking.report import main_score
 from lyapunov_prune.shrinking.target import Target
@@ -44,10 +43,8 @@ def largest(target: Target, chooser: Chooser, lost: Loss) -> tuple[Chosen, float
 
     count = most_not_over(is_over, most)
     if count == 0:
-        raise LyapunovPruneError(
-            f"no layer can go with {target.told()}: the first, layer {tried[1][0].plan.remove[0]}, "
-            f"costs {tried[1][1]:.3g}; allow that or more"
-        )
+        choice, loss = tried[1]
+        raise nothing_within("layer", target.told(), f"layer {choice.plan.remove[0]}", loss)
     return tried[count]
 
 

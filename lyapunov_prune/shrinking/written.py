@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.reloading import RELOADED, reload_check
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.export.gguf import SUFFIX, original_of, require_file, save_changed, source_file
 from lyapunov_prune.forward.logits import sample_inputs
+from lyapunov_prune.healing.report import REPORT as HEALING
 from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.mending.report import MendReport
-from lyapunov_prune.models.decoder import Decoder, wrap
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_layers import full_attention, values_without
 from lyapunov_prune.models.structure import in_eval_mode
@@ -26,9 +27,13 @@ from lyapunov_prune.pruning.counting import COUNTED, count_check, leaving
 from lyapunov_prune.pruning.gate import GateReport, attempt, bytes_in
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe, save
+from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
-from lyapunov_prune.results.result import Result
+from lyapunov_prune.results.result import Result, versions
+from lyapunov_prune.shrinking.choosing import Chosen
+from lyapunov_prune.shrinking.report import REPORT, Shrinking
+from lyapunov_prune.shrinking.request import Request
 from lyapunov_prune.shrinking.target import Target
 
 
@@ -53,41 +58,49 @@ def require_output(name: str, output: Path, what: str = "layers") -> None:
         )
 
 
-def write_shrunk_gguf(model: PreTrainedModel, smaller: Decoder, target: Path, made: Provenance) -> tuple[int, int]:
+def write_shrunk_gguf(
+    request: Request, smaller: PreTrainedModel, choice: Chosen, gate: GateReport, report: Shrinking, target: Path
+) -> tuple[int, int]:
     """Write `smaller` to the GGUF file `target`; returns the bytes of the original's file, and of this one.
 
     Raises as `export.gguf.save_changed`.
     """
-    original = original_of(wrap(model), made.plan)
-    save_changed(target, original, smaller, made)
+    plan = choice.plan
+    made = Provenance(plan.model.name, plan.kept, plan, gate, versions(), (), "gguf", choice.report, report.commands)
+    original = original_of(wrap(request.model), plan)
+    save_changed(target, original, wrap(smaller, request.tokenizer), made)
     return sum(part.stat().st_size for part in original.header.parts), target.stat().st_size
 
 
 @torch.no_grad()
 def write_shrunk(
-    model: PreTrainedModel,
+    request: Request,
     smaller: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    target: Path,
-    plan: PruningPlan,
+    choice: Chosen,
     gate: GateReport,
-    results: Mapping[str, Result],
+    report: Shrinking,
+    target: Path,
     *,
-    batch: TokenBatch,
-    mended: MendReport | None,
     healing: Healing | None,
-    commands: Sequence[str],
+    batch: TokenBatch,
 ) -> Provenance:
-    """Write `smaller` with its card, provenance and `results` (by file name) to `target`, whole or not at all.
+    """Write `smaller` with its card, provenance, report and measurements to `target`, whole or not at all.
 
     `gate` is the gate of the removal, before healing. This function checks again that the files load as they were saved
     and hold exactly what should be left. Raises CheckFailed if not, and LyapunovPruneError if writing fails.
     """
-    dense, made = wrap(model), wrap(smaller)
+    found = "best.json" if isinstance(choice.found, BestRemoval) else "weighed.json"
+    results: dict[str, Result] = {REPORT: report, found: choice.found, "eval.json": report.evaluation}
+    healed: dict[str, Any] = {}
+    if healing is not None:
+        results[HEALING] = healing
+        since = f"It learnt\nafter the removal, for {healing.steps} steps, to predict what the dense model predicts."
+        healed = {"since": since, "sections": {"Healed": healing.about()}}
+    dense, made = wrap(request.model), wrap(smaller)
     inputs = sample_inputs(made, batch)
     with whole_folder(target) as folder:
-        save(smaller, tokenizer, folder)
-        goes = leaving(dense, plan)
+        save(smaller, request.tokenizer, folder)
+        goes = leaving(dense, choice.plan)
         checks = {
             RELOADED: attempt(RELOADED, lambda: in_eval_mode(reload_check)(made, folder, inputs)),
             COUNTED: attempt(COUNTED, lambda: count_check(goes, made, bytes_in(folder))),
@@ -97,23 +110,8 @@ def write_shrunk(
         history_of(smaller).save(folder / HISTORY)
         for name, result in results.items():
             result.save(folder / name)
-        return describe(
-            folder,
-            plan,
-            gate,
-            dense.structure,
-            smaller,
-            mended=mended,
-            commands=tuple(commands),
-            **_healed(healing),
-        )
-
-
-def _healed(healing: Healing | None) -> dict[str, Any]:
-    if healing is None:
-        return {}
-    since = f"It learnt\nafter the removal, for {healing.steps} steps, to predict what the dense model predicts."
-    return {"since": since, "sections": {"Healed": healing.about()}}
+        told: dict[str, Any] = {"mended": choice.report, "commands": report.commands, **healed}
+        return describe(folder, choice.plan, gate, dense.structure, smaller, **told)
 
 
 def by_hand(

@@ -135,9 +135,9 @@ def test_other_methods_and_grids_are_one_line(
     run: Callable[..., Any], run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packs = ("--format", "packed", "-o", "small")
-    assert "packs rounded weights, not those of wanda" in run_bad("compress", "tiny", "--sparsity", "0.5", *packs)
+    assert "not those of wanda" in run_bad("compress", "tiny", "--sparsity", "0.5", *packs)
     told = run_bad("compress", "tiny", "--method", "magnitude", "--sparsity", "2:4", *packs)
-    assert "compressed-tensors no longer has a format for patterns of zeros, and transformers loads none" in told
+    assert "not those of magnitude" in told
     Path("small").mkdir()
     Path("small/mine").write_text("")
     assert "small exists" in run_bad(*PACK, "--bits", "4")

@@ -93,7 +93,7 @@ def test_what_is_cut_later_is_told_as_long_as_engines_know_it(dense: Path, tmp_p
         ({"drop_attention": [0]}, "layer 0 lacks its attention"),
         ({"remove": [0], "drop_attention": [1]}, "layer 0 lacks its attention"),
         ({"drop_attention": [1], "drop_activation": [2], "reduction": "mean-gate"}, "merged blocks"),
-        ({"remove": [1]}, "so a plain checkpoint is enough"),
+        ({"remove": [1]}, "a plain checkpoint holds"),
     ],
 )
 def test_plans_that_engines_do_not_know_are_refused(

@@ -21,8 +21,10 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.export import factored
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.compact_checkpoint import GATE
-from lyapunov_prune.export.factored import require_low_rank, verify_factored, write_factored
+from lyapunov_prune.export.factored import verify_factored, write_factored
 from lyapunov_prune.export.factors import Factored, find_factored, with_factors
+from lyapunov_prune.export.format import Asked
+from lyapunov_prune.export.table import FORMATS
 from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.modeling_compact import CompactLlama
@@ -216,9 +218,9 @@ def test_a_matrix_that_is_not_of_the_rank_it_says_fails(
 
 def test_other_methods_are_refused(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     for method in ("wanda", "rtn"):
-        with pytest.raises(LyapunovPruneError, match=f"{method} gives none"):
-            require_low_rank(method)
-    with pytest.raises(LyapunovPruneError, match="magnitude gives none"):
+        with pytest.raises(LyapunovPruneError, match=f"result of {method}"):
+            FORMATS.make("compact").require_method(Asked(method))
+    with pytest.raises(LyapunovPruneError, match="result of magnitude"):
         write_factored(compress(reader, method="magnitude", sparsity=0.5), tokenizer, tmp_path / "small", "small")
     (tmp_path / "mine").write_text("")
     with pytest.raises(LyapunovPruneError, match="is not empty"):

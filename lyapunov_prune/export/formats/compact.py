@@ -60,11 +60,6 @@ class Compact(Format):
         cuts = Cuts.of(made.operation.plan, made.operation.merged)
         return save_compact(folder, made.decoder, made.pruned.model, made.tokenizer, cuts, made.batch)
 
-    def require_method(self, asked: Asked) -> None:
-        from lyapunov_prune.export.factored import require_low_rank
-
-        require_low_rank(asked.method)
-
     def require_model(self, model: PreTrainedModel, asked: Asked) -> None:
         from lyapunov_prune.export.factors import require_smaller
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from lyapunov_prune.export.format import Asked, Format
 from lyapunov_prune.export.formats.compact import COMPACT, Compact
 from lyapunov_prune.pruning.stored import Stored
 
@@ -32,9 +31,6 @@ class Deci(Compact):
 
         super().require_plan(decoder, plan)
         require_deci(decoder, plan)
-
-    def require_method(self, asked: Asked) -> None:
-        Format.require_method(self, asked)
 
     def cut(self, decoder: Decoder, operation: Operation) -> Decoder:
         from lyapunov_prune.models.deci import BLOCKS

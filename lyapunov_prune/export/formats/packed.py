@@ -30,7 +30,7 @@ class Packed(Format):
     def require_method(self, asked: Asked) -> None:
         from lyapunov_prune.export.packed import require_packed_options
 
-        require_packed_options(asked.method, asked.bits, asked.symmetric, asked.allocation, asked.pattern)
+        require_packed_options(asked.method, asked.bits, asked.symmetric, asked.allocation)
 
     def require_model(self, model: PreTrainedModel, asked: Asked) -> None:
         from lyapunov_prune.export.packed import require_packable
