@@ -36,7 +36,8 @@ from experiments.columns import (
 )
 from experiments.common import Inputs, Model, inputs, plain, plain_tasks, show
 from lyapunov_prune.evaluation.perplexity import interval_of
-from lyapunov_prune.evaluation.tasks import ScoredTask, Task, TaskScores
+from lyapunov_prune.evaluation.task_scores import ScoredTask, TaskScores
+from lyapunov_prune.evaluation.tasks import Task
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.ranking.angular import AngularDistance

@@ -10,7 +10,7 @@ import pandas as pd
 from scipy import stats
 
 from experiments.statements import rank_interval
-from lyapunov_prune.evaluation.tasks import ScoredTask
+from lyapunov_prune.evaluation.task_scores import ScoredTask
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 

@@ -16,7 +16,7 @@ import typer
 import lyapunov_prune as lp
 from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.data.batch import Split, require_disjoint
-from lyapunov_prune.evaluation.tasks import ScoredTask
+from lyapunov_prune.evaluation.task_scores import ScoredTask
 from lyapunov_prune.profiles.profile import LayerProfile, kept_profile
 from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.result import MeasuredOn

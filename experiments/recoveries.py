@@ -25,7 +25,8 @@ from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.classifier_loading import load_classifier
 from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.results.result import MeasuredOn, encode
+from lyapunov_prune.results.encoding import encode
+from lyapunov_prune.results.result import MeasuredOn
 
 VIT = "vit"  # the model that 5_joint/vit trains
 FOLDER = Path("runs") / "experiments" / "vit" / "model"

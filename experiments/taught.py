@@ -17,7 +17,7 @@ from lyapunov_prune.joint import Importance, measure_importance
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.structure import find_layers
-from lyapunov_prune.results.result import decode, encode
+from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store
 
 CONTEXT = 256

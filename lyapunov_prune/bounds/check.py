@@ -36,7 +36,8 @@ from lyapunov_prune.models.left_alone import LeftAlone, left_alone
 from lyapunov_prune.models.projections import Projection, find_projections, shared_weights
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.result import MeasuredOn, decode, encode
+from lyapunov_prune.results.encoding import decode, encode
+from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.store import Store
 
 A = TypeVar("A")

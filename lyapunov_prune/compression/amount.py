@@ -27,9 +27,10 @@ from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.predictions.tiles import measures
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
+from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.history import add_step
-from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
 
 # From least to most compression.

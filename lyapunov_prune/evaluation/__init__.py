@@ -1,6 +1,8 @@
 """How good a model is.
 
-- `perplexity`, `score`, `speed`: measured by this package; `tasks`, `harness`: run with lm-evaluation-harness;
+- `perplexity`, `score`, `speed`: measured by this package;
+- `tasks`: run with lm-evaluation-harness, whose model is `harness` and whose tasks `harness_tasks`; `task_scores`: what
+  they give;
 - `judging`: whether a change pays, by a paired test over windows;
 - `retrieval`: documents ranked by their embeddings;
 - `llama_cpp`: runs llama.cpp on GGUF files in the process `llama_cpp_process`; `engine`: its perplexity and speed;

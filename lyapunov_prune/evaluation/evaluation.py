@@ -10,7 +10,7 @@ from lyapunov_prune.evaluation.engine import EngineScores
 from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
-from lyapunov_prune.evaluation.tasks import TaskScores
+from lyapunov_prune.evaluation.task_scores import TaskScores
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.results.frames import pd

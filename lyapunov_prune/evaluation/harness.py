@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import copy
-import io
-import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from itertools import groupby
 from typing import Any, TextIO
 
-import datasets
 import torch
-import transformers
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.data.tasks import TaskFile
-from lyapunov_prune.errors import LyapunovPruneError, first_line
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.harness_tasks import SEED, quietly
 from lyapunov_prune.forward.continuations import Continuations
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.models.decoder import wrap
@@ -33,62 +28,12 @@ from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.progress import track
 
-# Seed for the few-shot examples of the harness.
-SEED = 1234
-# Longest answer and stop strings, as in the harness' gsm8k.
-ANSWER = 256
-_UNTIL = ("Question:", "</s>", "<|im_end|>")
 # Longer than any context: the harness would truncate on the left, and here such an item is refused.
 _UNCUT = 2**31
 # Requests per step of the progress bar.
 _STRETCH = 16
 # Bootstrap samples for metrics without a closed-form standard error.
 _DRAWS = 1000
-_MULTIPLE_CHOICE: dict[str, Any] = {
-    "output_type": "multiple_choice",
-    "doc_to_text": "query",
-    "doc_to_choice": "choices",
-    "doc_to_target": "gold",
-    "target_delimiter": "",
-    "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
-}
-# A blank filled in several ways, followed by the same words, as in the harness' winogrande.
-_PARTIAL: dict[str, Any] = {
-    "output_type": "multiple_choice",
-    "doc_to_text": "gold",
-    "doc_to_choice": "context_options",
-    "doc_to_target": "continuation",
-    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-}
-_GENERATION: dict[str, Any] = {  # the harness' gsm8k, version 3, apart from its data
-    "output_type": "generate_until",
-    "doc_to_text": lambda item: f"Question: {item['question']}\nAnswer:",
-    "doc_to_target": "answer",
-    "generation_kwargs": {"until": list(_UNTIL), "do_sample": False, "temperature": 0.0, "max_gen_toks": ANSWER},
-    "metric_list": [
-        {
-            "metric": "exact_match",
-            "aggregation": "mean",
-            "higher_is_better": True,
-            "ignore_case": True,
-            "ignore_punctuation": False,
-            "regexes_to_ignore": [",", r"\$", "(?s).*#### ", r"\.$"],
-        }
-    ],
-    "filter_list": [
-        {
-            "name": "strict-match",
-            "filter": [{"function": "regex", "regex_pattern": r"#### (\-?[0-9\.\,]+)"}, {"function": "take_first"}],
-        },
-        {
-            "name": "flexible-extract",
-            "filter": [
-                {"function": "regex", "group_select": -1, "regex_pattern": r"(-?[$0-9.,]{2,})|(-?[0-9]+)"},
-                {"function": "take_first"},
-            ],
-        },
-    ],
-}
 
 
 class ProjectModel(HFLM):
@@ -197,60 +142,6 @@ class ProjectModel(HFLM):
             )
 
 
-def local_task(file: TaskFile, few_shot: int) -> ConfigurableTask:
-    """A task of the harness from the items of `file`; the first `few_shot` items are examples and are not scored."""
-    examples, items = file.items[:few_shot], file.items[few_shot:]
-    if not items:
-        raise LyapunovPruneError(f"{file.path} has {len(file.items)} items, and {few_shot} are examples; give fewer")
-    forms = {"multiple choice": _MULTIPLE_CHOICE, "partial": _PARTIAL, "generation": _GENERATION}
-    config = {
-        **forms[file.kind],
-        "task": file.path.stem,
-        # The JSON loader of datasets would leave a copy of every file in a cache.
-        "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(list(items))},
-        "test_split": "test",
-        "num_fewshot": few_shot,
-        "fewshot_config": {"sampler": "first_n", "samples": list(examples)},
-    }
-    with quietly():
-        return ConfigurableTask(config=copy.deepcopy(config))
-
-
-def hub_tasks(names: Sequence[str], few_shot: int | None) -> dict[str, ConfigurableTask]:
-    """Tasks of the harness by name; a group stands for its tasks. Their items are downloaded from the hub.
-
-    Raises LyapunovPruneError for an unknown name and a download that fails.
-    """
-    manager = TaskManager()
-    unknown = [name for name in names if name not in manager.all_tasks]
-    if unknown:
-        raise LyapunovPruneError(
-            f"{unknown[0]} is neither a .jsonl file nor a task of lm-evaluation-harness; `lm-eval ls tasks` lists those"
-        )
-    try:
-        with quietly():
-            tasks = manager.load(list(names))["tasks"]
-    except Exception as error:  # datasets raises many classes of errors
-        raise LyapunovPruneError(
-            f"cannot load {', '.join(names)} from the hub: {first_line(error)}; check the network, or give "
-            ".jsonl files of items"
-        ) from None
-    for task in tasks.values():
-        if few_shot is not None:
-            task.set_config(key="num_fewshot", value=few_shot)
-    return tasks
-
-
-def every_second(task: ConfigurableTask, first: int) -> ConfigurableTask:
-    """A copy of `task` with every second of its items, from number `first` on."""
-    split = task.config.test_split or task.config.validation_split
-    rows = task.dataset[split]
-    part = copy.copy(task)
-    part.dataset = {**task.dataset, split: rows.select(range(first, len(rows), 2))}
-    part.task_docs = part.eval_docs
-    return part
-
-
 @in_eval_mode
 @torch.no_grad()
 def run(
@@ -283,24 +174,6 @@ def run(
         # simple_evaluate would seed every generator and look the model up on the hub.
         harness_results = evaluate(asked, dict(tasks), limit=limit, bootstrap_iters=_DRAWS, log_samples=True)
     return harness_results, asked.read
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Suppress logs, bars and prints of the harness and its dependencies."""
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
-    levels = [logger.level for logger in loggers]
-    verbosity = transformers.logging.get_verbosity()
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        transformers.logging.set_verbosity_error()
-        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _only_finite(model: PreTrainedModel, structure: Structure) -> AbstractContextManager[None]:

@@ -22,10 +22,10 @@ from lyapunov_prune.data.unseen import require_unseen_items, strings_of
 from lyapunov_prune.errors import LyapunovPruneError, require_extra
 from lyapunov_prune.evaluation.judging import POWER
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
+from lyapunov_prune.evaluation.task_scores import ScoredTask, TaskScore, TaskScores
 from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.tokenizers import token_ids
-from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import LINES, MeasuredOn, Result
+from lyapunov_prune.results.result import MeasuredOn
 
 # Metrics of generated answers, in addition to those of the harness.
 COLLAPSED, REPEATED, LENGTH = "collapsed", "repeated 3-grams", "tokens"
@@ -49,108 +49,6 @@ class Task:
         return self.harness.OUTPUT_TYPE == "generate_until"
 
 
-@dataclass(frozen=True)
-class ScoredTask:
-    """A scored task. `sha256` is of the file, or of the scored items for a task by name.
-
-    `chance` is the accuracy of guessing, the mean of `1 / choices`; NaN unless multiple choice. `few_shot` examples
-    precede each of the `items`.
-    """
-
-    name: str
-    kind: str  # multiple choice, generation, or what the harness calls another output type
-    source: str  # the file, or lm-evaluation-harness
-    sha256: str
-    items: int
-    few_shot: int
-    chance: float
-
-
-@dataclass(frozen=True)
-class TaskScore:
-    """`value` of a metric and its standard error over items (NaN if it has none).
-
-    `items` holds the metric of every item in order, for paired comparisons; empty if the harness has none.
-    """
-
-    model: str
-    task: str
-    metric: str
-    value: float
-    error: float
-    items: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class TaskScores(Result):
-    """Scores of one or more models on the same items; `measured_on` is in the order of `models`.
-
-    Metrics are those of the harness, followed by a comma and the name of the filter if there is one: `acc`, `acc_norm`
-    (by log-likelihood per character); `exact_match, strict-match` (the number after `####`) and
-    `exact_match, flexible-extract` (the last number). Generation tasks also have, computed from the re-tokenized
-    answers, `collapsed`, the share that ends in a cycle (`repetition.collapsed`), `repeated 3-grams`, the mean share of
-    repeated 3-grams (`repetition.repetition`), and `tokens`, the mean length.
-    """
-
-    models: tuple[str, ...]
-    tasks: tuple[ScoredTask, ...]
-    scores: tuple[TaskScore, ...]
-    limit: int | None
-    measured_on: tuple[MeasuredOn, ...]
-
-    def score(self, model: str, task: str, metric: str) -> TaskScore:
-        return next(s for s in self.scores if (s.model, s.task, s.metric) == (model, task, metric))
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per model, task and metric."""
-        tasks = {task.name: task for task in self.tasks}
-        return pd.DataFrame(
-            [
-                {
-                    "task": s.task,
-                    "kind": tasks[s.task].kind,
-                    "metric": s.metric,
-                    "model": s.model,
-                    "value": s.value,
-                    "error": s.error,
-                    "items": tasks[s.task].items,
-                    "few_shot": tasks[s.task].few_shot,
-                    "chance": tasks[s.task].chance if s.metric.startswith("acc") else math.nan,
-                    "sha256": tasks[s.task].sha256[:12],
-                }
-                for s in self.scores
-            ]
-        )
-
-    def summary(self) -> pd.DataFrame:
-        """One row per task and metric, with the models side by side: value ± standard error."""
-        rows: dict[tuple[str, str], dict[str, Any]] = {}
-        for s in self.scores:
-            row = rows.setdefault((s.task, s.metric), {"task": s.task, "metric": s.metric})
-            row[s.model] = f"{s.value:.4g}" + (f" ± {s.error:.2g}" if math.isfinite(s.error) else "")
-        return pd.DataFrame(list(rows.values()))
-
-    def answer(self) -> list[str]:
-        """One line per task with its first metric. Generation comes first: it loses more than multiple choice shows."""
-        lines = []
-        for task in sorted(self.tasks, key=lambda task: task.kind != "generation"):
-            metric = next(s.metric for s in self.scores if s.task == task.name)
-            scores = [self.score(model, task.name, metric) for model in self.models]
-            chance = f", guessing {task.chance:.3g}" if math.isfinite(task.chance) and metric.startswith("acc") else ""
-            told = " → ".join(f"{s.value:.3g} ± {1.96 * s.error:.2g}" for s in scores)
-            lines.append(f"{task.name} ({metric}, {task.items} items{chance}): {told}.")
-        return lines[:LINES]
-
-    def headline(self) -> str:
-        on = self.measured_on[0]
-        sizes = ", ".join(
-            f"{t.name} {t.items}" + (f" ({t.few_shot} shots)" if t.few_shot else "")
-            + (f", chance {t.chance:.3g}" if math.isfinite(t.chance) else "")
-            for t in self.tasks
-        )  # fmt: skip
-        return f"Tasks, lm-eval {on.versions['lm-eval']}, value ± standard error; items: {sizes}\n{on.line()}"
-
-
 @checked
 def load_tasks(names: Sequence[str | Path], *, few_shot: Annotated[int, Range(0)] | None = None) -> tuple[Task, ...]:
     """Load tasks from `.jsonl` files, and from the hub by their names in lm-evaluation-harness (extra `tasks`).
@@ -168,13 +66,11 @@ def load_tasks(names: Sequence[str | Path], *, few_shot: Annotated[int, Range(0)
     hub = [str(name) for name in names if str(name) not in files]
     read = {name: read_task(name) for name in files}
     require_extra("lm_eval", "tasks", "scoring tasks")
-    from lyapunov_prune.evaluation import harness
+    from lyapunov_prune.evaluation.harness_tasks import hub_tasks, local_task
 
-    tasks = [
-        Task(file.path.stem, name, file.sha256, harness.local_task(file, few_shot or 0)) for name, file in read.items()
-    ]
+    tasks = [Task(file.path.stem, name, file.sha256, local_task(file, few_shot or 0)) for name, file in read.items()]
     if hub:
-        loaded = harness.hub_tasks(hub, few_shot)
+        loaded = hub_tasks(hub, few_shot)
         tasks += [Task(name, "lm-evaluation-harness", None, task) for name, task in loaded.items()]
     known = [task.name for task in tasks]
     twice = next((name for name in known if known.count(name) > 1), None)
@@ -197,7 +93,7 @@ def halves(source: str) -> tuple[Task, Task]:
     task = tasks[0]
     if len(tasks) > 1:
         raise LyapunovPruneError(f"{source} is a group of {len(tasks)} tasks; give one of them, as {task.name}")
-    from lyapunov_prune.evaluation import harness
+    from lyapunov_prune.evaluation.harness_tasks import every_second
 
     items = len(task.harness.eval_docs)
     if items < 2 * POWER:
@@ -206,7 +102,7 @@ def halves(source: str) -> tuple[Task, Task]:
     if not higher:
         raise LyapunovPruneError(f"{source} is scored by {metric}, better when it is lower; give a task with a score")
     choose, held_out = (
-        replace(task, source=f"{task.source}, {part}", sha256=None, harness=harness.every_second(task.harness, first))
+        replace(task, source=f"{task.source}, {part}", sha256=None, harness=every_second(task.harness, first))
         for first, part in enumerate(("choose", "held out"))
     )
     return choose, held_out
@@ -235,6 +131,7 @@ def evaluate_tasks(
     """
     given = {name: model_of(model) for name, model in models.items()}
     from lyapunov_prune.evaluation import harness
+    from lyapunov_prune.evaluation.harness_tasks import SEED
 
     bos = begins_with_bos(tokenizer, bos)
     objects = {task.name: task.harness for task in tasks}
@@ -251,9 +148,7 @@ def evaluate_tasks(
             scores += _scores(name, task.name, harness_results, tokenizer)
         scored = scored or [_scored(task, harness_results) for task in tasks]
         names = ", ".join(task.name for task in tasks)
-        measured.append(
-            rows_measured_on(model, read, names, bos=bos, seed=harness.SEED, packages=["lm-eval", "datasets"])
-        )
+        measured.append(rows_measured_on(model, read, names, bos=bos, seed=SEED, packages=["lm-eval", "datasets"]))
     return TaskScores(tuple(given), tuple(scored), tuple(scores), limit, tuple(measured))
 
 

@@ -29,8 +29,9 @@ from lyapunov_prune.models.decoder import Decoder, InMemory, takes_models
 from lyapunov_prune.models.launched import processes_of, require_same_models
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.history import add_step
-from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, encode
+from lyapunov_prune.results.result import MeasuredOn, ModelIdentity
 
 # First learning rate, relative to the size of each parameter: all parameters, low-rank factors.
 RATE, LOW_RANK_RATE = 5e-4, 1.6e-3

@@ -23,7 +23,7 @@ from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.result import decode, encode
+from lyapunov_prune.results.encoding import decode, encode
 
 _BEST, _DONE = "best", "done"
 Tensors = Mapping[str, torch.Tensor]

@@ -15,7 +15,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lyapunov_prune.models.quantised import is_packed
-from lyapunov_prune.results.result import encode
+from lyapunov_prune.results.encoding import encode
 
 # Settings that change no forward in eval mode: bookkeeping, optional outputs, initialisation and training, labels, and
 # tokens that only a tokenizer or `generate` uses. All others count.

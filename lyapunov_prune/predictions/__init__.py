@@ -2,11 +2,12 @@
 
 - `divergence`: skipping one layer; `tiles`: the same measures, one block of the vocabulary at a time;
 - `softmax`, `spaces`: measures of whole rows;
-- `hierarchy`: h → z → p at each decoding step; `exits`: where h is read;
+- `hierarchy`: h → z → p at each decoding step, kept in `hierarchy_probe`; `exits`: where h is read;
 - `remainders`: error bounds of the second-order estimates of the angles;
 - `generation`, `attention_paths`: both models write their own text; `history`: one reads the other's text;
 - `expectation`: perplexity and generated text predicted from a measured divergence;
-- `choices`: both models answer the same items; `verdict`: which kinds of task a compression spares.
+- `choices`: both models answer the same items, compared in `choice_comparison`;
+- `verdict`: which kinds of task a compression spares.
 """
 
 import lazy_loader

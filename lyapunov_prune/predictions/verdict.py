@@ -13,7 +13,7 @@ import numpy as np
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.retrieval import TOP, RetrievalScores
-from lyapunov_prune.predictions.choices import ChoiceComparison
+from lyapunov_prune.predictions.choice_comparison import ChoiceComparison
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.history import HistoryDivergence
 from lyapunov_prune.results.frames import pd

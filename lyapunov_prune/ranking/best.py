@@ -25,7 +25,7 @@ from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, by_directio
 from lyapunov_prune.ranking.counts import free_layers, protected_layers, require_count, search_budget
 from lyapunov_prune.ranking.search import Fit, Search
 from lyapunov_prune.ranking.tried import BestRemoval
-from lyapunov_prune.results.result import decode, encode
+from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store, clear_results
 from lyapunov_prune.sensitivity.sweep import Sweep, clear_sweep
 

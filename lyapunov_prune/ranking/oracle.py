@@ -25,8 +25,9 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.counts import count_of, require_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
+from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, decode, encode
+from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep, badness, clear_sweep
 

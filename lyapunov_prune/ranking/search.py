@@ -13,7 +13,7 @@ from lyapunov_prune.mending.mend import Mend
 from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, swaps
 from lyapunov_prune.ranking.tried import BestRemoval, Final, Tried
-from lyapunov_prune.results.result import decode, encode
+from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.sweep import Job, Sweep, badness
 

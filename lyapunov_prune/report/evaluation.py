@@ -9,7 +9,7 @@ from scipy import stats
 
 from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
-from lyapunov_prune.evaluation.tasks import COLLAPSED, REPEATED, TaskScore, TaskScores
+from lyapunov_prune.evaluation.task_scores import COLLAPSED, REPEATED, TaskScore, TaskScores
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, one_panel, svg
 from lyapunov_prune.shrinking.report import Shrinking
 

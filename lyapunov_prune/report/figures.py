@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.tasks import TaskScores
+from lyapunov_prune.evaluation.task_scores import TaskScores
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.report.evaluation import tasks_figure

@@ -13,9 +13,9 @@ from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.joint.result import REPORT as JOINT
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.predictions.attention_paths import AttentionPaths
-from lyapunov_prune.predictions.choices import ChoiceComparison
+from lyapunov_prune.predictions.choice_comparison import ChoiceComparison
 from lyapunov_prune.predictions.generation import GenerationDivergence
-from lyapunov_prune.predictions.hierarchy import HierarchyProbe
+from lyapunov_prune.predictions.hierarchy_probe import HierarchyProbe
 from lyapunov_prune.predictions.history import HistoryDivergence
 from lyapunov_prune.predictions.verdict import Verdict
 from lyapunov_prune.report.compression import compression_figure

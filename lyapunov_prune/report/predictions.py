@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lyapunov_prune.predictions.attention_paths import AttentionPaths
-from lyapunov_prune.predictions.choices import ChoiceComparison
+from lyapunov_prune.predictions.choice_comparison import ChoiceComparison
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
 from lyapunov_prune.predictions.generation import GenerationDivergence
-from lyapunov_prune.predictions.hierarchy import HierarchyProbe
+from lyapunov_prune.predictions.hierarchy_probe import HierarchyProbe
 from lyapunov_prune.predictions.history import READ, HistoryDivergence
 from lyapunov_prune.predictions.verdict import LOST, STAYS, Verdict
 from lyapunov_prune.report.drawing import (

@@ -1,7 +1,7 @@
 """Results of measurements and how they are stored.
 
 - `result`: the base class of every result (frozen, prints as a table, one JSON file each) and the metadata of a
-  measurement; `arrays`: checks of the numbers that a later step reads;
+  measurement; `encoding`: its fields as JSON values; `arrays`: checks of the numbers that a later step reads;
 - `history`: how a model was made, and the texts that the steps saw; `overlap`: how much a text shares with those;
 - `once`: read a result instead of measuring it again, if all parameters are the same;
 - `frames`: pandas, imported with the first table; `wording`: lists of layers, bars and intervals as words;

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.files import parsed
-from lyapunov_prune.results.result import ASKED, MeasuredOn, Result, encode
+from lyapunov_prune.results.result import ASKED, MeasuredOn, Result
 
 R = TypeVar("R", bound=Result)
 

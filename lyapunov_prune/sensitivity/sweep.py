@@ -23,7 +23,7 @@ from lyapunov_prune.models.launched import processes_of, require_alike
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.result import decode, encode
+from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store, clear_results
 from lyapunov_prune.sensitivity.drift import Reference
 

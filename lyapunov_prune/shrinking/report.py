@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import printable
 from lyapunov_prune.evaluation.evaluation import Evaluation
-from lyapunov_prune.evaluation.tasks import TaskScore
+from lyapunov_prune.evaluation.task_scores import TaskScore
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.frames import pd

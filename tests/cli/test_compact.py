@@ -28,7 +28,7 @@ from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.modeling_compact import CompactLlama
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.predictions.attention_paths import AttentionPaths
-from lyapunov_prune.predictions.hierarchy import HierarchyProbe
+from lyapunov_prune.predictions.hierarchy_probe import HierarchyProbe
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance

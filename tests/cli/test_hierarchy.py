@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lyapunov_prune.forward import decoding
 from lyapunov_prune.predictions import generation as generation_module
-from lyapunov_prune.predictions.choices import ChoiceComparison
-from lyapunov_prune.predictions.hierarchy import HierarchyProbe
+from lyapunov_prune.predictions.choice_comparison import ChoiceComparison
+from lyapunov_prune.predictions.hierarchy_probe import HierarchyProbe
 from lyapunov_prune.predictions.verdict import Verdict
 
 

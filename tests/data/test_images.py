@@ -13,7 +13,8 @@ from lyapunov_prune import LyapunovPruneError, TokenBatch
 from lyapunov_prune.data import ImageBatch
 from lyapunov_prune.data.examples import as_examples
 from lyapunov_prune.models.decoder import wrap_any
-from lyapunov_prune.results.result import MeasuredOn, decode, encode
+from lyapunov_prune.results.encoding import decode, encode
+from lyapunov_prune.results.result import MeasuredOn
 
 
 def test_an_item_is_one_input_and_a_part_keeps_its_classes() -> None:

@@ -23,10 +23,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import lyapunov_prune.evaluation
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, evaluate_tasks, remove_layers
 from lyapunov_prune.cli.app import main
-from lyapunov_prune.evaluation import TaskScores, harness, load_tasks
+from lyapunov_prune.evaluation import TaskScores, harness, harness_tasks, load_tasks
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.repetition import repetition
-from lyapunov_prune.evaluation.tasks import TaskScore, halves
+from lyapunov_prune.evaluation.task_scores import TaskScore
+from lyapunov_prune.evaluation.tasks import halves
 from lyapunov_prune.forward import reading
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.models.decoder import wrap
@@ -40,7 +41,7 @@ QUESTIONS = [{"question": f"{i}{' and 1' * i}, that is?", "answer": f"So it is.\
 
 @pytest.fixture(autouse=True)
 def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(harness._GENERATION["generation_kwargs"], "max_gen_toks", STEPS)
+    monkeypatch.setitem(harness_tasks._GENERATION["generation_kwargs"], "max_gen_toks", STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -321,8 +322,8 @@ def test_names_come_from_the_hub_or_say_what_to_do(
 
     # One folder of the harness' tasks: it takes seconds to read all.
     arc = Path(lm_eval.__file__).parent / "tasks" / "arc"
-    manager = harness.TaskManager(include_path=str(arc), include_defaults=False)
-    monkeypatch.setattr(harness, "TaskManager", lambda: manager)
+    manager = harness_tasks.TaskManager(include_path=str(arc), include_defaults=False)
+    monkeypatch.setattr(harness_tasks, "TaskManager", lambda: manager)
     with pytest.raises(LyapunovPruneError, match="nothing is neither"):
         load_tasks(["nothing"])
 
@@ -385,7 +386,7 @@ def test_halves_of_a_task_by_name(
         "doc_to_target": "gold",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     }
-    named(monkeypatch, named=harness.ConfigurableTask(config=config))
+    named(monkeypatch, named=harness_tasks.ConfigurableTask(config=config))
     parts = halves("named")
     found = [evaluate_tasks({"a": writer}, tokenizer, [part]).tasks[0] for part in parts]
     assert [(task.items, task.few_shot) for task in found] == [(5, 1), (4, 1)]
@@ -405,8 +406,8 @@ def test_what_has_no_two_halves_of_scores_is_refused(
     with pytest.raises(LyapunovPruneError, match="group of 2 tasks"):
         halves("group")
     named(monkeypatch, one=task.harness)
-    monkeypatch.setattr(harness.ConfigurableTask, "higher_is_better", lambda self: {"word_perplexity": False})
-    monkeypatch.setattr(harness.ConfigurableTask, "eval_docs", [{}] * 8)
+    monkeypatch.setattr(harness_tasks.ConfigurableTask, "higher_is_better", lambda self: {"word_perplexity": False})
+    monkeypatch.setattr(harness_tasks.ConfigurableTask, "eval_docs", [{}] * 8)
     with pytest.raises(LyapunovPruneError, match="word_perplexity, better when it is lower"):
         halves("one")
 

@@ -40,8 +40,8 @@ from lyapunov_prune.models.loading import load
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, made_by
 from lyapunov_prune.pruning.removal import remove_layers
+from lyapunov_prune.results.encoding import decode
 from lyapunov_prune.results.history import history_of
-from lyapunov_prune.results.result import decode
 from lyapunov_prune.shrinking import shrink as shrinking
 from lyapunov_prune.shrinking.report import Shrinking
 

@@ -19,7 +19,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.models.decoder import Decoder, Model, model_of, takes_model, wrap, wrap_any
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
-from lyapunov_prune.results.result import encode
+from lyapunov_prune.results.encoding import encode
 
 
 def test_a_handle_holds_what_is_found_out_about_a_model(llama: PreTrainedModel) -> None:

@@ -23,7 +23,7 @@ from lyapunov_prune.models.settings import forward_settings, unknown_layer_numbe
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import remove_layers
-from lyapunov_prune.results.result import decode, encode
+from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}

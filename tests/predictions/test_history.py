@@ -20,7 +20,8 @@ from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.predictions import HistoryDivergence, attention_paths, history_divergence
 from lyapunov_prune.report.predictions import history_figure
-from lyapunov_prune.results.result import Result, encode
+from lyapunov_prune.results.encoding import encode
+from lyapunov_prune.results.result import Result
 
 STEPS, T = 5, 1.3
 

@@ -23,7 +23,8 @@ from hypothesis.extra.numpy import array_shapes, arrays
 import lyapunov_prune
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.results.result import ROWS, ModelIdentity, Reported, Result, decode, encode, versions
+from lyapunov_prune.results.encoding import decode, encode
+from lyapunov_prune.results.result import ROWS, ModelIdentity, Reported, Result, versions
 
 
 def result_classes() -> list[type[Result]]:
@@ -199,13 +200,13 @@ def test_what_a_result_refuses_itself_is_said_with_the_file(tmp_path: Path) -> N
 
 
 def test_another_kind_is_refused(one: Example, tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match="Headed .*Example"):
+    with pytest.raises(LyapunovPruneError, match=r"Headed .*Example"):
         Headed.load(one.save(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("data", [{"model_type": "llama"}, [1, 2], 3, None, "text"])
 def test_a_foreign_file_is_refused(data: Any, tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match="Example .*no result"):
+    with pytest.raises(LyapunovPruneError, match=r"Example .*no result"):
         Example.load(written(tmp_path, data))
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import lyapunov_prune as lp
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation import harness
+from lyapunov_prune.evaluation import harness_tasks
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.evaluation.tasks import evaluate_tasks, halves, load_tasks
 from lyapunov_prune.forward.reading import read
@@ -154,7 +154,7 @@ def test_a_task_of_the_harness_is_taken_by_name(
         asked.extend(names)
         return {"by_name": local.harness}
 
-    monkeypatch.setattr(harness, "hub_tasks", found)
+    monkeypatch.setattr(harness_tasks, "hub_tasks", found)
     report = lp.shrink(reader, tokenizer, max_drop="items_by_name:0.9", **SMALL).report
     assert asked == ["items_by_name"]
     assert report.evaluation.tasks is not None

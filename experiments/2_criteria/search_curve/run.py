@@ -27,7 +27,7 @@ from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.ranking.best import best_removal
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.report.drawing import COLOURS, INK, one_panel, svg
-from lyapunov_prune.results.result import encode
+from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

@@ -24,7 +24,7 @@ from experiments.common import Learnt, Model, Scored, run_command
 from experiments.statements import bullets, interval, ratio, runs, table
 from experiments.unseen import OnUnseenText, recovered, two_texts
 from lyapunov_prune.ranking.table import DEFAULT
-from lyapunov_prune.results.result import encode
+from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

@@ -37,7 +37,8 @@ from lyapunov_prune.forward.reading import read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.tokenizers import token_ids
-from lyapunov_prune.results.result import MeasuredOn, Result, decode, encode
+from lyapunov_prune.results.encoding import decode, encode
+from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

@@ -20,8 +20,8 @@ from experiments.common import Model, run, texts
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.predictions.divergence import divergences_of
+from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.files import write_whole
-from lyapunov_prune.results.result import encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

@@ -24,8 +24,9 @@ from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.predictions.expectation import TABLE
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
+from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.files import write_whole
-from lyapunov_prune.results.result import MeasuredOn, decode, encode
+from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

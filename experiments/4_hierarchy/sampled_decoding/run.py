@@ -26,7 +26,8 @@ from experiments.statements import bullets, correlation, table
 from experiments.statements import interval as said
 from experiments.unseen import two_texts
 from lyapunov_prune.evaluation.repetition import repetition
-from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.encoding import encode
+from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

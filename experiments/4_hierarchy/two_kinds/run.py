@@ -18,7 +18,7 @@ from scipy import stats
 import lyapunov_prune as lp
 from experiments.common import Model, draw, plain_tasks, run_command, texts
 from experiments.statements import interval, short, table
-from lyapunov_prune.evaluation.tasks import TaskScores
+from lyapunov_prune.evaluation.task_scores import TaskScores
 from lyapunov_prune.predictions.verdict import wilson
 from lyapunov_prune.report.drawing import COLOURS, GREY, panels, svg
 

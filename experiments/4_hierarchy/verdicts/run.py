@@ -51,7 +51,8 @@ from lyapunov_prune.predictions.choices import compare_choices
 from lyapunov_prune.predictions.generation import compare_generation
 from lyapunov_prune.predictions.history import history_divergence
 from lyapunov_prune.predictions.verdict import LOST, STAYS, KindVerdict, task_verdict, wilson
-from lyapunov_prune.results.result import MeasuredOn, Result, decode, encode
+from lyapunov_prune.results.encoding import decode, encode
+from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

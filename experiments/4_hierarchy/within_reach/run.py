@@ -31,7 +31,8 @@ from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.predictions.verdict import wilson
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
-from lyapunov_prune.results.result import MeasuredOn, Result, decode, encode
+from lyapunov_prune.results.encoding import decode, encode
+from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

@@ -50,7 +50,8 @@ from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.profiles.influence import turns
 from lyapunov_prune.report.drawing import COLOURS, INK, one_panel, svg
-from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.encoding import encode
+from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

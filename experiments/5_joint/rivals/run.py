@@ -38,7 +38,8 @@ from lyapunov_prune.joint.decision import noisy_choices
 from lyapunov_prune.joint.points import Course
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, panels, svg
-from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.encoding import encode
+from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

@@ -23,10 +23,11 @@ from experiments.common import Learnt, Model, plain_tasks, run_command
 from experiments.statements import bullets, interval, percent, ratio, runs, short, table
 from experiments.unseen import recovered, two_texts
 from lyapunov_prune.evaluation.repetition import repetition
-from lyapunov_prune.evaluation.tasks import TaskScores
+from lyapunov_prune.evaluation.task_scores import TaskScores
 from lyapunov_prune.predictions.generation import GenerationDivergence, compare_generation
 from lyapunov_prune.ranking.table import DEFAULT
-from lyapunov_prune.results.result import MeasuredOn, Result, decode, encode
+from lyapunov_prune.results.encoding import decode, encode
+from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

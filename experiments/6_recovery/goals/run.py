@@ -26,7 +26,7 @@ from experiments.compressions import told
 from experiments.statements import ratio, runs, span, table
 from experiments.unseen import OnUnseenText, settings
 from lyapunov_prune.data.batch import require_disjoint
-from lyapunov_prune.results.result import encode
+from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

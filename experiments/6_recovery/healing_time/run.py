@@ -27,7 +27,7 @@ from experiments.statements import percent, ratio, runs, table
 from experiments.unseen import OnUnseenText, settings, two_texts
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.report.drawing import COLOURS, INK, log_axis, one_panel, svg
-from lyapunov_prune.results.result import encode
+from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

@@ -32,7 +32,7 @@ from lyapunov_prune.healing.rounds import schedule
 from lyapunov_prune.healing.trained import drawn_order, trained
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_layers
-from lyapunov_prune.results.result import encode
+from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

@@ -26,7 +26,8 @@ from experiments.statements import bullets, counted, percent, ratio, table
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.mend import fit_mends, mapped
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.encoding import encode
+from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent

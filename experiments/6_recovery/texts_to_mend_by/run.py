@@ -26,7 +26,8 @@ import lyapunov_prune as lp
 from experiments.common import Model, Scored, Unseen, plain, read_text, run_command
 from experiments.statements import bullets, ratio, runs, table
 from lyapunov_prune.data.batch import require_disjoint
-from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.encoding import encode
+from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
