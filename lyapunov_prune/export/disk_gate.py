@@ -30,16 +30,7 @@ from lyapunov_prune.models.units import find_units, selected
 from lyapunov_prune.models.width import Width
 from lyapunov_prune.progress import status
 from lyapunov_prune.pruning.counting import count_check, leaving, renamed
-from lyapunov_prune.pruning.gate import (
-    CACHED,
-    PICTURED,
-    SKIPPED,
-    Gate,
-    GateReport,
-    attempt,
-    crashed,
-    seen_by,
-)
+from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Gate, GateReport, attempt, crashed, seen_by
 from lyapunov_prune.pruning.partial import parts_left
 from lyapunov_prune.pruning.plan import PruningPlan
 

@@ -21,13 +21,7 @@ from lyapunov_prune.export.factored import FORMAT as COMPACT
 from lyapunov_prune.export.factored import NOT_STREAMED, Factoring
 from lyapunov_prune.export.format import Asked
 from lyapunov_prune.export.packed import FORMAT as PACKED
-from lyapunov_prune.export.packed import (
-    LOADING,
-    Packing,
-    packed_in,
-    require_packable,
-    require_packed_options,
-)
+from lyapunov_prune.export.packed import LOADING, Packing, packed_in, require_packable, require_packed_options
 from lyapunov_prune.export.table import FORMATS, require_streamed_format
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.decoder import Model, wrap

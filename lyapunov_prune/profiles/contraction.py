@@ -19,20 +19,8 @@ from lyapunov_prune.models.decoder import StreamableText, takes_model
 from lyapunov_prune.models.kernels import differentiable
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.profiles.contraction_profile import (
-    ABOVE_FLOOR,
-    ContractionProfile,
-    Pooling,
-    below_floor_error,
-)
-from lyapunov_prune.profiles.propagation import (
-    WindowSums,
-    difference_sums,
-    jvp_moved,
-    jvp_sums,
-    listed,
-    require_moved,
-)
+from lyapunov_prune.profiles.contraction_profile import ABOVE_FLOOR, ContractionProfile, Pooling, below_floor_error
+from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, jvp_moved, jvp_sums, listed, require_moved
 from lyapunov_prune.progress import track
 
 Derivative = Literal["difference", "jvp"]

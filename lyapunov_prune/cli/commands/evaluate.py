@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.cli import choices
-from lyapunov_prune.cli.inputs import (
-    begun_run,
-    draw_report,
-    load_inputs,
-    require_retrieval,
-    windows_at_once,
-)
+from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, require_retrieval, windows_at_once
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
     Items,

@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, require_bounds, windows_at_once
-from lyapunov_prune.cli.options import (
-    IN_MEMORY,
-    Model,
-    ModelOptions,
-    Output,
-    TextOptions,
-    what_option,
-)
+from lyapunov_prune.cli.options import IN_MEMORY, Model, ModelOptions, Output, TextOptions, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError

@@ -5,14 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from lyapunov_prune.cli.inputs import format_for
-from lyapunov_prune.cli.options import (
-    Model,
-    ModelOptions,
-    Quantize,
-    Target,
-    Written,
-    model_option,
-)
+from lyapunov_prune.cli.options import Model, ModelOptions, Quantize, Target, Written, model_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import show
 from lyapunov_prune.export.table import FORMATS

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from lyapunov_prune.cli.inputs import begun_run, format_for, jobs_folder
-from lyapunov_prune.cli.options import (
-    ABOVE_ZERO,
-    ModelOptions,
-    Target,
-    TextOptions,
-    model_option,
-    what_option,
-)
+from lyapunov_prune.cli.options import ABOVE_ZERO, ModelOptions, Target, TextOptions, model_option, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError

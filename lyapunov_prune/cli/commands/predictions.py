@@ -16,14 +16,7 @@ from lyapunov_prune.cli.inputs import (
     require_retrieval,
     windows_at_once,
 )
-from lyapunov_prune.cli.options import (
-    Model,
-    ModelOptions,
-    Output,
-    TextOptions,
-    text_option,
-    what_option,
-)
+from lyapunov_prune.cli.options import Model, ModelOptions, Output, TextOptions, text_option, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import keep, note
 from lyapunov_prune.errors import LyapunovPruneError

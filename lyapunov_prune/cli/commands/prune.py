@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import format_for, load_examples, load_inputs, load_judge, windows_at_once
-from lyapunov_prune.cli.options import (
-    DISK,
-    Format,
-    Model,
-    ModelOptions,
-    Stack,
-    Target,
-    TextOptions,
-    layer_indices,
-)
+from lyapunov_prune.cli.options import DISK, Format, Model, ModelOptions, Stack, Target, TextOptions, layer_indices
 from lyapunov_prune.cli.plans import plan_for, prune_files, read_plan, tell_written
 from lyapunov_prune.cli.ranked import RankOptions
 from lyapunov_prune.cli.records import Given

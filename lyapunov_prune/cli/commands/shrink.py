@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli.inputs import begun_run, draw_report, jobs_folder, load_beside, windows_at_once
-from lyapunov_prune.cli.options import (
-    ABOVE_ZERO,
-    Judge,
-    Model,
-    ModelOptions,
-    Target,
-    TextOptions,
-    counted,
-    what_option,
-)
+from lyapunov_prune.cli.options import ABOVE_ZERO, Judge, Model, ModelOptions, Target, TextOptions, counted, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
