@@ -96,25 +96,25 @@ def settled(removal: Removal, by: RankOptions, given: Given) -> RankOptions:
     if what != "width" and (remove is not None or max_kl is not None):
         require_ranks(by.goes_by, "layers" if together else what, remove=remove, periods=removal.keep_period)
     if (what == "activation") != (removal.reduction is not None):
-        raise LyapunovPruneError("--what activation and --reduction need each other; give both or neither")
+        given.refuse("and --what activation need each other; give both or neither", "reduction")
+        given.refuse("activation needs --reduction; give it too", "what")
     if what != "layers":
         given.refuse(f"applies to whole layers only, not to --what {what}; leave it out", "keep_period")
     return by
 
 
-def require_format(removal: Removal, by: RankOptions, stored: Stored) -> None:
+def require_format(by: RankOptions, stored: Stored, given: Given) -> None:
     """Raise LyapunovPruneError for a format that cannot hold what is asked for."""
     plain = stored.name == "plain"
     held = ("layers", *(stored.card.parts if stored.card else ()), *(("width", "experts", *SPLITS) if plain else ()))
     if by.what not in held:
-        raise LyapunovPruneError(
-            f"--format {stored.name} does not hold what --what {by.what} leaves; leave out --format, and convert the "
-            "result with export"
+        given.refuse(
+            f"{by.what} leaves what --format {stored.name} does not hold; leave out --format, and convert the result "
+            "with export",
+            "what",
         )
-    if removal.mend and (by.what != "layers" or not stored.mends):
-        raise LyapunovPruneError(
-            "--mend closes the gaps of whole layers in a plain checkpoint; leave out --what and --format"
-        )
+    if by.what != "layers" or not stored.mends:
+        given.refuse("closes the gaps of whole layers in a plain checkpoint; leave out --what and --format", "mend")
 
 
 def require_files(

@@ -132,15 +132,20 @@ def documents(rows: Rows, tokenizer: PreTrainedTokenizerBase, column: str | None
         return Chats(f"{name}, by the chat template)", tuple(chats), tokenizer)
     name = names[0]
     if found and ((column is None and name != "text") or isinstance(found[0][1].get(name), list)):
-        if not tokenizer.chat_template:
-            raise LyapunovPruneError(
-                f"{rows.source} holds chats in {name}, and this tokenizer has no chat template; take an instruct "
-                f"model, or name a column of plain text behind a colon, as {rows.source}:COLUMN"
-            )
+        require_template(tokenizer, f"{rows.source} ({name})")
         chats = [(where, messages_of(where, row.get(name))) for where, row in found]
         return Chats(f"{rows.source} ({name}, by the chat template)", tuple(chats), tokenizer)
     texts = [_text(where, row, name) for where, row in found]
     return Plain(rows.source if name == "text" else f"{rows.source} ({name})", "\n\n".join(texts))
+
+
+def require_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Raise LyapunovPruneError unless the chats of `source` can be written by a chat template."""
+    if not tokenizer.chat_template:
+        raise LyapunovPruneError(
+            f"{source} is read as chats, and this tokenizer has no chat template; take an instruct model, or give "
+            "plain text (FILE:COLUMN names a column)"
+        )
 
 
 def columns_of(rows: Rows, column: str | None = None) -> list[str]:

@@ -22,10 +22,13 @@ def as_examples(decoder: Decoder, examples: Examples | Tokens) -> Examples:
     Raises LyapunovPruneError for examples of the other kind, and as `checked_batch` and `checked_images` do.
     """
     model = decoder.model
+    if isinstance(examples, ImageBatch) != looks_at_images(model):
+        wanted, given = "images" if looks_at_images(model) else "text", "tokens"
+        if isinstance(examples, ImageBatch):
+            given = f"images ({examples.source})"
+        raise LyapunovPruneError(f"{type(model).__name__} reads {wanted} and was given {given}; give {wanted}")
     if isinstance(examples, ImageBatch):
         return checked_images(model, examples)
-    if looks_at_images(model):
-        raise LyapunovPruneError(f"{type(model).__name__} looks at images and was given tokens; give an ImageBatch")
     return checked_batch(decoder.structure, examples)
 
 

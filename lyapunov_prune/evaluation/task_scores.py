@@ -9,6 +9,9 @@ from typing import Any
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 
+# Metrics of generated answers, in addition to those of the harness.
+COLLAPSED, REPEATED, LENGTH = "collapsed", "repeated 3-grams", "tokens"
+
 
 @dataclass(frozen=True)
 class ScoredTask:

@@ -22,13 +22,10 @@ from lyapunov_prune.data.unseen import require_unseen_items, strings_of
 from lyapunov_prune.errors import LyapunovPruneError, require_extra
 from lyapunov_prune.evaluation.judging import POWER
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
-from lyapunov_prune.evaluation.task_scores import ScoredTask, TaskScore, TaskScores
+from lyapunov_prune.evaluation.task_scores import COLLAPSED, LENGTH, REPEATED, ScoredTask, TaskScore, TaskScores
 from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.result import MeasuredOn
-
-# Metrics of generated answers, in addition to those of the harness.
-COLLAPSED, REPEATED, LENGTH = "collapsed", "repeated 3-grams", "tokens"
 
 
 @dataclass(frozen=True)

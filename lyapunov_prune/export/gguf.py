@@ -67,13 +67,13 @@ def require_gguf(name: str, plan: PruningPlan) -> Header:
 
     Raises LyapunovPruneError for a model of another kind of file, and a plan that llama.cpp's header cannot express.
     """
-    source = source_file(name)
-    if plan.drops_parts:
+    header = read_header(source_file(name))
+    if plan.drops_parts or header.layers != plan.model.num_layers:
         raise LyapunovPruneError(
-            "only whole layers are removed from a GGUF file, and this plan drops parts of layers; leave those out, "
-            "or write a folder and export that"
+            f"only whole layers of its {header.layers} are removed from the GGUF file of {name}, and this plan is for "
+            f"{plan.model.num_layers} layers{' and drops parts of them' * plan.drops_parts}; give --layers, or write a "
+            "folder and export that"
         )
-    header = read_header(source)
     values_without(header, plan.kept)
     return header
 
@@ -125,8 +125,6 @@ def prune_gguf(name: str, plan: PruningPlan, target: str | Path) -> Provenance:
     """
     require_file(target)
     header = require_gguf(name, plan)
-    if header.layers != plan.model.num_layers:
-        raise LyapunovPruneError(f"the plan is for {plan.model.num_layers} layers, and {name} has {header.layers}")
     history = History((*stored_history(header).steps, Step("prune", name, plan.measured_on)))
     provenance = _provenance(plan, GateReport(()), (SKIPPED, CACHED, RELOADED, ENGINE), None)
     written = _written(target, header, plan.kept, {}, history, provenance, {})

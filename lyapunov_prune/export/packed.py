@@ -85,15 +85,14 @@ def require_packable(model: PreTrainedModel, group_size: int | None) -> tuple[Pr
 
     Raises LyapunovPruneError for other matrices, and for a model that transformers cannot load packed.
     """
-    if is_compact(model):
-        raise LyapunovPruneError("a compact model is not packed; compress it without --format")
     projections = find_projections(wrap(model))
     for p in projections:
         module = model.get_submodule(p.module)
-        if p.expert is not None or not isinstance(module, nn.Linear):
+        if is_compact(model) or p.expert is not None or not isinstance(module, nn.Linear):
             kept = "holds all experts in one tensor" if p.expert is not None else f"is a {type(module).__name__}"
             raise LyapunovPruneError(
-                f"{p.module} {kept}, and {_LIBRARY} packs only Linear modules; compress it without --format"
+                f"{p.module} of {type(model).__name__} {kept}, and {_LIBRARY} packs only Linear modules of plain "
+                "models; compress it without --format"
             )
     _require_loads_packed(model, group_size)
     return projections

@@ -67,8 +67,10 @@ def write_pruned(
         wrap(model)  # raises for encoders and encoder-decoders
     plan.require_model(model.identity)
     batch = None if batch is None else as_examples(model, batch)
-    _require_held(stored, model, plan, batch)
-    lesson = _mended_by(plan, batch, stored) if mend else None
+    _require_held(stored, model, plan, mend=mend)
+    unfitted = "gaps are mended" if mend else f"reduction {plan.reduction} is fitted"
+    if (mend and not isinstance(batch, TokenBatch)) or (plan.reduction is not None and batch is None):
+        raise LyapunovPruneError(f"{unfitted} on a text; give a batch")
     if batch is not None:
         first = batch.take([0])
         # A broken original would otherwise be blamed on the removal.
@@ -80,8 +82,8 @@ def write_pruned(
     mends: tuple[Mend, ...] = ()
     refits: Refits = {}
     mended = None
-    if lesson is not None:
-        mends, mended = judged_mends(model, plan.remove, lesson, judge)
+    if mend and isinstance(batch, TokenBatch):
+        mends, mended = judged_mends(model, plan.remove, batch, judge)
     elif plan.channels and isinstance(batch, TokenBatch):
         refits, mended = refits_of(model, plan, batch, judge or second_text(read(model, batch)))
     if mended is not None:
@@ -93,27 +95,15 @@ def write_pruned(
     return stored.write_cut(Path(target), Removed(model, pruned, tokenizer, operation, batch, mended))
 
 
-def _mended_by(plan: PruningPlan, batch: Examples | None, stored: Format) -> TokenBatch:
-    """The text to mend the gaps of `plan` on; raises LyapunovPruneError if they cannot be mended."""
-    plan.require_gaps()
-    if not stored.mends:
-        raise LyapunovPruneError(
-            f"a mended model is a plain checkpoint of fewer layers; leave out --format {stored.name}"
-        )
-    if not isinstance(batch, TokenBatch):
-        raise LyapunovPruneError("gaps are mended on a text; give a batch of tokens")
-    return batch
-
-
-def _require_held(stored: Format, decoder: Decoder, plan: PruningPlan, batch: Examples | None) -> None:
-    """Raise LyapunovPruneError, before anything is fitted, if the format cannot hold `plan`."""
-    if stored.card is None:
-        raise LyapunovPruneError(
-            f"format {stored.name} cannot store a pruned model; give one of {', '.join(formats_of('prune'))}"
-        )
+def _require_held(stored: Format, decoder: Decoder, plan: PruningPlan, *, mend: bool) -> None:
+    """Raise LyapunovPruneError, before anything is fitted, if the format cannot hold `plan`, or its mended gaps."""
+    if mend:
+        plan.require_gaps()
+    if stored.card is None or (mend and not stored.mends):
+        what = "a mended model, a plain checkpoint of fewer layers" if mend else "a pruned model"
+        others = [name for name, known in formats_of("prune").items() if known.mends or not mend]
+        raise LyapunovPruneError(f"format {stored.name} cannot store {what}; give one of {', '.join(others)}")
     stored.require_plan(decoder, plan)  # before parts are looked up, which a merged block does not have
     if plan.reduction is not None:
         for layer in plan.drop_activation:
             require_reduction(plan.reduction, find_feedforward(decoder.structure, layer))
-        if batch is None:
-            raise LyapunovPruneError(f"reduction {plan.reduction} is fitted on a text; give a batch")

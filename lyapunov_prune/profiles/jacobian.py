@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lyapunov_prune.arguments import Seed
+from lyapunov_prune.arguments import Count, Range, Seed
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.forward.hooks import layer_input, run_backbone
@@ -79,8 +79,8 @@ def sublayer_jacobians(
     model: InMemory,
     batch: Readable,
     *,
-    steps: int = 12,
-    probes: int = 8,
+    steps: Annotated[int, Range(2)] = 12,
+    probes: Count = 8,
     seed: Seed = 0,
 ) -> JacobianNorms:
     """Estimate `‖J‖` and `‖J‖_F/√n` of attention and MLP of every layer, see JacobianNorms.
@@ -99,8 +99,6 @@ def sublayer_jacobians(
     """
     reading = read(model, batch)
     text, structure = reading.batch.text, reading.structure
-    if steps < 2 or probes < 1:
-        raise LyapunovPruneError(f"{steps} steps and {probes} probes; give at least two steps and one probe")
     matrices = matrix_children(model)
     windows: list[np.ndarray] = []
     for number, ids in enumerate(track(reading.windows(1), "jacobians")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -150,11 +150,10 @@ class Claimed:
 
     def _take(self, claim: Claim, begin: Callable[[Claim], None]) -> None:
         self._claim = claim
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)  # else the traceback keeps the lock alive
             begin(claim)
-        except BaseException:  # else the traceback keeps the lock alive
-            self.close()
-            raise
+            undo.pop_all()
 
     def __enter__(self) -> Self:
         return self

@@ -58,7 +58,7 @@ def test_a_bad_line_is_named(line: Any, message: str, tmp_path: Path) -> None:
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LyapunovPruneError, match="cannot read"):
         load_items(tmp_path / "absent.jsonl")
-    with pytest.raises(LyapunovPruneError, match="holds no items"):
+    with pytest.raises(LyapunovPruneError, match="is no item"):
         load_items(written(tmp_path, "", ""))
 
 

@@ -118,5 +118,5 @@ def test_images_that_the_model_cannot_be_given_are_refused(images: ImageBatch, m
 def test_each_kind_of_model_is_given_its_own_kind_of_data(ids: torch.Tensor) -> None:
     with pytest.raises(LyapunovPruneError, match=r"LlamaForCausalLM .*digits"):
         as_examples(wrap_any(make_tiny("llama")), digits())
-    with pytest.raises(LyapunovPruneError, match="DeiTForImageClassification looks at images"):
+    with pytest.raises(LyapunovPruneError, match="DeiTForImageClassification reads images"):
         as_examples(wrap_any(make_classifier("deit")), ids)

@@ -80,5 +80,5 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         read_task(tmp_path / "itmes.jsonl")
     for empty in ("", "\n \n"):
         (tmp_path / "empty.jsonl").write_text(empty)
-        with pytest.raises(LyapunovPruneError, match="holds no items"):
+        with pytest.raises(LyapunovPruneError, match="is no item"):
             read_task(tmp_path / "empty.jsonl")

@@ -287,7 +287,7 @@ def test_what_cannot_be_scored_is_refused(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "holds no items"),
+        ("", "is no item"),
         ('{"question": "a", "answer": "1"}\n', "line 1 is no item"),
         ('{"question": "a", "answer": "#### 1"}\n\n{"question": "a"}\n', "line 3 is no item"),
         ('{"question": " ", "answer": "#### 1"}\n', "line 1 is no item"),

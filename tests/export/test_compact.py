@@ -128,7 +128,7 @@ def test_the_gate_looks_at_the_images_that_it_is_given(name: str) -> None:
 
 def test_each_kind_of_model_passes_by_its_own_kind_of_data(ids: torch.Tensor, llama: PreTrainedModel) -> None:
     model = make_classifier("vit")
-    with pytest.raises(LyapunovPruneError, match="looks at images"):
+    with pytest.raises(LyapunovPruneError, match="reads images"):
         verify(model, make_compact(model, CUTS), batch=ids)
     with pytest.raises(LyapunovPruneError, match=r"LlamaForCausalLM .*digits"):
         verify(llama, make_compact(llama, CUTS), batch=digits())

@@ -213,7 +213,7 @@ def test_weights_that_are_not_of_the_grid_are_not_packed(tokenizer: PreTrainedTo
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("wanda", None, False, "uniform"), "not those of wanda; give method rtn or gptq"),
+        (("wanda", None, False, "uniform"), "not those of wanda"),
         (("rtn", 3, True, "uniform"), "not 3 bits"),
         (("rtn", 1.58, True, "uniform"), r"not 1\.58 bits"),
         (("awq", 4, True, "uniform"), "not those of awq"),

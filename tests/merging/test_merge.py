@@ -379,7 +379,7 @@ def test_blocks_of_a_classifier_merge_on_images(name: str, batch_size: int) -> N
 def test_images_merge_no_decoder_and_text_no_classifier(ids: torch.Tensor) -> None:
     with pytest.raises(LyapunovPruneError, match=r"LlamaForCausalLM .*digits"):
         merge_layers(make_tiny("llama"), digits(), [1], "scaled")
-    with pytest.raises(LyapunovPruneError, match="ViTForImageClassification looks at images"):
+    with pytest.raises(LyapunovPruneError, match="ViTForImageClassification reads images"):
         merge_layers(make_classifier("vit"), ids, [1], "affine")
 
 

@@ -70,7 +70,7 @@ def prune(
     by = settled(removal, by, given)
     format = format_for(output, format, given)
     stored = FORMATS.make(format)
-    require_format(removal, by, stored)
+    require_format(by, stored, given)
     if not (removal.mend or "width" in by.what or removal.plan_file):
         given.refuse(UNJUDGED, "judge")
     stored.require_names(model, output)
