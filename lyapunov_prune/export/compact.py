@@ -179,10 +179,15 @@ def merged_path(places: Mapping[str, str]) -> str:
 
 def require_compact(decoder: Decoder, plan: PruningPlan) -> None:
     """Raise LyapunovPruneError for a plan that a compact checkpoint cannot hold, and for one that needs none."""
-    if plan.experts_gone or plan.drop_mlp or plan.channels or not plan.drops_parts:
+    other = "" if plan.drops_parts else "whole layers alone"
+    if plan.drop_mlp:
+        other = f"the MLP of layer {plan.drop_mlp[0]}"
+    elif plan.experts_gone or plan.channels:
+        other = "experts or channels"
+    if other:
         raise LyapunovPruneError(
-            "a compact checkpoint is for plans that drop attentions or activations, with whole layers beside them and "
-            "nothing else; leave out --format, since a plain checkpoint holds this plan"
+            f"a compact checkpoint is for plans that drop attentions or activations, not {other}; leave out --format, "
+            "since a plain checkpoint holds this plan"
         )
     compact_class(decoder.model)
     _require_cuts(decoder, plan.drop_attention, plan.drop_activation, plan.remove)

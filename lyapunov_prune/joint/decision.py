@@ -224,7 +224,7 @@ def within_budget(
             )
         meets = n_a + n_g == remove
     elif speedup is not None and remove is None:
-        known = [list(row) for row in seconds or [] if len(row) == layers + 1]
+        known = [list(row) for row in ([] if seconds is None else seconds) if len(row) == layers + 1]
         time = np.array(known, np.float64).reshape(-1, layers + 1)[: most[0] + 1, : most[1] + 1]
         if len(known) != layers + 1 or not 0 < time[0, 0] < np.inf or (time <= 0).any():
             raise LyapunovPruneError(

@@ -71,7 +71,7 @@ def test_as_many_as_a_divergence_allows(mixture: str, run: Callable[..., Done]) 
         (["--remove", "90%"], "give 1 to 6"),
         (["--layers", "1"], "--layers names whole layers"),
         (["--max-kl", "0"], "--max-kl is 0"),
-        (["--max-kl", "1e-9"], "no experts can go"),
+        (["--max-kl", "1e-9"], "no experts can be removed"),
         (["--remove", "1", "--protect", "0"], "--protect "),
         (["--remove", "1", "--criterion", "bi"], "criterion bi is defined for"),
         (["--remove", "1", "--keep-period"], "--keep-period"),

@@ -293,9 +293,9 @@ def test_half_precision_runs(window: torch.Tensor) -> None:
 
 
 def test_bad_input_is_refused(llama: PreTrainedModel, window: torch.Tensor) -> None:
-    for options in ({"steps": 1}, {"probes": 0}):
-        with pytest.raises(LyapunovPruneError, match="steps"):
-            sublayer_jacobians(llama, window, **options)
+    for option, value in (("steps", 1), ("probes", 0)):
+        with pytest.raises(LyapunovPruneError, match=f"{option} is {value}"):
+            sublayer_jacobians(llama, window, **{option: value})
     with pytest.raises(LyapunovPruneError, match="vocabulary"):
         sublayer_jacobians(llama, window + 97)
 

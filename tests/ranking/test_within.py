@@ -40,7 +40,7 @@ def test_the_largest_number_within(model: Any, what: str, max_kl: float, counts:
 @pytest.mark.parametrize(
     ("what", "max_kl", "said"),
     [
-        ("width", 1e-9, "no width can go"),
+        ("width", 1e-9, "no width can be removed"),
         ("layers", 0.1, "layers"),
         ("experts", 0.1, "LlamaModel has experts; give"),
         ("width", 0.0, "max_kl"),
