@@ -29,9 +29,10 @@ def count_of(remove: int | float, of: int, what: str = "layers") -> int:
 
 def require_count(remove: int, layers: int, what: str = "layers") -> None:
     """Raise LyapunovPruneError unless `what` of `remove` of the `layers` can be removed; one whole layer must stay."""
-    stay = int(what == "layers")
-    if not 1 <= remove <= layers - stay:
-        raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 or more, and keep {stay} or more")
+    most = layers - (what == "layers")
+    if not 1 <= remove <= most:
+        remedy = f"give 1 to {most}" if most else "give a model of more layers"
+        raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; {remedy}")
 
 
 def require_share(what: str, remove: int | float | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from lyapunov_prune.compression.report import REPORT as COMPRESSION
 from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.evaluation.evaluation import Evaluation
@@ -42,6 +44,10 @@ _RETRIEVAL = (
     "where they shift by more, nothing is promised and much may stay. A base model is no embedding model: compare "
     "the models, not the level."
 )
+
+# Files of which several sections draw a part.
+_JOINT = partial(Section, JOINT, JointRun, in_folders=True)
+_EVALUATION = partial(Section, "eval.json", Evaluation)
 
 MODELS = (
     Section(
@@ -86,46 +92,34 @@ MODELS = (
         in_folders=True,
         leads=True,
     ),
-    Section(
-        JOINT,
-        JointRun,
+    _JOINT(
         "Joint removal",
         "A map of the score after recovery over the numbers of attentions and of activations removed: lines of equal P "
         "through measured points, the pairs of the budget, and the chosen one; below it the prediction interval of "
         "every pair. The score at the end is of data that neither training nor choice has seen. Seconds are of the "
         "run that ended, those of points of all runs that it went on from.",
         lambda r: {"joint": joint_figure(r.map, r.decision)},
-        in_folders=True,
         leads=True,
     ),
-    Section(
-        JOINT,
-        JointRun,
+    _JOINT(
         "Pairs of the budget",
         "What the map says of the best pairs, with its prediction interval, and whether a pair lies within twice the "
         "noise of the chosen one: among those the points do not tell which is best.",
         lambda r: {},
-        in_folders=True,
         part=lambda r: r.decision,
     ),
-    Section(
-        JOINT,
-        JointRun,
+    _JOINT(
         "Recovered points",
         "Each point learnt from the dense model for a few steps, from the weights of the point before it on its chain, "
         "and was scored on the selection slice. The distillation loss is of the one item of its step.",
         lambda r: {},
-        in_folders=True,
         part=lambda r: r.points,
     ),
-    Section(
-        JOINT,
-        JointRun,
+    _JOINT(
         "Importance within each type",
         "By layer; the smallest of a type goes first. The two types are on axes of their own, for they are not "
         "compared: how many of each go is read off the map.",
         lambda r: {"importance": importance_figure(r)},
-        in_folders=True,
         part=lambda r: r.importance,
     ),
     Section(
@@ -205,17 +199,13 @@ MODELS = (
         _RETRIEVAL,
         lambda r: {"retrieval-both": retrieval_figure(r)},
     ),
-    Section(
-        "eval.json",
-        Evaluation,
+    _EVALUATION(
         "Evaluation",
         "Perplexity over non-overlapping windows, every window on its own.",
         lambda r: {"speed": speed_figure(r.speed)} if r.speed else {},
         leads=True,
     ),
-    Section(
-        "eval.json",
-        Evaluation,
+    _EVALUATION(
         "Tasks",
         "Multiple choice asks which of a few given texts is likelier; generation has the model write, greedily. A "
         "model may keep the first and lose the second, so the share of answers that end in a cycle, and of 3-grams "
@@ -225,17 +215,13 @@ MODELS = (
         part=lambda r: r.tasks,
         leads=True,
     ),
-    Section(
-        "eval.json",
-        Evaluation,
+    _EVALUATION(
         "Retrieval",
         _RETRIEVAL,
         lambda r: {"retrieval": retrieval_figure(r)},
         part=lambda r: r.retrieval,
     ),
-    Section(
-        "eval.json",
-        Evaluation,
+    _EVALUATION(
         "In llama.cpp",
         "The .gguf files as llama.cpp runs them: the same windows, and speed with the files in turns in one run.",
         lambda r: {},
