@@ -200,20 +200,15 @@ def profile_for(
     schedule: str | Allocation, loaded: Decoder, batch: TokenBatch, batch_size: int
 ) -> ContractionProfile | None:
     """The contraction profile that the schedule goes by; None where it needs none."""
+    from lyapunov_prune.allocation.table import SCHEDULES
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.profiles.contraction import measure_contraction, require_above_rounding
 
-    if not goes_by_rho(schedule):
+    if not isinstance(schedule, str) or SCHEDULES[schedule].needs != "profile":
         return None
     reading = read(loaded, batch)
     require_above_rounding(reading)
     return measure_contraction(loaded, reading, seeds=range(2), batch_size=batch_size)
-
-
-def goes_by_rho(schedule: str | Allocation) -> bool:
-    from lyapunov_prune.allocation.table import SCHEDULES
-
-    return isinstance(schedule, str) and SCHEDULES[schedule].needs == "profile"
 
 
 def reads_text(method: str, schedule: str | Allocation) -> bool:

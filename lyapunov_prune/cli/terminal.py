@@ -30,19 +30,15 @@ def speak_any_language() -> None:
 
 def say(message: str) -> None:
     if is_main():
-        _print(_lines(message))
+        end_status()
+        with printing():
+            print(_lines(message), flush=True)
 
 
 def note(message: str) -> None:
     """Print a message that is not a result, on stderr."""
     if is_main():
         tell(_lines(message))
-
-
-def _print(text: str) -> None:
-    end_status()
-    with printing():
-        print(text, flush=True)
 
 
 def _lines(message: str) -> str:

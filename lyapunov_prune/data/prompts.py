@@ -100,6 +100,7 @@ def load_prompts(
             messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
             text = chat_text(tokenizer, messages, where, answer=True)
         else:
+            assert isinstance(asked, str)  # chats are not given with chat=False
             text = asked
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         row = [tokenizer.bos_token_id] * begins + ids

@@ -120,7 +120,7 @@ def compress(
     finished = Finished(done, loaded.tokenizer, f"{Path(model).name}, compressed", results, dense)
     del loaded  # what was written is loaded beside what was compressed: no room for a third
     report = stored.write(output, finished)
-    _write(output, _recipes(schedule, done))
+    _write_recipes(output, schedule, done)
     show(report, output, kept=output / REPORT)
 
 
@@ -159,26 +159,22 @@ def _require_streamed(schedule: str | Allocated, format: str, given: Given) -> N
     require_streamed_format(format, "compress")
 
 
-def _recipes(schedule: str | Allocated, done: Compressed) -> dict[str, str]:
-    """The recipes of other tools for bits that differ by layer, by file name."""
+def _write_recipes(output: Path, schedule: str | Allocated, done: Compressed) -> None:
+    """Write the recipes of other tools for bits that differ by layer."""
     from lyapunov_prune.export.recipes import recipes_of
-
-    by_layer = isinstance(schedule, str) and schedule.startswith("bits-")
-    return dict(recipes_of(done.model, done.report)) if by_layer else {}
-
-
-def _write(output: Path, recipes: dict[str, str]) -> None:
     from lyapunov_prune.results.files import write_whole
 
-    for name, recipe in recipes.items():
-        write_whole(output / name, recipe)
+    if isinstance(schedule, str) and schedule.startswith("bits-"):
+        for name, recipe in recipes_of(done.model, done.report).items():
+            write_whole(output / name, recipe)
 
 
 def _share_or_pattern(sparsity: str | None) -> tuple[float | None, tuple[int, int] | None]:
     """The share removed, and the pattern (keep, of) if `sparsity` is one, as 2:4."""
     from lyapunov_prune.compression.masks import as_pattern
 
-    share, keep_of = None, as_pattern(sparsity) if sparsity is not None and ":" in sparsity else None
+    share: float | None = None
+    keep_of = as_pattern(sparsity) if sparsity is not None and ":" in sparsity else None
     if keep_of is not None:
         share = 1 - keep_of[0] / keep_of[1]
     elif sparsity is not None:
