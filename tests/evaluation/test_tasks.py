@@ -365,7 +365,7 @@ def test_every_second_item_is_held_out(files: list[str], tmp_path: Path) -> None
 
 
 def named(monkeypatch: pytest.MonkeyPatch, **tasks: Any) -> None:
-    monkeypatch.setattr(harness, "hub_tasks", lambda names, shots: tasks)
+    monkeypatch.setattr(harness_tasks, "hub_tasks", lambda names, shots: tasks)
 
 
 def test_halves_of_a_task_by_name(
