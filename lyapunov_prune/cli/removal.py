@@ -97,7 +97,7 @@ def settled(removal: Removal, by: RankOptions, given: Given) -> RankOptions:
         require_ranks(by.goes_by, "layers" if together else what, remove=remove, periods=removal.keep_period)
     if (what == "activation") != (removal.reduction is not None):
         given.refuse("and --what activation need each other; give both or neither", "reduction")
-        given.refuse("activation needs --reduction; give it too", "what")
+        given.refuse("activation and --reduction need each other; give both or neither", "what")
     if what != "layers":
         given.refuse(f"applies to whole layers only, not to --what {what}; leave it out", "keep_period")
     return by

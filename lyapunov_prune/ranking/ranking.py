@@ -169,7 +169,9 @@ def require_periods(remove: int, layers: int, period: int) -> None:
     """Raise LyapunovPruneError unless `remove` layers are whole periods and at least one period is left."""
     most = (layers // period - 1) * period
     if remove % period or not 0 < remove <= most:
+        choices = ", ".join(map(str, range(period, most + 1, period)[:3])) + (", …" if most > 3 * period else "")
+        give = f"give --remove {choices}, or " if choices else ""
         raise LyapunovPruneError(
-            f"{remove} of {layers} layers are no whole periods with one to stay: their kinds repeat every {period}; "
-            f"give --remove of a multiple up to {max(most, 0)}, or leave out --keep-period"
+            f"{remove} layers are no whole periods beside one that stays: the kinds of these {layers} repeat every "
+            f"{period}; {give}leave out --keep-period"
         )

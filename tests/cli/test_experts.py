@@ -109,9 +109,7 @@ def test_a_plan_that_leaves_fewer_experts_than_each_token_takes(mixture: str, ru
 
 
 def test_a_model_without_experts_is_refused_in_one_line(run_bad: Callable[..., str]) -> None:
-    assert "LlamaModel has experts; give --what layers" in run_bad(
-        "prune", "tiny", *EXPERTS, "--remove", "1", "-o", "out", *TEXT
-    )
+    assert "LlamaModel has experts" in run_bad("prune", "tiny", *EXPERTS, "--remove", "1", "-o", "out", *TEXT)
 
 
 def test_experts_are_ranked_and_removed_a_layer_at_a_time(mixture: str, run: Callable[..., Done]) -> None:

@@ -304,13 +304,13 @@ def test_prune_by_hand_and_by_plan(run: Callable[..., Done]) -> None:
     ("options", "message"),
     [
         (["--what", "activation", "--layers", "1"], "--what activation and --reduction"),
-        (["--layers", "1", "--reduction", "affine"], "--what activation and --reduction"),
+        (["--layers", "1", "--reduction", "affine"], "--reduction and --what activation"),
         (["--what", "activation", "--remove", "1", "--reduction", "affine"], "orders activations"),
         (["--what", "activation", "--layers", "1", "--reduction", "affine"], "gated, .*--format"),
         (["--what", "attention", "--layers", "0,1,2,3,4,5", "--format", "compact"], "no attention is left"),
         (["--layers", "1", "--format", "compact"], "leave out --format"),
         (["--layers", "1", "--format", "compact", "--device", "disk"], "--format .*in memory"),
-        (["--what", "mlp", "--layers", "1", "--format", "compact"], "--format plain, or drop"),
+        (["--what", "mlp", "--layers", "1", "--format", "compact"], "--what mlp leaves"),
         (["--layers", "1", "--format", "small"], "'small' is not one of"),
     ],
 )

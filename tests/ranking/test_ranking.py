@@ -114,7 +114,7 @@ def test_bad_requests_are_refused() -> None:
         "profile is of": lambda: rank_layers(_PROFILE, other),
         "not finite": lambda: with_influence(np.array([1.0, np.nan, 1, 1, 1, 1])),
         "cannot remove 0": lambda: rank_layers(_PROFILE, criterion="rho").plan(0),
-        "keep at least one": lambda: rank_layers(_PROFILE, criterion="rho").plan(LAYERS),
+        "cannot remove 6 of 6": lambda: rank_layers(_PROFILE, criterion="rho").plan(LAYERS),
     }.items():
         with pytest.raises(LyapunovPruneError, match=message):
             call()
