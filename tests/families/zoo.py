@@ -10,29 +10,20 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import helpers
 import pytest
 import torch
-from helpers import with_large_weights
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lyapunov_prune.models.from_folder import quiet
 
 LAYERS = 8
-VOCABULARY = 97
+VOCABULARY: int = helpers.SMALL["vocab_size"]
 # A field that a config does not have is left out; an alias of transformers' attribute_map is followed.
 SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    **helpers.SMALL,
     "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
     "is_decoder": True,
     # Encoder-decoders, of which only the decoder is built.
     "d_model": 32,
@@ -331,7 +322,7 @@ def make_zoo(name: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     with quiet():
         model = AutoModelForCausalLM.from_config(config_class(**settings_of(config_class, changes))).eval()
-    return with_large_weights(model)
+    return helpers.with_large_weights(model)
 
 
 def settings_of(config_class: Any, changes: dict[str, Any]) -> dict[str, Any]:

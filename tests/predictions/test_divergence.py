@@ -211,7 +211,8 @@ def test_a_model_that_is_not_finite_is_refused_and_the_layer_named(ids: torch.Te
         skip_divergence(model, ids)
 
 
-def test_a_layer_without_which_the_model_overflows_has_no_score(ids: torch.Tensor) -> None:
+def overflowing(ids: torch.Tensor, least: int = 0) -> PreTrainedModel:
+    """A model whose layer 2 gives infinity where it reads `least` tokens or more that differ from its usual input."""
     model: Any = make_tiny("llama")
     usual: list[torch.Tensor] = []
     mlp = model.model.layers[2].mlp
@@ -220,10 +221,14 @@ def test_a_layer_without_which_the_model_overflows_has_no_score(ids: torch.Tenso
 
     def overflow(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         same = torch.allclose(args[0], usual[0][:, : args[0].shape[1]], atol=1e-4)
-        return output if same else output * math.inf
+        return output if same or args[0].shape[1] < least else output * math.inf
 
     mlp.register_forward_hook(overflow)
-    found = skip_divergence(model, ids[:1])
+    return model
+
+
+def test_a_layer_without_which_the_model_overflows_has_no_score(ids: torch.Tensor) -> None:
+    found = skip_divergence(overflowing(ids), ids[:1])
     for name in MEASURES:
         values = getattr(found, name)
         assert np.isnan(values[:2]).all()
@@ -301,17 +306,7 @@ def test_a_layer_without_the_branch_has_no_divergence(
 
 
 def test_a_branch_without_which_the_model_overflows_is_not_ranked(ids: torch.Tensor) -> None:
-    model: Any = make_tiny("llama")
-    usual: list[torch.Tensor] = []
-    mlp = model.model.layers[2].mlp
-    mlp.register_forward_pre_hook(lambda m, args: usual.append(args[0]))
-    model(ids[:1])
-
-    def overflow(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        same = torch.allclose(args[0], usual[0][:, : args[0].shape[1]], atol=1e-4)
-        return output if same or args[0].shape[1] < 32 else output * math.inf  # few tokens find the branches
-
-    mlp.register_forward_hook(overflow)
+    model = overflowing(ids, least=32)  # few tokens find the branches
     found = sublayer_divergence(model, ids[:1], "attention")
     assert np.isinf(found.kl).tolist() == [True] * 3 + [False] * 3
     with pytest.raises(LyapunovPruneError, match="number 0"):
