@@ -16,12 +16,14 @@ from lyapunov_prune import block_influence, measure_contraction, perplexity, rem
 from lyapunov_prune.cli import demo as demo_module
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.speed import Speed, measure_speed
 from lyapunov_prune.export.pruned import write_pruned
+from lyapunov_prune.mending import judge
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.profiles import profile as profile_module
 from lyapunov_prune.results.files import folder_digest
-from lyapunov_prune.shrinking import texts
+from lyapunov_prune.shrinking import shrink, texts
 from lyapunov_prune.shrinking.report import Shrinking
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
@@ -37,6 +39,17 @@ with torch.no_grad():
 """
 
 
+def judge_briefly(patch: pytest.MonkeyPatch, context: int) -> None:
+    """The text that judges mending has eight windows, and one short round is timed."""
+
+    def timed(models: Any, **asked: Any) -> Speed:
+        return measure_speed(models, prompt=16, steps=2, repeats=1)
+
+    patch.setattr(judge, "_TOKENS", 8 * context)
+    patch.setattr(judge, "_CONTEXT", context)
+    patch.setattr(shrink, "measure_speed", timed)
+
+
 # Whose folder `small` is.
 
 
@@ -47,6 +60,7 @@ def tiny_demo(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     monkeypatch.setattr(demo_module, "load", lambda name: loaded)
     monkeypatch.setattr(demo_module, "STEPS", 2)
     monkeypatch.setattr(texts, "EVALUATED", 256)
+    judge_briefly(monkeypatch, context=24)
 
     def demo(tokens: int = 32 * 24) -> Path:
         run = checkpoint.parent / "run"
@@ -155,14 +169,15 @@ def test_what_is_put_there_while_the_demo_runs_stays(
 
 @pytest.fixture(scope="session")  # a module's end may come between two of its tests under xdist
 def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Decoder) -> Path:
-    """A short demo: every step of the long one, on fewer tokens and with fewer steps."""
+    """A short demo: every step of the long one, on fewer tokens, with fewer steps and timed less often."""
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_module, "load", lambda name: smollm2)
         patch.setattr(demo_module, "PROFILED", 256)
         patch.setattr(demo_module, "SEARCH", 8.0)
-        patch.setattr(demo_module, "STEPS", 8)
+        patch.setattr(demo_module, "STEPS", 4)
         patch.setattr(texts, "EVALUATED", 512)
+        judge_briefly(patch, context=64)
         demo_module.run_demo(folder, tokens=32 * 64, context=64, show=lambda *_: None)
     return folder
 
