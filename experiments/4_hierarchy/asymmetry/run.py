@@ -73,9 +73,13 @@ class Paired:
 
 @dataclass(frozen=True)
 class Asymmetry(Result):
-    """`dense` is the score of the whole model. `probes` chose the rates: `curves` that went by other rates."""
+    """`dense` is the score of the whole model. `probes` chose the rates: `curves` that went by other rates.
+
+    `reduction` is what takes the place of a removed activation.
+    """
 
     layers: int
+    reduction: str
     dense: float
     marks: np.ndarray
     seeds: int
@@ -163,6 +167,7 @@ def measure(
     }
     return Asymmetry(
         layers=given.layers,
+        reduction=given.student.reduction,
         dense=float(dense.mean()),
         marks=marks,
         seeds=seeds,
@@ -362,7 +367,7 @@ def setting(found: Asymmetry) -> str:
     lines = [
         f"learnt from {learnt.line()}; scored on {selected.line()}: dense {short(found.dense)}",
         f"{found.marks[-1]} steps, {counted(found.seeds, 'seed')} of the items' order, all weights of the layers; "
-        f"scored after {', '.join(map(str, found.marks))} steps",
+        f"scored after {', '.join(map(str, found.marks))} steps; reduction {found.reduction}",
     ]
     for name, tried in found.rates.items():
         lines.append(

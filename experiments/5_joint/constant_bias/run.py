@@ -46,10 +46,11 @@ class ConstantBias(Result):
 
     `covariance` (P, P) is that of the P means of `long − fast` over its items, which all pairs share. `points` are all
     that were recovered fast, of which `before` is the map; `after` is the map of the same moved by the plane through
-    the five differences.
+    the five differences. `reduction` is what takes the place of a removed activation.
     """
 
     layers: int
+    reduction: str
     reach: int
     pairs: np.ndarray
     fast: np.ndarray
@@ -113,7 +114,7 @@ def measure(given: Taught, reach: int, steps: int, seeds: int) -> ConstantBias:
         jobs = [(pair, seed) for pair in five for seed in range(seeds)]
         rows = [longer(given, course, store, pair, seed) for pair, seed in track(jobs, "longer recoveries")]
         course.forget()
-    return compared(points, five, fast, np.reshape(rows, fast.shape), reach)
+    return compared(points, five, fast, np.reshape(rows, fast.shape), reach, given.student.reduction)
 
 
 def of_point(points: Points, pair: Pair, seed: int) -> np.ndarray:
@@ -143,7 +144,9 @@ def longer(given: Taught, course: Course, store: Store, pair: Pair, seed: int) -
     return list(store[key])
 
 
-def compared(points: Points, five: list[Pair], fast: np.ndarray, long: np.ndarray, reach: int) -> ConstantBias:
+def compared(
+    points: Points, five: list[Pair], fast: np.ndarray, long: np.ndarray, reach: int, reduction: str
+) -> ConstantBias:
     """`fast` and `long` (P, S, m): what each item scores, by pair and seed."""
     layers, count = points.layers, fast.shape[-1]
     shares = points.pairs[points.first] / layers
@@ -151,6 +154,7 @@ def compared(points: Points, five: list[Pair], fast: np.ndarray, long: np.ndarra
     moved = scores + plane(np.array(five) / layers, (long - fast).mean((1, 2)), shares)
     return ConstantBias(
         layers=layers,
+        reduction=reduction,
         reach=reach,
         pairs=np.array(five),
         fast=fast.mean(2),
@@ -269,7 +273,7 @@ def setting(found: ConstantBias) -> str:
         f"learnt from {learnt.line()}; scored on {selected.line()}",
         f"{int(points.first.sum())} points of up to {found.reach} parts, {points.steps} steps each, the "
         f"{len(found.pairs)} below also {LONGER * points.steps} from the same start; "
-        f"{found.seeds} seeds of each; updates of rank {RANK}",
+        f"{found.seeds} seeds of each; updates of rank {RANK}; reduction {found.reduction}",
     )
 
 
