@@ -76,7 +76,7 @@ def test_a_second_run_in_a_folder_at_work_is_refused_in_one_line(run: Any, run_b
     with TrainingState(jobs, {}) as state, Store("runs/tiny/jobs/sensitivity", "sweep", {}) as store:
         state.hold()
         store.add("a", 1)
-        assert "runs/out: another run is at work" in run_bad(
+        assert "another run is at work" in run_bad(
             "heal", "out", "--teacher", "tiny", "-o", "healed", "--steps", "1", *TEXT
         )
         assert "another run is at work" in run("sensitivity", "tiny", *TEXT).err
