@@ -136,9 +136,9 @@ def test_a_result_that_is_nested_too_deep_is_refused(
     content: str, checkpoint: Path, run_bad: Callable[..., str]
 ) -> None:
     (checkpoint.parent / "p.json").write_text(content)
-    assert "p.json is not complete" in run_bad("prune", "tiny", "--plan", "p.json", "-o", "out", *TEXT)
-    assert "p.json is not complete" in run_bad("compress", "tiny", "--allocation", "p.json", "-o", "out", *TEXT)
-    assert "p.json is not complete" in run_bad("rank", "p.json")
+    assert "it is nested too deep" in run_bad("prune", "tiny", "--plan", "p.json", "-o", "out", *TEXT)
+    assert "it is nested too deep" in run_bad("compress", "tiny", "--allocation", "p.json", "-o", "out", *TEXT)
+    assert "it is nested too deep" in run_bad("rank", "p.json")
 
 
 # Arguments, names and paths
@@ -240,7 +240,7 @@ def test_a_foreign_file_in_the_run_is_found_before_measuring(
     folder = checkpoint.parent / "run"
     folder.mkdir()
     (folder / "angular.json").write_text('{"acc": 1}')
-    assert "run/angular.json holds no result" in run_bad(*OTHERS[command], "-o", "run")
+    assert "it holds no result" in run_bad(*OTHERS[command], "-o", "run")
 
 
 def test_a_file_that_the_command_replaces_may_be_anything(checkpoint: Path, run: Callable[..., Done]) -> None:
