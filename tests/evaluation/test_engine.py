@@ -52,7 +52,7 @@ def test_an_engine_that_crashes_hangs_or_is_absent_is_one_line(
     monkeypatch.setattr(llama_cpp, "_SECONDS", 2.0)
     for program, told in (
         ("os.abort()", "it ended with -6"),
-        ("time.sleep(60)", "was not done with x.gguf within 2 s"),
+        ("time.sleep(60)", "x.gguf: it was not done within 2 s"),
     ):
         place.write_text(f"import os, time; {program}")
         done = run("eval", "x.gguf", *ASKED)

@@ -500,7 +500,7 @@ def test_a_fault_in_the_factors_leaves_nothing(
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ({"method": "wanda", "sparsity": 0.5, "format": "compact"}, "wanda gives none"),
+        ({"method": "wanda", "sparsity": 0.5, "format": "compact"}, "result of wanda"),
         ({"method": "svd", "rank": 30, "format": "compact"}, "two factors"),
         ({**CHEAP, "format": "zip"}, "unknown format 'zip'"),
     ],
