@@ -234,7 +234,7 @@ class PruningPlan(Removed, Result):
             also = [layer for layer in often if self.picked[layer] >= OFTEN and layer not in goes]
             chosen, others = (", ".join(f"{i} ({self.picked[i]:.0%})" for i in layers) for layers in (goes, also))
             rivals = f"; left, and picked as well: {others}" if also else ""
-            lines.append(f"How often each is picked when the windows are drawn anew: {chosen}{rivals}")
+            lines.append(f"How often each is picked when the windows are resampled: {chosen}{rivals}")
         if self.tied:
             last, first = self.tied
             lines.append(f"Layers {last} and {first} have one score: that {last} goes is their order in the model")

@@ -7,7 +7,7 @@
 - `angular`, `oracle`, `best`: what the criteria of those names measure; `search`: how `best` searches,
   `candidates`: the sets that it tries first, `tried`: what it has tried;
 - `experts`: scores of the experts of every layer, and the plan that removes as many from each;
-- `stability`: how often a layer is picked when the windows are drawn anew, and ties;
+- `stability`: how often a layer is picked when the windows are resampled, and ties;
 - `budget`: as many layers, or parts of layers, as a divergence allows, `within`: as many channels or experts;
 - `split`: layers and channels, or layers and experts, under one budget; `parts`: channels or experts in the order in
   which they leave; `weighed`: plans weighed against each other.

@@ -153,7 +153,7 @@ LAYERS = (
         "Sets of layers that the cheap criteria propose, each checked by its loss on windows that no score has seen; "
         "then swaps of single layers from the best of them, taken when a paired test says that they pay. The windows "
         "that checked chose, so they flatter the chosen set: other text must judge. How often each layer is picked "
-        "when the windows are drawn anew says how much hangs on them.",
+        "when the windows are resampled says how much hangs on them.",
         lambda r: {"best": best_figure(r)},
     ),
     Section(

@@ -153,7 +153,7 @@ def test_a_plan_shows_scores_and_ranks(llama: PreTrainedModel) -> None:
     # Of a tenth of the draws on a layer that stays is named, the likeliest first.
     assert plan.stability().endswith("1 (100%); left, and picked as well: 5 (40%), 3 (10%)")
     alone = replace(plan, picked=np.eye(6)[1])
-    assert alone.stability() == "How often each is picked when the windows are drawn anew: 1 (100%)"
+    assert alone.stability() == "How often each is picked when the windows are resampled: 1 (100%)"
     assert "Layer 0 is at an end" in replace(plan, remove=(0,)).stability()
     assert "Layer 5 is at an end" in replace(plan, remove=(5,)).stability()
     assert "at an end" not in replace(plan, remove=(4,)).stability()

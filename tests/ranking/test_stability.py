@@ -132,7 +132,7 @@ def test_a_plan_names_who_stays_and_is_picked_as_well(windows: torch.Tensor) -> 
     often[other] = 0.4
     told = replace(plan, picked=often).headline()
     assert (
-        f"drawn anew: {plan.remove[0]} (100%), {plan.remove[1]} (60%); left, and picked as well: {other} (40%)"
+        f"resampled: {plan.remove[0]} (100%), {plan.remove[1]} (60%); left, and picked as well: {other} (40%)"
     ) in told
     with pytest.raises(lp.LyapunovPruneError, match="plan, picked"):
         replace(plan, picked=often * 3)

@@ -256,7 +256,7 @@ def faster(
 
     Depths alone at which both types lose more than nothing, by the 95 % interval, as else half of it is half of noise,
     and at which a type regains half, as else nothing is known of the quotient. Intervals: the 95 % that lie in the
-    middle when the same items are drawn anew for both types, all marks and depths.
+    middle when the same items are resampled for both types, all marks and depths.
     """
     m = len(dense)
     drawn = np.random.default_rng(0).multinomial(m, np.full(m, 1 / m), DRAWS) / m
