@@ -243,7 +243,7 @@ EXPERIMENTS = sorted(path.parent for path in Path(experiment.__file__).parent.gl
 def test_an_experiment_runs_on_any_model_and_as_its_readme_says(folder: Path) -> None:
     module = importlib.import_module(tables.module_of(folder.name))
     app = typer.Typer()
-    app.command()(flat(module.main))
+    app.command()(flat(getattr(module, "main", lambda: None)))  # what only shows its tables has no main
     command = typer.main.get_command(app)
     options = {name for parameter in command.params for name in parameter.opts}
     assert folder.name in NO_MODEL or options >= {"--model", "--device", "--dtype"}

@@ -80,7 +80,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("measure_contraction", {"batch": _IDS, "seeds": range(2**32 - 1, 2**32 + 1)}, "give several int from 0 to"),
     ("heal", {"teacher": "teacher", "batch": _IDS, "seed": 2**64}, "seed is 18446744073709551616"),
     ("compress", {"method": "magnitude", "sparsity": math.nan}, "sparsity is nan"),
-    ("bounds.check_grid", {"batch": _IDS, "sparsities": (0.5, math.nan)}, "sparsity"),
+    ("bounds.check_grid", {"batch": _IDS, "sparsities": (0.5, math.nan)}, "sparsities is (0.5, nan)"),
     ("allocate", {"schedule": "atp", "budget": 0.5, "beta": math.nan}, "beta is nan"),
     ("measure_sensitivity", {"batch": _IDS, "studies": 3}, "studies is 3"),
     ("measure_sensitivity", {"batch": _IDS, "limit": "10"}, "limit is '10'"),

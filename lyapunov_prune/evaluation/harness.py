@@ -133,7 +133,7 @@ class ProjectModel(HFLM):
             words = f" and {room} to write" if room else ""
             raise LyapunovPruneError(
                 f"an item of {longest} tokens{words} does not fit the model's context of {self._context}; "
-                "leave it out, or give fewer examples (few_shot)"
+                "leave it out, or give fewer examples (--few-shot)"
             )
         if max(map(max, rows)) >= self._vocabulary:
             raise LyapunovPruneError(

@@ -54,6 +54,9 @@ def evaluate(
             "grade (default: qrels/test.tsv beside the queries); texts are cut at --context tokens.",
         ),
     ] = None,
+    few_shot: Annotated[
+        int | None, what_option(min=0, help="Number of examples before each item; default: that of the task.")
+    ] = None,
     against: Annotated[
         str | None, model_option(help="A reference model to measure in the same run, usually the dense one.")
     ] = None,
@@ -72,12 +75,12 @@ def evaluate(
     from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
 
     if tasks is None:
-        given.refuse("applies to the items of tasks; give --tasks with it", "limit")
+        given.refuse("applies to the items of tasks; give --tasks with it", "limit", "few_shot")
     if source.disk:
         given.refuse(IN_MEMORY, "speed", "tasks", "retrieval")
     names = [against, model] if against else [model]
     run = begun_run(output, model, "eval.json")
-    chosen = load_tasks(tasks.split(",")) if tasks is not None else None
+    chosen = load_tasks(tasks.split(","), few_shot=few_shot) if tasks is not None else None
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
     first, batch = load_inputs(names[0], source, text, split)
     batch_size = windows_at_once(first, text.context)
