@@ -43,8 +43,8 @@ def require_fitting(fits: bool, what: str) -> None:
 
 def each_once(name: str, layers: Sequence[int], count: int) -> tuple[int, ...]:
     """`layers` ascending; raises LyapunovPruneError unless they are layers of a model of `count`, each once."""
-    known = range(count)
-    if wrong := [i for i in layers if isinstance(i, bool) or i not in known or list(layers).count(i) > 1]:
+    known, listed = range(count), list(layers)
+    if wrong := [i for i in listed if isinstance(i, bool | float) or i not in known or listed.count(i) > 1]:
         raise LyapunovPruneError(f"{name}: layer {wrong[0]} of {list(layers)}; name each once, 0 to {count - 1}")
     return tuple(sorted(int(i) for i in layers))
 

@@ -41,8 +41,8 @@ from lyapunov_prune.pruning.width import choose_channels
         ([2, 2], "name each once"),
         ([], "removes no layer"),
         (list(range(LAYERS)), "keep at least one"),
-        ([1.0], "layers are integers"),
-        ([True], "layers are integers"),
+        ([1.0], r"\[1.0\]"),
+        ([True], r"\[True\]"),
     ],
 )
 def test_bad_indices_are_refused(llama: PreTrainedModel, remove: list[Any], message: str) -> None:
