@@ -48,8 +48,7 @@ from lyapunov_prune.pruning.width import choose_channels
 def test_bad_indices_are_refused(llama: PreTrainedModel, remove: list[Any], message: str) -> None:
     with pytest.raises(LyapunovPruneError, match=message):
         replace(PruningPlan.given(llama, [0]), remove=tuple(remove))
-    said = message.replace("layers are integers", "give PruningPlan or several int")
-    with pytest.raises(LyapunovPruneError, match=said):
+    with pytest.raises(LyapunovPruneError, match=message):
         remove_layers(llama, remove)
 
 
