@@ -145,7 +145,7 @@ def _partial(target: Path, remedy: str) -> Iterator[Path]:
             reason, remedy = "another process has filled it meanwhile", "choose another --output"
         elif _TOO_LARGE in str(reason):
             remedy = "the disk or a limit takes no file so large; choose another place"
-        raise LyapunovPruneError(f"writing {target} failed: {reason}; nothing of this run was left there, {remedy}") from None
+        raise LyapunovPruneError(f"writing {target} failed: {reason}; nothing of this run is there, {remedy}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         release_lock(lock)

@@ -51,7 +51,7 @@ def built(name: str) -> Any:
 
 
 def listed_of(model: Any) -> tuple[left_alone.LeftAlone, ...]:
-    return left_alone.left_alone(model, find_structure(model), find_projections(wrap(model)))
+    return left_alone.left_alone(find_structure(model), find_projections(wrap(model)))
 
 
 def unnamed(model: Any) -> list[str]:
@@ -60,10 +60,7 @@ def unnamed(model: Any) -> list[str]:
     projections = find_projections(wrap(model))
     named = {id(p.stored(model)) for p in projections}
     listed = {
-        name
-        for left in left_alone.left_alone(model, structure, projections)
-        if left.why != UNKNOWN
-        for name in left.names
+        name for left in left_alone.left_alone(structure, projections) if left.why != UNKNOWN for name in left.names
     }
     inside = [(name, p) for name, p in model.named_parameters() if name.startswith(f"{structure.layers_path}.")]
     return [n for n, p in inside if p.ndim > 1 and id(p) not in named and n not in listed and not NO_MATRIX.search(n)]
