@@ -131,7 +131,6 @@ def without_layers(decoder: Decoder, plan: PruningPlan, memo: Mapping[int, Any] 
     gone: set[str] = set()
     for each in _configs(pruned, config, original):
         gone.update(slice_settings(each, original.count, plan.kept, original.num_layers))
-    lost = lost_attention(original.config, config)
     if gone:
         warn(
             f"{', '.join(sorted(gone))} in the config names layers by the numbers of the original, which is unknown "
@@ -140,7 +139,8 @@ def without_layers(decoder: Decoder, plan: PruningPlan, memo: Mapping[int, Any] 
     _renumber(pruned, layers, plan.kept, original.num_layers)
     renumber_compact(pruned, layers)
     _slice_tables(pruned, family.tables, plan.kept, original.num_layers)
-    if why := family.adapt(Cut(pruned, layers, config, original.config, plan.kept)) or lost:
+    why = family.adapt(Cut(pruned, layers, config, original.config, plan.kept))
+    if why := why or lost_attention(original.config, config):  # after `adapt`, which may say where attentions are
         raise LyapunovPruneError(why)
     if original.stack is not None:
         renew_configs(pruned)
