@@ -88,7 +88,7 @@ def test_every_option_has_its_panel(name: str) -> None:
 def test_the_gpu_is_taken_unless_a_device_is_given(run: Callable[..., Done]) -> None:
     assert ModelOptions().device == "auto"
     taken = [options(name)["--device"].default for name in GROUP.commands if "--device" in options(name)]
-    assert taken == ["auto"] * 11
+    assert taken == ["auto"] * 12
 
 
 def test_help_shows_the_defaults_of_the_command_and_the_names_of_the_table(run: Callable[..., Done]) -> None:

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, remove_layers
 from lyapunov_prune.data import ChoiceItem
-from lyapunov_prune.evaluation import harness
+from lyapunov_prune.evaluation import harness, harness_tasks
 from lyapunov_prune.evaluation.retrieval import _embed
 from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.evaluation.tasks import load_tasks
@@ -263,7 +263,7 @@ def test_choices(model: PreTrainedModel, other: PreTrainedModel) -> None:
 def test_items_and_answers_of_a_task(
     kind: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(harness._GENERATION["generation_kwargs"], "max_gen_toks", STEPS)
+    monkeypatch.setitem(harness_tasks._GENERATION["generation_kwargs"], "max_gen_toks", STEPS)
     tokenizer = make_tokenizer()
     model.generation_config.eos_token_id = 2
     choices, questions = tmp_path / "choices.jsonl", tmp_path / "questions.jsonl"

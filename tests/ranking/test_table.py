@@ -84,7 +84,7 @@ def test_counts_at_the_edge() -> None:
     for remove, what, most in ((6, "layers", 5), (0, "layers", 5), (7, "mlp", 6), (-1, "attention", 6)):
         with pytest.raises(LyapunovPruneError, match=f"give 1 to {most}"):
             require_count(remove, 6, what)
-    with pytest.raises(LyapunovPruneError, match="one layer"):
+    with pytest.raises(LyapunovPruneError, match="1 of 1 layers"):
         require_count(1, 1)
 
 

@@ -9,6 +9,7 @@ from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import draw_report, jobs_folder, load_examples
 from lyapunov_prune.cli.options import (
     ABOVE_ZERO,
+    Device,
     Model,
     ModelOptions,
     Target,
@@ -44,6 +45,7 @@ def joint(
         choices.Reduction,
         what_option(help=one_of(REDUCTIONS, "What replaces an activation.")),
     ] = DEFAULT,
+    device: Device = "auto",
     text: TextOptions = TextOptions(tokens=40960, context=256),
     output: Target,
     given: Given = Given(),
@@ -53,7 +55,8 @@ def joint(
     Writes a compact checkpoint, with joint.json, plan.json and a report. If it is interrupted, the same command
     continues.
     """
-    source = ModelOptions(dtype="float32")
+    source = ModelOptions(device, "float32")
+    source.require_loaded("joint", one_place=True)
     if (remove is None) == (speedup is None):
         raise LyapunovPruneError("give one budget, --remove K or --speedup S")
 
