@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -67,9 +68,10 @@ def two_texts(
 def recovered(
     model: PreTrainedModel, removed: tuple[int, ...], learnt: lp.TokenBatch, steps: int
 ) -> dict[str, Callable[[], PreTrainedModel]]:
-    """Without the layers `removed`: cut, mended, and mended and healed for so many steps of one window."""
+    """Without the layers `removed`: cut, mended (once), and mended and healed for so many steps of one window."""
+    mended = cache(lambda: lp.mend(model, removed, learnt))
     return {
         "cut": lambda: lp.remove_layers(model, removed),
-        "mended": lambda: lp.mend(model, removed, learnt),
-        "healed": lambda: lp.heal(lp.mend(model, removed, learnt), model, learnt, steps=steps).model,
+        "mended": mended,
+        "healed": lambda: lp.heal(mended(), model, learnt, steps=steps).model,
     }

@@ -157,10 +157,9 @@ def beside(result: WidthOnOneText, way: tuple[str, bool]) -> str:
 
 
 def _rows(result: WidthOnOneText) -> Iterator[tuple[object, ...]]:
-    name = f"{result.measured_on.model.name}, {Path(result.measured_on.text).stem}"
     for r in sorted(result.rows, key=lambda r: float(r.kl.mean())):
         yield (
-            name,
+            result.name,
             r.way if r.way.startswith("optipfair") else f"`{r.way}`",
             f"{r.kept:,} of {result.width:,}",
             "refitted" if r.refitted else "cut",
