@@ -49,7 +49,6 @@ CACHE_RADII = (0.0, 0.1)
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def check_bounds(
     model: InMemory,
     batch: Readable,
@@ -85,7 +84,6 @@ def check_bounds(
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def check_written(
     model: InMemory, compressed: PreTrainedModel, batch: Readable, *, method: str = WRITTEN, batch_size: Count = 1
 ) -> BoundsReport:
@@ -117,7 +115,6 @@ def check_written(
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def check_grid(
     model: InMemory,
     batch: Readable,

@@ -19,7 +19,6 @@ from lyapunov_prune.progress import track
 
 
 @in_eval_mode
-@torch.no_grad()
 def input_norms(model: PreTrainedModel, batch: Readable, projections: Sequence[Projection]) -> dict[str, torch.Tensor]:
     """`‖x_j‖₂` over all tokens of `batch`, for each input feature j of each of `projections`, by name.
 

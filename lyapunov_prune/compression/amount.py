@@ -104,7 +104,6 @@ def require_spendable(method: str, allocation: Any, **said: Any) -> str:
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def compress_under_budget(
     model: Plain,
     batch: Readable,

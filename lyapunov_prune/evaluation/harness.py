@@ -143,7 +143,6 @@ class ProjectModel(HFLM):
 
 
 @in_eval_mode
-@torch.no_grad()
 def run(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

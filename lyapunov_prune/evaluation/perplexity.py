@@ -105,7 +105,6 @@ def interval_of(nll: np.ndarray) -> tuple[float, float]:
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def perplexity(
     model: Streamable,
     batch: Readable,

@@ -72,7 +72,6 @@ class ItemScores(Result):
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def score(model: InMemoryAny, examples: TokenBatch | ImageBatch, *, batch_size: Count = 1) -> ItemScores:
     """Loss and accuracy of `model` on every item of `examples`, `batch_size` items per forward.
 

@@ -25,7 +25,6 @@ def forwards(layers: int) -> int:
 
 
 @in_eval_mode
-@torch.no_grad()
 def told_cost(reading: Reading) -> str:
     """At most how many forwards, and about how many minutes, `explain` takes on this batch of the dense model.
 

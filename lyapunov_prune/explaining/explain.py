@@ -37,7 +37,6 @@ _UNITS = 16
 
 @takes_models
 @in_eval_mode
-@torch.no_grad()
 def explain(
     dense: Streamable,
     compressed: Streamable,

@@ -52,7 +52,6 @@ class _Call(Call):
 
 
 @in_eval_mode
-@torch.no_grad()
 def find_attentions(decoder: Decoder, layers: Sequence[int]) -> dict[int, Attention]:
     """The attention of each of `layers`.
 

@@ -36,7 +36,6 @@ class Sublayers:
 
 
 @in_eval_mode
-@torch.no_grad()
 def find_sublayers(decoder: Decoder, layers: Sequence[int]) -> dict[int, Sublayers]:
     """Find attention and MLP of `layers` in a forward of a few random tokens, or of an image.
 

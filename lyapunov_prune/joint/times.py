@@ -67,7 +67,6 @@ class Times(Result):
 
 
 @in_eval_mode
-@torch.no_grad()
 def _timed(models: list[PreTrainedModel], inputs: torch.Tensor) -> list[float]:
     seconds: list[list[float]] = [[] for _ in models]
     for turn in track(range(REPEATS + 1), "times"):

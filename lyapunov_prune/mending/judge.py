@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from lyapunov_prune.data.batch import TokenBatch, Tokens
 from lyapunov_prune.evaluation.judging import apart
@@ -23,7 +22,6 @@ _SEED = 10**6  # a seed that no training text uses
 
 
 @in_eval_mode
-@torch.no_grad()
 def judged_mends(
     model: Model, removed: Sequence[int], batch: Readable, judge: Tokens | None = None
 ) -> tuple[tuple[Mend, ...], MendReport]:

@@ -42,7 +42,6 @@ class Mend:
 
 
 @in_eval_mode
-@torch.no_grad()
 def fit_mends(
     model: Model, removed: Sequence[int], batch: Readable, *, of: int = 1
 ) -> tuple[tuple[Mend, ...], MendReport]:

@@ -55,7 +55,6 @@ class Place:
 
 
 @in_eval_mode
-@torch.no_grad()
 def find_place(decoder: Decoder, layer: int) -> Place:
     """The last place in `layer` that can take a map, verified by running the layer on random tokens.
 

@@ -37,7 +37,6 @@ def refitted(W: torch.Tensor, gram: torch.Tensor, kept: torch.Tensor, damping: f
 
 
 @in_eval_mode
-@torch.no_grad()
 def judged_refits(model: Model, kept: Kept, batch: Readable, judge: Tokens | None = None) -> tuple[Refits, MendReport]:
     """Refit the last matrix of every unit to its channels `kept` (layers × units); no matrices if it does not pay.
 

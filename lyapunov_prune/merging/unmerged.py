@@ -100,7 +100,6 @@ class Unmerged:
 
 
 @in_eval_mode
-@torch.no_grad()
 def _stand_ins(
     layers: nn.ModuleList, blocks: Sequence[FeedForward], reduction: str, run: Callable[[], None]
 ) -> list[dict[str, nn.Module]]:

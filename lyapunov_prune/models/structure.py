@@ -217,25 +217,28 @@ def require_causal(model: PreTrainedModel) -> None:
 
 
 def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:
-    """Run a measurement with every model among its arguments in eval mode, and restore the mode afterwards.
+    """Run a function with every model among its arguments in eval mode and without gradients; both are restored.
 
     A handle counts as its model. `from_config` returns models in training mode, whose dropout would be measured as an
-    error. RWKV rescales its weights here: otherwise it does so in place at its first forward in eval mode, which may
-    use replaced matrices and would rescale those. No other thread may measure these models meanwhile (`held`).
+    error. What needs gradients enters `torch.enable_grad()` itself. RWKV rescales its weights here: otherwise it does
+    so in place at its first forward in eval mode, which may use replaced matrices and would rescale those. No other
+    thread may use these models meanwhile (`held`).
     """
 
     @wraps(measure)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         given = [a if isinstance(a, nn.Module) else getattr(a, "model", None) for a in (*args, *kwargs.values())]
         models = [model for model in given if isinstance(model, nn.Module)]
-        with held(*models):
-            training = [m for model in models for m in model.modules() if m.training]
-            for module in training:
-                module.training = False
-            for module in (m for model in models if stream_of(model) is None for m in model.modules()):
-                if hasattr(module, "layers_are_rescaled"):
-                    module._rescale_layers()  # type: ignore[operator]
+        training: list[nn.Module] = []
+        with held(*models), torch.no_grad():
             try:
+                for model in models:
+                    for module in model.modules():
+                        if module.training:
+                            module.training = False
+                            training.append(module)
+                        if hasattr(module, "layers_are_rescaled") and stream_of(model) is None:
+                            module._rescale_layers()  # type: ignore[operator]
                 return measure(*args, **kwargs)
             finally:
                 for module in training:
@@ -245,7 +248,6 @@ def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:
 
 
 @in_eval_mode
-@torch.no_grad()
 def settle(model: PreTrainedModel) -> None:
     """Run a model with packed weights once, since kernels may convert the weights at the first forward.
 

@@ -80,7 +80,6 @@ class AttentionPaths(Result):
 
 @takes_models
 @in_eval_mode
-@torch.no_grad()
 def attention_paths(
     dense: InMemory,
     compressed: InMemory,

@@ -50,7 +50,6 @@ def fitting(
 
 @takes_models
 @in_eval_mode
-@torch.no_grad()
 def compare_choices(
     dense: InMemory,
     compressed: InMemory,

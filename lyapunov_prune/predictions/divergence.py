@@ -87,7 +87,6 @@ class SublayerDivergence(SkipDivergence):
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def skip_divergence(
     model: StreamableText,
     batch: Readable,
@@ -117,7 +116,6 @@ def skip_divergence(
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def sublayer_divergence(
     model: InMemory,
     batch: Readable,

@@ -110,7 +110,6 @@ class GenerationDivergence(Result):
 
 @takes_models
 @in_eval_mode
-@torch.no_grad()
 def compare_generation(
     dense: InMemory,
     compressed: InMemory,

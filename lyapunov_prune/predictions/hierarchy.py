@@ -37,7 +37,6 @@ _MEASURES = (*HIDDEN, *LOGITS, *PROBABILITIES)
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def probe_layers(
     model: InMemory,
     prompts: Readable,

@@ -127,7 +127,6 @@ class HistoryDivergence(Result):
 
 @takes_models
 @in_eval_mode
-@torch.no_grad()
 def history_divergence(
     dense: InMemory,
     compressed: InMemory,

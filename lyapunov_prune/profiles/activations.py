@@ -83,7 +83,6 @@ class ActivationStatistics(Result):
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def activation_statistics(model: InMemory, batch: Readable, *, batch_size: Count = 1) -> ActivationStatistics:
     """Measure rank, tails and sparsity of the activations at every matrix, see ActivationStatistics.
 

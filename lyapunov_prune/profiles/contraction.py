@@ -32,7 +32,6 @@ FLOOR_TOKENS = 128
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def measure_contraction(
     model: StreamableText,
     batch: Readable,

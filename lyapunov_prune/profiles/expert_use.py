@@ -73,7 +73,6 @@ class ExpertUse(Result):
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def expert_use(model: Streamable, batch: Readable, *, batch_size: Count = 1) -> ExpertUse:
     """Measure `ExpertUse` in one pass over `batch`.
 

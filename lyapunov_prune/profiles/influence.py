@@ -66,7 +66,6 @@ class InfluenceProfile(Result):
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def block_influence(model: StreamableText, batch: Readable, *, batch_size: Count = 1) -> InfluenceProfile:
     """Measure Block Influence of every layer in one forward per window.
 

@@ -74,7 +74,6 @@ class JacobianNorms(Result):
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def sublayer_jacobians(
     model: InMemory,
     batch: Readable,

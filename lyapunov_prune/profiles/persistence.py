@@ -33,7 +33,6 @@ STEPS = 64
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def measure_persistence(
     model: InMemory,
     batch: Readable,

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from lyapunov_prune.arguments import Count, Positive, Seed
 from lyapunov_prune.errors import LyapunovPruneError
@@ -83,7 +82,6 @@ class SublayerGrowth(Result):
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def sublayer_growth(
     model: InMemory,
     batch: Readable,

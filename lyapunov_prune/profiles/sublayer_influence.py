@@ -74,7 +74,6 @@ class SublayerInfluence(Result):
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def sublayer_influence(model: StreamableText, batch: Readable, *, batch_size: Count = 1) -> SublayerInfluence:
     """Measure both sublayers of every layer in one forward per window.
 

@@ -109,7 +109,6 @@ class AngularDistance(Ranking):
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def angular_distance(
     model: StreamableText,
     batch: Readable,

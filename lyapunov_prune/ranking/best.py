@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.data.batch import Tokens
@@ -35,7 +34,6 @@ _SEARCH_SHARE = 0.5  # share of the forwards for the search if the rest goes to 
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def best_removal(
     model: InMemory,
     batch: Readable,

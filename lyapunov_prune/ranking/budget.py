@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import torch
 
 from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.forward.branches import Branch
@@ -87,7 +86,6 @@ class BudgetedRemoval(Result):
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def remove_under_budget(
     model: InMemoryText,
     batch: Readable,

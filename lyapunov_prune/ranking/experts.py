@@ -8,7 +8,6 @@ from functools import partial
 from numbers import Integral
 
 import numpy as np
-import torch
 
 from lyapunov_prune.arguments import Count, checked
 from lyapunov_prune.forward.masking import masked_experts
@@ -137,7 +136,6 @@ def rank_experts(
 
 
 @in_eval_mode
-@torch.no_grad()
 def masked_divergence(reading: Reading, temperature: float, batch_size: int) -> np.ndarray:
     """KL(p‖q) in nats, (L, E): `p` is the dense prediction, `q` the one with that expert's router logit set to −∞.
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate.utils import gather_object
 from torch import nn
 
@@ -129,7 +128,6 @@ class GreedyRemoval(Ranking):
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def greedy_removal(
     model: InMemory,
     batch: Readable,

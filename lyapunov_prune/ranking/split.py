@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from lyapunov_prune.arguments import Count, Share
 from lyapunov_prune.errors import LyapunovPruneError
@@ -33,7 +32,6 @@ _LEAST_WINDOWS = 4
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def split_removal(
     model: Plain,
     batch: Readable,

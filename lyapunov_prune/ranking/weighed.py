@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import torch
 
 from lyapunov_prune.evaluation.judging import chance
 from lyapunov_prune.forward.reading import Reading
@@ -76,7 +75,6 @@ class WeighedPlans(Result):
 
 
 @in_eval_mode
-@torch.no_grad()
 def costs_of(reading: Reading, operations: Sequence[Operation]) -> np.ndarray:
     """KL(p‖q) in nats between the dense model and each changed one, (operations × windows), as in `WeighedPlans.kl`."""
     changes = [

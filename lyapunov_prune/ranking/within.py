@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.evaluation.judging import apart
@@ -20,7 +19,6 @@ from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of, leaving
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def most_within(
     model: InMemory,
     batch: Readable,

@@ -64,7 +64,6 @@ class Estimate(Result):
 
 
 @in_eval_mode
-@torch.no_grad()
 def window_seconds(model: PreTrainedModel, context: int) -> float:
     """The seconds that a forward of one window takes, after a warm-up."""
     ids = torch.zeros((1, context), dtype=torch.int64, device=model.device)

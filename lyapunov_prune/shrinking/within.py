@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.evaluation.judging import apart
@@ -49,7 +48,6 @@ def largest(target: Target, chooser: Chooser, lost: Loss) -> tuple[Chosen, float
 
 
 @in_eval_mode
-@torch.no_grad()
 def divergence(model: PreTrainedModel, chooser: Chooser, choice: Chosen) -> float:
     """KL(dense ‖ pruned and mended) in nats per token, on the windows that no score or map has seen."""
     _, checking = apart(chooser.reading, every=2, most=None)
