@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
+from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform, get_type_hints
 
 from lyapunov_prune.arguments import fits, is_finite, words
 from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
@@ -14,8 +14,9 @@ from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
 T = TypeVar("T", bound="Choice")
 
 
+@dataclass_transform(frozen_default=True)
 class Choice(ABC):
-    """A named choice: a frozen dataclass whose fields are its options.
+    """A named choice. Every subclass becomes a frozen dataclass, whose fields are its options.
 
     `help` is one line on what it does, without a full stop; `reference` is its source. The file of a class imports
     neither torch nor numpy (see `lazy`), because `--help` reads it.
@@ -24,6 +25,9 @@ class Choice(ABC):
     name: ClassVar[str]
     help: ClassVar[str]
     reference: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
         """Raise LyapunovPruneError for an option that does not match its annotation or is not finite."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 import pytest
 
@@ -11,12 +10,10 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.registry import Choice, Registry
 
 
-@dataclass(frozen=True)
 class Plain(Choice):
     name = "plain"
 
 
-@dataclass(frozen=True)
 class Scaled(Choice):
     scale: float = 1.0
     steps: int | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.allocation.schedule import Schedule
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 DENSE = 16  # the width that stands for a layer left as it is
 
 
-@dataclass(frozen=True)
 class BitWidths(Schedule):
     """One of `widths` bits for each layer at least total cost, with a mean over all weights of at most the budget.
 

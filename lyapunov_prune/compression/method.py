@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lyapunov_prune.compression.grids import WIDTHS, stepped
@@ -73,7 +72,6 @@ class Method(Choice):
         return self.compress(W.detach(), amount, statistics)
 
 
-@dataclass(frozen=True)
 class Sparsifier(Method):
     """A method that sets entries to zero; a `pattern` (keep, of) keeps `keep` of every `of` inputs of a row."""
 
@@ -86,14 +84,12 @@ class Sparsifier(Method):
         as_pattern(self.pattern)
 
 
-@dataclass(frozen=True)
 class LowRank(Method):
     """A method that lowers the rank of a matrix."""
 
     unit = "rank"
 
 
-@dataclass(frozen=True)
 class Rounder(Method):
     """A method that moves weights to the points of a grid, one per row or per `group_size` inputs of a row.
 

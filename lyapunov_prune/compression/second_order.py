@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.arguments import Count, Range
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.models.projections import Projection
 
 
-@dataclass(frozen=True)
 class SecondOrder(Method):
     """A method that minimises `Σ_t a_t ‖W x_t − Ŵ x̂_t‖²` over the matrices `Ŵ` that it can produce, input by input.
 

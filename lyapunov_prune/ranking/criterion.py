@@ -196,7 +196,7 @@ class ByProfile(Scored):
     Raises LyapunovPruneError, after one window, for a dtype in which every ρ is rounding.
     """
 
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...] = (0, 1, 2, 3)
 
     streamed = ("layers",)
     profiled = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
@@ -40,7 +39,6 @@ def hill(eigenvalues: np.ndarray) -> float:
     return 1 + k / logs
 
 
-@dataclass(frozen=True)
 class AlphaPruning(Schedule):
     """Sparsity increases with the tail exponent of the layer: a lighter tail (larger α) indicates less training.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
@@ -19,7 +18,6 @@ def steepest(budget: float, num_layers: int) -> float:
     return min(2 * budget, 2 * (1 - budget)) / (num_layers - 1) if num_layers > 1 else 0.0
 
 
-@dataclass(frozen=True)
 class ATP(Schedule):
     """`s_l = S − β (L − 1) / 2 + β l` for `l = 0 … L − 1`, `S` the budget, `0 ≤ β ≤ min(2S, 2(1 − S)) / (L − 1)`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.allocation.schedule import Schedule
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.allocation.allocation import Allocation
 
 
-@dataclass(frozen=True)
 class ATPSearch(Schedule):
     """`ATP` at the β of least `score` among `β_k = k/T · min(2S, 2(1 − S)) / (L − 1)`, `k = 1 … T`, T the `trials`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lyapunov_prune.allocation.schedule import Schedule
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.allocation.allocation import Allocation
 
 
-@dataclass(frozen=True)
 class Bits(Schedule):
     """`high` bits per weight for the layers of largest `A_l = Π_{k > l} ρ_k`, `low` bits for the others.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.allocation.schedules.bits_rho import BitsRho
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
 
-@dataclass(frozen=True)
 class BitsAmplification(BitsRho):
     """The cost of b bits in layer l is `A_l² 4^−b` with `A_l = Π_{k > l} ρ_k`, the energy of the error at the output.
 

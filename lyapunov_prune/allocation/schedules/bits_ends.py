@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.allocation.bit_widths import BitWidths, noise
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.allocation.allocation import Matrices
 
 
-@dataclass(frozen=True)
 class BitsEnds(BitWidths):
     """The cost of b bits is `w_l 4^−b` with `w = 4^4` for the first and the last layer and 1 for the others.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.allocation.bit_widths import BitWidths, evenly
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.allocation.allocation import Allocation, Matrices
 
 
-@dataclass(frozen=True)
 class BitsKL(BitWidths):
     """The cost of b bits in layer l is `KL(p‖q)` with that layer alone rounded, measured on the calibration text.
 

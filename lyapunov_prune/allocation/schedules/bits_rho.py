@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.allocation.bit_widths import BitWidths, weighted_noise
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
 
-@dataclass(frozen=True)
 class BitsRho(BitWidths):
     """The cost of b bits in layer l is `ρ_l² 4^−b`, the energy of a rounding error after its growth in this layer.
 

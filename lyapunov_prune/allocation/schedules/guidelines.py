@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
@@ -31,7 +30,6 @@ class Catastrophe(Protocol):
     def calibrated_on(self) -> MeasuredOn | None: ...
 
 
-@dataclass(frozen=True)
 class Guidelines(Schedule):
     """The three rules of structural sensitivity, §6.4 ("Practical compression guidelines").
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.allocation.allocation import Allocation
 
 
-@dataclass(frozen=True)
 class Lyapunov(Schedule):
     """The schedule of least error at the output under a quadratic model of the error.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.allocation.allocation import Allocation
 
 
-@dataclass(frozen=True)
 class LyapunovBudget(Schedule):
     """`s_l ∝ √τ_l`, with `τ` the `tolerance` by `reading`, because error energy grows as the square of the sparsity.
 

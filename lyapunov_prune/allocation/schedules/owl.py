@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.models.projections import Projection
 
 
-@dataclass(frozen=True)
 class OWL(Schedule):
     """Sparsity decreases with the layer's share of outliers `D_l`; the paper's M is `outlier`, its λ `width`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.allocation.allocation import Allocation
 
 
-@dataclass(frozen=True)
 class Uniform(Schedule):
     """`s = S` for every matrix, with `S` the budget (share of the entries set to zero).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.calibration.gram import damped
@@ -17,7 +16,6 @@ GRID = 20
 _LEAST = 1e-4  # least scale over their mean: an input that was always zero has a finite inverse
 
 
-@dataclass(frozen=True)
 class AWQ(Rounder):
     """`Ŵ = Q(W diag(s)) diag(s)⁻¹` (m × n) with `s_j = (mean_t |x_tj|)^α`, `Q` the rounding of `rtn`.
 

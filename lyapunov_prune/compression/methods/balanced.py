@@ -10,7 +10,6 @@ how much the outputs move the layer's output `h` (and not the loss): `g_t` is th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.calibration.gram import damped, leading, root, scaled
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.calibration.statistics import Statistics
 
 
-@dataclass(frozen=True)
 class Balanced(LowRank):
     """`argmin ‖Q^½ (W − Ŵ) P^½‖_F` over `Ŵ` (m × n) of rank `amount`: `Q^{-½} [Q^½ W P^½]_r P^{-½}`.
 

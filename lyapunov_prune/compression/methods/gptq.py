@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.compression.method import Rounder
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.calibration.statistics import Statistics
 
 
-@dataclass(frozen=True)
 class GPTQ(SecondOrder, Rounder):
     """Round `W` (m × n) to the grids of `rtn`, and update the weights not rounded yet to preserve `W X`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.compression.masks import row_mask
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.calibration.statistics import Statistics
 
 
-@dataclass(frozen=True)
 class Magnitude(Sparsifier):
     """Zero the `amount` share of the entries of smallest magnitude; among equal entries the earlier one becomes zero.
 

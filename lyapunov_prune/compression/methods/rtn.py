@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.compression.method import Rounder
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.calibration.statistics import Statistics
 
 
-@dataclass(frozen=True)
 class RoundToNearest(Rounder):
     """Round `W` (m × n) to grids of `2^bits` points over the range of each row, or group of a row (`grids.stepped`).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.compression.masks import n_of_m, require_pattern
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.calibration.statistics import Statistics
 
 
-@dataclass(frozen=True)
 class SparseGPT(SecondOrder, Sparsifier):
     """Zero `round(amount · m · n)` entries of `W` (m × n) and update the others to preserve `W X`.
 

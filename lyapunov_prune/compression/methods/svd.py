@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.compression.method import LowRank
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.calibration.statistics import Statistics
 
 
-@dataclass(frozen=True)
 class SVD(LowRank):
     """The rank-`amount` matrix nearest to `W` in spectral and Frobenius norm (Eckart and Young), up to rounding."""
 

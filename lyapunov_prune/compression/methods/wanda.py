@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.compression.masks import row_mask
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.calibration.statistics import Statistics
 
 
-@dataclass(frozen=True)
 class Wanda(Sparsifier):
     """Zero the `round(amount · n)` entries of each row (m × n) of smallest `|W_ij| ‖x_j‖₂`.
 

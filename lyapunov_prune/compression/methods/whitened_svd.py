@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.calibration.gram import damped, leading, scaled
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.calibration.statistics import Statistics
 
 
-@dataclass(frozen=True)
 class WhitenedSVD(LowRank):
     """`argmin ‖(W − Ŵ) X‖_F` over `Ŵ` (m × n) of rank `amount`, for inputs X (n × tokens) with `gram = X Xᵀ`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -29,7 +28,6 @@ COMPACT: Final = Stored(
 )
 
 
-@dataclass(frozen=True)
 class Compact(Format):
     """A class of its own (`models.modeling_compact`), whose config says layer by layer what is gone or factored."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lyapunov_prune.export.formats.compact import COMPACT, Compact
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.pruning.plan import PruningPlan
 
 
-@dataclass(frozen=True)
 class Deci(Compact):
     """A compact checkpoint of a Llama or Mistral whose config.json also has the `block_configs` of DeciLM."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.pruning.provenance import Provenance
 
 
-@dataclass(frozen=True)
 class GGUF(Plain):
     """In a pruned .gguf file, unchanged tensors keep the original's bytes, whatever their quantisation; mended ones are
     rounded anew. `quantize` is the type that the matrices of an exported model are rounded to, float16 by default."""

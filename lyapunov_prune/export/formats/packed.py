@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.compression.report import CompressionReport
 
 
-@dataclass(frozen=True)
 class Packed(Format):
     """Integers of 4 or 8 bits and their scales (`pack-quantized`); faster only in engines with a kernel for them."""
 

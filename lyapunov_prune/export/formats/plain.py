@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.pruning.plan import PruningPlan
 
 
-@dataclass(frozen=True)
 class Plain(Format):
     """Whole layers are gone; of layers that stay, parts that go are zeroed. Compressed matrices are stored dense."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.calibration.gram import damped
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 RIDGE = 0.1
 
 
-@dataclass(frozen=True)
 class Affine(Reduction):
     """The affine map of least squares with a `ridge` (`least_squares`)."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.merging.reduction import HiddenMap, Reduction
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.models.feedforward import BlockParts
 
 
-@dataclass(frozen=True)
 class Identity(Reduction):
     """`τ(x) = W₁ x + b₁`."""
 

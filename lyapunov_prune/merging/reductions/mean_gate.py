@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.lazy import torch
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.calibration.blocks import BlockSums
 
 
-@dataclass(frozen=True)
 class MeanGate(GateConstant):
     """`c = E σ(W_g x + b_g)`."""
 

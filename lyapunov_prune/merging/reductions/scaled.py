@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.lazy import torch
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.calibration.blocks import BlockSums
 
 
-@dataclass(frozen=True)
 class Scaled(GateConstant):
     """`c_i = E[g_i u_i²]/E[u_i²]`, the least-squares fit of each `g_i u_i` by `u_i`; 0 where `u_i` was always zero."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.ranking.criterion import Asked, Criterion
@@ -11,7 +10,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.ranking.angular import AngularDistance
 
 
-@dataclass(frozen=True)
 class Angular(Criterion):
     """The run of n layers with the least `1 − E_t cos(h_l,t, h_{l+n,t})` (`angular_distance`)."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.ranking.criterion import Asked, Criterion
@@ -11,7 +10,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.ranking.tried import BestRemoval
 
 
-@dataclass(frozen=True)
 class Best(Criterion):
     """A search among sets of layers that may spend `search` forwards (`best_removal`).
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lyapunov_prune.arguments import Share
 from lyapunov_prune.lazy import np
@@ -12,7 +11,6 @@ from lyapunov_prune.ranking.criterion import ByProfile
 _ROUNDING = 1e-12  # an IQR below this share of the range counts as zero
 
 
-@dataclass(frozen=True)
 class Blend(ByProfile):
     """`α s(|ρ − 1|) + (1 − α) s(bi)`, `s(x) = (x − median) / IQR` over the layers that may go.
 
@@ -21,7 +19,6 @@ class Blend(ByProfile):
     """
 
     alpha: Share = 0.5
-    seeds: tuple[int, ...] = (0, 1, 2, 3)
 
     name = "blend"
     help = "alpha rho + (1 - alpha) bi, each scaled by its median and quartiles"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criteria.blend import Blend
 
 
-@dataclass(frozen=True)
 class BlendMinMax(Blend):
     """`α s(|ρ − 1|) + (1 − α) s(bi)`, `s(x) = (x − min) / (max − min)` over the layers that may go.
 

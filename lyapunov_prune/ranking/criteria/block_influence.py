@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from lyapunov_prune.lazy import np
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.ranking.ranking import LayerRanking
 
 
-@dataclass(frozen=True)
 class BlockInfluence(Scored):
     """Block Influence, `1 − E_t cos(h_l,t, h_{l+1,t})`; for a sublayer, between the state before and after it."""
 

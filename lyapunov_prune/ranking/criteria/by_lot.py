@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lyapunov_prune.arguments import Seed
 from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criterion import ByPosition
 
 
-@dataclass(frozen=True)
 class ByLot(ByPosition):
     """A permutation drawn from `seed`."""
 

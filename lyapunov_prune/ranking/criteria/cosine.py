@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criteria.kl import KL
 from lyapunov_prune.ranking.criterion import EVERYWHERE
 
 
-@dataclass(frozen=True)
 class Cosine(KL):
     """`mean_t Var_{r_t}(Δz_t) / (2T²)`, `r_i = p_i² / ‖p‖²`: `1 − cos(p, q)` to second order.
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criterion import ByPosition
 
 
-@dataclass(frozen=True)
 class FromEnd(ByPosition):
     """The distance from the end."""
 

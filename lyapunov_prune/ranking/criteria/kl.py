@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from lyapunov_prune.arguments import Positive
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.ranking.ranking import Ranking
 
 
-@dataclass(frozen=True)
 class KL(Scored):
     """For layers `Var_p(Δz)`, which is twice the KL to second order; for experts the measured KL.
 

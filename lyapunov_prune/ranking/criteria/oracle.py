@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.ranking.counts import free_layers
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.ranking.oracle import GreedyRemoval
 
 
-@dataclass(frozen=True)
 class Oracle(Criterion):
     """Greedy search by the loss on the text itself (`greedy_removal`), as SLEB does it."""
 

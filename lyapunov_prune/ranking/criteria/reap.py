@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.lazy import np
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.profiles.expert_use import ExpertUse
 
 
-@dataclass(frozen=True)
 class Reap(OfExperts):
     """The mean, over the tokens routed to the expert, of router weight × ‖output of the expert‖₂."""
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criterion import ByProfile
 
 
-@dataclass(frozen=True)
 class Rho(ByProfile):
     """`|ρ_l − 1|`, where ρ_l is the growth of an error through layer l under the pooling of the profile."""
-
-    seeds: tuple[int, ...] = (0, 1, 2, 3)
 
     name = "rho"
     help = "|rho - 1|: how far the growth of an error is from 1"

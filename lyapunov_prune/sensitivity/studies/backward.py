@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.study import Projections, Study, by_layer
 
 
-@dataclass(frozen=True)
 class Backward(Study):
     """Layers k to the last together, for each k."""
 

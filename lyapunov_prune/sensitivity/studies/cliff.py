@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.studies.group import Group
@@ -12,7 +11,6 @@ from lyapunov_prune.sensitivity.study import Projections, Study
 CLIFF_SPARSITIES = (0.3, 0.5, 0.7, 0.9, 0.95)
 
 
-@dataclass(frozen=True)
 class Cliff(Study):
     """The most sensitive component, layer by layer, at five sparsities, or at falling bits if the method rounds."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.study import Projections, Study, by_layer
@@ -11,7 +10,6 @@ from lyapunov_prune.sensitivity.study import Projections, Study, by_layer
 FIRST_LAYER_SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99)
 
 
-@dataclass(frozen=True)
 class FirstLayer(Study):
     """Layer 0 alone at rising sparsities, or at falling bits if the method rounds."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.studies.group import Group
@@ -12,7 +11,6 @@ from lyapunov_prune.sensitivity.study import Projections, Study
 ROUNDS = 36
 
 
-@dataclass(frozen=True)
 class Greedy(Study):
     """Round k compresses the k groups of least regret (measured alone) together."""
 

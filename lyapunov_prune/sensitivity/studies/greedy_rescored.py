@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.studies.greedy import ROUNDS
@@ -11,7 +10,6 @@ from lyapunov_prune.sensitivity.studies.group import Group
 from lyapunov_prune.sensitivity.study import Projections, Study
 
 
-@dataclass(frozen=True)
 class GreedyRescored(Study):
     """Each round adds the group with the least loss when compressed together with those of the earlier rounds.
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.study import Projections, Study
 
 
-@dataclass(frozen=True)
 class Matrix(Study):
     """Every matrix compressed alone."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.study import Projections, Study
@@ -11,7 +10,6 @@ from lyapunov_prune.sensitivity.study import Projections, Study
 UNIFORM_RANKS = (8, 16, 32, 64, 128, 256)
 
 
-@dataclass(frozen=True)
 class Rank(Study):
     """All layers at rising ranks; by `svd` if the method rounds, because rounding has no rank."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.study import Projections, Study
@@ -11,7 +11,6 @@ from lyapunov_prune.sensitivity.study import Projections, Study
 UNIFORM_SPARSITIES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
-@dataclass(frozen=True)
 class Sparsity(Study):
     """All layers at rising sparsities, or at falling bits if the method rounds."""
 

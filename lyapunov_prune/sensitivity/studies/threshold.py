@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.study import Projections, Study, by_layer
@@ -11,7 +10,6 @@ from lyapunov_prune.sensitivity.study import Projections, Study, by_layer
 THRESHOLD_SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
-@dataclass(frozen=True)
 class Threshold(Study):
     """Layer 0 by Wanda at rising sparsities, which gives the threshold s*."""
 
