@@ -28,7 +28,8 @@ from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.store import Store
-from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep, badness, clear_sweep
+from lyapunov_prune.sensitivity.changes import badness
+from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep, clear_sweep
 
 Candidates = Callable[[tuple[int, ...]], Collection[int]]
 

@@ -15,7 +15,8 @@ from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, swaps
 from lyapunov_prune.ranking.tried import BestRemoval, Final, Tried
 from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store
-from lyapunov_prune.sensitivity.sweep import Job, Sweep, badness
+from lyapunov_prune.sensitivity.changes import badness
+from lyapunov_prune.sensitivity.sweep import Job, Sweep
 
 _FINALS = 4  # how many sets are mended at most
 Fit = Callable[..., tuple[tuple[Mend, ...], MendReport]]  # the signature of `fit_mends`

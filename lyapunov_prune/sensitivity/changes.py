@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -121,3 +122,8 @@ class Change:
         c, names = self.compression, ",".join(sorted(p.name for p in self.matrices))
         kept = f"{c.bits:g} bits" if c.rounds else f"sparsity {float(c.sparsity)!r}, rank {c.rank or 'full'}"
         return f"{c.method}, {kept}: {len(self.matrices)} matrices, {hashlib.sha256(names.encode()).hexdigest()[:16]}"
+
+
+def badness(loss: float) -> float:
+    """A sort key: the mean loss, with NaN as infinity."""
+    return math.inf if math.isnan(loss) else loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 from lyapunov_prune.results.wording import bars
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.compressor import Compressor
+from lyapunov_prune.sensitivity.study import Asked
 from lyapunov_prune.sensitivity.sweep import Outcome, Sweep
 from lyapunov_prune.sensitivity.table import STUDIES
 
@@ -243,20 +244,20 @@ def measure_sensitivity(
     pairs: list[tuple[Change, Outcome]] = []
     with Sweep(model, reading, folder=folder, batch_size=batch_size, also=also) as sweep:
 
-        def measured(asked: Sequence[Change], study: str) -> dict[str, float]:
-            outcomes.update(sweep.run(compressor.jobs(asked), study))
+        def measured(changes: Sequence[Change], study: str) -> dict[str, float]:
+            outcomes.update(sweep.run(compressor.jobs(changes), study))
             return {key: float(o.windows.mean()) for key, o in outcomes.items()}
 
-        losses: dict[str, float] = {}
+        asked = Asked(compressor.projections, base)
         for study in sorted(dict.fromkeys(studies), key=list(STUDIES).index):
             made = STUDIES.make(study)
             if made.after_groups:
-                losses = measured(STUDIES.make("group").changes(compressor.projections, base, {}), "group")
-            asked = made.changes(compressor.projections, base, losses)
-            while any(change.key not in outcomes for change in asked):
-                losses = measured(asked, study)
-                asked = made.changes(compressor.projections, base, losses)
-            pairs += [(change, outcomes[change.key]) for change in asked]
+                asked = replace(asked, losses=measured(STUDIES.make("group").changes(asked), "group"))
+            changes = made.changes(asked)
+            while any(change.key not in outcomes for change in changes):
+                asked = replace(asked, losses=measured(changes, study))
+                changes = made.changes(asked)
+            pairs += [(change, outcomes[change.key]) for change in changes]
         dense = sweep.dense
     shapes = {p: p.weight(reading.model).shape for p in compressor.projections}
     return Sensitivity(

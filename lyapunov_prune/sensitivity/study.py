@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from lyapunov_prune.registry import Choice
-from lyapunov_prune.sensitivity.changes import Change, Compression
+from lyapunov_prune.sensitivity.changes import Change, Compression, badness
 
 if TYPE_CHECKING:
     from lyapunov_prune.models.projections import Projection
 
-Projections = tuple["Projection", ...]
+Matrices = tuple["Projection", ...]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a study is asked: the matrices of the model, the setting `base`, and the losses measured so far, by key."""
+
+    matrices: Matrices
+    base: Compression
+    losses: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> dict[int, Matrices]:
+        """The matrices of each layer, in their order."""
+        from lyapunov_prune.models.projections import by_layer
+
+        return {layer: tuple(ps) for layer, ps in by_layer(self.matrices).items()}
+
+    def badness(self, change: Change) -> float:
+        """A sort key: the measured loss of a change, with NaN as infinity."""
+        return badness(self.losses[change.key])
 
 
 class Study(Choice):
@@ -27,14 +48,9 @@ class Study(Choice):
     takes: ClassVar[tuple[str, ...]] = ("method", "amount", "rank")
 
     @abstractmethod
-    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        """The changes of the matrices `ps` under the setting `base` (structural sensitivity, §5 and §6.1).
+    def changes(self, asked: Asked) -> list[Change]:
+        """The changes of the matrices under the setting `base` (structural sensitivity, §5 and §6.1).
 
-        `losses` are the measured losses by key: with `after_groups`, those of every group compressed alone. A study
-        that depends on its own losses returns the changes it needs next, until all of them are measured.
+        With `after_groups`, `losses` are those of every group compressed alone. A study that depends on its own losses
+        returns the changes it needs next, until all of them are measured.
         """
-
-
-def by_layer(ps: Projections) -> dict[int, Projections]:
-    """The matrices of each layer, in the order of `ps`."""
-    return {k: tuple(p for p in ps if p.layer == k) for k in dict.fromkeys(p.layer for p in ps)}

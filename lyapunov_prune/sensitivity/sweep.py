@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -56,11 +55,6 @@ _KIND = "sweep"  # of the store
 def clear_sweep(folder: Path) -> None:
     """Delete the outcomes that a sweep kept in `folder`. Raises like `Store`."""
     clear_results(folder, _KIND)
-
-
-def badness(loss: float) -> float:
-    """A sort key: the mean loss, with NaN as infinity."""
-    return math.inf if math.isnan(loss) else loss
 
 
 class Sweep:

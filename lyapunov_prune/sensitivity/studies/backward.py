@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from lyapunov_prune.sensitivity.changes import Change, Compression
-from lyapunov_prune.sensitivity.study import Projections, Study, by_layer
+from lyapunov_prune.sensitivity.changes import Change
+from lyapunov_prune.sensitivity.study import Asked, Study
 
 
 class Backward(Study):
@@ -15,9 +13,9 @@ class Backward(Study):
     help = "layers k to the last, for each k"
     reference = "structural sensitivity, §6.1, Figure 4"
 
-    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        last = max(by_layer(ps))
+    def changes(self, asked: Asked) -> list[Change]:
+        last = max(asked.layers)
         return [
-            Change(self.name, f"layers {k} to {last}", tuple(p for p in ps if p.layer >= k), base)
-            for k in sorted(by_layer(ps), reverse=True)
+            Change(self.name, f"layers {k} to {last}", tuple(p for p in asked.matrices if p.layer >= k), asked.base)
+            for k in sorted(asked.layers, reverse=True)
         ]

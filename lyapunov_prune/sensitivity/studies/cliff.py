@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from lyapunov_prune.sensitivity.changes import Change, Compression
+from lyapunov_prune.sensitivity.changes import Change
 from lyapunov_prune.sensitivity.studies.group import Group
-from lyapunov_prune.sensitivity.study import Projections, Study
+from lyapunov_prune.sensitivity.study import Asked, Study
 
 CLIFF_SPARSITIES = (0.3, 0.5, 0.7, 0.9, 0.95)
 
@@ -19,14 +17,12 @@ class Cliff(Study):
     reference = "structural sensitivity, §6.1, Figure 3"
     after_groups = True
 
-    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        from lyapunov_prune.sensitivity.sweep import badness
-
-        alone = Group().changes(ps, base, losses)
-        worst = max(alone, key=lambda group: badness(losses[group.key])).component
+    def changes(self, asked: Asked) -> list[Change]:
+        alone = Group().changes(asked)
+        worst = max(alone, key=asked.badness).component
         return [
             Change(self.name, f"{group.label}, {level.amount}", group.matrices, level)
-            for level in base.levels(CLIFF_SPARSITIES)
+            for level in asked.base.levels(CLIFF_SPARSITIES)
             for group in alone
             if group.component == worst
         ]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from lyapunov_prune.sensitivity.changes import Change, Compression
-from lyapunov_prune.sensitivity.study import Projections, Study
+from lyapunov_prune.sensitivity.changes import Change
+from lyapunov_prune.sensitivity.study import Asked, Study
 
 
 class Component(Study):
@@ -15,6 +13,9 @@ class Component(Study):
     help = "each component in all layers"
     reference = "structural sensitivity, §6.1"
 
-    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        names = dict.fromkeys(p.component for p in ps)
-        return [Change(self.name, name, tuple(p for p in ps if p.component == name), base) for name in names]
+    def changes(self, asked: Asked) -> list[Change]:
+        names = dict.fromkeys(p.component for p in asked.matrices)
+        return [
+            Change(self.name, name, tuple(p for p in asked.matrices if p.component == name), asked.base)
+            for name in names
+        ]

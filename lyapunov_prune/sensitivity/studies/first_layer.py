@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from lyapunov_prune.sensitivity.changes import Change, Compression
-from lyapunov_prune.sensitivity.study import Projections, Study, by_layer
+from lyapunov_prune.sensitivity.changes import Change
+from lyapunov_prune.sensitivity.study import Asked, Study
 
 FIRST_LAYER_SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99)
 
@@ -18,6 +16,6 @@ class FirstLayer(Study):
     reference = "structural sensitivity, §5"
     takes = ("method", "rank")
 
-    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        first = by_layer(ps)[min(by_layer(ps))]
-        return [Change(self.name, level.amount, first, level) for level in base.levels(FIRST_LAYER_SPARSITIES)]
+    def changes(self, asked: Asked) -> list[Change]:
+        first = asked.layers[min(asked.layers)]
+        return [Change(self.name, level.amount, first, level) for level in asked.base.levels(FIRST_LAYER_SPARSITIES)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from lyapunov_prune.sensitivity.changes import Change, Compression
+from lyapunov_prune.sensitivity.changes import Change
 from lyapunov_prune.sensitivity.studies.group import Group
-from lyapunov_prune.sensitivity.study import Projections, Study
+from lyapunov_prune.sensitivity.study import Asked, Study
 
 ROUNDS = 36
 
@@ -19,11 +17,9 @@ class Greedy(Study):
     reference = "structural sensitivity, §6.4, Figure 7"
     after_groups = True
 
-    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        from lyapunov_prune.sensitivity.sweep import badness
-
-        order = sorted(Group().changes(ps, base, losses), key=lambda group: badness(losses[group.key]))
+    def changes(self, asked: Asked) -> list[Change]:
+        order = sorted(Group().changes(asked), key=asked.badness)
         return [
-            Change(self.name, f"+ {order[k].label}", tuple(p for group in order[: k + 1] for p in group.matrices), base)
+            Change(self.name, f"+ {order[k].label}", tuple(p for g in order[: k + 1] for p in g.matrices), asked.base)
             for k in range(min(ROUNDS, len(order)))
         ]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from lyapunov_prune.sensitivity.changes import Change, Compression
+from lyapunov_prune.sensitivity.changes import Change
 from lyapunov_prune.sensitivity.studies.greedy import ROUNDS
 from lyapunov_prune.sensitivity.studies.group import Group
-from lyapunov_prune.sensitivity.study import Projections, Study
+from lyapunov_prune.sensitivity.study import Asked, Matrices, Study
 
 
 class GreedyRescored(Study):
@@ -23,16 +21,14 @@ class GreedyRescored(Study):
     after_groups = True
     in_all = False
 
-    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        from lyapunov_prune.sensitivity.sweep import badness
-
-        left, rounds = Group().changes(ps, base, losses), list[Change]()
-        taken: Projections = ()
+    def changes(self, asked: Asked) -> list[Change]:
+        left, rounds = Group().changes(asked), list[Change]()
+        taken: Matrices = ()
         while left and len(rounds) < ROUNDS:
-            tried = [Change(self.name, f"+ {g.label}", (*taken, *g.matrices), base) for g in left]
-            if not all(change.key in losses for change in tried):
+            tried = [Change(self.name, f"+ {g.label}", (*taken, *g.matrices), asked.base) for g in left]
+            if not all(change.key in asked.losses for change in tried):
                 return rounds + tried
-            best = min(range(len(left)), key=lambda i: badness(losses[tried[i].key]))
+            best = min(range(len(left)), key=lambda i: asked.badness(tried[i]))
             taken = tried[best].matrices
             rounds.append(tried[best])
             del left[best]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from lyapunov_prune.sensitivity.changes import Change, Compression
-from lyapunov_prune.sensitivity.study import Projections, Study
+from lyapunov_prune.sensitivity.changes import Change
+from lyapunov_prune.sensitivity.study import Asked, Study
 
 
 class Group(Study):
@@ -15,11 +13,11 @@ class Group(Study):
     help = "each component of each layer"
     reference = "structural sensitivity, §6.1, Figure 2"
 
-    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    def changes(self, asked: Asked) -> list[Change]:
         from lyapunov_prune.models.projections import groups
 
-        named = {p.name: p for p in ps}
+        named = {p.name: p for p in asked.matrices}
         return [
-            Change(self.name, f"{layer} {component}", tuple(named[name] for name in names), base)
-            for (component, layer), names in groups(ps).items()
+            Change(self.name, f"{layer} {component}", tuple(named[name] for name in names), asked.base)
+            for (component, layer), names in groups(asked.matrices).items()
         ]

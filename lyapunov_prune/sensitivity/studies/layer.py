@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from lyapunov_prune.sensitivity.changes import Change, Compression
-from lyapunov_prune.sensitivity.study import Projections, Study, by_layer
+from lyapunov_prune.sensitivity.changes import Change
+from lyapunov_prune.sensitivity.study import Asked, Study
 
 
 class Layer(Study):
@@ -15,5 +13,5 @@ class Layer(Study):
     help = "each layer"
     reference = "structural sensitivity, §6.1"
 
-    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        return [Change(self.name, f"layer {k}", group, base) for k, group in by_layer(ps).items()]
+    def changes(self, asked: Asked) -> list[Change]:
+        return [Change(self.name, f"layer {k}", group, asked.base) for k, group in asked.layers.items()]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from lyapunov_prune.sensitivity.changes import Change, Compression
-from lyapunov_prune.sensitivity.study import Projections, Study
+from lyapunov_prune.sensitivity.changes import Change
+from lyapunov_prune.sensitivity.study import Asked, Study
 
 
 class Matrix(Study):
@@ -15,5 +13,5 @@ class Matrix(Study):
     help = "each matrix"
     reference = "structural sensitivity, §6.1"
 
-    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        return [Change(self.name, p.name, (p,), base) for p in ps]
+    def changes(self, asked: Asked) -> list[Change]:
+        return [Change(self.name, p.name, (p,), asked.base) for p in asked.matrices]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from lyapunov_prune.sensitivity.changes import Change, Compression
-from lyapunov_prune.sensitivity.study import Projections, Study
+from lyapunov_prune.sensitivity.study import Asked, Study
 
 UNIFORM_RANKS = (8, 16, 32, 64, 128, 256)
 
@@ -18,6 +16,6 @@ class Rank(Study):
     reference = "structural sensitivity, §5"
     takes = ("method",)
 
-    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        method = "svd" if base.rounds else base.method
-        return [Change(self.name, f"rank {r}", ps, Compression(method, 0.0, r)) for r in UNIFORM_RANKS]
+    def changes(self, asked: Asked) -> list[Change]:
+        method = "svd" if asked.base.rounds else asked.base.method
+        return [Change(self.name, f"rank {r}", asked.matrices, Compression(method, 0.0, r)) for r in UNIFORM_RANKS]

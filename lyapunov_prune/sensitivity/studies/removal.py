@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from lyapunov_prune.sensitivity.changes import Change, Compression
-from lyapunov_prune.sensitivity.study import Projections, Study, by_layer
+from lyapunov_prune.sensitivity.changes import Change
+from lyapunov_prune.sensitivity.study import Asked, Study
 
 
 class Removal(Study):
@@ -16,5 +14,5 @@ class Removal(Study):
     reference = "structural sensitivity, §6.5"
     takes = ()
 
-    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        return [Change(self.name, f"layer {k}", remove=(k,)) for k in by_layer(ps)]
+    def changes(self, asked: Asked) -> list[Change]:
+        return [Change(self.name, f"layer {k}", remove=(k,)) for k in asked.layers]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from lyapunov_prune.sensitivity.changes import Change, Compression
-from lyapunov_prune.sensitivity.study import Projections, Study
+from lyapunov_prune.sensitivity.changes import Change
+from lyapunov_prune.sensitivity.study import Asked, Study
 
 UNIFORM_SPARSITIES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
@@ -19,6 +18,6 @@ class Sparsity(Study):
     reference = "structural sensitivity, §5"
     takes = ("method",)
 
-    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        levels = replace(base, rank=None).levels(UNIFORM_SPARSITIES)
-        return [Change(self.name, level.amount, ps, level) for level in levels]
+    def changes(self, asked: Asked) -> list[Change]:
+        levels = replace(asked.base, rank=None).levels(UNIFORM_SPARSITIES)
+        return [Change(self.name, level.amount, asked.matrices, level) for level in levels]

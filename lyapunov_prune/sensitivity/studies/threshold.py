@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from lyapunov_prune.sensitivity.changes import Change, Compression
-from lyapunov_prune.sensitivity.study import Projections, Study, by_layer
+from lyapunov_prune.sensitivity.study import Asked, Study
 
 THRESHOLD_SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
@@ -18,8 +16,8 @@ class Threshold(Study):
     reference = "structural sensitivity, §6.3, Table 2"
     takes = ("limit",)
 
-    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
-        first = by_layer(ps)[min(by_layer(ps))]
+    def changes(self, asked: Asked) -> list[Change]:
+        first = asked.layers[min(asked.layers)]
         return [
             Change(self.name, f"sparsity {s:g}", first, Compression("wanda", s, None)) for s in THRESHOLD_SPARSITIES
         ]
