@@ -23,6 +23,7 @@ from lyapunov_prune.models.structure import Structure, find_layers, find_structu
 from lyapunov_prune.models.two_stacks import stack_structure
 from lyapunov_prune.results.result import ModelIdentity
 
+C = TypeVar("C")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -146,12 +147,18 @@ def in_memory(model: Model, handle: Callable[[Model], Decoder] = wrap) -> Decode
     return handle(model)
 
 
-# Annotations of public functions: the caller gives a `Model`, the function receives the handle.
+def identity_of(model: Model | ModelIdentity) -> ModelIdentity:
+    """The identity of a model with all weights in memory; an identity is returned as it is."""
+    return model if isinstance(model, ModelIdentity) else in_memory(model, wrap_any).identity
+
+
+# Annotations of public functions: the caller gives a `Model`, the function receives the handle, or the identity.
 Streamable = Annotated[Decoder, Parsed(Model, wrap)]
 InMemory = Annotated[Decoder, Parsed(Model, in_memory)]
 StreamableText = Annotated[Decoder, Parsed(Model, wrap_text)]  # encoders and stacks too
 InMemoryText = Annotated[Decoder, Parsed(Model, partial(in_memory, handle=wrap_text))]
 InMemoryAny = Annotated[Decoder, Parsed(Model, partial(in_memory, handle=wrap_any))]  # and image classifiers
+Identified = Annotated[ModelIdentity, Parsed(Model | ModelIdentity, identity_of)]
 
 
 def takes_model(function: Callable[Concatenate[Decoder, P], T]) -> Callable[Concatenate[Model, P], T]:
@@ -164,6 +171,14 @@ def takes_models(
     function: Callable[Concatenate[Decoder, Decoder, P], T],
 ) -> Callable[Concatenate[Model, Model, P], T]:
     """`takes_model` for a function of two models."""
+    handed: Any = checked(function)
+    return handed
+
+
+def takes_identity(
+    function: Callable[Concatenate[C, ModelIdentity, P], T],
+) -> Callable[Concatenate[C, Model | ModelIdentity, P], T]:
+    """`takes_model` for a class method that is given a model or its identity, and receives the identity."""
     handed: Any = checked(function)
     return handed
 

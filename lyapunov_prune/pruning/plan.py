@@ -8,9 +8,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, printable
-from lyapunov_prune.models.decoder import Decoder, Model, in_memory, wrap_any
+from lyapunov_prune.models.decoder import Decoder, Identified, takes_identity
 from lyapunov_prune.profiles.contraction_profile import dtype_note, floor_note
 from lyapunov_prune.pruning.plan_fields import require_channels, require_experts, require_reduction
 from lyapunov_prune.pruning.removed import Removed
@@ -107,10 +106,10 @@ class PruningPlan(Removed, Result):
             raise LyapunovPruneError(why)
 
     @classmethod
-    @checked
+    @takes_identity
     def given(
         cls,
-        model: Model | ModelIdentity,
+        model: Identified,
         remove: Sequence[int] = (),
         *,
         drop_attention: Sequence[int] = (),
@@ -120,21 +119,20 @@ class PruningPlan(Removed, Result):
         experts: Mapping[int, Sequence[int]] | None = None,
     ) -> PruningPlan:
         """A plan for layers, sublayers, activations and experts (by layer) chosen by hand."""
-        identity = model if isinstance(model, ModelIdentity) else in_memory(model, wrap_any).identity
         given = dict(experts or {})
-        each_once("experts", tuple(given), identity.num_layers)
+        each_once("experts", tuple(given), model.num_layers)
         return cls(
             remove=tuple(remove),
             criterion="given",
             alpha=None,
             scores=np.empty(0),
-            model=identity,
+            model=model,
             measured_on=(),
             drop_attention=tuple(drop_attention),
             drop_mlp=tuple(drop_mlp),
             drop_activation=tuple(drop_activation),
             reduction=reduction,
-            experts=tuple(tuple(sorted(given.get(i, ()))) for i in range(identity.num_layers)) if given else (),
+            experts=tuple(tuple(sorted(given.get(i, ()))) for i in range(model.num_layers)) if given else (),
         )
 
     def require_periods(self, period: int) -> None:
