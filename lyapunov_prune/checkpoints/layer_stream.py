@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.checkpoints.outline import Outline, layer_of
+from lyapunov_prune.checkpoints.outline import Outline
 from lyapunov_prune.checkpoints.twin import Twin
 from lyapunov_prune.errors import LyapunovPruneError, in_short
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, with_input
@@ -44,7 +44,7 @@ class LayerStream:
         meant: dict[str, Any] = outline.model.state_dict(keep_vars=True)
         self._meant: list[dict[str, Any]] = [{} for _ in structure.layers]
         for name, tensor in meant.items():
-            layer = layer_of(name, structure)
+            layer = structure.layer_of(name)
             if layer is not None:
                 self._meant[layer][name.removeprefix(f"{structure.layers_path}.{layer}.")] = tensor
         self._held: int | None = None

@@ -89,12 +89,6 @@ def read_outline(
     return Outline(loaded, stored, targets, sources, digests, identity)
 
 
-def layer_of(name: str, structure: Structure) -> int | None:
-    """The layer of the model's parameter `name`; None outside the layers."""
-    prefix = f"{structure.layers_path}."
-    return int(name[len(prefix) :].partition(".")[0]) if name.startswith(prefix) else None
-
-
 def _sources(model: PreTrainedModel, targets: dict[str, Target]) -> dict[str, tuple[str, ...]]:
     """The file tensors behind every tensor name of the model; tied names have the same."""
     keys: dict[str, list[str]] = {}

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from lyapunov_prune.checkpoints.beside import save_files
-from lyapunov_prune.checkpoints.outline import layer_of, read_outline
+from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, changed_setting, wrong_packed_keys
 from lyapunov_prune.checkpoints.tensor_files import write_index
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -30,7 +30,7 @@ class Shards:
         self._model, self._folder, self._structure = model, folder, decoder.structure
         self._names: dict[int | None, list[str]] = {}
         for name, _ in saved_tensors(model):  # a shared tensor under one name
-            self._names.setdefault(layer_of(name, self._structure), []).append(name)
+            self._names.setdefault(self._structure.layer_of(name), []).append(name)
         self._where: dict[str, str] = {}
         self._size = 0
         self._digests: dict[str, dict[str, str]] = {}

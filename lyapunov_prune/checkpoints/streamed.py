@@ -17,7 +17,7 @@ from transformers.initialization import no_init_weights
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.layer_stream import LayerStream, read_tensor
-from lyapunov_prune.checkpoints.outline import Outline, layer_of, read_outline
+from lyapunov_prune.checkpoints.outline import Outline, read_outline
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.device import require_memory, resolve_device
@@ -85,7 +85,7 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
     structure = find_structure(model.eval())
     made: dict[int, torch.Tensor] = {}
     for name, meant in wanted.items():
-        if layer_of(name, structure) is not None:
+        if structure.layer_of(name) is not None:
             _put(model, name, meant)
             continue
         if id(meant) not in made:
@@ -111,7 +111,7 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
 def _require_memory(outline: Outline, wanted: dict[str, Any], device: str) -> None:
     sizes: dict[int | None, int] = {None: 0}
     for name, tensor in {id(t): (n, t) for n, t in wanted.items()}.values():
-        layer = layer_of(name, outline.structure)
+        layer = outline.structure.layer_of(name)
         sizes[layer] = sizes.get(layer, 0) + tensor.numel() * tensor.itemsize
     outside = sizes.pop(None)
     require_memory(outside + max(sizes.values(), default=0), device, "embeddings, head and the largest layer")

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.beside import save_files
-from lyapunov_prune.checkpoints.outline import Outline, layer_of
+from lyapunov_prune.checkpoints.outline import Outline
 from lyapunov_prune.checkpoints.streamed import streamed
 from lyapunov_prune.checkpoints.tensor_files import Joined, Part, Piece, Stored, write_tensors
 from lyapunov_prune.errors import LyapunovPruneError, first_line
@@ -151,7 +151,7 @@ def _pieces(
         piece: Part = Piece(stored)
         own = _OF_EXPERT.search(called) if target.name in left else None
         if own is not None:  # a tensor of one expert alone, which transformers stacks on loading
-            layer, expert = layer_of(target.name, structure), int(own[1])
+            layer, expert = structure.layer_of(target.name), int(own[1])
             gone = plan.experts_gone.get(layer, ()) if layer is not None else ()
             if expert not in gone:
                 number = expert - sum(each < expert for each in gone)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.checkpoints.outline import Outline, layer_of, read_outline
+from lyapunov_prune.checkpoints.outline import Outline, read_outline
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting, wrong_packed_keys
 from lyapunov_prune.checkpoints.streamed import streamed
 from lyapunov_prune.checkpoints.tensor_files import read_tensors
@@ -191,5 +191,5 @@ def _by_layer(outline: Outline) -> dict[int | None, dict[str, dict[str, str]]]:
 
 def _within(name: str, outline: Outline) -> tuple[int | None, str]:
     """The layer of a tensor and its name in it; None and the full name outside the layers."""
-    layer = layer_of(name, outline.structure)
+    layer = outline.structure.layer_of(name)
     return layer, name if layer is None else name.removeprefix(f"{outline.structure.layers_path}.{layer}.")

@@ -65,6 +65,11 @@ class Structure:
             most -= self.config.pad_token_id + 1
         return most if most and most > 0 else None
 
+    def layer_of(self, name: str) -> int | None:
+        """The layer of the model's parameter `name`; None outside the layers."""
+        prefix = f"{self.layers_path}."
+        return int(name[len(prefix) :].partition(".")[0]) if name.startswith(prefix) else None
+
     def at_most(self, length: int) -> int:
         """`length`, or the longest context if that is shorter."""
         return min(length, self.max_context or length)

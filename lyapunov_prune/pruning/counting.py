@@ -13,7 +13,6 @@ from fractions import Fraction
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.checkpoints.outline import layer_of
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import saved_tensors
@@ -41,7 +40,7 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
     places = {
         name: place(t) for name, t in decoder.model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)
     }
-    stays = {place for name, place in places.items() if layer_of(name, structure) not in plan.remove}
+    stays = {place for name, place in places.items() if structure.layer_of(name) not in plan.remove}
     if family.leaves is not None:
         stays -= {place(p) for p in family.leaves(structure.layers, structure.config, plan.remove)}
     tables = tuple(f".{table}.weight" for table, _ in family.tables)
@@ -115,7 +114,7 @@ def count_check(goes: Leaving, pruned: Decoder, saved: int) -> GateCheck:
 
 def renamed(name: str, structure: Structure, plan: PruningPlan) -> str | None:
     """The new name of the tensor or module `name` once the layers of `plan` are gone; None if it is removed."""
-    layer = layer_of(name, structure)
+    layer = structure.layer_of(name)
     if layer is None:
         return name
     before = f"{structure.layers_path}.{layer}"

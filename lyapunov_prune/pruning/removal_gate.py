@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from lyapunov_prune.checkpoints.outline import layer_of
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.data.batch import Tokens
 from lyapunov_prune.data.examples import Examples, as_examples
@@ -140,7 +139,7 @@ def _same_with_picture(gate: Gate, shares: Mapping[str, Fraction]) -> GateCheck:
     """Whether everything outside the layers is unchanged, and the logits agree with an image in the prompt."""
     original, after = gate.reference.model, gate.result.model.state_dict()
     for name, tensor in original.state_dict().items():
-        outside = layer_of(name, gate.reference.structure) is None
+        outside = gate.reference.structure.layer_of(name) is None
         if outside and shares.get(name) == 0 and not torch.equal(after[name], tensor):
             return GateCheck(PICTURED, False, float("inf"), gate.limit, f"{name} lies outside the layers and changed")
     detail = "all weights outside the layers"

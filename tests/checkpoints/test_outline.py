@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertLMHeadModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import compress
-from lyapunov_prune.checkpoints.outline import layer_of, read_outline
+from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.reloading import wrong_packed_keys
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.packed import write_packed
@@ -32,7 +32,7 @@ def test_it_is_the_model_without_its_numbers(checkpoint: Path) -> None:
 def test_names_tell_the_layer(checkpoint: Path) -> None:
     structure = read_outline(checkpoint, checkpoint).structure
     names = ("model.layers.4.mlp.up_proj.weight", "model.embed_tokens.weight", "layers.4.mlp.up_proj.weight")
-    assert [layer_of(name, structure) for name in names] == [4, None, None]
+    assert [structure.layer_of(name) for name in names] == [4, None, None]
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "{}/x.safetensors", "x.bin"])
