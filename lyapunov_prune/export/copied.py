@@ -33,7 +33,7 @@ from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.models.units import Parts, Unit
 from lyapunov_prune.models.width import Width, find_width, narrow
 from lyapunov_prune.models.wrappers import require_levels_stay
-from lyapunov_prune.pruning.counting import renamed, shares_leaving
+from lyapunov_prune.pruning.counting import shares_leaving
 from lyapunov_prune.pruning.partial import channels_left, parts_left
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe
@@ -207,7 +207,7 @@ def new_names(
 
     Raises LyapunovPruneError unless these are exactly the names in `after`.
     """
-    names = {name: renamed(name, structure, plan) for name in before}
+    names = {name: structure.renamed(name, plan.kept) for name in before}
     strange = set(after) ^ {new for new in names.values() if new is not None}
     if strange:
         raise not_by_copying(structure, f"{min(strange)} is counted anew")

@@ -29,7 +29,7 @@ from lyapunov_prune.models.streamed import Run
 from lyapunov_prune.models.units import find_units, selected
 from lyapunov_prune.models.width import Width
 from lyapunov_prune.progress import status
-from lyapunov_prune.pruning.counting import count_check, leaving, renamed
+from lyapunov_prune.pruning.counting import count_check, leaving
 from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Gate, GateReport, attempt, crashed, seen_by
 from lyapunov_prune.pruning.partial import parts_left
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -163,7 +163,7 @@ def _places_check(
     left = parts_left(outline.decoder, plan, width)
     olds, news = (o.model.state_dict() if left else {} for o in (outline, written))
     for name, parts in left.items():
-        new = renamed(name, outline.structure, plan)
+        new = outline.structure.renamed(name, plan.kept)
         assert new is not None
         old_tensor, new_tensor = (torch.empty_like(t, device="cpu") for t in (olds[name], news[new]))
         outline.fill(old_tensor, name)

@@ -37,7 +37,7 @@ from lyapunov_prune.models.gguf_tensors import rounded
 from lyapunov_prune.models.kinds import LayerKinds
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import warn
-from lyapunov_prune.pruning.counting import renamed, shares_leaving
+from lyapunov_prune.pruning.counting import shares_leaving
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED, GateReport, OnFiles, attempt
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -153,7 +153,7 @@ def original_of(decoder: Decoder, plan: PruningPlan | None = None) -> Original:
     if plan is None:
         header = read_header(source_file(name))
         return Original(header, tuple(range(header.layers)), before)
-    header, stays = require_gguf(name, plan), {own: renamed(own, decoder.structure, plan) for own in before}
+    header, stays = require_gguf(name, plan), {own: decoder.structure.renamed(own, plan.kept) for own in before}
     return Original(header, plan.kept, {new: before[own] for own, new in stays.items() if new is not None})
 
 

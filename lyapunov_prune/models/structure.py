@@ -70,6 +70,14 @@ class Structure:
         prefix = f"{self.layers_path}."
         return int(name[len(prefix) :].partition(".")[0]) if name.startswith(prefix) else None
 
+    def renamed(self, name: str, kept: Sequence[int]) -> str | None:
+        """The new name of the tensor or module `name` in a model of only the layers `kept`; None if it is removed."""
+        layer = self.layer_of(name)
+        if layer is None:
+            return name
+        before = f"{self.layers_path}.{layer}"
+        return f"{self.layers_path}.{kept.index(layer)}{name[len(before) :]}" if layer in kept else None
+
     def at_most(self, length: int) -> int:
         """`length`, or the longest context if that is shorter."""
         return min(length, self.max_context or length)

@@ -18,7 +18,6 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.left_out import LeftOut, left_out
 from lyapunov_prune.models.mixtures import stacked_in
-from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.models.units import shares_of
 from lyapunov_prune.pruning.plan import PruningPlan
 
@@ -72,7 +71,7 @@ class Leaving:
     """What `plan` removes of a model: the share of every tensor (`shares_leaving`).
 
     `before` are the numbers of parameters and of bytes in a checkpoint of the whole model, `gone` those that leave.
-    `after` are the new names of tensors (`renamed`), and `files` says what of the model's own files it holds.
+    `after` are the new names of tensors (`Structure.renamed`), and `files` says what of the model's own files it holds.
     """
 
     plan: PruningPlan
@@ -88,7 +87,7 @@ def leaving(decoder: Decoder, plan: PruningPlan, sizes: Sizes | None = None) -> 
     shares, model = shares_leaving(decoder, plan), decoder.model
     sizes = sizes_in_memory(model) if sizes is None else sizes
     before = model.num_parameters(), sum(size for _, size in sizes)
-    after = {name: renamed(name, decoder.structure, plan) for name in shares}
+    after = {name: decoder.structure.renamed(name, plan.kept) for name in shares}
     return Leaving(plan, shares, after, before, held_by(model, sizes, shares), left_out(model))
 
 
@@ -110,15 +109,6 @@ def count_check(goes: Leaving, pruned: Decoder, saved: int) -> GateCheck:
     counts = f"{len(files.taken) - removed} kept, {removed} removed, {len(files.names)} left out by name"
     detail = f"{check.detail}; of {len(files.taken) + len(files.names)} tensors in the files {counts}"
     return replace(check, detail=detail)
-
-
-def renamed(name: str, structure: Structure, plan: PruningPlan) -> str | None:
-    """The new name of the tensor or module `name` once the layers of `plan` are gone; None if it is removed."""
-    layer = structure.layer_of(name)
-    if layer is None:
-        return name
-    before = f"{structure.layers_path}.{layer}"
-    return f"{structure.layers_path}.{plan.kept.index(layer)}{name[len(before) :]}" if layer in plan.kept else None
 
 
 def fallen_check(before: tuple[int, int], gone: tuple[int, int], layers: int, pruned: Decoder, saved: int) -> GateCheck:
