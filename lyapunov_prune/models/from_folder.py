@@ -24,7 +24,7 @@ from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.dispatched import bring_weights, offload_folder, require_placed
-from lyapunov_prune.models.encoders import Stack
+from lyapunov_prune.models.encoders import Stack, is_encoder
 from lyapunov_prune.models.expansion import require_bounded, require_bounded_file
 from lyapunov_prune.models.folder import loading_errors, require_loadable
 from lyapunov_prune.models.left_out import find_left_out, keep_left_out
@@ -32,7 +32,7 @@ from lyapunov_prune.models.packed import is_loadable, is_unpacked, require_scale
 from lyapunov_prune.models.quantised import is_packed, quantisation, remedy, require_kernels
 from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
 from lyapunov_prune.models.stored_names import targets_of
-from lyapunov_prune.models.structure import Structure, find_layers, find_structure, text_structure
+from lyapunov_prune.models.structure import Structure, find_layers, find_structure
 from lyapunov_prune.models.two_stacks import stack_structure
 from lyapunov_prune.models.weight_files import stored_names, weight_files
 from lyapunov_prune.models.wrappers import auto_class
@@ -101,7 +101,10 @@ def load_whole(
 ) -> Decoder:
     """Model and tokenizer; refused if any weight would have to be initialised. `wanted` names the remedy."""
     model = load_weights(auto, where, folder, source | LOCAL | options, wanted)
-    structure = text_structure(model) if stack is None else stack_structure(model, stack)
+    if stack is not None:
+        structure = stack_structure(model, stack)
+    else:
+        structure = find_layers(model) if is_encoder(model) else find_structure(model)
     return Decoder(model.eval(), structure, _load_tokenizer(where, folder, source))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
@@ -128,11 +128,6 @@ def find_structure(model: PreTrainedModel) -> Structure:
     return find_layers(model)
 
 
-def text_structure(model: PreTrainedModel) -> Structure:
-    """The structure of a decoder or an encoder; raises as `find_structure` for other models."""
-    return (find_layers if is_encoder(model) else find_structure)(model)
-
-
 def find_layers(model: PreTrainedModel) -> Structure:
     """The structure of any transformer with one stack of layers: the largest module list of the right length.
 
@@ -155,7 +150,7 @@ def layers_in(
     """The structure of the largest module list whose length is one of the settings `counts` of `config`.
 
     Only lists inside the module `within` are looked at; "" means the whole model. `backbone` None means that of
-    `_backbone`. Raises LyapunovPruneError if there is no such list.
+    `backbone_of`. Raises LyapunovPruneError if there is no such list.
     """
     kind = f"{type(model).__name__} ({config.model_type})"
     lengths = {name: getattr(config, name) for name in counts if getattr(config, name, None)}
@@ -178,7 +173,7 @@ def layers_in(
             break
         return Structure(
             model_type=family_of(config),
-            backbone=_backbone(model, path) if backbone is None else backbone,
+            backbone=backbone_of(model, path) if backbone is None else backbone,
             layers=lists[path],
             layers_path=path,
             config=config,
@@ -188,15 +183,7 @@ def layers_in(
     raise LyapunovPruneError(f"{kind} {why}; this {'encoder' if is_encoder(model) else 'decoder'} is not supported")
 
 
-def in_copy(model: PreTrainedModel, structure: Structure) -> Structure:
-    """The `structure` of one stack, in a copy of its model that may have fewer layers."""
-    layers = model.get_submodule(structure.layers_path)
-    assert isinstance(layers, nn.ModuleList)
-    config = model.config.get_text_config(decoder=True)
-    return replace(structure, backbone=_backbone(model, structure.layers_path), layers=layers, config=config)
-
-
-def _backbone(model: PreTrainedModel, layers_path: str) -> nn.Module:
+def backbone_of(model: PreTrainedModel, layers_path: str) -> nn.Module:
     """`model` without its head; for Llama 4 and Mllama, which name no base model, the module that holds the layers."""
     if is_encoder(model):  # without a head, it is its own base model
         return model.base_model

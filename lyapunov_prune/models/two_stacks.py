@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from lyapunov_prune.errors import LyapunovPruneError, in_short
 from lyapunov_prune.models.encoders import Stack, has_two_stacks
 from lyapunov_prune.models.rebuilt import rebuilt
-from lyapunov_prune.models.structure import Structure, in_copy, layers_in
+from lyapunov_prune.models.structure import Structure, backbone_of, layers_in
 
 # Config names of the number of layers of each stack, narrower names first.
 _COUNTS = {
@@ -104,9 +104,11 @@ def stack_structure(model: PreTrainedModel, stack: Stack) -> Structure:
 
 
 def structure_like(model: PreTrainedModel, structure: Structure) -> Structure:
-    """`structure` in a copy of its model, which may have fewer layers and keeps them at the same place."""
-    found, stack = in_copy(model, structure), structure.stack
-    return found if stack is None else replace(found, backbone=BothStacks(model), config=stack_config(model, stack))
+    """`structure` in another model of its class, which keeps its layers at the same place."""
+    layers = model.get_submodule(structure.layers_path)
+    assert isinstance(layers, nn.ModuleList)
+    backbone = backbone_of(model, structure.layers_path) if structure.stack is None else BothStacks(model)
+    return replace(structure, backbone=backbone, layers=layers, config=stack_config(model, structure.stack))
 
 
 def renew_configs(model: PreTrainedModel) -> None:

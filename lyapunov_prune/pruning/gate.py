@@ -34,7 +34,6 @@ from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.dispatched import is_dispatched
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.pictures import picture_logits
-from lyapunov_prune.models.two_stacks import structure_like
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -212,8 +211,8 @@ def _in_float32(decoder: Decoder) -> Decoder | None:
         return None
     if needed > free_memory(str(model.device)):
         return None
-    wide = copy.deepcopy(model).float()
-    return Decoder(wide, structure_like(wide, decoder.structure))
+    wide, structure = copy.deepcopy((model, decoder.structure))
+    return Decoder(wide.float(), structure)
 
 
 def bytes_in(folder: Path) -> int:

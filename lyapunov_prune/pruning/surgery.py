@@ -24,7 +24,7 @@ from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
 from lyapunov_prune.models.rebuilt import rebuilt
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.models.two_stacks import renew_configs, structure_like
+from lyapunov_prune.models.two_stacks import renew_configs
 from lyapunov_prune.models.units import Refits, find_units
 from lyapunov_prune.models.width import find_width, narrow
 from lyapunov_prune.models.wrappers import require_text_alone
@@ -99,15 +99,9 @@ def without_parts(
 
 def share_memory(pruned: PreTrainedModel, original: Decoder, plan: PruningPlan) -> None:
     """Let the unchanged tensors of `pruned` share the memory of `original` (`models.sharing.share_equal`)."""
-    path, kept = original.structure.layers_path, {old: new for new, old in enumerate(plan.kept)}
-    twins = {}
-    for name, parameter in original.model.named_parameters(remove_duplicate=False):
-        layer, dot, rest = name.removeprefix(f"{path}.").partition(".")
-        if not name.startswith(f"{path}."):
-            twins[name] = parameter
-        elif int(layer) in kept:
-            twins[f"{path}.{kept[int(layer)]}{dot}{rest}"] = parameter
-    share_equal(pruned, twins)
+    named = original.model.named_parameters(remove_duplicate=False)
+    twins = ((original.structure.renamed(name, plan.kept), parameter) for name, parameter in named)
+    share_equal(pruned, {name: parameter for name, parameter in twins if name is not None})
 
 
 def without_layers(decoder: Decoder, plan: PruningPlan, memo: Mapping[int, Any] = MappingProxyType({})) -> Decoder:
@@ -119,8 +113,8 @@ def without_layers(decoder: Decoder, plan: PruningPlan, memo: Mapping[int, Any] 
     """
     original, family = decoder.structure, decoder.family
     # deepcopy uses the memo's entry instead of a copy, so removed layers are never copied.
-    pruned = copy.deepcopy(decoder.model, {**memo, **{id(original.layers[i]): nn.Identity() for i in plan.remove}})
-    structure = structure_like(pruned, original)
+    memo = {**memo, **{id(original.layers[i]): nn.Identity() for i in plan.remove}}
+    pruned, structure = copy.deepcopy((decoder.model, original), memo)
     if not plan.remove:
         return Decoder(pruned, structure)
     layers, config = structure.layers, structure.config
@@ -145,7 +139,7 @@ def without_layers(decoder: Decoder, plan: PruningPlan, memo: Mapping[int, Any] 
     if original.stack is not None:
         renew_configs(pruned)
     _rename_ties(pruned)
-    _renumber_devices(pruned, original.layers_path, plan)
+    _renumber_devices(pruned, original, plan.kept)
     return Decoder(pruned, structure)
 
 
@@ -175,20 +169,12 @@ def _rename_ties(pruned: PreTrainedModel) -> None:
     pruned.all_tied_weights_keys = fresh.all_tied_weights_keys
 
 
-def _renumber_devices(pruned: PreTrainedModel, path: str, plan: PruningPlan) -> None:
+def _renumber_devices(pruned: PreTrainedModel, original: Structure, kept: tuple[int, ...]) -> None:
     """Renumber the layers in accelerate's map from modules to devices."""
     before: dict[str, Any] | None = vars(pruned).get("hf_device_map")
-    if before is None:
-        return
-    places: dict[str, Any] = {}
-    for name, device in before.items():
-        index, dot, rest = name.removeprefix(f"{path}.").partition(".")
-        if name.startswith(f"{path}.") and int(index) in plan.remove:
-            continue
-        if name.startswith(f"{path}."):
-            name = f"{path}.{plan.kept.index(int(index))}{dot}{rest}"
-        places[name] = device
-    vars(pruned)["hf_device_map"] = places
+    if before is not None:
+        places = ((original.renamed(name, kept), device) for name, device in before.items())
+        vars(pruned)["hf_device_map"] = {name: device for name, device in places if name is not None}
 
 
 @torch.no_grad()
