@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 
 LIMIT, REPEATS, CONTEXT = 1.5, 3, 512
 SHARED = {

@@ -24,7 +24,8 @@ from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.merging.merge import merge_layers
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.sensitivity.sweep import Job, Sweep
 
 TOKENS, CONTEXT, REPEATS = 2048, 512, 3

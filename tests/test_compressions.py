@@ -31,7 +31,7 @@ from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.compression.methods.rtn import RoundToNearest
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 
 
 def batch(seed: int, split: str, windows: int = 4) -> TokenBatch:

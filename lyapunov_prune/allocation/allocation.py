@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling, floor_note
 from lyapunov_prune.results.arrays import require_array, require_fitting, require_layers

@@ -25,7 +25,8 @@ from lyapunov_prune.linalg import require_numbers, token_energy, widen
 from lyapunov_prune.models.decoder import Decoder, InMemory, Streamable, takes_model
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
 
 
 class Records(dict[str, Record]):
@@ -113,7 +114,7 @@ Approximations = Mapping[str, torch.Tensor | Approximation] | Callable[[Projecti
 def approximate(model: InMemory, approximations: Approximations, *, cache_radius: Radius = 0.0) -> Iterator[Records]:
     """Run `model` with some matrices approximated, and yield a record for each, by name.
 
-    `approximations` maps names (`models.projections.find_projections`) to `Ŵ` (output × input), or is a function of a
+    `approximations` maps names (`models.plain.find_projections`) to `Ŵ` (output × input), or is a function of a
     projection and its matrix that returns `Ŵ` or None. Matrices stacked in a bare parameter (experts) have no cache.
     Weights that a module multiplies by directly are approximated and recorded too, without a cache. At the end of the
     block the probes are taken and the model is restored; after an exception it is restored without probes.

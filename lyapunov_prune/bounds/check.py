@@ -33,7 +33,8 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import CertifiedNorm, basis, certify, smallest, truncate
 from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.left_alone import LeftAlone, left_alone
-from lyapunov_prune.models.projections import Projection, find_projections, shared_weights
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection, shared_weights
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.encoding import decode, encode

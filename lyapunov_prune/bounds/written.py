@@ -18,8 +18,8 @@ from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Decoder, in_memory, model_of
-from lyapunov_prune.models.plain import require_no_adapters, require_readable
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections, require_no_adapters, require_readable
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import require_versions
 
 

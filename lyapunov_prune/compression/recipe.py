@@ -29,8 +29,8 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.left_alone import LeftAlone, left_alone
-from lyapunov_prune.models.plain import require_unquantised
-from lyapunov_prune.models.projections import Projection, by_layer, find_projections
+from lyapunov_prune.models.plain import find_projections, require_unquantised
+from lyapunov_prune.models.projections import Projection, by_layer
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile

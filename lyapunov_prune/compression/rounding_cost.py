@@ -19,7 +19,8 @@ from lyapunov_prune.compression.method import Method
 from lyapunov_prune.compression.second_order import weights_for
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.forward.replacement import replaced
-from lyapunov_prune.models.projections import Projection, by_layer, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection, by_layer
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.results.result import MeasuredOn
 

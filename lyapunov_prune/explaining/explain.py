@@ -24,7 +24,8 @@ from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.states import predicting
 from lyapunov_prune.models.decoder import Streamable, takes_models
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile

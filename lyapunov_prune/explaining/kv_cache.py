@@ -13,7 +13,8 @@ from torch import nn
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder, InMemory, takes_model, wrap
 from lyapunov_prune.models.hooked import keep_hooked
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.roles import role
 
 CacheBits = Literal[8, 4, 2]

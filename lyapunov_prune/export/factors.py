@@ -20,8 +20,8 @@ from lyapunov_prune.export.compact import compact_copy, cuts_of
 from lyapunov_prune.linalg import basis, lift
 from lyapunov_prune.models.compact import compact_class
 from lyapunov_prune.models.decoder import Decoder, InMemoryAny, Model, model_of, takes_model, wrap
-from lyapunov_prune.models.plain import require_unquantised
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections, require_unquantised
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.progress import track
 

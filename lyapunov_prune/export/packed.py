@@ -39,7 +39,8 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.folder import first_line
 from lyapunov_prune.models.from_folder import LOCAL, quiet
 from lyapunov_prune.models.packed import PACK, PACKER, unlogged
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.weight_files import SINGLE
 from lyapunov_prune.models.wrappers import loading_class

@@ -13,7 +13,7 @@ from lyapunov_prune.checkpoints.beside import RECIPES
 from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.progress import warn
 
 LLM_COMPRESSOR, LLAMA_CPP = RECIPES

@@ -17,7 +17,8 @@ from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.forward.sublayers import silent
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import find_structure, identify, require_versions
 
 What = Literal["layer", "attention", "mlp"]

@@ -1,6 +1,7 @@
 """Whether a model consists of plain weights only: no adapters, no packed or offloaded weights, no other inputs.
 
-Removal copies weights and saves them. Models for which that would be wrong are refused with one line.
+Removal copies weights and saves them, and compression reads their matrices. Models for which that would be wrong are
+refused with one line.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from lyapunov_prune.arguments import Parsed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder, Model, in_memory, model_of, wrap, wrap_any, wrap_text
+from lyapunov_prune.models.projections import Projection, structure_projections
 from lyapunov_prune.models.quantised import UNPACK, quantisation
 from lyapunov_prune.models.structure import Structure
 
@@ -66,6 +68,21 @@ def require_readable(decoder: Decoder) -> None:
             f"the weights are {quantisation(decoder.model.config)} and packed, and this needs their values; {UNPACK}"
         )
     require_parameters(decoder.structure)
+
+
+def find_projections(decoder: Decoder) -> tuple[Projection, ...]:
+    """Every matrix of every layer, in order; also for a streamed model, whose weights `weights_of` reads.
+
+    Raises LyapunovPruneError for weights that are not plain matrices (quantised, parametrised) or have adapters.
+    """
+    require_no_adapters(decoder.model)
+    require_readable(decoder)
+    projections = structure_projections(decoder.structure)
+    if not projections:
+        raise LyapunovPruneError(
+            f"{type(decoder.model).__name__} holds no linear projections in its layers; nothing to check"
+        )
+    return projections
 
 
 def require_parameters(structure: Structure) -> None:

@@ -23,9 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.experts import is_bare, stacks
-from lyapunov_prune.models.plain import require_no_adapters, require_readable
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import Structure
 
@@ -83,21 +81,6 @@ class Projection:
         if self.position is not None:
             own = (stored if stored.ndim == 3 else stored.unflatten(0, (self.stack, -1)))[self.position]
         return (own.T if self.transposed else own)[self.start : self.stop]
-
-
-def find_projections(decoder: Decoder) -> tuple[Projection, ...]:
-    """Every matrix of every layer, in order; also for a streamed model, whose weights `weights_of` reads.
-
-    Raises LyapunovPruneError for weights that are not plain matrices (quantised, parametrised) or have adapters.
-    """
-    require_no_adapters(decoder.model)
-    require_readable(decoder)
-    projections = structure_projections(decoder.structure)
-    if not projections:
-        raise LyapunovPruneError(
-            f"{type(decoder.model).__name__} holds no linear projections in its layers; nothing to check"
-        )
-    return projections
 
 
 def weights_of(model: PreTrainedModel, projections: Iterable[Projection]) -> Iterator[tuple[Projection, torch.Tensor]]:

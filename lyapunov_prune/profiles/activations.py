@@ -19,7 +19,8 @@ from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import all_finite, lift
 from lyapunov_prune.models.decoder import InMemory, takes_model
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd

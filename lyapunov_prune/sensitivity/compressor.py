@@ -15,7 +15,8 @@ from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.linalg import basis, truncate
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.sweep import Job
 

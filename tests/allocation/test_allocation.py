@@ -20,7 +20,7 @@ from lyapunov_prune.allocation.allocation import Matrices
 from lyapunov_prune.allocation.fitting import fit, shift
 from lyapunov_prune.allocation.schedules.atp import ATP
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 
 Case = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 

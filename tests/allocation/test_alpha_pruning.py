@@ -19,7 +19,7 @@ from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.schedules.alpha_pruning import AlphaPruning, hill, tail_exponents
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 
 
 def alpha_pruning(model: PreTrainedModel, budget: float, **options: Any) -> Allocation:

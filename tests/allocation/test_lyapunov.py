@@ -23,7 +23,7 @@ from lyapunov_prune.allocation.schedules.bits import Bits
 from lyapunov_prune.allocation.schedules.lyapunov import Lyapunov
 from lyapunov_prune.allocation.schedules.lyapunov_budget import LyapunovBudget
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.profiles import ContractionProfile
 
 

@@ -18,7 +18,7 @@ from lyapunov_prune.calibration import norms as module
 from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.streamed import stream_of
 
 

@@ -17,7 +17,7 @@ from lyapunov_prune.allocation.schedule import SPARSEST
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 
 SPARSITIES = [name for name, known in SCHEDULES.items() if known.unit == "sparsity"]
 

@@ -16,7 +16,7 @@ from lyapunov_prune.bounds.bound_check import BoundCheck, Numbers
 from lyapunov_prune.bounds.check import check_bounds, check_written
 from lyapunov_prune.bounds.checkers import preln_contraction_sufficient
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 
 
 def growing(rate: float) -> PreTrainedModel:

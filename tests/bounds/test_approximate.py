@@ -21,7 +21,8 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.linalg import certify
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import Projection, find_projections, groups
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection, groups
 
 
 def half(projection: Projection, W: torch.Tensor) -> torch.Tensor:

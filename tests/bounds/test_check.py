@@ -26,7 +26,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import certify
 from lyapunov_prune.models.decoder import Decoder, wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 
 
 @pytest.fixture

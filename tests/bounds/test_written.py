@@ -26,7 +26,7 @@ from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.pruning.removal import remove_layers
 
 METHODS: dict[str, dict[str, Any]] = {

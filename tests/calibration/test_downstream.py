@@ -14,7 +14,8 @@ from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
 
 
 def weights(model: PreTrainedModel, ids: torch.Tensor, batch_size: int = 1) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.experts import Routing
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.structure import find_layers
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "deepseek_v3", "gpt_oss", "nemotron_h")

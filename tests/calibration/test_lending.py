@@ -11,7 +11,7 @@ from helpers import moe
 from lyapunov_prune import compress
 from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 
 
 @pytest.fixture

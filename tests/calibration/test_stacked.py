@@ -20,7 +20,8 @@ from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.healing.low_rank import low_rank_updates
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import find_layers
 
 LAYER = 1

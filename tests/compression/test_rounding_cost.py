@@ -21,7 +21,7 @@ from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 
 
 def divergence(model: PreTrainedModel, other: PreTrainedModel, ids: torch.Tensor) -> float:

@@ -21,7 +21,7 @@ from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.methods.wanda import Wanda
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 
 
 def wanda(W: torch.Tensor, norms: torch.Tensor, sparsity: float, pattern: Pattern | None = None) -> torch.Tensor:

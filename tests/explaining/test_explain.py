@@ -31,7 +31,8 @@ from lyapunov_prune.forward import states
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import find_structure
 
 CLOSE = {"rtol": 2e-5, "atol": 1e-9}  # transformers takes norms in float32 inside a float64 model

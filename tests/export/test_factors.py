@@ -18,7 +18,7 @@ from lyapunov_prune.export.factors import find_factored, require_smaller, roundi
 from lyapunov_prune.forward.logits import deviation
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.modeling_compact import LowRank
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.structure import find_layers, identify
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

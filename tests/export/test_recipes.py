@@ -18,7 +18,7 @@ from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.recipes import llama_cpp_overrides, llm_compressor_recipe
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 
 WIDTHS = np.array([8.0, 3.0, 4.0, 4.0, 16.0, 8.0])
 

@@ -36,7 +36,7 @@ from lyapunov_prune.export.streamed import compress_on_disk
 from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import find_structure, identify
 from lyapunov_prune.profiles.contraction import measure_contraction

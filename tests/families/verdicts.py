@@ -34,7 +34,7 @@ from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import deviation, sample_inputs, uncached_logits
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.families import TRUSTED
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.structure import find_structure, require_causal
 from lyapunov_prune.profiles import sublayer_growth
 

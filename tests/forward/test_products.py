@@ -19,7 +19,7 @@ from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.activations import activation_statistics
 from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.forward.replacement import Replacement, replaced
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
 
 
 def half(model: PreTrainedModel, projections: tuple[Projection, ...]) -> dict[Projection, torch.Tensor]:

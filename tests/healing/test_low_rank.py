@@ -15,7 +15,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.low_rank import low_rank_updates
 from lyapunov_prune.healing.sizes import update_sizes
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 
 
 def randomise(factors: dict[str, torch.nn.Parameter], seed: int = 5) -> None:

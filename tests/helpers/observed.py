@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile

@@ -24,7 +24,7 @@ from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.packed import write_packed
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.profiles.profile import profile_layers
 
 QUANTISED = r"quantised \(compressed-tensors\)"

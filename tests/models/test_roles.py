@@ -8,7 +8,7 @@ import pytest
 from helpers import LAYERS, make_tiny
 
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.roles import NAMES, ROLES, role
 
 

@@ -40,7 +40,7 @@ from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.models import merge_adapters
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.profiles import sublayer_influence

@@ -29,7 +29,7 @@ from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions import HierarchyProbe
 from lyapunov_prune.predictions import hierarchy as module

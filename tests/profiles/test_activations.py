@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.models.decoder import Decoder, wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.profiles import activation_statistics, activations
 from lyapunov_prune.profiles.activations import ActivationStatistics, excess_kurtosis, spectral_ranks
 

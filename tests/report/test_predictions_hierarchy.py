@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import probe_layers
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.predictions import HierarchyProbe
 from lyapunov_prune.report.predictions import hierarchy_figure, kl_figure
 

@@ -31,7 +31,8 @@ from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.linalg import basis, truncate
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.profile import profile_layers
 from lyapunov_prune.report.sensitivity import sensitivity_figures

@@ -21,7 +21,7 @@ from lyapunov_prune.forward.hooks import final_state, skipped
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import next_token_loss
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.sensitivity.drift import Reference
 from lyapunov_prune.sensitivity.sweep import DENSE, Job, Outcome, Sweep

@@ -27,7 +27,7 @@ from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.influence import block_influence
