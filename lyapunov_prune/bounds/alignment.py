@@ -10,7 +10,7 @@ import torch
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.checkers import preln_contraction_sufficient
 from lyapunov_prune.linalg import lift, token_energy
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import Result
 
 
@@ -42,10 +42,8 @@ class LayerAlignment(Result):
         return (1 + self.kappa) ** 2 < self.state_growth
 
     def to_frame(self) -> pd.DataFrame:
-        columns = {"align": self.align, "gain": self.gain, "kappa": self.kappa, "state_growth": self.state_growth}
-        return pd.DataFrame(
-            {"layer": np.arange(len(self.align)), **columns, "meets": self.meets, "share_of_tokens": self.share}
-        )
+        measured = columns(self, "align", "gain", "kappa", "state_growth", "meets")
+        return pd.DataFrame({"layer": np.arange(len(self.align)), **measured, "share_of_tokens": self.share})
 
     def headline(self) -> str:
         reached = ~np.isnan(self.share)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 
 # Metrics of generated answers, in addition to those of the harness.
@@ -67,24 +67,14 @@ class TaskScores(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per model, task and metric."""
-        tasks = {task.name: task for task in self.tasks}
-        return pd.DataFrame(
-            [
-                {
-                    "task": s.task,
-                    "kind": tasks[s.task].kind,
-                    "metric": s.metric,
-                    "model": s.model,
-                    "value": s.value,
-                    "error": s.error,
-                    "items": tasks[s.task].items,
-                    "few_shot": tasks[s.task].few_shot,
-                    "chance": tasks[s.task].chance if s.metric.startswith("acc") else math.nan,
-                    "sha256": tasks[s.task].sha256[:12],
-                }
-                for s in self.scores
-            ]
-        )
+        tasks, rows = {task.name: task for task in self.tasks}, []
+        for s in self.scores:
+            task = tasks[s.task]
+            row = {"task": s.task, "kind": task.kind, **columns(s, "metric", "model", "value", "error")}
+            row |= columns(task, "items", "few_shot")
+            chance = task.chance if s.metric.startswith("acc") else math.nan
+            rows.append({**row, "chance": chance, "sha256": task.sha256[:12]})
+        return pd.DataFrame(rows)
 
     def summary(self) -> pd.DataFrame:
         """One row per task and metric, with the models side by side: value ± standard error."""

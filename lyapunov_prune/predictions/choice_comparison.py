@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lyapunov_prune.predictions.softmax import divergences
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 Scores = tuple[tuple[float, ...], ...]
@@ -117,23 +117,16 @@ class ChoiceComparison(Result):
         return tuple(int(i) for i in np.flatnonzero(self.certified & (self.changed > 0)))
 
     def to_frame(self) -> pd.DataFrame:
+        chosen = {which: self.chosen(which) for which in ("dense", "compressed")}
         return pd.DataFrame(
             {
                 "item": np.arange(len(self.gold)),
                 "gold": self.gold,
-                "dense": self.chosen("dense"),
-                "compressed": self.chosen("compressed"),
-                "dense_mass": self.dense_mass,
-                "compressed_mass": self.compressed_mass,
+                **chosen,
+                **columns(self, "dense_mass", "compressed_mass"),
                 "same_top": self.same_top > 0,
-                "options_logit": self.options_logit,
-                "options_probability": self.options_probability,
-                "options_kl": self.options_kl,
-                "kl": self.kl,
-                "radius": self.radius,
-                "radius_of_norms": self.radius_of_norms,
-                "moved": self.moved,
-                "certified": self.certified,
+                **columns(self, "options_logit", "options_probability", "options_kl", "kl"),
+                **columns(self, "radius", "radius_of_norms", "moved", "certified"),
             }
         )
 

@@ -18,7 +18,7 @@ from lyapunov_prune.models.decoder import InMemory, StreamableText, takes_model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.tiles import MEASURES, measures
 from lyapunov_prune.results.arrays import require_array
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 # Tolerance: sums of non-negative terms, each rounded.
@@ -56,16 +56,8 @@ class SkipDivergence(Result):
             require_array(f"divergence, {name}", getattr(self, name), shape, least=-_ROUNDING, finite=False)
 
     def to_frame(self) -> pd.DataFrame:
-        return pd.DataFrame(
-            {
-                "layer": np.arange(len(self.kl)),
-                "variance": self.variance,
-                "variance_r": self.variance_r,
-                "kl": self.kl,
-                "reverse_kl": self.reverse_kl,
-                "flipped": self.flipped,
-            }
-        )
+        measured = columns(self, "variance", "variance_r", "kl", "reverse_kl", "flipped")
+        return pd.DataFrame({"layer": np.arange(len(self.kl)), **measured})
 
     def headline(self) -> str:
         return f"Divergence when one layer is skipped, T = {self.temperature:g}\n{self.measured_on.line()}"

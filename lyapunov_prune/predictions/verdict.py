@@ -16,7 +16,7 @@ from lyapunov_prune.evaluation.retrieval import TOP, RetrievalScores
 from lyapunov_prune.predictions.choice_comparison import ChoiceComparison
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.history import HistoryDivergence
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, ModelIdentity, Result
 
 # Thresholds on the interval of the share of unchanged decisions.
@@ -103,15 +103,9 @@ class Verdict(Result):
                     "task": k.task,
                     "verdict": k.word,
                     "decided in": k.space,
-                    "distance": k.distance,
-                    "moved": k.moved,
+                    **columns(k, "distance", "moved"),
                     "may move": k.may_move,
-                    "certain": k.certain,
-                    "same": k.same,
-                    "low": k.low,
-                    "high": k.high,
-                    "dense": k.dense,
-                    "compressed": k.compressed,
+                    **columns(k, "certain", "same", "low", "high", "dense", "compressed"),
                     "returns ×": k.returns,
                     "items": k.items,
                 }

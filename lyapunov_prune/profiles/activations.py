@@ -23,7 +23,7 @@ from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 # An entry this small relative to the root mean square of its token counts as zero.
@@ -63,19 +63,10 @@ class ActivationStatistics(Result):
     measured_on: MeasuredOn
 
     def to_frame(self) -> pd.DataFrame:
-        return pd.DataFrame(
-            {
-                "layer": self.layers,
-                "component": self.components,
-                "width": self.width,
-                "effective_rank": self.effective_rank,
-                "token_rank": self.token_rank,
-                "participation": self.participation_ratio,
-                "peak_share": self.peak_share,
-                "kurtosis": self.kurtosis,
-                "sparsity": self.sparsity,
-            }
-        )
+        matrices = {"layer": self.layers, "component": self.components}
+        outputs = columns(self, "width", "effective_rank", "token_rank")
+        outputs["participation"] = self.participation_ratio
+        return pd.DataFrame({**matrices, **outputs, **columns(self, "peak_share", "kurtosis", "sparsity")})
 
     def headline(self) -> str:
         most = self.measured_on.tokens - 1
@@ -104,20 +95,11 @@ def activation_statistics(model: InMemory, batch: Readable, *, batch_size: Count
         for matrix in group:
             statistics[matrix.name] = matrix.statistics()
             require_finite(structure, batch.ids, f"{matrix.name} on {batch.text}", matrix.sums())
-    width, rank, token_rank, participation, share, kurtosis, sparsity = np.array(
-        [statistics[m.name] for m in matrices]
-    ).T
     return ActivationStatistics(
-        names=tuple(m.name for m in matrices),
-        components=tuple(m.component for m in matrices),
-        layers=tuple(m.layer for m in matrices),
-        width=width,
-        effective_rank=rank,
-        token_rank=token_rank,
-        participation_ratio=participation,
-        peak_share=share,
-        kurtosis=kurtosis,
-        sparsity=sparsity,
+        tuple(m.name for m in matrices),
+        tuple(m.component for m in matrices),
+        tuple(m.layer for m in matrices),
+        *np.array([statistics[m.name] for m in matrices]).T,
         measured_on=reading.measured_on(),
     )
 

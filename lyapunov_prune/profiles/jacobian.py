@@ -27,7 +27,7 @@ from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.kernels import eager_experts
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 # A new direction this small relative to the old one is rounding: the Krylov space is exhausted.
@@ -59,7 +59,7 @@ class JacobianNorms(Result):
 
     def to_frame(self) -> pd.DataFrame:
         names = [f"{branch}_{quantity}" for branch in ("attention", "mlp") for quantity in ("norm", "gain", "rise")]
-        return pd.DataFrame({"layer": np.arange(len(self.mlp_norm)), **{name: getattr(self, name) for name in names}})
+        return pd.DataFrame({"layer": np.arange(len(self.mlp_norm)), **columns(self, *names)})
 
     def headline(self) -> str:
         norms = np.concatenate([self.attention_norm, self.mlp_norm])

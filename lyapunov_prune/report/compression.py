@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lyapunov_prune.compression.report import CompressionReport
-from lyapunov_prune.report.drawing import COLOURS, SMALL, depth_axis, panels, svg
+from lyapunov_prune.report.drawing import COLOURS, over_depth, panels
 
 
 def compression_figure(report: CompressionReport) -> str:
@@ -23,7 +23,5 @@ def compression_figure(report: CompressionReport) -> str:
                 layers["layer"], layers[name], marker=marker, markersize=4, linewidth=0.9, color=colour, label=label
             )
     errors.set_ylim(bottom=0)
-    errors.set_ylabel("relative error")
-    errors.legend(frameon=False, fontsize=SMALL, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
-    depth_axis(errors, report.allocation.model.num_layers)
-    return svg(figure)
+    where = {"ncols": 2, "loc": "lower left", "bbox_to_anchor": (0, 1)}
+    return over_depth(figure, errors, report.allocation.model.num_layers, "relative error", **where)

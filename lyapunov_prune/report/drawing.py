@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -31,14 +33,26 @@ def one_panel(width: float, height: float) -> tuple[Figure, Axes]:
 
 def panels(width: float, height: float, count: int) -> tuple[Figure, list[Axes]]:
     """A figure with `count` pairs of axes below each other that share their horizontal axis."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    column = [figure.add_subplot(count, 1, i + 1) for i in range(count)]
-    for axes in column:
-        axes.spines[["top", "right"]].set_visible(False)
+    figure, column = grid(width, height, count, 1)
     for axes in column[:-1]:
         axes.sharex(column[-1])
         axes.tick_params(labelbottom=False)
     return figure, column
+
+
+def grid(width: float, height: float, count: int, columns: int) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` pairs of axes in rows of `columns`."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    cells = [figure.add_subplot(-(-count // columns), columns, i + 1) for i in range(count)]
+    for axes in cells:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, cells
+
+
+def with_intervals(axes: Axes, x: np.ndarray, y: np.ndarray, ends: np.ndarray, **style: Any) -> None:
+    """Points with bars to their `ends` (n, 2); without bars if an end is not finite."""
+    bars = np.abs(ends - y[:, None]).T
+    axes.errorbar(x, y, yerr=bars if np.isfinite(bars).all() else None, markersize=4, capsize=2, **style)
 
 
 def depth_axis(axes: Axes, layers: int) -> None:
@@ -60,6 +74,14 @@ def log_axis(axes: Axes, which: str = "y") -> None:
         axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high < 1e4 * low else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def over_depth(figure: Figure, axes: Axes, layers: int, y: str, **legend: Any) -> str:
+    """The `svg` of a figure whose lowest axes go over the layers, with a legend."""
+    depth_axis(axes, layers)
+    axes.set_ylabel(y)
+    axes.legend(frameon=False, fontsize=SMALL, **legend)
+    return svg(figure)
 
 
 def labelled(figure: Figure, axes: Axes, x: str, y: str) -> str:

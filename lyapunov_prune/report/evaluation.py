@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import cycle
 
 import numpy as np
-from scipy import stats
 
 from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.evaluation.task_scores import COLLAPSED, REPEATED, TaskScore, TaskScores
+from lyapunov_prune.predictions.verdict import wilson
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, one_panel, svg
 from lyapunov_prune.shrinking.report import Shrinking
 
@@ -135,5 +135,4 @@ def _interval(score: TaskScore, items: int) -> tuple[float, float]:
     """Wilson's interval where an item is right or wrong: 1.96 standard errors are nothing at 0 and 1."""
     if score.metric == REPEATED:
         return score.value - 1.96 * score.error, score.value + 1.96 * score.error
-    interval = stats.binomtest(round(score.value * items), items).proportion_ci(method="wilson")
-    return interval.low, interval.high
+    return wilson(score.value, items)

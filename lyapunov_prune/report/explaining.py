@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lyapunov_prune.explaining.explanation import Explanation
-from lyapunov_prune.report.drawing import COLOURS, GREY, SMALL, depth_axis, panels, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, SMALL, over_depth, panels
 
 
 def explanation_figure(explanation: Explanation) -> str:
@@ -26,7 +26,4 @@ def explanation_figure(explanation: Explanation) -> str:
     below.bar(places - 0.2, explanation.kl_only[1:-1], 0.4, color=GREY, label="compressed alone")
     below.bar(places + 0.2, explanation.gain[1:-1], 0.4, color=COLOURS["blend"], label="saved when put back alone")
     below.axhline(0, color=GREY, linewidth=0.8)
-    below.set_ylabel("KL, nats a token")
-    below.legend(frameon=False, fontsize=SMALL)
-    depth_axis(below, layers)
-    return svg(figure)
+    return over_depth(figure, below, layers, "KL, nats a token")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lyapunov_prune.predictions.attention_paths import AttentionPaths
@@ -20,6 +19,7 @@ from lyapunov_prune.report.drawing import (
     INK,
     SMALL,
     depth_axis,
+    grid,
     labelled,
     log_axis,
     one_panel,
@@ -233,8 +233,7 @@ def history_figure(measured: HistoryDivergence) -> str:
 def paths_figure(measured: AttentionPaths) -> str:
     """Above: the two paths and the whole change of attention's output by layer. Below, by step: how much of the weights
     and of the change belongs to the prompt. Bands are the middle half of the other axis."""
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
-    by_layer, by_step = figure.subplots(2, 1)
+    figure, (by_layer, by_step) = grid(9, 5.6, 2, 1)
     layers, steps = np.array(measured.layers), np.arange(measured.value.shape[-1])
     for values, label, colour, marker in (
         (measured.total, "whole change", INK, "o"),
@@ -255,7 +254,6 @@ def paths_figure(measured: AttentionPaths) -> str:
     by_step.set_ylabel("share, %")
     by_step.set_xlabel("decoding step")
     for axes in (by_layer, by_step):
-        axes.spines[["top", "right"]].set_visible(False)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
         axes.legend(frameon=False, fontsize=SMALL, loc="upper right", bbox_to_anchor=(1, 1.14), ncols=3)
     return svg(figure)

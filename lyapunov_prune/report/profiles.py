@@ -12,7 +12,19 @@ from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.persistence_profile import PersistenceProfile
 from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
-from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, depth_axis, log_axis, one_panel, panels, svg
+from lyapunov_prune.report.drawing import (
+    COLOURS,
+    GREY,
+    INK,
+    SMALL,
+    depth_axis,
+    log_axis,
+    one_panel,
+    over_depth,
+    panels,
+    svg,
+    with_intervals,
+)
 
 # The matrix that ends the MLP, then those that begin it.
 _STYLES = ((COLOURS["rho"], "o"), (COLOURS["bi"], "s"), (COLOURS["blend"], "^"), (COLOURS["from-end"], "D"))
@@ -65,22 +77,11 @@ def jacobian_figure(norms: JacobianNorms) -> str:
     ):
         largest, typical = getattr(norms, f"{branch}_norm"), getattr(norms, f"{branch}_gain")
         axes.plot(layers, largest, marker=marker, markersize=4, color=colour, label=f"{label}, ‖J‖ from below")
-        axes.plot(
-            layers,
-            typical,
-            "--",
-            marker=marker,
-            markersize=4,
-            color=colour,
-            markerfacecolor="white",
-            label=f"{label}, ‖J‖_F/√n",
-        )
+        style = {"marker": marker, "markersize": 4, "color": colour, "markerfacecolor": "white"}
+        axes.plot(layers, typical, "--", label=f"{label}, ‖J‖_F/√n", **style)
     axes.axhline(1, color=GREY, linewidth=0.8)
     log_axis(axes)
-    axes.set_ylabel("stretch of an error")
-    axes.legend(frameon=False, fontsize=SMALL, ncols=2)
-    depth_axis(axes, len(layers))
-    return svg(figure)
+    return over_depth(figure, axes, len(layers), "stretch of an error", ncols=2)
 
 
 def _mlp(statistics: ActivationStatistics) -> dict[str, list[int]]:
@@ -105,18 +106,8 @@ def contraction_figure(profile: ContractionProfile) -> str:
     layers = np.arange(len(profile.rho))
     for pooling, colour, marker in (("token", COLOURS["rho, token pooling"], "s"), ("energy", COLOURS["rho"], "o")):
         pooled = profile.pooled(pooling)  # type: ignore[arg-type]
-        interval = np.abs(pooled.rho_interval - pooled.rho[:, None]).T
-        axes.errorbar(
-            layers,
-            pooled.rho,
-            yerr=None if np.isnan(interval).any() else interval,
-            fmt=marker,
-            markersize=4,
-            color=colour,
-            capsize=2,
-            alpha=1.0 if pooling == profile.pooling else 0.55,
-            label=f"{pooling} pooling",
-        )
+        style = {"fmt": marker, "color": colour, "alpha": 1.0 if pooling == profile.pooling else 0.55}
+        with_intervals(axes, layers, pooled.rho, pooled.rho_interval, label=f"{pooling} pooling", **style)
     axes.axhline(1, color=GREY, linewidth=0.8)
     for layer in profile.pooling_disagrees:
         before, after = profile.sink_state_share[layer : layer + 2]
@@ -136,10 +127,7 @@ def contraction_figure(profile: ContractionProfile) -> str:
         axes.plot(hidden, profile.rho[hidden], "x", color="red", label="not above rounding")
     log_axis(axes)
     axes.margins(y=0.12)
-    axes.set_ylabel("contraction factor ρ")
-    axes.legend(frameon=False, fontsize=SMALL)
-    depth_axis(axes, len(layers))
-    return svg(figure)
+    return over_depth(figure, axes, len(layers), "contraction factor ρ")
 
 
 def persistence_figure(profile: PersistenceProfile) -> str:
@@ -148,7 +136,8 @@ def persistence_figure(profile: PersistenceProfile) -> str:
     layers, most = np.array(profile.layers), float(profile.tokens)
     half, sides = profile.half_life, np.minimum(profile.half_life_interval, most)
     ends = np.isfinite(half)
-    _with_intervals(lives, layers[ends], half[ends], sides[ends], COLOURS["rho"], "o", "half of the error is left")
+    own = {"fmt": "o", "color": COLOURS["rho"]}
+    with_intervals(lives, layers[ends], half[ends], sides[ends], label="half of the error is left", **own)
     if not ends.all():
         lasting = np.full((~ends).sum(), most)
         lives.plot(layers[~ends], lasting, "^", color=COLOURS["bi"], label=f"more than {profile.tokens} tokens")
@@ -157,33 +146,16 @@ def persistence_figure(profile: PersistenceProfile) -> str:
     lives.set_ylabel("half-life, tokens")
     log_axis(lives)
     lives.legend(frameon=False, fontsize=SMALL)
-    _with_intervals(factors, layers, profile.rho, profile.rho_interval, COLOURS["rho"], "o", "ρ along time, a token")
+    with_intervals(factors, layers, profile.rho, profile.rho_interval, label="ρ along time, a token", **own)
     slowest = profile.bound[:, -1] ** (1 / profile.tokens)
     factors.plot(layers, slowest, "_", markersize=10, color=INK, label="no direction above, a token")
     depth, sides = np.sqrt(profile.depth.rho), np.sqrt(profile.depth.rho_interval)
-    _with_intervals(factors, np.arange(len(depth)), depth, sides, COLOURS["rho, token pooling"], "s", "√ρ along depth")
+    other = {"fmt": "s", "color": COLOURS["rho, token pooling"]}
+    with_intervals(factors, np.arange(len(depth)), depth, sides, label="√ρ along depth", **other)
     factors.axhline(1, color=GREY, linewidth=0.8)
     factors.set_ylim(bottom=0)
-    factors.set_ylabel("factor of an error")
-    factors.legend(frameon=False, fontsize=SMALL, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
-    depth_axis(factors, profile.measured_on.model.num_layers)
-    return svg(figure)
-
-
-def _with_intervals(
-    axes: Axes, x: np.ndarray, values: np.ndarray, sides: np.ndarray, colour: str, marker: str, label: str
-) -> None:
-    lengths = np.abs(sides - values[:, None]).T
-    axes.errorbar(
-        x,
-        values,
-        yerr=lengths if np.isfinite(lengths).all() else None,
-        fmt=marker,
-        markersize=4,
-        color=colour,
-        capsize=2,
-        label=label,
-    )
+    where = {"ncols": 3, "loc": "lower left", "bbox_to_anchor": (0, 1)}
+    return over_depth(figure, factors, profile.measured_on.model.num_layers, "factor of an error", **where)
 
 
 def left_figure(profile: PersistenceProfile) -> str:
@@ -232,7 +204,4 @@ def sublayer_figure(measured: SublayerInfluence) -> str:
         bars = None if np.isnan(spread).all() else spread
         axes.errorbar(layers + offset, values, yerr=bars, fmt="o", markersize=5, color=colour, capsize=2, label=label)
     log_axis(axes)
-    axes.set_ylabel("Block Influence, 1 − cos")
-    axes.legend(frameon=False, fontsize=SMALL)
-    depth_axis(axes, len(layers))
-    return svg(figure)
+    return over_depth(figure, axes, len(layers), "Block Influence, 1 − cos")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import matplotlib
 import numpy as np
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from lyapunov_prune.pruning.curve import RemovalCurve
@@ -14,7 +14,18 @@ from lyapunov_prune.ranking.angular import AngularDistance
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.ranking.tried import BestRemoval
-from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, depth_axis, labelled, log_axis, one_panel, svg
+from lyapunov_prune.report.drawing import (
+    COLOURS,
+    GREY,
+    INK,
+    SMALL,
+    depth_axis,
+    labelled,
+    log_axis,
+    one_panel,
+    svg,
+    with_intervals,
+)
 
 
 def budget_figure(spent: BudgetedRemoval) -> str:
@@ -78,15 +89,8 @@ def best_figure(search: BestRemoval) -> str:
     if np.isfinite(mended).any():
         spent = np.array([each.forwards for each in search.finals])
         axes.plot(spent, mended, "s", markersize=4, color=COLOURS["rho"], label="mended")
-    axes.plot(
-        forwards[search.chosen],
-        perplexity[search.chosen],
-        "o",
-        markersize=9,
-        fillstyle="none",
-        color=INK,
-        label="chosen",
-    )
+    chosen = forwards[search.chosen], perplexity[search.chosen]
+    axes.plot(*chosen, "o", markersize=9, fillstyle="none", color=INK, label="chosen")
     log_axis(axes)
     axes.margins(y=0.12)
     return labelled(figure, axes, "forwards of the dense model over the check windows", "perplexity without the set")
@@ -119,25 +123,11 @@ def ranking_figure(plans: Mapping[str, PruningPlan]) -> str:
         ranks = np.argsort(np.argsort(plan.scores, kind="stable")) + 1
         for layer, rank in enumerate(ranks):
             removed = layer in plan.touched
-            axes.add_patch(
-                matplotlib.patches.Rectangle(
-                    (layer - 0.46, row - 0.42),
-                    0.92,
-                    0.84,
-                    facecolor=COLOURS.get(name, GREY) if removed else "white",
-                    edgecolor=COLOURS.get(name, GREY),
-                    linewidth=0.8,
-                )
-            )
-            axes.text(
-                layer,
-                row,
-                "–" if np.isnan(plan.scores[layer]) else str(rank),
-                ha="center",
-                va="center",
-                fontsize=SMALL,
-                color="white" if removed else INK,
-            )
+            colour, score = COLOURS.get(name, GREY), "–" if np.isnan(plan.scores[layer]) else str(rank)
+            fill, ink = (colour, "white") if removed else ("white", INK)
+            place = (layer - 0.46, row - 0.42)
+            axes.add_patch(Rectangle(place, 0.92, 0.84, facecolor=fill, edgecolor=colour, linewidth=0.8))
+            axes.text(layer, row, score, ha="center", va="center", fontsize=SMALL, color=ink)
     axes.set_yticks(range(len(plans)), [f"{name}" for name in plans])
     axes.set_ylim(len(plans) - 0.45, -0.55)
     count = len(next(iter(plans.values())).scores)
@@ -181,17 +171,8 @@ def perplexity_figure(curve: RemovalCurve) -> str:
         rows = sorted((r for r in curve.rows if r.criterion == criterion), key=lambda r: len(r.removed))
         x = np.array([len(r.removed) for r in rows]) + 0.06 * (position - (len(criteria) - 1) / 2)
         y = np.array([r.perplexity for r in rows])
-        bars = np.abs(np.array([[dense * r.low, dense * r.high] for r in rows]).T - y)
-        axes.errorbar(
-            x,
-            y,
-            yerr=None if np.isnan(bars).any() else bars,
-            marker="o",
-            markersize=4,
-            capsize=2,
-            color=COLOURS.get(criterion),
-            label=criterion,
-        )
+        ends = np.array([[dense * r.low, dense * r.high] for r in rows])
+        with_intervals(axes, x, y, ends, marker="o", color=COLOURS.get(criterion), label=criterion)
     log_axis(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return labelled(figure, axes, "layers removed", "perplexity")

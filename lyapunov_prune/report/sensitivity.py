@@ -8,7 +8,19 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from lyapunov_prune.report.drawing import COLOURS, GREY, SMALL, depth_axis, labelled, log_axis, one_panel, svg
+from lyapunov_prune.report.drawing import (
+    COLOURS,
+    GREY,
+    SMALL,
+    depth_axis,
+    grid,
+    labelled,
+    log_axis,
+    one_panel,
+    over_depth,
+    svg,
+    with_intervals,
+)
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
@@ -75,7 +87,7 @@ def layers_figure(s: Sensitivity) -> str:
         ("layer", f"compressed: {s.compression}", COLOURS["rho"], "o"),
         ("removal", "removed", COLOURS["bi"], "s"),
     ):
-        _with_intervals(axes, s.of(study), "layer", label, colour, marker)
+        _line(axes, s.of(study), "layer", label, colour, marker)
     return _over_depth(s, axes, figure)
 
 
@@ -104,7 +116,7 @@ def cumulative_figure(s: Sensitivity) -> str:
         rows = s.of(study)
         if len(rows):
             rows = rows.assign(count=np.arange(1, len(rows) + 1))
-            _with_intervals(axes, rows, "count", label, colour, marker)
+            _line(axes, rows, "count", label, colour, marker)
     axes.axhline(1, color=GREY, linewidth=0.8)
     log_axis(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -126,10 +138,10 @@ def levels_figure(s: Sensitivity) -> str:
         else (("sparsity", (*by_amount, *threshold)), ("rank", by_rank))
     )
     drawn = [(x, lines) for x, lines in asked if have & {study for study, *_ in lines}]
-    figure, all_axes = _grid(1 + 4.5 * len(drawn), 3.4, len(drawn), len(drawn))
+    figure, all_axes = grid(1 + 4.5 * len(drawn), 3.4, len(drawn), len(drawn))
     for axes, (x, lines) in zip(all_axes, drawn, strict=True):
         for study, label, colour, marker in lines:
-            _with_intervals(axes, s.of(study), x, label, colour, marker)
+            _line(axes, s.of(study), x, label, colour, marker)
         axes.set_xlabel("rank kept" if x == "rank" else x)
         if x == "rank":
             axes.set_xscale("log", base=2)
@@ -161,19 +173,17 @@ def greedy_figure(s: Sensitivity) -> str:
     ):
         rows = s.of(study)
         taken = np.arange(1, len(rows) + 1) if s.compression.rounds else 100 * rows.saved
-        _with_intervals(axes, rows.assign(taken=taken), "taken", label, colour, marker)
-    axes.legend(frameon=False, fontsize=SMALL)
+        _line(axes, rows.assign(taken=taken), "taken", label, colour, marker)
     axes.axhline(1, color=GREY, linewidth=0.8)
     log_axis(axes)
-    axes.set_xlabel("groups rounded" if s.compression.rounds else "multiplications of the layers' matrices saved, %")
-    axes.set_ylabel(_RATIO)
-    return svg(figure)
+    taken = "groups rounded" if s.compression.rounds else "multiplications of the layers' matrices saved, %"
+    return labelled(figure, axes, taken, _RATIO)
 
 
 def predictors_figure(s: Sensitivity) -> str:
     """What was measured against what may predict it, one point a layer."""
     rows = s.correlations()
-    figure, all_axes = _grid(9, 2.6 * -(-len(rows) // 3), len(rows), 3)
+    figure, all_axes = grid(9, 2.6 * -(-len(rows) // 3), len(rows), 3)
     frame = s.to_frame()
     for axes, row in zip(all_axes, rows.itertuples(), strict=True):
         measured, study = row.measured.split(", ")
@@ -195,14 +205,6 @@ def predictors_figure(s: Sensitivity) -> str:
     return svg(figure)
 
 
-def _grid(width: float, height: float, count: int, columns: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    grid = [figure.add_subplot(-(-count // columns), columns, i + 1) for i in range(count)]
-    for axes in grid:
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, grid
-
-
 def _truncated(s: Sensitivity) -> str:
     """To which rank, beside a sparsity; a method of low rank has one of its own, and one that rounds has none."""
     return "" if s.compression.low_rank or s.compression.rounds else f", rank {s.compression.rank or 'full'}"
@@ -212,28 +214,14 @@ def _loss_increase(s: Sensitivity, study: str) -> list[float]:
     return [float((e.windows - s.dense).mean()) for e in s.effects if e.study == study]
 
 
-def _with_intervals(axes: Axes, rows: pd.DataFrame, x: str, label: str, colour: str, marker: str) -> None:
-    if rows.empty:
-        return
-    y = rows.degradation.to_numpy()
-    bars = np.abs(rows[["low", "high"]].to_numpy().T - y)
-    axes.errorbar(
-        rows[x].to_numpy(dtype=float),
-        y,
-        yerr=bars if np.isfinite(bars).all() else None,
-        fmt=f"-{marker}",
-        markersize=4,
-        linewidth=1,
-        capsize=2,
-        color=colour,
-        label=label,
-    )
+def _line(axes: Axes, rows: pd.DataFrame, x: str, label: str, colour: str, marker: str) -> None:
+    if not rows.empty:
+        places, ends = rows[x].to_numpy(dtype=float), rows[["low", "high"]].to_numpy()
+        style = {"fmt": f"-{marker}", "linewidth": 1, "color": colour, "label": label}
+        with_intervals(axes, places, rows.degradation.to_numpy(), ends, **style)
 
 
 def _over_depth(s: Sensitivity, axes: Axes, figure: Figure) -> str:
     axes.axhline(1, color=GREY, linewidth=0.8)
     log_axis(axes)
-    axes.set_ylabel(_RATIO)
-    axes.legend(frameon=False, fontsize=SMALL)
-    depth_axis(axes, s.measured_on.model.num_layers)
-    return svg(figure)
+    return over_depth(figure, axes, s.measured_on.model.num_layers, _RATIO)

@@ -20,7 +20,7 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.profiles.profile import LayerProfile
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 from lyapunov_prune.results.wording import bars
 from lyapunov_prune.sensitivity.changes import Change, Compression
@@ -96,14 +96,7 @@ class Sensitivity(Result):
                 value, ratio = float(np.exp(e.windows.mean())), float(np.exp((e.windows - self.dense).mean()))
             rows.append(
                 {
-                    "study": e.study,
-                    "label": e.label,
-                    "layer": e.layer,
-                    "component": e.component,
-                    "sparsity": e.sparsity,
-                    "rank": e.rank,
-                    "bits": e.bits,
-                    "saved": e.saved,
+                    **columns(e, "study", "label", "layer", "component", "sparsity", "rank", "bits", "saved"),
                     "perplexity": value,
                     "regret": value - self.perplexity,
                     "degradation": ratio,
