@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.options import ABOVE_ZERO, layer_indices, one_of, what_option
@@ -13,9 +12,7 @@ from lyapunov_prune.ranking import counts
 from lyapunov_prune.ranking.table import CRITERIA, default_criterion
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
-    from lyapunov_prune.data.batch import TokenBatch
     from lyapunov_prune.models.decoder import Decoder
-    from lyapunov_prune.ranking.ranking import Ranking
 
 Criterion = Annotated[
     choices.Criterion | None,
@@ -89,30 +86,7 @@ class RankOptions:
         CRITERIA.make(self.goes_by, **({"search": search} if "search" in takes else {}))
         self.protected()
 
-    def rank(
-        self,
-        loaded: Decoder,
-        batch: TokenBatch,
-        remove: float | None,
-        batch_size: int,
-        *,
-        search: float | None = None,
-        mend: bool = False,
-        judge: TokenBatch | None = None,
-        folder: Path | None = None,
-    ) -> Ranking:
-        from lyapunov_prune.ranking.rank import rank
-
-        return rank(
-            loaded,
-            batch,
-            criterion=self.goes_by,
-            what=self.what,
-            remove=remove,
-            batch_size=batch_size,
-            protect=self.protected(),
-            search=search,
-            mend=mend and self.goes_by == "best",
-            judge=judge,
-            folder=folder,
-        )
+    @property
+    def how(self) -> dict[str, Any]:
+        """These options as arguments of `ranking.rank`."""
+        return {"criterion": self.goes_by, "what": self.what, "protect": self.protected()}

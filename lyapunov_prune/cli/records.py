@@ -40,9 +40,9 @@ class Given:
             if name in self._words:
                 raise LyapunovPruneError(f"{self._words[name]} {why}")
 
-    def refuse_record(self, why: str, record: Any, *, but: str = "", also: str = "") -> None:
-        """`refuse` the options of a record, without `but` and with `also`."""
-        self.refuse(why, *(field.name for field in fields(record) if field.name != but), also)
+    def refuse_record(self, why: str, *records: Any, but: str = "", also: str = "") -> None:
+        """`refuse` the options of these records, without `but` and with `also`."""
+        self.refuse(why, *(field.name for record in records for field in fields(record) if field.name != but), also)
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:

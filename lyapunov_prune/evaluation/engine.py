@@ -15,7 +15,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import require_extra
 from lyapunov_prune.evaluation.llama_cpp import ENGINE, ask
 from lyapunov_prune.evaluation.perplexity import Perplexity
-from lyapunov_prune.evaluation.speed import SpeedRow, prefill_and_decode
+from lyapunov_prune.evaluation.speed import SpeedRow, prefill_and_decode, speed_columns
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.gguf import gguf_file
 from lyapunov_prune.models.gguf_header import read_header
@@ -48,16 +48,12 @@ class EngineScores(Result):
         return tuple(perplexity.measured_on for perplexity in self.perplexities)
 
     def to_frame(self) -> pd.DataFrame:
-        first = self.rows[0]
         columns = {
             "model": [row.model for row in self.rows],
             "type": self.types,
             "perplexity": [each.value for each in self.perplexities],
             "here": self.own,
-            "prefill tok/s": [row.prefill for row in self.rows],
-            "prefill ratio": [row.prefill / first.prefill for row in self.rows],
-            "decode tok/s": [row.decode for row in self.rows],
-            "decode ratio": [row.decode / first.decode for row in self.rows],
+            **speed_columns(self.rows),
         }
         frame = pd.DataFrame(columns)
         return frame if len(self.rows) > 1 else frame.drop(columns=["prefill ratio", "decode ratio"])

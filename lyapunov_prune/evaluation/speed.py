@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,19 @@ class SpeedRow:
     decode_quartiles: tuple[float, ...]
 
 
+# The columns of each phase: tokens per second, and how many times those of the first model.
+PHASES = {phase: (f"{phase} tok/s", f"{phase} ratio") for phase in ("prefill", "decode")}
+
+
+def speed_columns(rows: Sequence[SpeedRow], phases: Mapping[str, tuple[str, str]] = PHASES) -> dict[str, list[float]]:
+    """The speeds of `rows` in each of `phases`, and their ratios to the first row."""
+    found = {}
+    for phase, (speed, ratio) in phases.items():
+        found[speed] = [getattr(row, phase) for row in rows]
+        found[ratio] = [each / found[speed][0] for each in found[speed]]
+    return found
+
+
 @dataclass(frozen=True)
 class Speed(Result):
     """Prefill and cached decoding at batch 1, in tokens per second; the first row is the reference.
@@ -63,26 +76,9 @@ class Speed(Result):
     images: bool = False
 
     def to_frame(self) -> pd.DataFrame:
-        first = self.rows[0]
-        if self.images:
-            return pd.DataFrame(
-                {
-                    "model": [r.model for r in self.rows],
-                    "parameters": [r.parameters for r in self.rows],
-                    "images/s": [r.prefill for r in self.rows],
-                    "ratio": [r.prefill / first.prefill for r in self.rows],
-                }
-            )
-        return pd.DataFrame(
-            {
-                "model": [r.model for r in self.rows],
-                "parameters": [r.parameters for r in self.rows],
-                "prefill tok/s": [r.prefill for r in self.rows],
-                "prefill ratio": [r.prefill / first.prefill for r in self.rows],
-                "decode tok/s": [r.decode for r in self.rows],
-                "decode ratio": [r.decode / first.decode for r in self.rows],
-            }
-        )
+        models = {name: [getattr(r, name) for r in self.rows] for name in ("model", "parameters")}
+        phases = {"prefill": ("images/s", "ratio")} if self.images else PHASES
+        return pd.DataFrame({**models, **speed_columns(self.rows, phases)})
 
     def answer(self) -> list[str]:
         first = self.rows[0]

@@ -95,11 +95,20 @@ def activation_statistics(model: InMemory, batch: Readable, *, batch_size: Count
         for matrix in group:
             statistics[matrix.name] = matrix.statistics()
             require_finite(structure, batch.ids, f"{matrix.name} on {batch.text}", matrix.sums())
+    width, rank, token_rank, participation, share, kurtosis, sparsity = np.array(
+        [statistics[m.name] for m in matrices]
+    ).T
     return ActivationStatistics(
-        tuple(m.name for m in matrices),
-        tuple(m.component for m in matrices),
-        tuple(m.layer for m in matrices),
-        *np.array([statistics[m.name] for m in matrices]).T,
+        names=tuple(m.name for m in matrices),
+        components=tuple(m.component for m in matrices),
+        layers=tuple(m.layer for m in matrices),
+        width=width,
+        effective_rank=rank,
+        token_rank=token_rank,
+        participation_ratio=participation,
+        peak_share=share,
+        kurtosis=kurtosis,
+        sparsity=sparsity,
         measured_on=reading.measured_on(),
     )
 

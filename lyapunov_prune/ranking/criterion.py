@@ -75,9 +75,12 @@ class Scored(Criterion):
 
     needs: ClassVar[tuple[str, ...]]
 
-    @abstractmethod
     def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The scores from the values of the layers that may be removed: arrays whose last axis is the layers."""
+        """The scores from the values of the layers that may be removed: arrays whose last axis is the layers.
+
+        By default the value that the criterion needs.
+        """
+        return values[self.needs[0]]
 
     def by_position(self, layer: np.ndarray) -> dict[str, np.ndarray]:
         """Values that need no measurement; `layer` (L,) holds indices, NaN if a layer lacks the part."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
@@ -107,20 +109,18 @@ def options_figure(measured: ChoiceComparison) -> str:
     kept = measured.chosen("dense") == measured.chosen("compressed")
     x, y = measured.dense_mass, measured.compressed_mass
     for which, label, fill in ((kept, "the same choice", COLOURS["rho"]), (~kept, "another choice", "none")):
-        axes.scatter(
-            x[which],
-            y[which],
-            s=16,
-            facecolor=fill,
-            edgecolor=COLOURS["rho"],
-            linewidth=0.8,
-            label=f"{label}, {which.sum()}",
-        )
+        style: dict[str, Any] = {"facecolor": fill, "edgecolor": COLOURS["rho"], "label": f"{label}, {which.sum()}"}
+        axes.scatter(x[which], y[which], s=16, linewidth=0.8, **style)
+    _diagonal(axes, x, y)
+    return labelled(figure, axes, "probability of the options' first tokens, dense", "the same, compressed")
+
+
+def _diagonal(axes: Axes, x: np.ndarray, y: np.ndarray) -> None:
+    """The line on which `y` equals `x`, on logarithmic axes."""
     ends = [min(x.min(), y.min()), max(x.max(), y.max())]
     axes.plot(ends, ends, color=GREY, linewidth=0.8)
     log_axis(axes, "x")
     log_axis(axes)
-    return labelled(figure, axes, "probability of the options' first tokens, dense", "the same, compressed")
 
 
 def subspace_figure(measured: ChoiceComparison) -> str:
@@ -133,10 +133,7 @@ def subspace_figure(measured: ChoiceComparison) -> str:
     seen = (x > 0) & (y > 0)
     axes.scatter(x[seen], y[seen], s=16, color=COLOURS["rho"], linewidth=0, label=label)
     if seen.any():
-        ends = [min(x[seen].min(), y[seen].min()), max(x[seen].max(), y[seen].max())]
-        axes.plot(ends, ends, color=GREY, linewidth=0.8)
-        log_axis(axes, "x")
-        log_axis(axes)
+        _diagonal(axes, x[seen], y[seen])
     return labelled(figure, axes, "KL(p‖q) over the vocabulary, nats", "KL among the options' first tokens, nats")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -77,7 +79,7 @@ def jacobian_figure(norms: JacobianNorms) -> str:
     ):
         largest, typical = getattr(norms, f"{branch}_norm"), getattr(norms, f"{branch}_gain")
         axes.plot(layers, largest, marker=marker, markersize=4, color=colour, label=f"{label}, ‖J‖ from below")
-        style = {"marker": marker, "markersize": 4, "color": colour, "markerfacecolor": "white"}
+        style: dict[str, Any] = {"marker": marker, "markersize": 4, "color": colour, "markerfacecolor": "white"}
         axes.plot(layers, typical, "--", label=f"{label}, ‖J‖_F/√n", **style)
     axes.axhline(1, color=GREY, linewidth=0.8)
     log_axis(axes)

@@ -20,6 +20,8 @@ from lyapunov_prune.ranking.counts import search_budget
 from lyapunov_prune.ranking.split import numbers_of_layers, share_of
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ModelIdentity, Result
+from lyapunov_prune.shrinking.target import Target
+from lyapunov_prune.shrinking.texts import Texts
 
 _STEP = 5  # a step of distillation in forwards: one of the teacher, one of the student, and the backward pass
 _SAVED = 1e8  # bytes per second, written and read back
@@ -93,28 +95,22 @@ def answering_seconds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 def estimated(
     model: PreTrainedModel,
-    target: str,
+    target: Target,
+    texts: Texts,
     remove: int | None,
     *,
-    windows: int,
-    context: int,
-    choosing: tuple[int, int],
-    held_out: int,
-    writes: bool,
-    search: float | None = None,
-    steps: int | None = None,
-    answering: float = 0.0,
+    search: float | None,
+    steps: int | None,
+    answering: float,
     minutes: float | None,
-    shared: float | None = None,
 ) -> Estimate:
-    """The cost of shrinking by `remove` layers, healed on `windows` windows of `context` tokens.
+    """The cost of shrinking by `remove` layers to a `target`, with these `texts`.
 
-    `choosing` is the number and the width of the windows on which layers are chosen. `held_out` is the number of tokens
-    that evaluate. With `writes` the model generates the text itself. `search` is the number of forwards for choosing,
-    `steps` the number of healing steps; None means the usual number. `answering` is the time in seconds of one pass
-    over the task that chooses the layers. `minutes` bounds the whole. `shared` is the share of the parameters that is
-    split between layers and parts of the others, None if whole layers are removed alone.
+    `search` is the number of forwards for choosing, `steps` the number of healing steps; None means the usual number.
+    `answering` is the time in seconds of one pass over the task that chooses the layers. `minutes` bounds the whole.
     """
+    context, choosing = texts.width, texts.searched(model)
+    shared = None if target.what == "layers" else target.value  # split between layers and parts of the others
     layers = find_structure(model).num_layers
     goes = as_if(remove, layers)
     counts = [goes] * (1 if remove is not None else 1 + math.ceil(math.log2(layers)))
@@ -125,9 +121,9 @@ def estimated(
     budgets = [search or search_budget(layers, count, mend=shared is None) for count in counts]
     budget = sum(budgets) + (_COMPARED * (1 + len(counts)) if shared is not None else 0)
     seconds = {"writing the text": 0.0}
-    if writes:
-        texts = [(windows, context), *([choosing] if choosing[1] != context else [])]
-        seconds["writing the text"] = sum(writing_seconds(model, *text) for text in texts)
+    if texts.learn is None:  # the model writes them
+        written = [(texts.windows, context), *([choosing] if choosing[1] != context else [])]
+        seconds["writing the text"] = sum(writing_seconds(model, *text) for text in written)
     seconds["choosing layers"] = budget * chosen / 2
     # Refitting takes two forwards of both texts and two passes through the layers. Mending costs as much as each of the
     # four sets that the search mends.
@@ -135,7 +131,7 @@ def estimated(
     seconds["healing"] = (steps or STEPS) * _STEP * window
     if answering:  # the dense model and every choice answer one half; both models answer the other half at the end
         seconds[TASK] = answering * (len(counts) + 3) / 2
-    seconds["evaluation"] = 2 * window * held_out / context + 16 * window
+    seconds["evaluation"] = 2 * window * texts.evaluated / context + 16 * window
     seconds["gate and files"] = 2 * smaller / _SAVED + 20 * window
     if minutes is not None:
         rest = sum(seconds.values()) - seconds["healing"]
@@ -143,7 +139,7 @@ def estimated(
     rank, memory = healed_by(model, goes, context)
     return Estimate(
         model=identify(model),
-        target=target,
+        target=target.told(),
         remove=remove,
         searches=len(counts),
         search=sum(budgets) / len(budgets),

@@ -63,18 +63,13 @@ class Request:
         """The estimated cost of removing `remove` layers."""
         return estimated(
             self.model,
-            self.target.told(),
+            self.target,
+            self.texts,
             remove,
-            windows=self.texts.windows,
-            context=self.texts.width,
-            choosing=self.texts.searched(self.model),
-            held_out=self.texts.evaluated,
-            writes=self.texts.learn is None,
             search=self.search,
             steps=self.steps,
             answering=0.0 if self.items is None else answering_seconds(self.model, self.tokenizer, *self.items),
             minutes=self.minutes,
-            shared=None if self.target.what == "layers" else self.target.value,
         )
 
 

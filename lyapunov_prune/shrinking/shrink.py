@@ -138,9 +138,9 @@ def _run(
     items = request.items
     remove = clock.once("remove", request.count)
     expected = request.estimate(remove)
-    for place in (output, request.folder):
-        if place is not None:
-            require_disk(place, expected.disk, "the smaller model and the state of its healing")
+    for folder in (output, request.folder):
+        if folder is not None:
+            require_disk(folder, expected.disk, "the smaller model and the state of its healing")
     search = clock.once("search", lambda: request.search or search_forwards(expected, clock))
     told(expected)
     choose, learn, judge, held_out = request.texts.filled(model, request.tokenizer, request.folder)
@@ -164,19 +164,8 @@ def _run(
     require_unseen(smaller, held_out)
     evaluation = _evaluation(request, smaller, held_out, None if items is None else items[1])
     heals = None if healed is None else _heal_words(request, expected, minutes)
-    commands = by_hand(
-        choice.plan,
-        request.target,
-        mended=choice.report,
-        search=search,
-        healed=heals,
-        text=request.words,
-        source=request.source,
-        choose=choose,
-        learn=learn,
-        held_out=held_out,
-        output="OUT" if output is None else str(output),
-    )
+    place = None if output is None else str(output)
+    commands = by_hand(request, choice, search, heals, (choose, learn, held_out), place or "OUT")
     report = Shrinking(
         target=request.target.told(),
         plan=choice.plan,
@@ -185,7 +174,7 @@ def _run(
         evaluation=evaluation,
         commands=commands,
         loader=loading_class(smaller).__name__,
-        folder=None if output is None else str(output),
+        folder=place,
     )
     if output is not None and is_gguf(output):
         report = replace(report, size=write_shrunk_gguf(request, smaller, choice, gate, report, output))

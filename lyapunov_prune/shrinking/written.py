@@ -18,14 +18,12 @@ from lyapunov_prune.export.gguf import SUFFIX, original_of, require_file, save_c
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.healing.report import REPORT as HEALING
 from lyapunov_prune.healing.report import Healing
-from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_layers import full_attention, values_without
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.counting import COUNTED, count_check, leaving
 from lyapunov_prune.pruning.gate import GateReport, attempt, bytes_in
-from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe, save
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.files import require_empty, whole_folder
@@ -34,7 +32,6 @@ from lyapunov_prune.results.result import Result, versions
 from lyapunov_prune.shrinking.choosing import Chosen
 from lyapunov_prune.shrinking.report import REPORT, Shrinking
 from lyapunov_prune.shrinking.request import Request
-from lyapunov_prune.shrinking.target import Target
 
 
 def is_gguf(output: Path) -> bool:
@@ -115,31 +112,26 @@ def write_shrunk(
 
 
 def by_hand(
-    plan: PruningPlan,
-    target: Target,
-    *,
-    mended: MendReport | None,
+    request: Request,
+    choice: Chosen,
     search: float | None,
     healed: Sequence[str] | None,
-    text: Sequence[str],
-    source: Sequence[str],
-    choose: TokenBatch,
-    learn: TokenBatch,
-    held_out: TokenBatch,
+    texts: tuple[TokenBatch, TokenBatch, TokenBatch],
     output: str,
 ) -> tuple[str, ...]:
     """The commands that make the same model by hand, into `output`.
 
-    `text` are the options that name the texts, `source` those that say how models are loaded, and `healed` those of
-    `heal`, None if healing was not kept.
+    `healed` are the options of `heal`, None if healing was not kept. `texts` choose, teach and evaluate.
     """
+    plan, target, text, source = choice.plan, request.target, request.words, request.source
+    choose, learn, held_out = texts
     name, cut = plan.model.name, f"{output}-cut"
     chosen = ["--remove", f"{len(plan.remove)}", "--criterion", "best"]
     if search is not None:
         chosen += ["--search", f"{search:g}"]
     if target.what != "layers":
         chosen = [*target.option(), *chosen[2:]]
-    elif mended is None:  # without --mend, `best` would compare the sets with open gaps
+    elif choice.report is None:  # without --mend, `best` would compare the sets with open gaps
         chosen = ["--layers", ",".join(map(str, plan.remove))]
     else:
         chosen.append("--mend")

@@ -37,8 +37,7 @@ def check(
     if engines:
         alone = "applies to bounds, and --engines reads the config alone; leave it out"
         given.refuse(alone, "compressed", "output")
-        given.refuse_record(alone, ModelOptions)
-        given.refuse_record(alone, TextOptions)
+        given.refuse_record(alone, ModelOptions, TextOptions)
         _check_engines(model)
         return
 

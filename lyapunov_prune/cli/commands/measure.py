@@ -139,14 +139,14 @@ def rank(
     if profile_file is not None:
         measured_already = f"applies to a model, and {profile_file} was measured already; leave it out"
         given.refuse(measured_already, "max_kl", "stack")
-        given.refuse_record(measured_already, ModelOptions)
-        given.refuse_record(measured_already, TextOptions)
+        given.refuse_record(measured_already, ModelOptions, TextOptions)
     if source.disk:
         given.refuse(IN_MEMORY, "max_kl", "stack")
 
     from lyapunov_prune.profiles.profile import LayerProfile
     from lyapunov_prune.ranking.budget import remove_under_budget
     from lyapunov_prune.ranking.measured import rank_layers
+    from lyapunov_prune.ranking.rank import rank as measured_rank
     from lyapunov_prune.ranking.ranking import LayerRanking
     from lyapunov_prune.ranking.within import most_within
     from lyapunov_prune.results.files import require_writable
@@ -156,12 +156,7 @@ def rank(
         measured = LayerProfile.load(profile_file)
         run = output or profile_file.parent
         require_writable(run)
-        ranking = rank_layers(
-            measured.contraction,
-            measured.influence,
-            criterion=by.goes_by,
-            protect=by.protected(),
-        )
+        ranking = rank_layers(measured.contraction, measured.influence, criterion=by.goes_by, protect=by.protected())
     else:
         run = run_folder(output, model)
         require_writable(run)
@@ -173,7 +168,7 @@ def rank(
             kept = weighed.save(run / "weighed.json")
             show(weighed, weighed.plan().save(run / "plan.json"), kept=kept)
             return
-        ranking = by.rank(loaded, batch, remove, batch_size, folder=run)
+        ranking = measured_rank(loaded, batch, **by.how, remove=remove, batch_size=batch_size, folder=run)
     plan = written = None
     if remove is not None:
         plan = ranking.plan(remove)

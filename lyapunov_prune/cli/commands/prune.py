@@ -168,16 +168,7 @@ def _prune_in_memory(
     else:
         plan = _chosen(loaded, batch, by.of_model(loaded, given), removal, period, judged)
     plan.require_periods(period)
-    written = write_pruned(
-        loaded,
-        loaded.tokenizer,
-        plan,
-        output,
-        batch,
-        format=format,
-        mend=mend,
-        judge=judged,
-    )
+    written = write_pruned(loaded, loaded.tokenizer, plan, output, batch, format=format, mend=mend, judge=judged)
     tell_written(written, output, scored=loaded.causal)
 
 
@@ -191,6 +182,7 @@ def _chosen(
 ) -> PruningPlan:
     """The plan that measurements on `batch` make; searches are shown."""
     from lyapunov_prune.pruning.width import choose_channels
+    from lyapunov_prune.ranking.rank import rank
     from lyapunov_prune.ranking.ranking import require_periods
     from lyapunov_prune.ranking.split import split_removal
     from lyapunov_prune.ranking.within import most_within
@@ -222,7 +214,9 @@ def _chosen(
         remove = count_of(remove, loaded.structure.num_layers)
         if period > 1:
             require_periods(int(remove), loaded.structure.num_layers, period)
-    ranking = by.rank(loaded, batch, remove, batch_size, search=removal.search, mend=removal.mend, judge=judged)
+    mend = removal.mend and by.goes_by == "best"
+    searched: dict[str, Any] = {"search": removal.search, "mend": mend, "judge": judged}
+    ranking = rank(loaded, batch, **by.how, **searched, remove=remove, batch_size=batch_size)
     if by.goes_by == "best":
         show(ranking, None)
     if remove is not None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
-from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criterion import EVERYWHERE, Asked, Scored
 
 if TYPE_CHECKING:
@@ -23,9 +21,6 @@ class BlockInfluence(Scored):
     parts = EVERYWHERE
     streamed = EVERYWHERE
     profiled = True
-
-    def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        return values["bi"]
 
     def rank(self, asked: Asked) -> LayerRanking:
         from lyapunov_prune.profiles.influence import block_influence

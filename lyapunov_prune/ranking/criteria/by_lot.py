@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from lyapunov_prune.arguments import Seed
 from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criterion import ByPosition
@@ -21,6 +19,3 @@ class ByLot(ByPosition):
 
     def by_position(self, layer: np.ndarray) -> dict[str, np.ndarray]:
         return {"lot": np.random.default_rng(self.seed).permutation(len(layer)) + 0 * layer}  # NaN stays NaN
-
-    def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        return values["lot"]

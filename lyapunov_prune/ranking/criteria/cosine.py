@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criteria.kl import KL
 from lyapunov_prune.ranking.criterion import EVERYWHERE
 
@@ -21,6 +18,3 @@ class Cosine(KL):
     reference = "Demystifying When Pruning Works via Representation Hierarchies, Theorem 2"
     needs = ("variance_r",)
     parts = EVERYWHERE
-
-    def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        return values["variance_r"]

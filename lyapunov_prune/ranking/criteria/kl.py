@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from lyapunov_prune.arguments import Positive
-from lyapunov_prune.lazy import np
 from lyapunov_prune.ranking.criterion import EVERYWHERE, Asked, Scored
 
 if TYPE_CHECKING:
@@ -30,9 +28,6 @@ class KL(Scored):
     parts: ClassVar[tuple[str, ...]] = (*EVERYWHERE, "experts")
     streamed = ("layers",)
 
-    def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        return values["variance"]
-
     def rank(self, asked: Asked) -> Ranking:
         if asked.what == "experts":
             from lyapunov_prune.ranking.experts import masked_divergence, rank_experts
@@ -45,21 +40,12 @@ class KL(Scored):
         from lyapunov_prune.ranking.measured import rank_by_divergence
 
         model, reading = asked.reading.decoder, asked.reading
+        how: dict[str, Any] = {"temperature": self.temperature, "batch_size": asked.batch_size}
         measured: SkipDivergence
         if asked.what == "layers":
-            name, measured = (
-                "divergence",
-                skip_divergence(
-                    model, reading, temperature=self.temperature, batch_size=asked.batch_size, folder=asked.folder
-                ),
-            )
+            name, measured = "divergence", skip_divergence(model, reading, **how, folder=asked.folder)
         else:
-            name, measured = (
-                "sublayer-divergence",
-                sublayer_divergence(
-                    model, reading, cast("Kind", asked.what), temperature=self.temperature, batch_size=asked.batch_size
-                ),
-            )
+            name, measured = "sublayer-divergence", sublayer_divergence(model, reading, cast("Kind", asked.what), **how)
         ranking = rank_by_divergence(measured, criterion=self.name, protect=asked.protect)
         asked.keep(name, measured)
         return ranking
