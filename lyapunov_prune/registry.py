@@ -1,12 +1,12 @@
-"""Registries of named choices: one row per name, one class per row, one file per class."""
+"""Registries of named choices: a row is a name, the name of a file with one class."""
 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform, get_type_hints
+from typing import Any, ClassVar, Generic, TypeVar, cast, dataclass_transform, get_type_hints
 
 from lyapunov_prune.arguments import fits, is_finite, words
 from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
@@ -44,29 +44,30 @@ class Choice(ABC):
 
 
 class Registry(Mapping[str, type[T]], Generic[T]):
-    """`{"name": "module:Class"}`; the classes are imported on first use.
+    """The classes of `names`, each in the file of `package` of the same name, with `_` for `-`; imported on first use.
 
     An unknown name raises LyapunovPruneError, which lists the known ones.
     """
 
-    def __init__(self, kind: str, rows: Mapping[str, str]) -> None:
-        self._kind, self._rows = kind, rows
+    def __init__(self, kind: str, package: str, names: Sequence[str]) -> None:
+        self._kind, self._package, self._names = kind, package, names
 
     def __getitem__(self, name: str) -> type[T]:
-        if name not in self._rows:
-            meant = did_you_mean(name, self._rows)
-            raise LyapunovPruneError(f"unknown {self._kind} {name!r}{meant}; give one of {', '.join(self._rows)}")
-        module, _, found = self._rows[name].partition(":")
-        return getattr(import_module(module), found)
+        if name not in self._names:
+            meant = did_you_mean(name, self._names)
+            raise LyapunovPruneError(f"unknown {self._kind} {name!r}{meant}; give one of {', '.join(self._names)}")
+        file = vars(import_module(f"{self._package}.{name.replace('-', '_')}"))
+        classes = [found for found in file.values() if isinstance(found, type) and issubclass(found, Choice)]
+        return cast("type[T]", next(found for found in classes if vars(found).get("name") == name))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._rows
+        return name in self._names
 
     def make(self, name: str, **options: Any) -> T:
         """An instance of the class `name` with these options. Raises LyapunovPruneError for an unknown option."""

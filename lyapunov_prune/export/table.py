@@ -6,17 +6,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.format import Format
 from lyapunov_prune.registry import Registry
 
-_FORMATS = "lyapunov_prune.export.formats"
-FORMATS = Registry[Format](
-    "format",
-    {
-        "plain": f"{_FORMATS}.plain:Plain",
-        "compact": f"{_FORMATS}.compact:Compact",
-        "deci": f"{_FORMATS}.deci:Deci",
-        "gguf": f"{_FORMATS}.gguf:GGUF",
-        "packed": f"{_FORMATS}.packed:Packed",
-    },
-)
+FORMATS = Registry[Format]("format", "lyapunov_prune.export.formats", ("plain", "compact", "deci", "gguf", "packed"))
 
 
 def formats_of(command: str) -> dict[str, type[Format]]:

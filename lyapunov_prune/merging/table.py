@@ -11,15 +11,8 @@ from lyapunov_prune.registry import Registry
 if TYPE_CHECKING:
     from lyapunov_prune.models.feedforward import FeedForward
 
-_REDUCTIONS = "lyapunov_prune.merging.reductions"
 REDUCTIONS = Registry[Reduction](
-    "reduction",
-    {
-        "identity": f"{_REDUCTIONS}.identity:Identity",
-        "mean-gate": f"{_REDUCTIONS}.mean_gate:MeanGate",
-        "scaled": f"{_REDUCTIONS}.scaled:Scaled",
-        "affine": f"{_REDUCTIONS}.affine:Affine",
-    },
+    "reduction", "lyapunov_prune.merging.reductions", ("identity", "mean-gate", "scaled", "affine")
 )
 # The default of `joint`: after recovery never worse than the others, on two models (experiments/5_joint).
 DEFAULT: Final = "affine"
