@@ -15,7 +15,7 @@ import pytest
 import torch
 import typer
 from helpers import TINY, VOCABULARY, Done, make_tiny, make_tokenizer, tree
-from helpers.forked import Forked
+from helpers.forked import FORKED
 from hypothesis import HealthCheck, settings
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -84,11 +84,10 @@ def _made_once() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _elsewhere_at_once() -> Iterator[None]:
     """What loads compact checkpoints without this package is forked from one process, which imports transformers."""
-    forked = Forked()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elsewhere, "subprocess", forked)
+        patch.setattr(elsewhere, "subprocess", FORKED)
         yield
-    forked.close()
+    FORKED.close()
 
 
 @pytest.fixture(params=list(TINY))

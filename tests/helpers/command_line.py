@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from helpers.forked import FORKED
 from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
 
@@ -92,23 +93,9 @@ def launched_twice(script: Path) -> subprocess.CompletedProcess[str]:
 def _launched(script: Path) -> subprocess.CompletedProcess[str]:
     """What both printed; `args` are the two exit codes, of which `returncode` is the first that is not 0."""
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    env = {**os.environ, **shared, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**env, "RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    try:
-        out, err = zip(*(process.communicate(timeout=300) for process in started), strict=True)
-    finally:
-        for process in started:
-            process.kill()
-    codes = [process.returncode for process in started]
+    envs = [{**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    done = FORKED.run_together(script.read_text(), envs, str(script.parent))
+    codes, out, err = zip(*done, strict=True)
     return subprocess.CompletedProcess(codes, next(filter(None, codes), 0), "".join(out), "".join(err))
 
 
