@@ -262,7 +262,7 @@ def test_a_class_is_linked_to_its_own_module_where_two_have_one_name(tmp_path: P
 
 
 def tiny_built_in(vocabulary: int) -> PreTrainedModel:
-    model = make_tiny("llama", vocab_size=vocabulary, max_position_embeddings=1024)
+    model = make_tiny("llama", num_hidden_layers=4, vocab_size=vocabulary, max_position_embeddings=1024)
     for layer in model.model.layers:  # no layer alone is worth a whole budget
         layer.self_attn.o_proj.weight.data *= 0.1
         layer.mlp.down_proj.weight.data *= 0.1
