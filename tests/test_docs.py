@@ -261,8 +261,8 @@ def test_a_class_is_linked_to_its_own_module_where_two_have_one_name(tmp_path: P
 # Examples run as they are written, on a tiny model in place of the built-in one.
 
 
-def tiny_built_in(vocabulary: int) -> PreTrainedModel:
-    model = make_tiny("llama", num_hidden_layers=4, vocab_size=vocabulary, max_position_embeddings=1024)
+def tiny_built_in(vocabulary: int, **changes: Any) -> PreTrainedModel:
+    model = make_tiny("llama", vocab_size=vocabulary, max_position_embeddings=1024, **changes)
     for layer in model.model.layers:  # no layer alone is worth a whole budget
         layer.self_attn.o_proj.weight.data *= 0.1
         layer.mlp.down_proj.weight.data *= 0.1
@@ -283,7 +283,7 @@ def built_in_file(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    file = write_gguf(tiny_built_in(len(VOCABULARY)), tmp_path / "built-in.gguf", packed=True)
+    file = write_gguf(tiny_built_in(len(VOCABULARY), num_hidden_layers=4), tmp_path / "built-in.gguf", packed=True)
     monkeypatch.setattr(gguf, "_builtin_file", lambda: file)
     monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
 

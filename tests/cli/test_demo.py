@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.speed import Speed, measure_speed
 from lyapunov_prune.export.pruned import write_pruned
+from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.mending import judge
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.loading import load
@@ -58,6 +60,7 @@ def tiny_demo(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     """The demo in `run`, on a tiny model."""
     loaded = load(checkpoint)
     monkeypatch.setattr(demo_module, "load", lambda name: loaded)
+    monkeypatch.setattr(demo_module, "SEARCH", 8.0)
     monkeypatch.setattr(demo_module, "STEPS", 2)
     monkeypatch.setattr(texts, "EVALUATED", 256)
     judge_briefly(monkeypatch, context=24)
@@ -176,6 +179,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Decoder) -> Path:
         patch.setattr(demo_module, "PROFILED", 256)
         patch.setattr(demo_module, "SEARCH", 8.0)
         patch.setattr(demo_module, "STEPS", 4)
+        patch.setattr(training_state, "SECONDS", math.inf)  # two gigabytes each time
         patch.setattr(texts, "EVALUATED", 512)
         judge_briefly(patch, context=64)
         demo_module.run_demo(folder, tokens=32 * 64, context=64, show=lambda *_: None)
