@@ -23,6 +23,9 @@ from lyapunov_prune.progress import status
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
+STEPS = 16  # tokens decoded after each prompt
+REPEATS = 5
+
 
 @dataclass(frozen=True)
 class EngineScores(Result):
@@ -85,23 +88,15 @@ def engine_files(names: Sequence[str]) -> list[Path]:
     return files
 
 
-def engine_scores(
-    files: Sequence[Path],
-    own: Sequence[Perplexity],
-    batch: TokenBatch,
-    *,
-    prompt: int,
-    steps: int = 16,
-    repeats: int = 5,
-) -> EngineScores:
+def engine_scores(files: Sequence[Path], own: Sequence[Perplexity], batch: TokenBatch, prompt: int) -> EngineScores:
     """Score and time GGUF files in llama.cpp on the windows of `batch`; `own` is the perplexity measured here.
 
     Raises LyapunovPruneError when llama.cpp does not load a file, crashes, or takes too long.
     """
     ids, vocabulary = batch.ids.tolist(), int(batch.ids.max()) + 1
-    timed = torch.randint(vocabulary, (prompt + steps,), generator=torch.Generator().manual_seed(0)).tolist()
+    timed = torch.randint(vocabulary, (prompt + STEPS,), generator=torch.Generator().manual_seed(0)).tolist()
     with status("llama.cpp"):
-        answers = ask(files, ids, timed=timed, prompt=prompt, repeats=repeats)
+        answers = ask(files, ids, timed=timed, prompt=prompt, repeats=REPEATS)
     scores, rows, types = [], [], []
     for file, mine, answer in zip(files, own, answers, strict=True):
         windows = -np.array([said.next.astype(np.float64).mean() for said in answer.windows])
@@ -119,8 +114,8 @@ def engine_scores(
         rows=tuple(rows),
         types=tuple(types),
         prompt=prompt,
-        steps=steps,
-        repeats=repeats,
+        steps=STEPS,
+        repeats=REPEATS,
         threads=torch.get_num_threads(),
         engine=f"llama.cpp (xllamacpp {version('xllamacpp')})",
     )

@@ -150,16 +150,16 @@ class Course:
 
     def learn_point(self, point: Pair, seed: int) -> tuple[Unmerged, Lesson, list[float]]:
         """Train the point from the weights of the previous one on its chain; its state is kept."""
-        lesson = self.lesson(point, seed)
-        student = self.taught(self.parents[point])
-        with self.state(_name(point) if seed == self.seed else f"{_name(point)}-{seed}", lesson) as state:
-            return student, lesson, recover(student, self.teacher, self.learn, lesson, self.recipe, state)
+        name = _name(point) if seed == self.seed else f"{_name(point)}-{seed}"
+        return self._learn(self.lesson(point, seed), self.parents[point], name)
 
     def finish(
         self, pair: Pair, start: Pair, steps: int, *, name: str = "final"
     ) -> tuple[Unmerged, Lesson, list[float]]:
         """Final recovery of `pair` from the weights of the point `start`; its state is kept under `name`."""
-        lesson = self.last_lesson(pair, start, steps)
+        return self._learn(self.last_lesson(pair, start, steps), start, name)
+
+    def _learn(self, lesson: Lesson, start: Pair, name: str) -> tuple[Unmerged, Lesson, list[float]]:
         student = self.taught(start)
         with self.state(name, lesson) as state:
             return student, lesson, recover(student, self.teacher, self.learn, lesson, self.recipe, state)

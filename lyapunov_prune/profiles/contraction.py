@@ -151,7 +151,7 @@ def _floor_and_linearity(trial: WindowSums) -> tuple[np.ndarray, np.ndarray]:
     return floor, linearity
 
 
-def require_above_rounding(reading: Reading, epsilon: Positive = 1e-2) -> None:
+def require_above_rounding(reading: Reading) -> None:
     """`require_above_floor` on the first window and one seed, to refuse half precision and packed weights early.
 
     Raises only if every energy is below `FAR_BELOW` times the floor; the whole profile decides the cases in between.
@@ -159,6 +159,6 @@ def require_above_rounding(reading: Reading, epsilon: Positive = 1e-2) -> None:
     decoder = reading.decoder
     if torch.finfo(decoder.model.dtype).bits >= 32 and not decoder.packed:
         return
-    trial = measure_contraction(decoder, reading.batch.ids[:1], epsilon=epsilon, seeds=(0,))
+    trial = measure_contraction(decoder, reading.batch.ids[:1], seeds=(0,))
     if not trial.above(FAR_BELOW).any():
         raise below_floor_error("the first window", "packed" if decoder.packed else trial.measured_on.dtype)
