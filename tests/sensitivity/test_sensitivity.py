@@ -39,7 +39,7 @@ from lyapunov_prune.report.sensitivity import sensitivity_figures
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.compressor import Compressor
 from lyapunov_prune.sensitivity.sensitivity import Effect, Sensitivity, measure_sensitivity
-from lyapunov_prune.sensitivity.studies import cliff, first_layer, greedy, greedy_rescored, rank, threshold
+from lyapunov_prune.sensitivity.studies import cliff, greedy, greedy_rescored, layer0, rank, threshold
 from lyapunov_prune.sensitivity.study import Asked
 from lyapunov_prune.sensitivity.table import STUDIES
 
@@ -196,7 +196,7 @@ def test_every_study_runs(family: str, few: torch.Tensor, other: torch.Tensor, m
     for module in (greedy, greedy_rescored):
         monkeypatch.setattr(module, "ROUNDS", 2)
     monkeypatch.setattr(cliff, "CLIFF_SPARSITIES", (0.5,))
-    monkeypatch.setattr(first_layer, "FIRST_LAYER_SPARSITIES", (0.3,))
+    monkeypatch.setattr(layer0, "FIRST_LAYER_SPARSITIES", (0.3,))
     monkeypatch.setattr(threshold, "THRESHOLD_SPARSITIES", (0.9,))
     monkeypatch.setattr(rank, "UNIFORM_RANKS", (8, 256))
     few, asked = few[:1, :6], [s for s in STUDIES if s != "matrix"]
