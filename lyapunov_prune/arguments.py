@@ -39,6 +39,21 @@ class Range(NamedTuple):
         return f"{least} to {'less than ' * self.below}{self.most}"
 
 
+class AtLeast(NamedTuple):
+    """The collections that `Annotated[Sequence[T], AtLeast(n)]` allows: those of `number` entries or more."""
+
+    number: int
+
+    def holds(self, entries: Collection[Any]) -> bool:
+        return len(entries) >= self.number
+
+    def words(self) -> str:
+        return f"{self.number} or more"
+
+
+SOME = AtLeast(1)
+
+
 class Parsed(NamedTuple):
     """In `Annotated[T, Parsed(kind, make)]`: callers give a `kind`, and `checked` passes `make` of it on."""
 
@@ -102,7 +117,7 @@ def fits(value: Any, hint: Any) -> bool:
     if parsed := _parsed(hint):
         return fits(value, parsed.kind)
     if origin is Annotated:
-        return fits(value, inner[0]) and all(r.holds(value) for r in inner[1:] if isinstance(r, Range))
+        return fits(value, inner[0]) and all(r.holds(value) for r in inner[1:] if isinstance(r, Range | AtLeast))
     if origin in (Union, UnionType):
         return any(fits(value, either) for either in inner)
     if origin is tuple and Ellipsis not in inner:
@@ -133,7 +148,7 @@ def words(hint: Any) -> str:
     if parsed := _parsed(hint):
         return words(parsed.kind)
     if origin is Annotated:
-        return " ".join((words(inner[0]), *(r.words() for r in inner[1:] if isinstance(r, Range))))
+        return " ".join((words(inner[0]), *(r.words() for r in inner[1:] if isinstance(r, Range | AtLeast))))
     if origin in (Union, UnionType):
         return " or ".join(map(words, inner))
     if origin is Literal:

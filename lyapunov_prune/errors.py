@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -17,7 +18,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of the message of `error`, or its class name if it has none."""
     lines = str(error).strip().splitlines()
     while len(lines) > 1 and lines[0].endswith(":"):  # a heading, as from huggingface_hub's validators
@@ -68,9 +69,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {by_lower[close[0]]}?)" if close else ""
 
 
-def first_of(faults: Mapping[str, bool]) -> str:
-    """The first of these sentences that is true; empty if none is."""
-    return next((fault for fault, is_true in faults.items() if is_true), "")
+def first_of(faults: Mapping[str, object]) -> str | None:
+    """The first of these sentences that is true; None if none is."""
+    return next((fault for fault, is_true in faults.items() if is_true), None)
 
 
 class LyapunovPruneError(Exception):
@@ -111,6 +112,38 @@ class CheckFailed(LyapunovPruneError):
     """A check failed (a bound, or a part of the removal gate)."""
 
     exit_code = 1
+
+
+def reason_of(error: BaseException) -> str:
+    """Why `error` was raised, in a line: what the operating system says of a file, or the error's class and message."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8"
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return getattr(error, "strerror", None) or f"{kind}{first_line(error)[:300]}"
+
+
+@contextmanager
+def reported(what: str, remedy: str, *kinds: type[BaseException]) -> Iterator[None]:
+    """Report errors of these `kinds` (OSError if none) as LyapunovPruneError: `what` failed, the reason, the `remedy`.
+
+    For calls into libraries and the operating system, which raise errors of their own. A LyapunovPruneError passes.
+    """
+    kinds = kinds or (OSError,)
+    try:
+        yield
+    except LyapunovPruneError:
+        raise
+    except kinds as error:
+        raise LyapunovPruneError(f"{what}: {reason_of(error)}; {remedy}") from error
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Put `name`, of the matrix or lesson at work, before the message of a LyapunovPruneError."""
+    try:
+        yield
+    except LyapunovPruneError as error:
+        raise LyapunovPruneError(f"{name}: {error.message}") from None
 
 
 def require_extra(module: str, extra: str, what: str) -> None:

@@ -25,7 +25,7 @@ import math
 from dataclasses import dataclass
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.lazy import np, torch
 
 WIDER = "load the model in a wider dtype (--dtype float32) or check its weights"
@@ -232,10 +232,8 @@ def _nonzero(A: torch.Tensor) -> bool:
 
 
 def _unscaled(norm: float, exponent: int, up: bool) -> float:
-    try:
+    with reported("the norm of a matrix is beyond float64", "scale the matrix down", OverflowError):
         result = math.ldexp(norm, exponent)
-    except OverflowError:
-        raise LyapunovPruneError("the norm of a matrix is beyond float64; scale the matrix down") from None
     # Subnormal numbers are rounded when scaled; others are not.
     return math.nextafter(result, math.inf) if up and result < 2.0**-1021 else result
 

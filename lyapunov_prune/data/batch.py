@@ -132,27 +132,31 @@ def checked_batch(structure: Structure, batch: Tokens, steps: int = 0) -> TokenB
     ids: Any = batch.ids
     fits = isinstance(ids, torch.Tensor) and ids.ndim == 2 and len(ids) > 0 and ids.shape[1] > 1
     if not (fits and ids.dtype in (torch.int64, torch.int32)):
-        given = (
-            f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else f"a {type(ids).__name__}"
-        )
+        given = "windows of different lengths or padding" if ids is None else f"a {type(ids).__name__}"
+        if isinstance(ids, torch.Tensor):
+            given = f"{ids.dtype} of shape {tuple(ids.shape)}"
         raise LyapunovPruneError(
-            f"token ids are {given}; give a tensor of integers, alone or as input_ids, windows × two tokens or more"
+            f"token ids are {given}; give a tensor of integers, alone or as input_ids, windows of one length, without "
+            "padding, of two tokens or more, as load_text cuts them"
         )
     require_context(structure, batch.context, steps)
-    low, high = int(batch.ids.min()), int(batch.ids.max())
-    vocabulary = structure.config.vocab_size
+    require_known(int(batch.ids.min()), int(batch.ids.max()), structure.config.vocab_size)
+    return batch
+
+
+def require_known(low: int, high: int, vocabulary: int) -> None:
+    """Raise LyapunovPruneError unless the ids from `low` to `high` are of a vocabulary of this size."""
     if low < 0 or high >= vocabulary:
         raise LyapunovPruneError(
             f"token id {high if high >= vocabulary else low} is outside the model's vocabulary of {vocabulary}; "
             "use the model's own tokenizer"
         )
-    return batch
 
 
 def _ids_of(batch: Any) -> Any:
     """The ids of a tokenizer's `input_ids`, or of all batches of a loader, as one matrix; `batch` if it holds none.
 
-    Raises LyapunovPruneError for windows of different lengths, padded or not.
+    None for windows of different lengths, padded or not.
     """
     if isinstance(batch, DataLoader):
         parts = [_ids_of(each[0] if isinstance(each, list | tuple) and each else each) for each in batch]
@@ -167,9 +171,7 @@ def _ids_of(batch: Any) -> Any:
                 return ids[None] if ids.ndim == 1 else ids
     else:
         return batch
-    raise LyapunovPruneError(
-        "the windows have different lengths or padding; give windows of one length, as load_text cuts them"
-    )
+    return None
 
 
 def whole_windows(tokens: int, context: int) -> int:

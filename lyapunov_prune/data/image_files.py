@@ -6,14 +6,13 @@ import importlib.util
 import zipfile
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.images import ImageBatch, checked_images, require_size
-from lyapunov_prune.errors import LyapunovPruneError, require_extra
+from lyapunov_prune.errors import LyapunovPruneError, reported, require_extra
 from lyapunov_prune.models.classifier_loading import LoadedClassifier
 from lyapunov_prune.results.frames import pd
 
@@ -82,12 +81,10 @@ def _folders(path: Path, channels: int) -> tuple[np.ndarray, np.ndarray]:
         raise LyapunovPruneError(f"{empty} holds no PNG or JPEG; give a folder with a folder of images for each class")
     images: list[np.ndarray] = []
     for file in chain(*classes):
-        try:
-            with Image.open(file) as opened:
-                grey = opened.mode in ("1", "L", "LA", "I;16")
-                image = np.asarray(opened.convert("L" if grey else "RGB"), np.uint8)
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise LyapunovPruneError(f"cannot read {file} as an image ({error}); take it away") from None
+        failures = OSError, SyntaxError, Image.DecompressionBombError
+        with reported(f"cannot read {file} as an image", "take it away", *failures), Image.open(file) as opened:
+            grey = opened.mode in ("1", "L", "LA", "I;16")
+            image = np.asarray(opened.convert("L" if grey else "RGB"), np.uint8)
         image = image.reshape(*image.shape[:2], -1)
         wanted = (*(images or [image])[0].shape[:2], 1 if channels == 1 else 3)
         if image.shape != wanted:
@@ -99,13 +96,11 @@ def _folders(path: Path, channels: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            images, labels = (np.asarray(file[name]) for name in ("images", "labels"))
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
-        raise LyapunovPruneError(
-            f"cannot read images and labels from {path} ({_line(error)}); write it with numpy.savez(images=…, labels=…)"
-        ) from None
+    failures = OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError
+    what = f"cannot read images and labels from {path}"
+    remedy = "write it with numpy.savez(images=…, labels=…)"
+    with reported(what, remedy, *failures), np.load(path, allow_pickle=False) as file:
+        images, labels = (np.asarray(file[name]) for name in ("images", "labels"))
     if images.ndim == 3:
         images = images[..., None]
     fit = images.ndim == 4 and len(images) > 0 and labels.shape == images.shape[:1] and labels.dtype.kind in "iu"
@@ -116,7 +111,3 @@ def _arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
             "or floats from 0 to 1, (n, h, w) or (n, h, w, c), and n integers"
         )
     return images.astype(np.float32) / np.float32(scale), labels.astype(np.int64)
-
-
-def _line(error: Any) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lyapunov_prune.arguments import fits
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.results.files import like_named, parsed, require_file
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -23,16 +23,11 @@ def text_of(path: str | Path, remedy: str) -> str:
     Raises LyapunovPruneError, with the reason and `remedy`, if it cannot be read.
     """
     require_file(path)
-    try:
+    with reported(f"cannot read {path}{like_named(path)}", remedy, OSError, EOFError, zlib.error, UnicodeDecodeError):
         content = Path(path).read_bytes()
         if Path(path).suffix == ".gz":
             content = gzip.decompress(content)
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-    except UnicodeDecodeError as error:
-        reason = f"byte {error.start} is not UTF-8"
-    raise LyapunovPruneError(f"cannot read {path}{like_named(path)}: {reason}; {remedy}")
 
 
 def numbered(path: str | Path, text: str) -> list[tuple[str, str]]:

@@ -103,13 +103,12 @@ def load_prompts(
             assert isinstance(asked, str)  # chats are not given with chat=False
             text = asked
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        row = [tokenizer.bos_token_id] * begins + ids
-        if len(row) < 2:
-            raise LyapunovPruneError(f"{where} is a prompt of fewer than two tokens; make it longer")
-        rows.append(torch.tensor(row, dtype=torch.int64))
+        rows.append(torch.tensor([tokenizer.bos_token_id] * begins + ids, dtype=torch.int64))
         said.append((asked,) if isinstance(asked, str) else tuple(message["content"] for message in asked))
-    if not rows:
-        raise LyapunovPruneError(f'{path} holds no prompts; give one a line, or a .jsonl of {{"text": "…"}}')
+    short = next((where for (where, _), row in zip(prompts, rows, strict=True) if len(row) < 2), None)
+    if short or not rows:
+        what = f"{short} is a prompt of fewer than two tokens" if short else f"{path} holds no prompts"
+        raise LyapunovPruneError(f'{what}; give longer ones, one a line, or a .jsonl of {{"text": "…"}}')
     if chat:
         begins = tokenizer.bos_token_id is not None and all(row[0] == tokenizer.bos_token_id for row in rows)
     lengths = tuple(map(len, rows))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lyapunov_prune.data.lines import numbered, parsed_line, text_of
-from lyapunov_prune.errors import LyapunovPruneError, first_line, require_extra
+from lyapunov_prune.errors import LyapunovPruneError, reported, require_extra
 from lyapunov_prune.results.frames import pd
 
 JSON = (".jsonl", ".ndjson", ".json")
@@ -78,16 +78,13 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 def _table(path: Path) -> Rows:
     kind = format_of(path)
     separator = TABLES[kind]
-    try:
+    failures = OSError, EOFError, zlib.error, ValueError  # errors of pyarrow and pandas are ValueErrors
+    with reported(f"cannot read {path} as a {kind} file", "give it whole, or with its own ending", *failures):
         if separator is not None:
             frame = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)
             return _counted(path, list(map(str, frame.columns)), lambda names: frame[names].to_dict("records"))
         table = _parquet(path) if kind == ".parquet" else _ipc(path)
         return _counted(path, table.column_names, lambda names: table.select(names).to_pylist())
-    except (OSError, EOFError, zlib.error, ValueError) as error:  # errors of pyarrow and pandas are ValueErrors
-        raise LyapunovPruneError(
-            f"cannot read {path} as a {kind} file ({first_line(error)}); give it whole, or with its own ending"
-        ) from None
 
 
 def _parquet(path: Path) -> Any:
@@ -120,12 +117,9 @@ def hub_rows(source: str) -> Rows:
     require_extra("datasets", "data", f"{source} is no local file, and a hub data set")
     from datasets import load_dataset
 
-    try:
+    remedy = "check the name and the network, or give a file"
+    with reported(f"cannot load the data set {source}", remedy, Exception):  # many kinds: network, name, format
         data: Any = load_dataset(name, config or None, split=part or "test")
-    except Exception as error:  # datasets raises many kinds: network, name, format
-        raise LyapunovPruneError(
-            f"cannot load the data set {source}: {first_line(error)}; check the name and the network, or give a file"
-        ) from None
 
     def rows(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, values in enumerate(zip(*(data[name] for name in names), strict=True), start=1):

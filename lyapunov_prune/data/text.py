@@ -19,7 +19,7 @@ from lyapunov_prune.data.batch import Split, TokenBatch, whole_windows
 from lyapunov_prune.data.documents import Chats, Plain, documents
 from lyapunov_prune.data.lines import text_of
 from lyapunov_prune.data.rows import ENCODING, file_rows, holds_rows, hub_rows, require_reader
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.files import like_named
 
@@ -53,8 +53,6 @@ def load_text(
     source = str(source) if given is None else f"{len(given)} texts"
     windows = whole_windows(tokens, context)
     whole = _read(source, tokenizer) if given is None else Plain(source, "\n\n".join(given))
-    if not whole.content.strip():
-        raise LyapunovPruneError(f"{source} holds no text; give another")
     part = _split(source, whole, split)
     bos = begins_with_bos(tokenizer, bos)
     width = context - 1 if bos else context
@@ -62,16 +60,17 @@ def load_text(
     ids = token_ids(tokenizer, part.text(10 * windows * width + 1000))
     if len(ids) < windows * width:
         ids = token_ids(tokenizer, part.text())
-    if len(ids) < windows * width:
-        less = ", less what repeats the first half" if split == "evaluation" else ""
-        raise LyapunovPruneError(
-            f"{source} ({split}{less}) has {len(ids)} tokens and {windows * width} are needed; "
-            "lower --tokens or give a longer text"
-        )
-    matrix = torch.tensor(ids[: windows * width], dtype=torch.int64).view(windows, width)
-    flat = matrix.flatten()
-    if (flat[1:] == flat[:-1]).float().mean() > 0.5:
-        raise LyapunovPruneError(f"{source} ({split}) is one token over and over, no text to measure on; give another")
+    flat = torch.tensor(ids[: windows * width], dtype=torch.int64)
+    less = ", less what repeats the first half" if split == "evaluation" else ""
+    wrong = {
+        f"has {len(ids)} tokens and {windows * width} are needed; lower --tokens or give a longer text": (
+            len(flat) < windows * width
+        ),
+        "is one token over and over, no text to measure on; give another": (flat[1:] == flat[:-1]).float().mean() > 0.5,
+    }
+    if why := first_of(wrong):
+        raise LyapunovPruneError(f"{source} ({split}{less}) {why}")
+    matrix = flat.view(windows, width)
     if bos:
         matrix = torch.cat([torch.full((windows, 1), _start_token(tokenizer)), matrix], dim=1)
     return TokenBatch(matrix, text=whole.name, split=split, bos=bos)
@@ -84,13 +83,16 @@ def require_source(source: str) -> None:
     """
     name, column = _parts(source)
     path = Path(name)
-    if not path.is_file() and (not name.strip() or path.exists() or _names_file(name)):
-        raise LyapunovPruneError(
-            f"{name or 'an empty name'} is no readable file{like_named(path)}; give builtin, a .txt, a .jsonl or a "
-            "data set"
-        )
-    if column is not None and (name == "builtin" or (path.is_file() and not holds_rows(path))):
-        raise LyapunovPruneError(f"{name} is a text without columns; leave out :{column}")
+    wrong = {
+        f"no readable file{like_named(path)}; give builtin, a .txt, a .jsonl or a data set": (
+            not path.is_file() and (not name.strip() or path.exists() or _names_file(name))
+        ),
+        f"a text without columns; leave out :{column}": (
+            column is not None and (name == "builtin" or (path.is_file() and not holds_rows(path)))
+        ),
+    }
+    if why := first_of(wrong):
+        raise LyapunovPruneError(f"{name or 'an empty name'} is {why}")
     require_reader(path)
 
 

@@ -22,16 +22,14 @@ def require_array(
 
     NaN (and infinity, where `most` allows it) is only allowed if not `finite`.
     """
-    if np.shape(values) != shape:
-        wanted, given = (" × ".join(map(str, s)) or "no array" for s in (shape, np.shape(values)))
-        raise LyapunovPruneError(f"{name}: {given} numbers where the model has {wanted}; measure or make it again")
+    wanted, given = (" × ".join(map(str, s)) or "no array" for s in (shape, np.shape(values)))
+    require_fitting(np.shape(values) == shape, f"{name}: {given} numbers where the model has {wanted}")
     flat = np.ravel(values)
     wrong = (flat < least) | (flat > most) | (~np.isfinite(flat) & finite)
     if wrong.any():
         place = int(np.argmax(wrong))
-        raise LyapunovPruneError(
-            f"{name}: {flat[place]:g} at place {place} is not {'finite ' * finite}from {least:g} to {most:g}; measure "
-            "or make it again"
+        require_fitting(
+            False, f"{name}: {flat[place]:g} at place {place} is not {'finite ' * finite}from {least:g} to {most:g}"
         )
 
 
@@ -52,5 +50,4 @@ def each_once(name: str, layers: Sequence[int], count: int) -> tuple[int, ...]:
 def require_layers(name: str, layers: Iterable[int], count: int) -> None:
     """Raise LyapunovPruneError for a layer that a model of `count` layers does not have."""
     outside = [layer for layer in layers if not 0 <= layer < count]
-    if outside:
-        raise LyapunovPruneError(f"{name}: there is no layer {outside[0]} among {count}; measure or make it again")
+    require_fitting(not outside, f"{name}: there is no layer {[*outside, 0][0]} among {count}")

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.progress import warn
 from lyapunov_prune.results.files import parsed, release_lock, write_whole
 
@@ -120,14 +120,10 @@ class Claim:
     def _acquire(self) -> None:
         if self._lock.is_locked:
             return
-        try:
+        remedy = "give another folder, or wait if another run is at work there"
+        with reported(f"cannot write in {self.folder}", remedy, Timeout, OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-        except (Timeout, OSError) as error:
-            why = "another run is at work there" if isinstance(error, Timeout) else error.strerror
-            raise LyapunovPruneError(
-                f"cannot write in {self.folder}: {why}; give another folder, or wait for its end"
-            ) from None
 
     def _read(self) -> dict[str, Any] | None:
         path = self.folder / HEADER

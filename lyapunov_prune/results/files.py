@@ -19,7 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
+from lyapunov_prune.errors import LyapunovPruneError, did_you_mean, reason_of, reported
 
 RETRY = "free space and retry"
 _PARTIAL = ".partial-"
@@ -55,7 +55,7 @@ def write_whole(path: str | Path, text: str) -> Path:
     """Write `text` to `path` through a temporary file, so that neither a reader nor a power cut sees half of it."""
     path = Path(path)
     _require_own_rights()
-    try:
+    with reported(f"cannot write {path}", "free space or choose another place"):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
         try:
@@ -68,8 +68,6 @@ def write_whole(path: str | Path, text: str) -> Path:
             _sync(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise LyapunovPruneError(f"cannot write {path}: {error.strerror}; free space or choose another place") from None
     return path
 
 
@@ -124,23 +122,19 @@ def _partial(target: Path, remedy: str) -> Iterator[Path]:
     temporary = target.parent / f".{target.name}{_PARTIAL}{secrets.token_hex(_RANDOM_BYTES)}"
     lock = FileLock(f"{temporary}.lock", timeout=0)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_dead(target)
-        try:
-            lock.acquire()
-        except NotImplementedError:  # a file system without locks: leftovers stay
-            Path(lock.lock_file).unlink(missing_ok=True)
-        temporary.mkdir()
-    except OSError as error:
-        release_lock(lock)
-        told = error.strerror or str(error).rstrip(".")  # the lock could not be acquired
-        raise LyapunovPruneError(f"cannot write beside {target}: {told}; choose another place") from None
-    try:
+        with reported(f"cannot write beside {target}", "choose another place"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _remove_dead(target)
+            try:
+                lock.acquire()
+            except NotImplementedError:  # a file system without locks: leftovers stay
+                Path(lock.lock_file).unlink(missing_ok=True)
+            temporary.mkdir()
         yield temporary
     except Exception as error:
         if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):  # from tokenizers
             raise
-        reason = getattr(error, "strerror", None) or error
+        reason = reason_of(error)
         if getattr(error, "errno", None) in (errno.ENOTEMPTY, errno.EEXIST):
             reason, remedy = "another process has filled it meanwhile", "choose another --output"
         elif _TOO_LARGE in str(reason):
@@ -242,22 +236,22 @@ def folder_digest(folder: str | Path) -> str:
 
 def require_absent(target: str | Path) -> None:
     """Raise LyapunovPruneError unless `target` is absent and a file can be put there."""
-    _require_free(Path(target), lambda target: "exists" if os.path.lexists(target) else "")
+    _require_free(Path(target), lambda target: "exists" if os.path.lexists(target) else None)
 
 
 def require_empty(target: str | Path) -> None:
     """Raise LyapunovPruneError unless `target` is absent or an empty folder, and a folder can be put there."""
 
-    def taken(target: Path) -> str:
+    def taken(target: Path) -> str | None:
         os.fspath(target.resolve()).encode()  # libraries need a decodable path
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-            return ""
+            return None
         return "is a file, and a folder is written" if target.is_file() else "exists and is not empty"
 
     _require_free(Path(target), taken)
 
 
-def _require_free(target: Path, taken: Callable[[Path], str]) -> None:
+def _require_free(target: Path, taken: Callable[[Path], str | None]) -> None:
     """Raise LyapunovPruneError where nothing can be written at `target`, or `taken` says what is there."""
     require_writable(target.parent)
     try:

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from markupsafe import Markup
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.errors import LyapunovPruneError, in_python, printable
+from lyapunov_prune.errors import LyapunovPruneError, in_python, printable, reported
+from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.files import parsed, require_file, write_whole
 from lyapunov_prune.results.frames import pd
@@ -68,8 +69,8 @@ class ModelIdentity:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))  # shown to users, and folders may have any name
-        if not 0 <= self.num_layers <= _MOST_LAYERS:  # files reserve a place for each
-            raise LyapunovPruneError(f"no model has {self.num_layers} layers; make the file again")
+        # Files reserve a place for each layer.
+        require_fitting(0 <= self.num_layers <= _MOST_LAYERS, f"no model has {self.num_layers} layers")
 
     @property
     def whose(self) -> str:
@@ -222,11 +223,9 @@ class Result:
     @checked
     def load(cls: type[R], path: str | Path) -> R:
         """Read a result of this class; raises LyapunovPruneError when the file is not one."""
-        try:
+        with reported(f"cannot read {path}", "give the file a run wrote"):
             require_file(path)
             content = Path(path).read_bytes()
-        except OSError as error:
-            raise LyapunovPruneError(f"cannot read {path}: {error.strerror}; give the file a run wrote") from None
         return cls.parse(content, path)
 
     @classmethod

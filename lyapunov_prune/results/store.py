@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import reported
 from lyapunov_prune.progress import is_main, process
 from lyapunov_prune.results.claim import Claim, Claimed
 from lyapunov_prune.results.files import parsed
@@ -49,15 +49,11 @@ class Store(Claimed):
         if self._file is None or self._claim is None:
             return
         self._claim.hold()
-        try:
-            with self._file.open("ab") as file:
-                file.write(_line({"origin": self._claim.origin, "key": key, "value": value}))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise LyapunovPruneError(
-                f"cannot write {self._file}: {error.strerror}; free space and run again, which continues"
-            ) from None
+        remedy = "free space and run again, which continues"
+        with reported(f"cannot write {self._file}", remedy), self._file.open("ab") as file:
+            file.write(_line({"origin": self._claim.origin, "key": key, "value": value}))
+            file.flush()
+            os.fsync(file.fileno())
 
     def learn(self, others: Mapping[str, Any]) -> None:
         """Take over the results of other processes, which have written them."""

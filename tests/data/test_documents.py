@@ -185,7 +185,7 @@ def test_a_template_with_a_date_gives_the_same_tokens_every_day(
         (["x"], "line 2 holds no chat"),
         ([{"role": 1, "content": "x"}], "line 2 holds no chat"),
         ([{"role": "user", "content": [{"type": "image"}]}], "line 2 holds no chat"),
-        ([{"role": "judge", "content": "x"}], "line 2 .no judge here"),
+        ([{"role": "judge", "content": "x"}], "line 2: TemplateError: no judge here"),
     ],
 )
 def test_what_is_no_chat_is_one_line(
