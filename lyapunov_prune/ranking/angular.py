@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lyapunov_prune.arguments import Count, checked
+from lyapunov_prune.arguments import Amount, Count, checked
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
@@ -60,7 +60,7 @@ class AngularDistance(Ranking):
         return scores
 
     @checked
-    def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
+    def plan(self, remove: Amount, period: int = 1) -> PruningPlan:
         """The plan that removes the run of `remove` layers whose ends are nearest; the first of equal runs.
 
         Its scores are `begins(remove)`. Raises LyapunovPruneError as that does, and for a `period`, which runs ignore.

@@ -15,24 +15,21 @@ Shrunk = Literal["layers", "layers,width", "layers,experts"]
 SPLITS: dict[str, Part] = {"layers,width": "width", "layers,experts": "experts"}  # --what for a shared budget
 
 
-def count_of(remove: int | float, of: int, what: str = "layers") -> int:
-    """`remove` as a number: an int is returned as it is, a float is a share of `of`, rounded, at least 1.
+def count_of(remove: int | float, of: int) -> int:
+    """`remove` as a number: an int is returned as it is, a float is a share of `of`, rounded, at least 1."""
+    return int(remove) if isinstance(remove, Integral) else max(1, round(remove * of))
 
-    Raises LyapunovPruneError for a share outside (0, 1).
+
+def require_count(remove: int, layers: int, what: str = "layers", having: int | None = None) -> None:
+    """Raise LyapunovPruneError unless `what` of `remove` of the `layers` can be removed; one whole layer must stay.
+
+    `having` is the number of layers that have such a part, if not all do.
     """
-    if isinstance(remove, Integral):
-        return int(remove)
-    if not 0 < remove < 1:
-        raise LyapunovPruneError(f"a share of {remove:.0%} of {of} {what} cannot go; give less than 100%, as 25%")
-    return max(1, round(remove * of))
-
-
-def require_count(remove: int, layers: int, what: str = "layers") -> None:
-    """Raise LyapunovPruneError unless `what` of `remove` of the `layers` can be removed; one whole layer must stay."""
-    most = layers - (what == "layers")
+    most = layers - 1 if what == "layers" else layers if having is None else having
     if not 1 <= remove <= most:
-        remedy = f"give 1 to {most}" if most else "give a model of more layers"
-        raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; {remedy}")
+        remedy = f"give 1 to {most}" if most else "give another model"
+        of = f"{layers} layers" if having is None else f"{layers} layers, of which {having} have {what} to leave out"
+        raise LyapunovPruneError(f"cannot remove {remove} of {of}; {remedy}")
 
 
 def require_share(what: str, remove: int | float | None) -> None:
@@ -52,15 +49,13 @@ def protected_layers(layers: int, protect: Sequence[int], remove: int = 1) -> tu
 
     Raises LyapunovPruneError for a layer that does not exist, and if fewer than `remove` other layers are left.
     """
-    outside = [layer for layer in protect if not -layers <= layer < layers]
-    if outside:
-        raise LyapunovPruneError(f"layer {outside[0]} to protect does not exist; the layers are 0 to {layers - 1}")
     kept = tuple(sorted({layer % layers for layer in protect}))
-    if layers - len(kept) < remove:
-        raise LyapunovPruneError(
-            f"{layers - len(kept)} layers are left to remove beside the protected, and {remove} should go; "
-            "protect fewer"
-        )
+    left = layers - len(kept)
+    wrong = [f"there is no layer {i} to protect, of 0 to {layers - 1}" for i in protect if not -layers <= i < layers]
+    if left < remove:
+        wrong.append(f"{left} layers are left to remove beside the protected, and {remove} should go")
+    if wrong:
+        raise LyapunovPruneError(f"{wrong[0]}; protect others, or fewer")
     return kept
 
 

@@ -137,8 +137,6 @@ class Scored(Criterion):
     ) -> LayerRanking:
         """Rank whole layers by earlier measurements, both of one model. Raises as `measured.rank_layers`."""
         source = profile or influence
-        if source is None:
-            raise LyapunovPruneError("nothing to rank by; give a contraction profile or a Block Influence")
         values: dict[str, np.ndarray] = {}
         drawn: dict[str, np.ndarray | None] = {}
         used: list[MeasuredOn] = []
@@ -152,9 +150,10 @@ class Scored(Criterion):
         if "bi" in self.needs and influence is not None:
             values["bi"], drawn["bi"] = influence.influence, influence.drawn()
             used.append(influence.measured_on)
-        for name in self.needs:
-            if name in _REMEDIES and name not in values:
-                raise LyapunovPruneError(f"criterion {self.name} needs {_REMEDIES[name]}")
+        missing = [remedy for name, remedy in _REMEDIES.items() if name in self.needs and name not in values]
+        if source is None or missing:
+            needed = missing[0] if missing else "a contraction profile or a Block Influence"
+            raise LyapunovPruneError(f"criterion {self.name} needs {needed}")
         ranking = self.ranking(values, source.measured_on.model, tuple(used), protect=protect, drawn=drawn)
         return replace(ranking, below_floor=below_floor)
 

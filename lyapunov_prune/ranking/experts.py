@@ -9,7 +9,7 @@ from numbers import Integral
 
 import numpy as np
 
-from lyapunov_prune.arguments import Count, checked
+from lyapunov_prune.arguments import Amount, Count, checked
 from lyapunov_prune.forward.masking import masked_experts
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.mixtures import Router, find_mixtures
@@ -51,7 +51,7 @@ class ExpertRanking(Ranking):
         return np.lexsort((self.scores[layer], self.use.tokens[layer] > 0)).tolist()
 
     @checked
-    def plan(self, remove: int | float, period: Count = 1) -> PruningPlan:
+    def plan(self, remove: Amount, period: Count = 1) -> PruningPlan:
         """The plan that removes `remove` experts of every layer, or that share of them, the same number of each group.
 
         A share is rounded to what the groups of the router allow. Raises LyapunovPruneError if so many cannot be
@@ -121,7 +121,7 @@ def count_of_experts(router: Router, remove: int | float) -> int:
     Raises LyapunovPruneError if so many cannot be removed, with the largest possible number.
     """
     share = not isinstance(remove, Integral)
-    count = count_of(remove, router.experts // router.groups if share else router.experts, "experts")
+    count = count_of(remove, router.experts // router.groups if share else router.experts)
     count *= router.groups if share else 1
     router.require_removed(count)
     return count

@@ -12,7 +12,7 @@ import numpy as np
 from accelerate.utils import gather_object
 from torch import nn
 
-from lyapunov_prune.arguments import Count, checked
+from lyapunov_prune.arguments import Amount, Count, checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import layer_input
 from lyapunov_prune.forward.reading import Readable, read
@@ -77,7 +77,7 @@ class GreedyRemoval(Ranking):
         return float(sum(step.forwards for step in self.steps))
 
     @checked
-    def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
+    def plan(self, remove: Amount, period: int = 1) -> PruningPlan:
         """The plan that removes the first `remove` layers of the order.
 
         Its scores are the steps (0 was removed first), NaN for layers that stayed. Raises LyapunovPruneError if the

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lyapunov_prune.arguments import Count, Positive, Seed
+from lyapunov_prune.arguments import Amount, Count, Positive, Seed
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import StreamableText, takes_model
 from lyapunov_prune.models.mixtures import find_mixtures
@@ -29,7 +28,7 @@ def rank(
     criterion: str | None = None,
     what: What = "layers",
     alpha: float = 0.5,
-    remove: int | float | None = None,
+    remove: Amount | None = None,
     seeds: Iterable[Seed] = range(4),
     seed: Seed = 0,
     batch_size: Count = 1,
@@ -68,18 +67,9 @@ def rank(
     if temperature != 1 or "temperature" in CRITERIA[criterion].options():
         options["temperature"] = temperature
     made = CRITERIA.make(criterion, **options)
-    require_ranks(criterion, what, remove=remove)
-    if not model.causal and CRITERIA[criterion].next_token:
-        raise LyapunovPruneError(
-            f"criterion {criterion} goes by the loss of every next token of a text, and only a decoder with one stack "
-            "of layers predicts those; give --criterion bi"
-        )
+    require_ranks(criterion, what, remove=remove, protect=bool(protect), streamed=streamed, causal=model.causal)
     reading = read(model, batch)
-    if streamed:
-        require_ranks(criterion, what, remove=remove, streamed=True)
     if what == "experts":
-        if protect:
-            raise LyapunovPruneError("as many experts leave every layer; leave out --protect")
         if remove is not None:
             remove = count_of_experts(find_mixtures(reading.structure).router, remove)
     else:

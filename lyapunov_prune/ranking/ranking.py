@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lyapunov_prune.arguments import Count, checked
+from lyapunov_prune.arguments import Amount, Count, checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.contraction_profile import floor_note
 from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
@@ -30,7 +30,7 @@ class Ranking(Result):
     what: str
 
     @abstractmethod
-    def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
+    def plan(self, remove: Amount, period: int = 1) -> PruningPlan:
         """The plan that removes `what` from `remove` layers, a number or a share; with a `period`, by whole periods.
 
         Raises LyapunovPruneError if there are fewer to remove, and for a criterion that ignores periods.
@@ -82,7 +82,7 @@ class LayerRanking(Ranking):
         return tuple(int(i) for i in np.argsort(self.scores, kind="stable") if not np.isnan(self.scores[i]))
 
     @checked
-    def plan(self, remove: int | float, period: Count = 1) -> PruningPlan:
+    def plan(self, remove: Amount, period: Count = 1) -> PruningPlan:
         """The plan that removes `what` from the `remove` layers of smallest score.
 
         With a `period`, layers are removed by whole periods, aligned with the first layer, in the order of the sum of
@@ -91,12 +91,7 @@ class LayerRanking(Ranking):
         """
         remove = count_of(remove, len(self.scores))
         if period == 1:
-            require_count(remove, len(self.scores), self.what)
-        if self.what != "layers" and remove > len(self.order):
-            raise LyapunovPruneError(
-                f"cannot leave out the {self.what} of {remove} layers: {self.model.name} has {len(self.order)} "
-                "with one to leave out; give fewer"
-            )
+            require_count(remove, len(self.scores), self.what, None if self.what == "layers" else len(self.order))
         protected_layers(len(self.scores), self.protected, remove)
         chosen: dict[str, Any] = dict.fromkeys(FIELDS.values(), ())
         whole = period > 1  # no selection frequency of whole periods

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.ranking.counts import SPLITS
 from lyapunov_prune.ranking.criterion import Criterion
 from lyapunov_prune.registry import Registry
@@ -61,34 +61,33 @@ def require_ranks(
     *,
     remove: int | float | None = None,
     periods: bool = False,
+    protect: bool = False,
     streamed: bool = False,
     profiled: bool = False,
+    causal: bool = True,
 ) -> None:
     """Raise LyapunovPruneError if a criterion cannot rank `what` of the layers.
 
     It may be defined for whole layers only, need the number of layers to remove, ignore periods, need what a `streamed`
-    model cannot give, or need more than a saved profile (`profiled`).
+    model cannot give, the next tokens that only a `causal` one predicts, or more than a saved profile (`profiled`).
     """
-    known = CRITERIA[criterion]
-    if what in _UNRANKED:
-        raise LyapunovPruneError(_UNRANKED[what])
-    if what not in known.parts:
-        others = [name for name, other in CRITERIA.items() if what in other.parts]
-        of = "whole layers" if known.parts == ("layers",) else ", ".join(known.parts)
-        raise LyapunovPruneError(
-            f"criterion {criterion} is defined for {of} only; "
-            f"with --what {what} give --criterion {', '.join(others[:-1])} or {others[-1]}"
-        )
-    if known.chooses and remove is None:
-        raise LyapunovPruneError(f"criterion {criterion} {known.chooses}; give --remove N with it")
-    if known.chooses and periods:
-        raise LyapunovPruneError(f"criterion {criterion} {known.chooses}, not periods; leave out --keep-period")
-    if streamed and what not in known.streamed:
-        others = [name for name, other in CRITERIA.items() if what in other.streamed]
-        raise LyapunovPruneError(
-            f"criterion {criterion} runs the model once for every layer, and a streamed one reads all of its files "
-            f"each time; go by one of {', '.join(others)}"
-        )
-    if profiled and not (known.profiled and what == "layers"):
-        missing = what if what != "layers" else f"criterion {criterion}"
-        raise LyapunovPruneError(f"a profile holds no scores of {missing}; give a MODEL to measure")
+    known, name = CRITERIA[criterion], f"criterion {criterion}"
+    of = "whole layers" if known.parts == ("layers",) else ", ".join(known.parts)
+    ranks = ", ".join(name for name, other in CRITERIA.items() if what in other.parts)
+    streams = ", ".join(name for name, other in CRITERIA.items() if what in other.streamed)
+    wrong = {
+        _UNRANKED.get(what, ""): what in _UNRANKED,
+        f"{name} is defined for {of} only; with --what {what} give one of {ranks}": what not in known.parts,
+        f"{name} {known.chooses}; give --remove N with it": known.chooses and remove is None,
+        f"{name} {known.chooses}, not periods; leave out --keep-period": known.chooses and periods,
+        f"{name} goes by the loss of every next token of a text, and only a decoder with one stack of layers predicts "
+        "those; give --criterion bi": known.next_token and not causal,
+        f"{name} runs the model once for every layer, and a streamed one reads all of its files each time; go by one "
+        f"of {streams}": streamed and what not in known.streamed,
+        f"a profile holds no scores of {name if what == 'layers' else what}; give a MODEL to measure": (
+            profiled and not (known.profiled and what == "layers")
+        ),
+        "as many experts leave every layer; leave out --protect": what == "experts" and protect,
+    }
+    if why := first_of(wrong):
+        raise LyapunovPruneError(why)

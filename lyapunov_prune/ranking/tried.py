@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Amount, checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import chance, compare
 from lyapunov_prune.mending.report import pays
@@ -113,7 +113,7 @@ class BestRemoval(Ranking):
         return (self.finals or self.tried)[-1].forwards
 
     @checked
-    def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
+    def plan(self, remove: Amount, period: int = 1) -> PruningPlan:
         """The plan that removes the chosen set.
 
         The score of a layer is the least mean loss (nats) of the tried sets that hold it, NaN if none does. Raises

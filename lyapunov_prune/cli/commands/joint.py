@@ -69,7 +69,6 @@ def joint(
 
     require_empty(output)
     folder = jobs_folder("joint", model, output)
-    what = "attentions and activations"
     at_once = _IMAGES if text.images else 1
     dense, tokenizer, data = load_examples(model, source, text, given)
     done = remove_jointly(
@@ -77,7 +76,7 @@ def joint(
         tokenizer,
         slices(data),
         output,
-        remove=remove if remove is None else count_of(remove, 2 * find_layers(dense).num_layers, what),
+        remove=remove if remove is None else count_of(remove, 2 * find_layers(dense).num_layers),
         speedup=speedup,
         reduction=reduction,
         steps=STEPS,
