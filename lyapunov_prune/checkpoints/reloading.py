@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
 from lyapunov_prune.linalg import lift
@@ -37,18 +38,23 @@ class GateCheck:
     limit: float
     detail: str
 
+    def require_passed(self, what: str, remedy: str) -> None:
+        """Raise CheckFailed, which says `what` is wrong with the files, unless the check passed."""
+        if not self.passed:
+            raise CheckFailed(f"nothing written: {what}: {self.detail}; {remedy}")
+
 
 def reload_check(
     decoder: Decoder,
     folder: Path,
     inputs: list[torch.Tensor],
-    changed: Callable[[PreTrainedModel], str] = lambda reloaded: "",
+    changed: Callable[[PreTrainedModel], str | None] = lambda reloaded: None,
     logits: Callable[[], KeptLogits] | None = None,
 ) -> GateCheck:
     """Compare the model of `decoder` with what plain `from_pretrained` loads from `folder`, on `inputs`.
 
     `logits` gives the logits of `decoder` on `inputs` if they are known. `changed` returns what else is wrong with the
-    reloaded model after its forwards, or "". Weights that are equal share their memory, so a device never holds them
+    reloaded model after its forwards, or None. Weights that are equal share their memory, so a device never holds them
     twice.
     """
     pruned = decoder.model
@@ -98,29 +104,29 @@ def _picture_deviation(pruned: PreTrainedModel, reloaded: PreTrainedModel) -> fl
     return 0.0 if prompt is None else deviation(picture_logits(reloaded, prompt), picture_logits(pruned, prompt))
 
 
-def wrong_packed_keys(folder: Path, config: PreTrainedConfig) -> str:
-    """What is wrong with the keys of a packed model's tensors in `folder`, or an empty string.
+def wrong_packed_keys(folder: Path, config: PreTrainedConfig) -> str | None:
+    """What is wrong with the keys of a packed model's tensors in `folder`, or None.
 
     They are checked on the `meta` device. `config` is that of `folder`; plain weights are not checked.
     """
     if not quantisation(config):
-        return ""
+        return None
     options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
     with quiet(), unlogged(config):
         loaded: Any = auto_class(config).from_pretrained(folder, device_map="meta", **options)
     return _wrong_keys(loaded[1])
 
 
-def _wrong_keys(info: Mapping[str, Any]) -> str:
+def _wrong_keys(info: Mapping[str, Any]) -> str | None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
             keys = sorted(map(str, info[kind]))
             return f"{len(keys)} {kind.replace('_', ' ')} on reloading, first {keys[0]}"
-    return ""
+    return None
 
 
-def changed_setting(layers: nn.ModuleList, again: nn.ModuleList, within: float = 1e-12) -> str:
-    """The first plain attribute that differs between `layers` and the reloaded ones, `again`; or an empty string.
+def changed_setting(layers: nn.ModuleList, again: nn.ModuleList, within: float = 1e-12) -> str | None:
+    """The first plain attribute that differs between `layers` and the reloaded ones, `again`; or None.
 
     Floats may differ by a relative `within`. Catches what short inputs cannot: a layer that comes back with another
     window, scale or kind.
@@ -137,7 +143,7 @@ def changed_setting(layers: nn.ModuleList, again: nn.ModuleList, within: float =
                     return (
                         f"layer {index} holds {key} {getattr(before, key)}, and {getattr(after, key)} after reloading"
                     )
-    return ""
+    return None
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import as_text, write_card
 from lyapunov_prune.checkpoints.elsewhere import elsewhere_check
 from lyapunov_prune.checkpoints.reloading import GateCheck, reload_check
-from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import takes_model, wrap_text
@@ -66,8 +65,7 @@ def write_model(
             check = in_eval_mode(reload_check)(decoder, folder, inputs)
             if check.passed and is_compact(model):
                 check = in_eval_mode(elsewhere_check)(model, folder, inputs)
-        if not check.passed:
-            raise CheckFailed(f"nothing written: the model does not reload as it was saved, {check.detail}")
+        check.require_passed("the model does not reload as it was saved", "upgrade transformers, or take another model")
         history_of(model).save(folder / HISTORY)
         for name, result in results.items():
             result.save(folder / name)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import reported
 from lyapunov_prune.models.weight_files import INDEX, SINGLE, weight_files
 from lyapunov_prune.progress import track
 
@@ -126,14 +126,11 @@ def reading(tensors: Iterable[Stored]) -> Iterator[None]:
     Raises LyapunovPruneError if a file is missing, cannot be read, or has changed.
     """
     files = {stored.file: stored.state for stored in tensors}
-    try:
+    what = "a file of the checkpoint can no longer be read"
+    with reported(what, "leave it there while it is needed", OSError, SafetensorError):
         _require_unchanged(files)
         yield
         _require_unchanged(files)
-    except (OSError, SafetensorError) as error:
-        raise LyapunovPruneError(
-            f"a file of the checkpoint can no longer be read ({error}); leave it there while it is needed"
-        ) from error
 
 
 def _require_unchanged(files: Mapping[Path, tuple[int, ...]]) -> None:

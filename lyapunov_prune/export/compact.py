@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.forward.attentions import find_attentions
 from lyapunov_prune.forward.logits import cache_of
 from lyapunov_prune.forward.sublayers import find_sublayers
@@ -142,14 +142,10 @@ def cut_places(decoder: Decoder, cuts: Cuts) -> list[dict[str, str]]:
     Raises LyapunovPruneError for cuts that are not possible, as `make_compact`.
     """
     _require_cuts(decoder, cuts.attention, tuple(cuts.merged), cuts.remove)
-    unmerged = sorted(set(cuts.hidden) - set(cuts.merged))
-    if unmerged:
-        raise LyapunovPruneError(f"layer {unmerged[0]} has a hidden map and no merged matrix; give both")
-    for index, (W, b) in cuts.merged.items():
-        _require_affine(index, W, b, decoder)
+    _require_merged(decoder, cuts)
     places: list[dict[str, str]] = [{} for _ in decoder.layers]
-    if cuts.attention:
-        _require_entries(decoder)
+    if cuts.attention and (why := _unentered(decoder)):
+        raise LyapunovPruneError(f"{why}; remove whole layers")
     for index, attention in find_attentions(decoder, cuts.attention).items():
         places[index] |= attention.places
     for index, (first, *others) in block_paths(decoder, tuple(cuts.merged)).items():
@@ -217,20 +213,21 @@ def _require_cuts(
     before = cuts_of(decoder)
     for what, indices in {"the whole": remove, "the attention": attention, "the feed-forward block": blocks}.items():
         each_once(what, indices, len(before))
-    if not attention and not blocks and not remove:
-        raise LyapunovPruneError(
-            "nothing is removed; name layers that lose their attention, or whose blocks are merged"
-        )
+    left = [i for i, places in enumerate(before) if i not in {*attention, *remove} and not lacks_attention(places)]
     gone = [
         *(f"layer {i} is removed as a whole" for i in sorted({*attention, *blocks} & set(remove))),
         *(f"layer {i} no longer has attention" for i in attention if lacks_attention(before[i])),
         *(f"the feed-forward block of layer {i} is merged already" for i in blocks if merged_path(before[i])),
     ]
-    if gone:
-        raise LyapunovPruneError(f"{gone[0]}; choose other layers")
-    left = [i for i, places in enumerate(before) if i not in {*attention, *remove} and not lacks_attention(places)]
-    if not left and decoder.model.can_generate():
-        raise LyapunovPruneError(NO_ATTENTION)
+    wrong = {
+        "nothing is removed; name layers that lose their attention, or whose blocks are merged": not (
+            attention or blocks or remove
+        ),
+        f"{next(iter(gone), '')}; choose other layers": bool(gone),
+        NO_ATTENTION: not left and decoder.model.can_generate(),
+    }
+    if why := first_of(wrong):
+        raise LyapunovPruneError(why)
 
 
 def cuts_of(decoder: Decoder) -> list[dict[str, str]]:
@@ -245,38 +242,45 @@ def _outside(old: dict[str, str], gone: Collection[str]) -> dict[str, str]:
 
 @in_eval_mode
 @torch.no_grad()
-def _require_entries(decoder: Decoder) -> None:
-    """Raise LyapunovPruneError for a decoder whose cache is not one entry for each attention, found by its number."""
+def _unentered(decoder: Decoder) -> str | None:
+    """Why the cache of a decoder is not one entry for each attention, found by its number; None if it is."""
     model = decoder.model
     if not model.can_generate():
-        return
+        return None
     owner: dict[int, int] = {}
     for index, layer in enumerate(decoder.layers):
         for name, parameter in layer.named_parameters():
             if owner.setdefault(id(parameter), index) != index:
-                raise LyapunovPruneError(
+                return (
                     f"layers {owner[id(parameter)]} and {index} share {name}, and a block that layers share finds its "
-                    "cache entry by the number of the layer, not of the entry; remove whole layers"
+                    "cache entry by the number of the layer, not of the entry"
                 )
     output = model(torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=True)
     expected = sum(not lacks_attention(places) for places in cuts_of(decoder))
     for name, cache in cache_of(model, output).items():
         entries = len(getattr(cache, "layers", ()))
         if entries not in (0, expected) or type(cache).__module__ != Cache.__module__:
-            raise LyapunovPruneError(
+            return (
                 f"{type(model).__name__} keeps {name} in a {type(cache).__name__} of {entries} entries for {expected} "
-                "layers, and without one entry a layer none can leave with an attention; remove whole layers"
+                "layers, and without one entry a layer none can leave with an attention"
             )
+    return None
 
 
-def _require_affine(index: int, W: torch.Tensor, b: torch.Tensor | None, decoder: Decoder) -> None:
-    width, model = decoder.structure.config.hidden_size, decoder.model
-    if W.shape != (width, width) or (b is not None and b.shape != (width,)):
-        given = f"{tuple(W.shape)}" + ("" if b is None else f" and {tuple(b.shape)}")
-        raise LyapunovPruneError(
-            f"the merged block of layer {index} is {given}; give a matrix {width} × {width}, and a bias of {width} or "
-            "None"
-        )
-    for numbers in (W, b):
-        if numbers is not None:
-            require_numbers(numbers.to(model.dtype), f"the merged block of layer {index} in {model.dtype}")
+def _require_merged(decoder: Decoder, cuts: Cuts) -> None:
+    """Raise LyapunovPruneError for a merged block that is not d × d, not finite, or that a hidden map lacks."""
+    width, dtype = decoder.structure.config.hidden_size, decoder.model.dtype
+    wrong = [f"layer {i} has a hidden map and no merged matrix; give both" for i in cuts.hidden if i not in cuts.merged]
+    for index, (W, b) in cuts.merged.items():
+        given = [tuple(part.shape) for part in (W, b) if part is not None]
+        if given != [(width, width), (width,)][: len(given)]:
+            wrong.append(
+                f"the merged block of layer {index} is {' and '.join(map(str, given))}; give a matrix {width} × "
+                f"{width}, and a bias of {width} or None"
+            )
+    if wrong:
+        raise LyapunovPruneError(wrong[0])
+    for index, block in cuts.merged.items():
+        for numbers in block:
+            if numbers is not None:
+                require_numbers(numbers.to(dtype), f"the merged block of layer {index} in {dtype}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.outline import Outline
 from lyapunov_prune.checkpoints.streamed import streamed
 from lyapunov_prune.checkpoints.tensor_files import Joined, Part, Piece, Stored, write_tensors
-from lyapunov_prune.errors import LyapunovPruneError, first_line
+from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.export.disk_gate import not_run, verify_files
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.device import free_memory
@@ -42,16 +42,17 @@ from lyapunov_prune.results.files import require_disk, require_empty, whole_fold
 from lyapunov_prune.results.history import HISTORY, add_step, history_of
 
 SHARD_BYTES = 5 * 10**9
+PARTS = "a part of a layer is left out by changing numbers"  # why a plan cannot be applied by copying
 _OF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
-def too_large(name: str, device: str = "cpu") -> str:
-    """The reason why `write_pruned` has no room for the checkpoint `name` on `device`; "" if it has.
+def too_large(name: str, device: str = "cpu") -> str | None:
+    """The reason why `write_pruned` has no room for the checkpoint `name` on `device`; None if it has.
 
     At its peak, removal in memory holds the original on `device` and the reloaded result of the gate on the CPU.
     """
     if name.endswith(".gguf"):
-        return ""  # no safetensors to copy from
+        return None  # no safetensors to copy from
     files = checkpoint_folder(name).glob("*.safetensors")
     size = sum(file.stat().st_size for file in files if file.is_file())  # a link may lead nowhere
     apart = device.startswith("cuda")
@@ -60,7 +61,7 @@ def too_large(name: str, device: str = "cpu") -> str:
         if needed > free:
             what = "one copy needs" if copies == 1 else "two copies need"
             return f"{what} {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free" + f" on {place}" * apart
-    return ""
+    return None
 
 
 def prune_on_disk(
@@ -83,8 +84,7 @@ def prune_on_disk(
     require_levels_stay(outline.model, plan.remove)
     if plan.experts_gone:
         find_mixtures(outline.structure).require(plan.experts, plan.remove)
-    if plan.drops_sublayers:
-        raise not_by_copying(outline.structure, "a part of a layer is left out by changing numbers")
+    require_copied(outline.structure, [PARTS] * plan.drops_sublayers)
     width = find_width(streamed(outline)) if plan.channels else None
     decoder = cut_outline(outline.decoder, plan, width)
     pruned = decoder.model
@@ -108,7 +108,8 @@ def cut_outline(decoder: Decoder, plan: PruningPlan, width: Width | None = None)
 
     `width` is that of the model, if channels are removed.
     """
-    try:
+    what = f"{decoder.structure.model_type} computes with weights when layers are removed"
+    with reported(what, "prune it in memory", Exception):  # meta tensors have no numbers, which some families read
         made = without_layers(decoder, plan)
         made.model.eval()
         if width is not None:
@@ -116,13 +117,6 @@ def cut_outline(decoder: Decoder, plan: PruningPlan, width: Width | None = None)
         if gone := {plan.kept.index(layer): experts for layer, experts in plan.experts_gone.items()}:
             drop_experts(made.model, made.structure, gone)
         return made
-    except LyapunovPruneError:
-        raise
-    except Exception as error:  # meta tensors have no numbers, which some families read
-        raise LyapunovPruneError(
-            f"{decoder.structure.model_type} computes with weights when layers are removed ({first_line(error)}); "
-            "prune it in memory"
-        ) from error
 
 
 def _pieces(
@@ -141,11 +135,11 @@ def _pieces(
         (unit.layer, unit.out.expert): (unit, kept) for unit, kept in channels_left(plan, width)
     }
     pieces: dict[str, Part] = {}
+    faults: list[str] = []
     for key, target in outline.targets.items():
         new, called = names[target.name], layers.renamed(key)
         if new is None or called is None:
-            if not shares[target.name]:
-                raise not_by_copying(outline.structure, f"{key} is shared with layers that stay")
+            faults += [f"{key} is shared with layers that stay"] * (not shares[target.name])
             continue
         stored = outline.stored[key]
         piece: Part = Piece(stored)
@@ -157,7 +151,7 @@ def _pieces(
                 number = expert - sum(each < expert for each in gone)
                 called = f"{called[: own.start(1)]}{number}{called[own.end(1) :]}"
                 which = narrower.get((layer, expert), narrower.get((layer, 0)))  # as `models.units.selected`
-                pieces[called] = _of_expert(structure, stored, which)
+                pieces[called] = _of_expert(stored, which, faults)
             continue
         if target.name in left:
             piece = _part_of(stored, left[target.name])
@@ -166,9 +160,9 @@ def _pieces(
         # `_version` counts in-place changes: the surgery changed this tensor, which a copy would miss.
         whole = piece == Piece(stored)
         same = after[new].shape == before[target.name].shape if whole else target.converter is None
-        if after[new]._version or not same:
-            raise not_by_copying(outline.structure, f"the numbers of {new} change")
+        faults += [f"the numbers of {new} change"] * bool(after[new]._version or not same)
         pieces[called] = piece
+    require_copied(structure, faults)
     return pieces
 
 
@@ -189,14 +183,15 @@ def _part_of(stored: Stored, parts: Parts) -> Part:
     return Joined(tuple(pieces), stacked=not flat)
 
 
-def _of_expert(structure: Structure, stored: Stored, narrower: tuple[Unit, torch.Tensor] | None) -> Piece:
-    """The part of a matrix or bias of one expert that belongs to the channels that stay."""
+def _of_expert(stored: Stored, narrower: tuple[Unit, torch.Tensor] | None, faults: list[str]) -> Piece:
+    """The part of a matrix or bias of one expert that belongs to the channels that stay; `faults` gets a reason."""
     if narrower is None:
         return Piece(stored)
     unit, kept = narrower
     axis = {"mlp-in": 0, "mlp-out": 1}.get(role(stored.key.rpartition(".")[0]), -1)
     if not 0 <= axis < len(stored.shape) or stored.shape[axis] != unit.width:
-        raise not_by_copying(structure, f"{stored.key} holds the channels in a form that is not known")
+        faults.append(f"{stored.key} holds the channels in a form that is not known")
+        return Piece(stored)
     return Piece(stored, axis, unit.width, tuple(kept.tolist()))
 
 
@@ -209,12 +204,13 @@ def new_names(
     """
     names = {name: structure.renamed(name, plan.kept) for name in before}
     strange = set(after) ^ {new for new in names.values() if new is not None}
-    if strange:
-        raise not_by_copying(structure, f"{min(strange)} is counted anew")
+    require_copied(structure, [f"{name} is numbered in another way" for name in sorted(strange)])
     return names
 
 
-def not_by_copying(structure: Structure, reason: str) -> LyapunovPruneError:
-    return LyapunovPruneError(
-        f"copying cannot remove these layers of {structure.model_type}: {reason}; prune it in memory"
-    )
+def require_copied(structure: Structure, faults: Sequence[str]) -> None:
+    """Raise LyapunovPruneError, with the first of these reasons, if a copy of bytes would not be the pruned model."""
+    if faults:
+        raise LyapunovPruneError(
+            f"copying cannot remove these layers of {structure.model_type}: {faults[0]}; prune it in memory"
+        )

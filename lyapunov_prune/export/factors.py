@@ -20,7 +20,7 @@ from lyapunov_prune.export.compact import compact_copy, cuts_of
 from lyapunov_prune.linalg import basis, lift
 from lyapunov_prune.models.compact import compact_class
 from lyapunov_prune.models.decoder import Decoder, InMemoryAny, Model, model_of, takes_model, wrap
-from lyapunov_prune.models.plain import find_projections, require_unquantised
+from lyapunov_prune.models.plain import find_projections, require_weights
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.progress import track
@@ -105,7 +105,7 @@ def find_factored(model: Model, ranks: Mapping[str, int | None]) -> tuple[Factor
     experts that a family keeps as one tensor always stay. Raises LyapunovPruneError if factors make no matrix smaller,
     and for a model without a compact class (`models.compact`).
     """
-    require_unquantised(model_of(model))
+    require_weights(model_of(model), "unquantised")
     compact_class(model_of(model))
     by_module: dict[str, list[Projection]] = {}
     for p in find_projections(wrap(model)):

@@ -31,12 +31,11 @@ from lyapunov_prune.compression.grids import Grid
 from lyapunov_prune.compression.method import Rounder
 from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
 from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, require_extra
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, first_of, reported, require_extra
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.linalg import lift, row_blocks
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.folder import first_line
 from lyapunov_prune.models.from_folder import LOCAL, quiet
 from lyapunov_prune.models.packed import PACK, PACKER, unlogged
 from lyapunov_prune.models.plain import find_projections
@@ -58,26 +57,22 @@ _PARTS = ("weight_packed", "weight_scale", "weight_shape")
 def require_packed_options(method: str, bits: float | None, symmetric: bool, allocation: str | Allocation) -> None:
     """Raise LyapunovPruneError for options that the format cannot hold, and if the library is missing."""
     on_grid = [name for name, known in METHODS.items() if getattr(known, "on_grid", False)]
-    if method not in on_grid:
-        raise LyapunovPruneError(
-            f"--format {FORMAT} packs weights that were rounded on a grid, not those of {method}; give --method "
-            f"{' or '.join(on_grid)}"
-        )
     if isinstance(allocation, Allocation):
         held = allocation.unit == "bits" and {*allocation.amount} <= {*range(2, 9), DENSE}
     else:
         held = bits in BITS if allocation == "uniform" else SCHEDULES[allocation].unit == "bits"
-    if not held:
-        name = allocation.schedule if isinstance(allocation, Allocation) else allocation
-        given = "no bits" if bits is None else f"{bits:g} bits"
-        raise LyapunovPruneError(
-            f"--format {FORMAT} packs 4 or 8 bits, or by layer whole bits of 2 to 8 (16 for unpacked), not {given} by "
-            f"{name}; give --bits 4 or --bits 8, or an allocation of bits"
-        )
-    if not symmetric:
-        raise LyapunovPruneError(
-            "the zero points of asymmetric grids do not load packed with transformers; give symmetric=True"
-        )
+    name = allocation.schedule if isinstance(allocation, Allocation) else allocation
+    given = "no bits" if bits is None else f"{bits:g} bits"
+    wrong = {
+        f"weights that were rounded on a grid, not those of {method}; give --method {' or '.join(on_grid)}": (
+            method not in on_grid
+        ),
+        f"4 or 8 bits, or by layer whole bits of 2 to 8 (16 for unpacked), not {given} by {name}; give --bits 4 or "
+        "--bits 8, or an allocation of bits": not held,
+        "symmetric grids, since transformers does not load zero points packed; give symmetric=True": not symmetric,
+    }
+    if why := first_of(wrong):
+        raise LyapunovPruneError(f"--format {FORMAT} packs {why}")
     require_extra(*PACKER)
 
 
@@ -111,13 +106,10 @@ def _require_loads_packed(model: PreTrainedModel, group_size: int | None) -> Non
         Packing("rtn", bits, group_size).write_config(folder, model)
         save_file({}, folder / SINGLE, {"format": "pt"})
         loader: Any = loading_class(model)
-        try:
-            with unlogged(AutoConfig.from_pretrained(folder, **LOCAL)):
-                loader.from_pretrained(folder, device_map="meta", **LOCAL)
-        except Exception as error:  # whatever the model's own code raises
-            raise LyapunovPruneError(
-                f"transformers cannot load a packed {type(model).__name__} ({first_line(error)}); leave out --format"
-            ) from error
+        what = f"transformers cannot load a packed {type(model).__name__}"
+        whole = reported(what, "leave out --format", Exception)  # whatever the model's own code raises
+        with whole, unlogged(AutoConfig.from_pretrained(folder, **LOCAL)):
+            loader.from_pretrained(folder, device_map="meta", **LOCAL)
 
 
 @checked
@@ -150,8 +142,7 @@ def write_packed(
         check = in_eval_mode(reload_check)(
             wrap(small), folder, inputs, lambda loaded: _changed(small, loaded, projections)
         )
-        if not check.passed:
-            raise CheckFailed(f"nothing written: the model does not unpack as it was rounded, {check.detail}")
+        check.require_passed("the model does not unpack as it was rounded", "write it plain")
         report = replace(report, packed=packed_in(folder, small))
         history_of(small).save(folder / HISTORY)
         report.save(folder / REPORT)
@@ -251,11 +242,11 @@ def packed_in(folder: Path, model: PreTrainedModel) -> Packed:
     return Packed(PACK, sum(file.stat().st_size for file in folder.glob("*.safetensors")), size_of(model))
 
 
-def _changed(small: PreTrainedModel, loaded: PreTrainedModel, projections: tuple[Projection, ...]) -> str:
-    """The name of the first matrix that unpacking does not restore to the last bit; empty if there is none."""
+def _changed(small: PreTrainedModel, loaded: PreTrainedModel, projections: tuple[Projection, ...]) -> str | None:
+    """The name of the first matrix that unpacking does not restore to the last bit; None if there is none."""
     for p in projections:
         W: Any = small.get_submodule(p.module).weight
         after = getattr(loaded.get_submodule(p.module), "weight", None)
         if not (isinstance(after, torch.Tensor) and after.dtype == W.dtype and torch.equal(after, W)):
             return f"{p.module} is unpacked to other weights"
-    return ""
+    return None

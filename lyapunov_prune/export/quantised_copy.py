@@ -18,8 +18,8 @@ from typing import Any
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting
 from lyapunov_prune.checkpoints.tensor_files import Piece, Stored, parts_of, read_tensors, reading, write_tensors
-from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.export.copied import SHARD_BYTES, cut_outline, new_names, not_by_copying
+from lyapunov_prune.errors import LyapunovPruneError, reported
+from lyapunov_prune.export.copied import PARTS, SHARD_BYTES, cut_outline, new_names, require_copied
 from lyapunov_prune.export.disk_gate import KEYS, PLACED, not_run
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.families import family_entry
@@ -69,17 +69,17 @@ class Quantised:
         found: dict[str, Any] = {"config.json": [told for *_, told in settings_of(self.decoder.model.config)]}
         for name in FILES:
             if (self.folder / name).is_file():
-                try:
+                with reported(f"{self.folder / name} is not JSON", "fetch it again", ValueError):
                     found[name] = json.loads((self.folder / name).read_text(encoding="utf-8"))
-                except ValueError:
-                    raise LyapunovPruneError(f"{self.folder / name} is not JSON; fetch it again") from None
         return found
 
 
-def quantised(name: str) -> str:
-    """The reason why layers of the checkpoint `name` are removed by copying; "" for plain weights and GGUF files."""
+def quantised(name: str) -> str | None:
+    """The reason why layers of the checkpoint `name` are removed by copying; None for plain weights and GGUF files."""
     settings = None if name.endswith(".gguf") else stored_quantisation(checkpoint_folder(name))
-    return "" if settings is None else f"its weights are quantised ({settings.get('quant_method', 'no method named')})"
+    return (
+        None if settings is None else f"its weights are quantised ({settings.get('quant_method', 'no method named')})"
+    )
 
 
 def stays_quantised(name: str) -> bool:
@@ -136,8 +136,7 @@ def prune_quantised(
     require_empty(target)
     require_levels_stay(checkpoint.decoder.model, plan.remove)
     layers, structure = checkpoint.layers(plan.kept), checkpoint.decoder.structure
-    if plan.drops_parts:
-        raise not_by_copying(structure, "a part of a layer is left out by changing numbers")
+    require_copied(structure, [PARTS] * plan.drops_parts)
     pruned = cut_outline(checkpoint.decoder, plan)
     pieces = _pieces(checkpoint, pruned, plan, layers)
     follow_layers(pruned.model.config, layers)
@@ -162,26 +161,32 @@ def _pieces(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, layers: L
     structure = checkpoint.decoder.structure
     before, after = (d.model.state_dict(keep_vars=True) for d in (checkpoint.decoder, pruned))
     tables, shares = dict(family_entry(structure.model_type).tables), shares_leaving(checkpoint.decoder, plan)
-    names = new_names(structure, plan, before, after)
-    for name, new in names.items():
-        if _module(name) in tables:
-            continue
-        if shares[name] != (new is None):
-            raise not_by_copying(structure, f"{name} is shared among layers")
-        if new is not None and (after[new]._version or after[new].shape != before[name].shape):
-            raise not_by_copying(structure, f"the numbers of {new} change")
-    return {new: _piece(checkpoint, key, plan) for key in checkpoint.stored if (new := layers.renamed(key)) is not None}
+    names = {
+        name: new for name, new in new_names(structure, plan, before, after).items() if _module(name) not in tables
+    }
+    pieces = {key: _piece(checkpoint, key, plan) for key in checkpoint.stored if layers.renamed(key) is not None}
+    faults = [
+        *(f"{name} is shared among layers" for name, new in names.items() if shares[name] != (new is None)),
+        *(
+            f"the numbers of {new} change"
+            for name, new in names.items()
+            if new is not None and (after[new]._version or after[new].shape != before[name].shape)
+        ),
+        *(f"{key} is a quantised table with a block for every layer" for key, piece in pieces.items() if piece is None),
+    ]
+    require_copied(structure, faults)
+    return {new: piece for key, piece in pieces.items() if piece and (new := layers.renamed(key)) is not None}
 
 
-def _piece(checkpoint: Quantised, key: str, plan: PruningPlan) -> Piece:
-    """A whole tensor or, for a table with one block per layer, the blocks of the layers that stay."""
+def _piece(checkpoint: Quantised, key: str, plan: PruningPlan) -> Piece | None:
+    """A whole tensor, or the blocks of a table with one per layer that stay; None for a quantised table."""
     stored, structure = checkpoint.stored[key], checkpoint.decoder.structure
     axis = dict(family_entry(structure.model_type).tables).get(_module(key))
     if axis is None:
         return Piece(stored)
     target = checkpoint.targets.get(key)
     if target is None or tuple(checkpoint.decoder.model.get_parameter(target.name).shape) != stored.shape:
-        raise not_by_copying(structure, f"{key} is a quantised table with a block for every layer")
+        return None
     return Piece(stored, axis, structure.num_layers, plan.kept)
 
 
