@@ -140,18 +140,19 @@ def observe(model: Streamable, approximations: Approximations) -> Iterator[Recor
 def _chosen(decoder: Decoder, approximations: Approximations) -> dict[Projection, Approximation]:
     """The approximations by matrix."""
     projections = {p.name: p for p in find_projections(decoder)}
-    if not callable(approximations) and (unknown := [n for n in approximations if n not in projections]):
-        known = next(iter(projections))
-        raise LyapunovPruneError(f"{type(decoder.model).__name__} has no matrix {unknown[0]}; names are like {known}")
+    shapes = {name: tuple(p.weight(decoder.model).shape) for name, p in projections.items()}
+    if callable(approximations):
+        approximations = {name: approximations(p, p.weight(decoder.model)) for name, p in projections.items()}
+    given = {name: choice for name, choice in approximations.items() if choice is not None}
+    for name, choice in given.items():
+        shape = tuple((choice.weight if isinstance(choice, Approximation) else choice).shape)
+        if shape != shapes.get(name):
+            wanted = f"shape {shapes[name]}" if name in shapes else f"names like {next(iter(shapes))}"
+            raise LyapunovPruneError(f"an approximation of {name} of shape {shape} fits no matrix; give {wanted}")
     found: dict[Projection, Approximation] = {}
-    for name, p in projections.items():
+    for name, choice in given.items():
+        p = projections[name]
         W = p.weight(decoder.model)
-        choice = approximations(p, W) if callable(approximations) else approximations.get(name)
-        if choice is None:
-            continue
-        weight = choice.weight if isinstance(choice, Approximation) else choice
-        if weight.shape != W.shape:
-            raise LyapunovPruneError(f"{name}: an approximation of shape {tuple(weight.shape)}; give {tuple(W.shape)}")
         if not isinstance(choice, Approximation):
             require_numbers(W, name)
             require_numbers(choice, f"the approximation of {name}")

@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Count, Share
+from lyapunov_prune.arguments import SOME, Count, Share
 from lyapunov_prune.bounds.approx_linear import Record
 from lyapunov_prune.bounds.approximate import Radius, Records
 from lyapunov_prune.bounds.approximation import Approximation, approximation, certify_difference
@@ -120,9 +120,9 @@ def check_grid(
     model: InMemory,
     batch: Readable,
     *,
-    sparsities: Sequence[Share] = SPARSITIES,
-    ranks: Sequence[Count | None] = RANKS,
-    cache_radii: Sequence[Radius] = CACHE_RADII,
+    sparsities: Annotated[Sequence[Share], SOME] = SPARSITIES,
+    ranks: Annotated[Sequence[Count | None], SOME] = RANKS,
+    cache_radii: Annotated[Sequence[Radius], SOME] = CACHE_RADII,
     batch_size: Count = 1,
     folder: str | Path | None = None,
 ) -> BoundsReport:
@@ -136,8 +136,6 @@ def check_grid(
     """
     reading = read(model, batch)
     settings = [Setting(float(s), r, float(c)) for s in sparsities for r in ranks for c in cache_radii]
-    if not settings:
-        raise LyapunovPruneError("no setting to check; give at least one sparsity, rank and cache radius")
     projections = find_projections(model)
     left = left_alone(model.structure, projections)
     weights = shared_weights(model.model, projections)

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, reported
 from lyapunov_prune.results.files import write_whole
 
 STAMP = Path(".lake") / "lyapunov_prune_verified.json"
@@ -119,12 +119,10 @@ def _not_verified(why: str) -> Verification:
 
 
 def _run(program: str, *arguments: str, cwd: Path) -> None:
-    try:
+    remedy = "run this command by another Python" if program == sys.executable else "reinstall elan"
+    with reported(f"cannot run {program}", remedy):
         # To stderr, because stdout may carry JSON.
         status = subprocess.run([program, *arguments], cwd=cwd, stdout=2, check=False).returncode
-    except OSError as error:
-        remedy = "run this command by another Python" if program == sys.executable else "reinstall elan"
-        raise LyapunovPruneError(f"cannot run {program}: {error.strerror}; {remedy}") from None
     if status != 0:
         command = " ".join([Path(program).name, *arguments])
         raise CheckFailed(f"`{command}` ended with status {status}; its output says why")

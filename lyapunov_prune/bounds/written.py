@@ -18,7 +18,7 @@ from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Decoder, in_memory, model_of
-from lyapunov_prune.models.plain import find_projections, require_no_adapters, require_readable
+from lyapunov_prune.models.plain import find_projections, require_readable, require_weights
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import require_versions
 
@@ -87,7 +87,7 @@ def read_written(reading: Reading, compressed: PreTrainedModel) -> Written:
 
 def _readable(model: PreTrainedModel | Decoder) -> Decoder:
     """The handle of a model whose matrices can be read as numbers, unpacked on loading or plain."""
-    require_no_adapters(model_of(model))
+    require_weights(model_of(model), "unadapted")
     decoder = in_memory(model)
     require_readable(decoder)
     return decoder
@@ -115,16 +115,16 @@ def _tensors(reading: Reading, made: Decoder) -> tuple[dict[str, torch.Tensor], 
             f"has {other.num_layers} layers and the dense one {structure.num_layers}: a layer that is gone has no "
             "matrices to compare; give DENSE PRUNED to hierarchy, or eval PRUNED --against DENSE"
         )
-    if why:
-        raise LyapunovPruneError(f"the compressed model {why}")
     ours, theirs = (dict([*m.named_parameters(), *m.named_buffers()]) for m in (reading.model, compressed))
     for name in ours | theirs:
         mine, other_one = (_described(tensors.get(name)) for tensors in (ours, theirs))
         if mine != other_one:
-            raise LyapunovPruneError(
-                f"{name} is {other_one} in the compressed model and {mine} in the dense one; give two versions of one "
-                "model, both in one dtype (--dtype)"
+            why = why or (
+                f"has {name} {other_one}, and the dense one {mine}; give two versions of one model, both in one dtype "
+                "(--dtype)"
             )
+    if why:
+        raise LyapunovPruneError(f"the compressed model {why}")
     return ours, theirs
 
 

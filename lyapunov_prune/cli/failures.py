@@ -18,7 +18,7 @@ from typing import TextIO
 
 import typer
 
-from lyapunov_prune.errors import LyapunovPruneError, did_you_mean, printable
+from lyapunov_prune.errors import LyapunovPruneError, did_you_mean, first_of, printable, reported
 from lyapunov_prune.progress import end_status
 
 # What is wrong with a path that was given, wherever it is met.
@@ -64,18 +64,18 @@ def as_refusal(error: BaseException, arguments: list[str]) -> LyapunovPruneError
 
 def require_sound_process() -> None:
     """Raise LyapunovPruneError for a process in which libraries fail with errors that do not say why."""
-    if sys.stdout is None:
-        raise LyapunovPruneError(
-            "stdout is closed, but results are printed there; leave it open, or redirect it to /dev/null"
-        )
-    try:
+    wrong = {
+        "stdout is closed, but results are printed there; leave it open, or redirect it to /dev/null": (
+            sys.stdout is None
+        ),
+        "Python runs without docstrings (PYTHONOPTIMIZE=2, -OO), which transformers reads; run without that": (
+            sys.flags.optimize > 1
+        ),
+    }
+    if why := first_of(wrong):
+        raise LyapunovPruneError(why)
+    with reported("the current folder cannot be used", "change to another"):
         Path.cwd()
-    except OSError as error:
-        raise LyapunovPruneError(f"the current folder cannot be used: {error.strerror}; change to another") from None
-    if sys.flags.optimize > 1:
-        raise LyapunovPruneError(
-            "Python runs without docstrings (PYTHONOPTIMIZE=2, -OO), which transformers reads; run without that"
-        )
 
 
 @contextmanager

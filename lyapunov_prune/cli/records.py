@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
@@ -19,7 +18,7 @@ import typer
 
 from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli.failures import interrupted, tell
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.progress import status
 
 _NUMBERS = Range(-(2**53), 2**53)  # what a float and every 64-bit counter hold, with room to add to
@@ -78,12 +77,12 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def called(*, typer_context: typer.Context, **values: Any) -> None:
         for name, value in values.items():
-            option = f"--{name.replace('_', '-')}"
-            if isinstance(value, str | Path) and not _is_utf8(str(value)):
-                raise LyapunovPruneError(f"{value} is not UTF-8, which libraries need for paths; rename it")
+            option, number, text = f"--{name.replace('_', '-')}", isinstance(value, int | float), str(value)
+            wrong = {"not UTF-8, which libraries need for paths; rename it": not (number or _is_utf8(text))}
             for range in (_NUMBERS, ranges.get(name, _NUMBERS)):
-                if isinstance(value, int | float) and not range.holds(value):
-                    raise LyapunovPruneError(f"{option} is {str(value)[:40]}; give a number {range.words()}")
+                wrong[f"{text[:40]}; give a number {range.words()}"] = number and not range.holds(value)
+            if why := first_of(wrong):
+                raise LyapunovPruneError(f"{option if number else text} is {why}")
         made = {
             name: record(**{field.name: values.pop(field.name) for field in fields(record)})
             for name, record in records.items()

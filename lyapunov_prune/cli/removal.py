@@ -123,7 +123,7 @@ def require_files(
     source: ModelOptions,
     stored: Stored,
     why: str,
-    packed: str,
+    packed: str | None,
     given: Given,
 ) -> None:
     """Raise LyapunovPruneError for options that need a model in memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.lazy import torch
 
 Pattern = tuple[int, int]
@@ -38,7 +38,7 @@ def n_of_m(score: torch.Tensor, keep: int, of: int) -> torch.Tensor:
     Raises LyapunovPruneError if `of` does not divide n, and for `keep` outside 1 … of − 1.
     """
     m, n = score.shape
-    _require_fit(keep, of, n)
+    require_pattern((keep, of), n)
     return per_row(score.reshape(-1, of), 1 - keep / of).view(m, n)
 
 
@@ -50,15 +50,15 @@ def row_mask(score: torch.Tensor, sparsity: float, pattern: Pattern | None) -> t
     return n_of_m(score, *pattern)
 
 
-def require_pattern(pattern: Pattern, inputs: int, sparsity: float) -> None:
+def require_pattern(pattern: Pattern, inputs: int, sparsity: float | None = None) -> None:
     """Raise LyapunovPruneError unless a pattern (keep, of) fits rows of `inputs` entries and has this sparsity."""
+    as_pattern(pattern)
     keep, of = pattern
-    _require_fit(keep, of, inputs)
-    if abs(sparsity - (1 - keep / of)) > 1e-9:
-        raise LyapunovPruneError(f"pattern {keep}:{of} has sparsity {1 - keep / of:g}, not {sparsity:g}; give that")
-
-
-def _require_fit(keep: int, of: int, inputs: int) -> None:
-    as_pattern((keep, of))
-    if inputs % of:
-        raise LyapunovPruneError(f"pattern {keep}:{of} does not fit {inputs} inputs; {of} must divide them")
+    wrong = {
+        f"does not fit {inputs} inputs; {of} must divide them": inputs % of,
+        f"has sparsity {1 - keep / of:g}, not {sparsity}; give that": (
+            sparsity is not None and abs(sparsity - (1 - keep / of)) > 1e-9
+        ),
+    }
+    if why := first_of(wrong):
+        raise LyapunovPruneError(f"pattern {keep}:{of} {why}")

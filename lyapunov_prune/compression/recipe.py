@@ -25,11 +25,11 @@ from lyapunov_prune.compression.method import Method, rank_for, require_in_range
 from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
 from lyapunov_prune.compression.second_order import weights_for
 from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_of, named
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.left_alone import LeftAlone, left_alone
-from lyapunov_prune.models.plain import find_projections, require_unquantised
+from lyapunov_prune.models.plain import find_projections, require_weights
 from lyapunov_prune.models.projections import Projection, by_layer
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
@@ -108,10 +108,8 @@ class Recipe:
     ) -> CompressedMatrix:
         amount, after = self._amount_of(p, W), W
         if amount is not None:
-            try:
+            with named(p.name):
                 after = self.method(W, amount, statistics)
-            except LyapunovPruneError as error:
-                raise LyapunovPruneError(f"{p.name}: {error.message}") from None
         told = described(p, self.method, W, after, statistics, self._wanted[p.name], amount)
         if seen:
             seen(p, W, after)
@@ -170,7 +168,7 @@ def recipe_for(
     Raises LyapunovPruneError for amounts and options that the method does not have, a rank that changes no matrix, a
     missing text or profile, and matrices shared between layers.
     """
-    require_unquantised(model.model)
+    require_weights(model.model, "unquantised")
     pattern = as_pattern(pattern)
     if pattern is not None and sparsity is None and isinstance(allocation, str):
         sparsity = 1 - pattern[0] / pattern[1]
@@ -180,10 +178,14 @@ def recipe_for(
     made = METHODS.make(method, **{option: value for option, value in options.items() if value not in (None, False)})
     require_options(allocation, schedule_options, bits)
     schedule = allocation.schedule if isinstance(allocation, Allocation) else allocation
-    if pattern is not None and schedule != "uniform":
-        raise LyapunovPruneError("a pattern keeps the same share of every matrix; give allocation uniform with it")
-    if made.needs != "nothing" and batch is None:
-        raise LyapunovPruneError(f"method {method} needs calibration text; give a batch, or method magnitude")
+    wrong = {
+        "keeps the same share of every matrix by a pattern; give allocation uniform with it": (
+            pattern is not None and schedule != "uniform"
+        ),
+        "needs calibration text; give a batch, or method magnitude": made.needs != "nothing" and batch is None,
+    }
+    if why := first_of(wrong):
+        raise LyapunovPruneError(f"method {method} {why}")
     given = None if batch is None else read(model, batch)
     if isinstance(allocation, Allocation):
         allocation.require_model(model.model)
@@ -214,15 +216,17 @@ def require_amount(
     shares = ["sparsity", "rank", "bits"]
     if isinstance(allocation, Allocation):
         given, shares = [*given, allocation.unit], [allocation.unit]
-    elif allocation not in SCHEDULES:
-        raise LyapunovPruneError(f"unknown allocation {allocation!r}; give one of {', '.join(SCHEDULES)}, or a file")
     elif allocation != "uniform":
-        shares = [SCHEDULES[allocation].unit]
-    if len(given) != 1 or given[0] not in takes:
-        wanted, got = " or ".join(takes), ", ".join(given) or "nothing"
-        raise LyapunovPruneError(f"method {method} takes {wanted}, and nothing beside it; got {got}")
-    if given[0] not in shares:
-        raise LyapunovPruneError(f"allocation {allocation} does not share out {given[0]}; give uniform")
+        shares = [SCHEDULES[allocation].unit]  # raises for an unknown one
+    got = ", ".join(given) or "nothing"
+    wrong = {
+        f"method {method} takes {' or '.join(takes)}, and nothing beside it; got {got}": (
+            len(given) != 1 or given[0] not in takes
+        ),
+        f"allocation {allocation} does not share out {got}; give uniform": given[0:1] != [] and given[0] not in shares,
+    }
+    if why := first_of(wrong):
+        raise LyapunovPruneError(why)
     if allocation == "uniform" and given[0] != "sparsity":
         require_in_range(method, given[0], bits if rank is None else rank)  # type: ignore[arg-type]
     return given[0]

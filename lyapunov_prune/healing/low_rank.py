@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift, widen
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.plain import require_no_adapters, require_parameters
+from lyapunov_prune.models.plain import require_parameters, require_weights
 from lyapunov_prune.models.projections import Projection, structure_projections
 from lyapunov_prune.models.structure import find_layers
 
@@ -40,7 +40,7 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
     """
     weights: dict[nn.Parameter, tuple[str, Projection]] = {}  # each shared weight once, under its first name
     users: dict[nn.Parameter, list[tuple[nn.Module, Projection]]] = {}
-    require_no_adapters(model)
+    require_weights(model, "unadapted")
     structure = find_layers(model)
     require_parameters(structure)
     for p in structure_projections(structure):

@@ -23,7 +23,7 @@ from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.decoder import Model, in_memory, model_of
 from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.plain import require_unquantised
+from lyapunov_prune.models.plain import require_weights
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 
@@ -61,7 +61,7 @@ def fit_mends(
     Raises LyapunovPruneError for quantised weights, a batch of one window, fewer tokens than the map has columns, a gap
     without a layer before it, a layer that can take no map (`find_place`), and if no loss is finite.
     """
-    require_unquantised(model_of(model))
+    require_weights(model_of(model), "unquantised")
     reading = read(in_memory(model), batch)
     removed = sorted(removed)
     gaps = [[layer for _, layer in run] for _, run in groupby(enumerate(removed), key=lambda pair: pair[1] - pair[0])]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError, first_line, require_extra
+from lyapunov_prune.errors import LyapunovPruneError, reported, require_extra
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.classifiers import image_shape, looks_at_images
 from lyapunov_prune.models.structure import in_eval_mode
@@ -37,7 +37,8 @@ def merge_adapters(model: Any) -> PreTrainedModel:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-    try:
+    failures = ValueError, RuntimeError, NotImplementedError, AttributeError, TypeError
+    with reported("the adapters cannot be merged", _ELSEWHERE, *failures):
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         configs = base.config, base.config.get_text_config(decoder=True)
         inputs, tied = _inputs(base), any(getattr(config, "tie_word_embeddings", False) for config in configs)
@@ -59,8 +60,6 @@ def merge_adapters(model: Any) -> PreTrainedModel:
         if tied:
             _settle_tying(model)
         merged = model(**inputs).logits
-    except (ValueError, RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        raise LyapunovPruneError(f"the adapters cannot be merged ({first_line(error)}); {_ELSEWHERE}") from error
     off, limit = _deviation(merged, adapted), _LIMITS[model.dtype]
     if not off <= limit:
         raise LyapunovPruneError(
@@ -101,8 +100,8 @@ def _one_weight(head: nn.Module | None, table: nn.Module | None) -> bool:
     return weight is not None and weight is getattr(table, "weight", None)
 
 
-def _unmergeable(base: Any, adapter: Any) -> str:
-    """Why merging would change more than the adapted weights; empty if it would not."""
+def _unmergeable(base: Any, adapter: Any) -> str | None:
+    """Why merging would change more than the adapted weights; None if it would not."""
     if any(getattr(config, "layer_replication", None) for config in getattr(base, "peft_config", {}).values()):
         return (
             "the adapters repeat layers (layer_replication) that share their weights, and no merged checkpoint can "
@@ -112,7 +111,7 @@ def _unmergeable(base: Any, adapter: Any) -> str:
     for name, module in base.named_modules():
         if isinstance(module, adapter) and any(owners[id(p)] > 1 for p in module.get_base_layer().parameters()):
             return f"{name} shares its weights with another module that has a different adapter"
-    return ""
+    return None
 
 
 def _settle_tying(merged: PreTrainedModel) -> None:

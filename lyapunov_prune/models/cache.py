@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from filelock import FileLock
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.progress import warn
 from lyapunov_prune.results.files import halves, release_lock, whole_folder
 
@@ -42,10 +42,9 @@ def cache_folder() -> Path:
     """The cache's folder. Raises LyapunovPruneError if no variable names one and the user has no home."""
     if os.environ.get(PLACE):
         return Path(os.environ[PLACE])
-    try:
+    # RuntimeError: neither HOME nor an entry in the password database
+    with reported("this user has no home folder for the cache", f"set {PLACE} to a folder", RuntimeError):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lyapunov-prune"
-    except RuntimeError:  # neither HOME nor an entry in the password database
-        raise LyapunovPruneError(f"this user has no home folder for the cache; set {PLACE} to a folder") from None
 
 
 def builtin_place() -> Path:
@@ -73,10 +72,8 @@ class Entry:
 
     def __init__(self, source: Path) -> None:
         self._source, self._limit = source.name, cache_limit()
-        try:
+        with reported(f"cannot read {source}", "check its permissions"):
             content = _sha256(source)
-        except OSError as error:
-            raise LyapunovPruneError(f"cannot read {source}: {error.strerror}; check its permissions") from None
         self.folder = cache_folder() / "gguf" / f"{content}-{version('transformers')}-{version('gguf')}"
 
     def read(self, read: Callable[[Path], T]) -> T | None:
@@ -165,12 +162,9 @@ def clear_cache() -> None:
     place = cache_folder() / "gguf"
     locks = [path for path in place.glob("*.lock") if re.fullmatch(_ENTRY, path.stem)]
     left = [*halves(place, _ENTRY), *halves(cache_folder(), f"{re.escape(BUILTIN)}-{_VERSION}")]
-    try:
+    with reported(f"cannot empty {cache_folder()}", "delete it by hand"):
         for path in [*_folders(), *left, *locks, builtin_place()]:
             _delete(path)
-    except OSError as error:
-        reason = error.strerror or error
-        raise LyapunovPruneError(f"cannot empty {cache_folder()}: {reason}; delete it by hand") from None
     with suppress(OSError):  # missing, or holds other files
         place.rmdir()
 

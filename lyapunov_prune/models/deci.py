@@ -18,8 +18,8 @@ _FAMILIES = ("llama", "mistral")
 _MULTIPLE = 256  # engines round widths derived from `ffn_mult` up to a multiple of this
 
 
-def not_deci(config: Mapping[str, Any]) -> str:
-    """Why engines cannot run a compact model with this config.json as DeciLM; empty if they can."""
+def not_deci(config: Mapping[str, Any]) -> str | None:
+    """Why engines cannot run a compact model with this config.json as DeciLM; None if they can."""
     family, cuts = str(config["model_type"]).removeprefix(PREFIX), config["cuts"]
     window = config.get("sliding_window")
     forms = {form for places in cuts for form in places.values()}

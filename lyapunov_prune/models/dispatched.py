@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.models.device import numbers_on_disk, resolve_device
 from lyapunov_prune.results.files import require_disk
 
@@ -29,6 +29,7 @@ AUTO = "auto"  # GPUs first, then memory, then disk
 Slots = dict[str, Any]  # a module's parameters or buffers, by name
 # A dtype of torch that numpy lacks, and an integer of the same size.
 _BY_BITS = {"bfloat16": "int16"}
+_WRITING = "offloaded weights cannot be written", "name a folder that has room in TMPDIR"
 # The names of dtypes in safetensors.
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -141,21 +142,10 @@ def offload_folder(device_map: object) -> Iterator[str | None]:
     if not isinstance(device_map, dict) and device_map != AUTO:
         yield None
         return
-    with _written():
+    with reported(*_WRITING):
         folder = tempfile.TemporaryDirectory(prefix="lyapunov-prune-offload-", ignore_cleanup_errors=True)
     with folder as name:
         yield name
-
-
-@contextmanager
-def _written() -> Iterator[None]:
-    """Report a full or missing disk as LyapunovPruneError."""
-    try:
-        yield
-    except OSError as error:
-        raise LyapunovPruneError(
-            f"offloaded weights cannot be written ({error.strerror or error}); name a folder that has room in TMPDIR"
-        ) from None
 
 
 def is_dispatched(model: nn.Module) -> bool:
@@ -211,6 +201,13 @@ def _owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:
     return model.get_submodule(module), name
 
 
+def _read(key: str) -> AbstractContextManager[None]:
+    """Report a missing or truncated file of an offloaded weight as LyapunovPruneError."""
+    failures = OSError, SafetensorError, KeyError, ValueError
+    remedy = "its file was removed or changed; load the model again"
+    return reported(f"the offloaded weight {key} cannot be read", remedy, *failures)
+
+
 class _Files:
     """Tensors from accelerate's weight maps; opens each file once."""
 
@@ -223,7 +220,7 @@ class _Files:
         loader, key = _unwrapped(weights, name)
         info = _entry(loader, key)
         if info is not None and info.get("safetensors_file"):
-            with _told(key):
+            with _read(key):
                 stored = self._file(info).get_slice(info.get("weight_name", key)).get_dtype()
             if stored != _NAMES.get(meant.dtype):
                 self._needed[info["safetensors_file"], info.get("weight_name", key)] = meant.numel() * meant.itemsize
@@ -236,7 +233,7 @@ class _Files:
     def read(self, weights: Mapping[str, torch.Tensor], name: str, meant: torch.Tensor) -> torch.Tensor:
         loader, key = _unwrapped(weights, name)
         info = _entry(loader, key)
-        with _told(key):
+        with _read(key):
             if info is None:
                 tensor = loader[key]
             elif info.get("safetensors_file"):
@@ -256,19 +253,6 @@ class _Files:
         return self._open[file]
 
 
-@contextmanager
-def _told(key: str) -> Iterator[None]:
-    """Report a missing or truncated file as LyapunovPruneError."""
-    try:
-        yield
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise LyapunovPruneError(
-            f"the offloaded weight {key} cannot be read ({reason}); its file was removed or changed; load the model "
-            "again"
-        ) from None
-
-
 def _unwrapped(weights: Mapping[str, torch.Tensor], name: str) -> tuple[Mapping[str, torch.Tensor], str]:
     while isinstance(weights, PrefixedDataset):
         name, weights = f"{weights.prefix}{name}", weights.dataset
@@ -279,7 +263,7 @@ def _entry(loader: Mapping[str, torch.Tensor], key: str) -> Mapping[str, Any] | 
     """The entry of a tensor on disk in accelerate's index; None for one in memory."""
     if not isinstance(loader, OffloadedWeightsLoader) or key in loader.state_dict:
         return None
-    with _told(key):
+    with _read(key):
         return loader.index[key]
 
 
@@ -292,6 +276,6 @@ def _mapped(file: Path, info: Mapping[str, Any]) -> torch.Tensor:
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`tensor` converted to `dtype`, in an unnamed temporary file that is freed with the tensor."""
-    with _written():
+    with reported(*_WRITING):
         numbers = numbers_on_disk(tensor.numel(), dtype)
     return numbers.copy_(tensor.reshape(-1)).view(tensor.shape)

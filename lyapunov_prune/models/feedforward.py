@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.models.hooked import Call, hooked
 from lyapunov_prune.models.projections import Projection, layer_projections
@@ -25,7 +25,7 @@ from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 
 _TOKENS = 8
-_OTHERS = "choose other layers"
+_ATTENTION = "its attention can be dropped (prune --what attention --format compact)"
 
 # A matrix (output × input) and the bias added to its product.
 Affine = tuple[torch.Tensor, torch.Tensor | None]
@@ -106,46 +106,63 @@ def read_feedforward(layers: nn.ModuleList, index: int, model_type: str, config:
     with a norm between the matrices, matrices shared with another layer, an activation that is not a module, or a block
     that does more than its matrices and activation.
     """
-    layer, where = layers[index], f"layer {index}"
-    into, out = _matrices(layer, where, list(layer_projections(layer, index, "", model_type, config)))
-    _require_own(layers, index, [*into, out])
-    block = _common([p.module for p in (*into, out)])
-    calls, given, returned = _run(layer, where, block, into, out)
-    require_numbers(returned, f"outputs of the feed-forward block of {where} for random inputs")
-    activation = _activation(where, calls, {p.module for p in (*into, out)})
-    outputs = {c.path: c.returned for c in calls}
-    through = [p for p in into if torch.equal(outputs[p.module][..., p.start : p.stop], activation.given)]
-    if len(through) != 1:
-        raise _unknown(where, f"its {type(activation.module).__name__} is given something else than a matrix's output")
-    gate = through[0] if len(into) == 2 else None
-    if gate and not block:
-        raise _unknown(where, "a gate whose matrices lie bare in the layer")
-    up = next(p for p in into if p is not gate)
-    found = FeedForward(index, block, gate, up, out, activation.path)
-    _require_same(where, found.parts(layer)(given), returned, up, out)
+    found = _read(layers, index, list(layer_projections(layers[index], index, "", model_type, config)))
+    if isinstance(found, str):
+        raise LyapunovPruneError(f"{found}; choose other layers")
     return found
 
 
-def _matrices(layer: nn.Module, where: str, projections: Sequence[Projection]) -> tuple[list[Projection], Projection]:
-    """The one or two matrices into the hidden units, and the one out of them."""
+def _read(layers: nn.ModuleList, index: int, projections: Sequence[Projection]) -> FeedForward | str:
+    """The feed-forward block of `layers[index]`, or the reason why it is none that is known."""
+    layer, where = layers[index], f"layer {index}"
+    matrices = _matrices(layer, where, projections)
+    if isinstance(matrices, str):
+        return matrices
+    into, out = matrices
+    if shared := _shared(layers, index, [*into, out]):
+        return shared
+    block = _common([p.module for p in (*into, out)])
+    run = _run(layer, where, block, into, out)
+    if isinstance(run, str):
+        return run
+    calls, given, returned = run
+    require_numbers(returned, f"outputs of the feed-forward block of {where} for random inputs")
+    activation = _activation(where, calls, {p.module for p in (*into, out)})
+    if isinstance(activation, str):
+        return activation
+    outputs = {c.path: c.returned for c in calls}
+    through = [p for p in into if torch.equal(outputs[p.module][..., p.start : p.stop], activation.given)]
+    if len(through) != 1:
+        return _unknown(where, f"its {type(activation.module).__name__} is given something else than a matrix's output")
+    gate = through[0] if len(into) == 2 else None
+    if gate and not block:
+        return _unknown(where, "a gate whose matrices lie bare in the layer")
+    up = next(p for p in into if p is not gate)
+    found = FeedForward(index, block, gate, up, out, activation.path)
+    if not _is_same(found.parts(layer)(given), returned, up):
+        return _unknown(where, f"{out.name} gives another output than its matrices and its activation")
+    return found
+
+
+def _matrices(
+    layer: nn.Module, where: str, projections: Sequence[Projection]
+) -> tuple[list[Projection], Projection] | str:
+    """The one or two matrices into the hidden units, and the one out of them; or why they are not known."""
     roles = {name: [p for p in projections if role(p.component) == name] for name in ("mlp-in", "mlp-out")}
     into, outs = roles["mlp-in"], roles["mlp-out"]
     expert = next((p for p in projections if p.expert is not None), None)
     expert = expert or next((p for p in (*into, *outs) if any(part.isdigit() for part in p.module.split("."))), None)
     if expert is not None:
-        raise LyapunovPruneError(
+        return (
             f"{where} has experts or several feed-forward blocks ({expert.name}, …): a router chooses among them for "
-            "every token, so that no one matrix computes them without their activation; drop its attention (prune "
-            f"--what attention --format compact), or {_OTHERS}"
+            f"every token, so that no one matrix computes them without their activation; {_ATTENTION}"
         )
     if not into or not outs:
         missing = "into" if not into else "out of"
         missing = (
             f"{missing} a feed-forward block" if into or outs else "of a feed-forward block (state spaces have none)"
         )
-        raise LyapunovPruneError(
-            f"{where} has no matrix {missing} with a known name; {_OTHERS}, or name it in models/roles.py"
-        )
+        return f"{where} has no matrix {missing} with a name that models/roles.py knows"
     hidden, width = outs[0].weight(layer).shape[1], into[0].weight(layer).shape[1]
     shapes = [tuple(p.weight(layer).shape) for p in into]
     if len(outs) == 1 and shapes == [(2 * hidden, width)]:  # gate and up in one; which half is which, a run shows
@@ -156,24 +173,25 @@ def _matrices(layer: nn.Module, where: str, projections: Sequence[Projection]) -
         shapes = [(hidden, width)] * 2
     if len(outs) != 1 or shapes not in ([(hidden, width)], [(hidden, width)] * 2):
         names = ", ".join(f"{p.name} {tuple(p.weight(layer).shape)}" for p in (*into, *outs))
-        raise _unknown(where, f"its matrices are {names}")
+        return _unknown(where, f"its matrices are {names}")
     return into, outs[0]
 
 
-def _unknown(where: str, what: str) -> LyapunovPruneError:
-    return LyapunovPruneError(f"{where} has a feed-forward block of an unknown shape ({what}); {_OTHERS}")
+def _unknown(where: str, what: str) -> str:
+    return f"{where} has a feed-forward block of an unknown shape ({what})"
 
 
-def _require_own(layers: nn.ModuleList, index: int, projections: Sequence[Projection]) -> None:
-    """Raise LyapunovPruneError if another layer shares one of these matrices, since merging would change it there."""
+def _shared(layers: nn.ModuleList, index: int, projections: Sequence[Projection]) -> str | None:
+    """Which of these matrices another layer shares, since merging would change it there."""
     own = {getattr(layers[index].get_submodule(p.module), p.parameter).data_ptr(): p.name for p in projections}
     for other, layer in enumerate(layers):
         for _, parameter in layer.named_parameters() if other != index else ():
             if parameter.data_ptr() in own:
-                raise LyapunovPruneError(
-                    f"{own[parameter.data_ptr()]} of layer {index} is also a matrix of layer {other}; shared matrices "
-                    f"are not merged: {_OTHERS}"
+                return (
+                    f"{own[parameter.data_ptr()]} of layer {index} is also a matrix of layer {other}, and shared "
+                    "matrices are not merged"
                 )
+    return None
 
 
 def _common(paths: Sequence[str]) -> str:
@@ -187,8 +205,8 @@ def _common(paths: Sequence[str]) -> str:
 
 def _run(
     layer: nn.Module, where: str, block: str, into: Sequence[Projection], out: Projection
-) -> tuple[list[Call], torch.Tensor, torch.Tensor]:
-    """Run the block; returns the calls from the first matrix to the last, the block's input, and its output.
+) -> tuple[list[Call], torch.Tensor, torch.Tensor] | str:
+    """Run the block; returns the calls from the first matrix to the last, the block's input and its output, or why not.
 
     A block that is a module is run on random states. If its parts are direct children of the layer, the layer is run,
     and the block's input and output are those of its first and last matrix.
@@ -206,21 +224,17 @@ def _run(
     x = torch.randn(1, _TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
     runs = layer.get_submodule(block)
     leaves = [(module, note(path)) for path, module in layer.named_modules() if not any(module.children())]
-    try:
-        with hooked(after=leaves):
-            output = runs(x)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise LyapunovPruneError(
-            f"the feed-forward block of {where}, in {type(runs).__name__}, does not run on a state alone ({error}); "
-            f"{_OTHERS}"
-        ) from None
+    what = f"the feed-forward block of {where}, in {type(runs).__name__}, does not run on a state alone"
+    failures = AttributeError, IndexError, RuntimeError, TypeError, ValueError
+    with reported(what, "choose other layers", *failures), hooked(after=leaves):
+        output = runs(x)
     paths = [c.path for c in calls]
     modules = {p.module for p in (*into, out)}
     first = next((i for i, path in enumerate(paths) if path in modules), 0)
     last = paths.index(out.module) if out.module in paths else 0
     once = all(paths.count(path) == 1 for path in {*modules, *paths[first:last]})
     if not once or modules & {*paths[last + 1 :]}:
-        raise _unknown(
+        return _unknown(
             where,
             f"{type(runs).__name__} does not call each of its matrices once, the last at the end, and each "
             "module between them once",
@@ -230,19 +244,19 @@ def _run(
     return calls[first : last + 1], x, output if isinstance(output, torch.Tensor) else output[0]
 
 
-def _activation(where: str, calls: Sequence[Call], matrices: set[str]) -> Call:
-    """The one module between the matrices that changes its input (dropout does not); it must be elementwise."""
+def _activation(where: str, calls: Sequence[Call], matrices: set[str]) -> Call | str:
+    """The one elementwise module between the matrices that changes its input (dropout does not), or why none does."""
     between = [c for c in calls if c.path not in matrices and not torch.equal(c.given, c.returned)]
     odd = next((c for c in between if not _elementwise(c)), between[-1] if len(between) > 1 else None)
     if odd is not None:
-        raise LyapunovPruneError(
+        return (
             f"{where} has a {type(odd.module).__name__} ({odd.path}) between the matrices of its feed-forward block, "
-            f"where only one activation can be removed; {_OTHERS}"
+            "where only one activation can be removed"
         )
     if not between:
-        raise LyapunovPruneError(
+        return (
             f"the activation of {where} is a function that the code of its block calls, and no module, so that nothing "
-            f"can stand in its place; drop its attention (prune --what attention --format compact), or {_OTHERS}"
+            f"can stand in its place; {_ATTENTION}"
         )
     return between[0]
 
@@ -256,8 +270,8 @@ def _elementwise(call: Call) -> bool:
     return after.shape == given.shape and torch.equal(after[..., 1::2], before[..., 1::2])
 
 
-def _require_same(where: str, rebuilt: torch.Tensor, own: torch.Tensor, up: Projection, out: Projection) -> None:
-    """Raise LyapunovPruneError unless the rebuilt block gives the block's own output, up to rounding.
+def _is_same(rebuilt: torch.Tensor, own: torch.Tensor, up: Projection) -> bool:
+    """Whether the rebuilt block gives the block's own output, up to rounding.
 
     The tolerance covers one rounding in the model's dtype, and one per summand in float32: a fused matrix may be summed
     in another order than its part.
@@ -265,5 +279,4 @@ def _require_same(where: str, rebuilt: torch.Tensor, own: torch.Tensor, up: Proj
     sums = torch.promote_types(own.dtype, torch.float32)
     limit = torch.finfo(own.dtype).eps + 4 * math.sqrt(up.stop - up.start + own.shape[-1]) * torch.finfo(sums).eps
     error = float((rebuilt.double() - own.double()).norm()) if rebuilt.numel() == own.numel() else math.inf
-    if not error <= limit * float(own.double().norm()):
-        raise _unknown(where, f"{out.name} gives another output than its matrices and its activation")
+    return error <= limit * float(own.double().norm())

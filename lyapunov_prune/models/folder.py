@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lyapunov_prune.arguments import Range, fits
-from lyapunov_prune.errors import LyapunovPruneError, first_line, first_of
+from lyapunov_prune.errors import LyapunovPruneError, first_line, first_of, reported
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, family_of, register
 from lyapunov_prune.models.encoders import Stack, encoder_class, has_two_stacks, stack_remedy
 from lyapunov_prune.models.quantised import UNPACK, quantisation
@@ -111,8 +111,6 @@ def _chosen(value: Any, chosen: bool = False) -> Iterator[str]:
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """The config in `folder`; raises LyapunovPruneError if there is none or it is invalid."""
-    if not (folder / "config.json").is_file():
-        raise LyapunovPruneError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
     require_module(folder)
     with loading_errors(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -132,45 +130,50 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _no_classifier(config: PreTrainedConfig) -> str:
-    """Why the config is not that of a known image classifier, as words after the name of its folder; "" if it is."""
+def _no_classifier(config: PreTrainedConfig) -> str | None:
+    """Why the config is not that of a known image classifier, as words after the name of its folder; None if it is."""
     named = config.architectures or [config.model_type]
     compact = register(family_of(config)) if family_of(config) in CLASSIFIERS else None
     if compact and set(named) <= {config.model_type, compact.__name__, compact.__bases__[1].__name__}:
-        return ""
+        return None
     known = " or ".join(register(family).__bases__[1].__name__ for family in CLASSIFIERS)
     return f"holds {', '.join(named)}, and images need a {known}; give one, or a text (--text) for a decoder"
 
 
-def _no_decoder(config: PreTrainedConfig, stack: Stack | None) -> str:
+def _no_decoder(config: PreTrainedConfig, stack: Stack | None) -> str | None:
     """Why the config is not that of a decoder, or with `stack` of an encoder-decoder, as `_no_classifier` says it."""
     architectures = ", ".join(config.architectures or ()) or config.model_type
     if family_of(config) in CLASSIFIERS:
         return f"is an image classifier ({architectures}), and text needs a decoder; give images, or a decoder"
     if stack is not None:
         two = has_two_stacks(config)
-        return "" if two else f"is no encoder-decoder of text ({architectures}); leave out --stack"
+        return None if two else f"is no encoder-decoder of text ({architectures}); leave out --stack"
     if encoder_class(config):
-        return ""
+        return None
     if config.is_encoder_decoder:
         return f"is an encoder-decoder ({architectures}); {stack_remedy(config)}"
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys()
-    return "" if family_of(config) in known else f"is not a causal language model ({architectures}); give a decoder"
+    return None if family_of(config) in known else f"is not a causal language model ({architectures}); give a decoder"
 
 
 def require_module(folder: Path) -> None:
     """Register the classes of a compact checkpoint with transformers: this package's own copy, never the folder's.
 
-    Raises LyapunovPruneError if the checkpoint lacks its module, without which only this package could load it.
+    Raises LyapunovPruneError if there is no config, and if a compact checkpoint lacks its module, without which only
+    this package could load it.
     """
-    model_type = ""
-    with suppress(ValueError, AttributeError):  # if the file is broken, transformers reports how
+    model_type: Any = ""
+    with suppress(OSError, ValueError, AttributeError):  # if the file is broken, transformers reports how
         model_type = parsed((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    if not isinstance(model_type, str) or not model_type.startswith(PREFIX):
-        return
-    if not (folder / MODULE).is_file():
-        raise LyapunovPruneError(f"{folder} is a compact checkpoint without its module {MODULE}; fetch it again")
-    register(model_type.removeprefix(PREFIX))
+    compact = isinstance(model_type, str) and model_type.startswith(PREFIX)
+    lacks = {
+        "config.json; give the folder of a transformers checkpoint": not (folder / "config.json").is_file(),
+        f"{MODULE}, the module of a compact checkpoint; fetch it again": compact and not (folder / MODULE).is_file(),
+    }
+    if what := first_of(lacks):
+        raise LyapunovPruneError(f"{folder} has no {what}")
+    if compact:
+        register(model_type.removeprefix(PREFIX))
 
 
 def _require_safetensors(folder: Path, named: str | None) -> None:
@@ -182,11 +185,9 @@ def _require_safetensors(folder: Path, named: str | None) -> None:
             what = f"only pickled weights ({pickles[0]}), which can run code; convert them to safetensors first"
         raise LyapunovPruneError(f"{folder} holds {what}")
     for file in files:
-        try:
-            with safe_open(file, framework="pt"):  # reads the header and compares it with the file's size
-                pass
-        except (SafetensorError, OSError) as error:
-            raise LyapunovPruneError(f"{file} is truncated or corrupt ({first_line(error)}); fetch it again") from None
+        what = f"{file} is truncated or corrupt"
+        with reported(what, "fetch it again", SafetensorError, OSError), safe_open(file, framework="pt"):
+            pass  # opening reads the header and compares it with the file's size
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.models.cache import BUILTIN, BUILTIN_VERSION, PLACE, Entry, builtin_place
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.folder import require_no_adapter_config
@@ -155,14 +155,12 @@ def stored_history(header: Header) -> History:
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    try:
-        with TemporaryDirectory(prefix="lyapunov-prune-gguf-") as folder:
-            yield Path(folder)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise LyapunovPruneError(
-            f"a GGUF file cannot be dequantised here: {reason}; free space, or set {PLACE} to a folder that has space"
-        ) from None
+    remedy = f"free space, or set {PLACE} to a folder that has space"
+    with (
+        reported("a GGUF file cannot be dequantised here", remedy, OSError, SafetensorError),
+        TemporaryDirectory(prefix="lyapunov-prune-gguf-") as folder,
+    ):
+        yield Path(folder)
 
 
 def _save(loaded: Decoder, folder: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.models.weight_files import require_every_layer
 from lyapunov_prune.results.files import require_file
 
@@ -166,13 +166,14 @@ def read_header(path: Path) -> Header:
 
 def _read_one(path: Path) -> Header:
     require_file(path)
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parsed(path, data)
-    except OSError as error:
-        raise LyapunovPruneError(f"cannot read {path}: {error.strerror}; check the path and its permissions") from None
-    except (ValueError, KeyError, struct.error, OverflowError):  # mmap raises ValueError for an empty file
-        raise LyapunovPruneError(f"{path} is truncated or not a GGUF file; fetch it again") from None
+    failures = ValueError, KeyError, struct.error, OverflowError  # mmap raises ValueError for an empty file
+    with (
+        reported(f"cannot read {path}", "check the path and its permissions"),
+        reported(f"{path} is truncated or not a GGUF file", "fetch it again", *failures),
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        return _parsed(path, data)
 
 
 def _require(sound: bool) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.models.gguf_header import Header, Value, number
 
 # Arrays under the architecture's name that do not describe layers.
@@ -83,15 +83,15 @@ def values_without(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
     """
     name, layers = header.architecture, header.layers
     engine = _ENGINE.get(name)
-    by_place = [key for key in _BY_PLACE if header.read(f"{name}.{key}")]
-    why = ""
-    if engine is None:
-        why = f"it is not known here how llama.cpp distinguishes the layers of {name}"
-    elif engine.scaled is not None and (layers == engine.scaled) != (len(kept) == engine.scaled):
-        why = f"llama.cpp scales the attention of {name} by its number of layers, {engine.scaled} or not"
-    elif by_place:
-        why = f"{name}.{by_place[0]} names layers by number"
-    if why:
+    scaled = scaled_depth(name)
+    wrong = {
+        f"it is not known here how llama.cpp distinguishes the layers of {name}": engine is None,
+        f"llama.cpp scales the attention of {name} by its number of layers, {scaled} or not": (
+            scaled is not None and (layers == scaled) != (len(kept) == scaled)
+        ),
+        **{f"{name}.{key} names layers by number": header.read(f"{name}.{key}") for key in _BY_PLACE},
+    }
+    if why := first_of(wrong):
         raise LyapunovPruneError(f"{why}; load it, and leave out --format gguf")
     _require_lengths(header)
     values = {}

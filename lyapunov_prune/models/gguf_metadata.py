@@ -67,9 +67,8 @@ FAMILIES: Mapping[str, GGUFFamily] = {
 def gguf_family(config: PretrainedConfig) -> GGUFFamily:
     """The entry of a family that can be written as GGUF; raises LyapunovPruneError for others."""
     found, compact = FAMILIES.get(family_of(config)), config.model_type.startswith(PREFIX)
-    if found is None:
-        why = f"only {', '.join(FAMILIES)} are; {CONVERT}"
-    else:
+    why: str | None = f"only {', '.join(FAMILIES)} are; {CONVERT}"
+    if found is not None:
         why = _unknown(config, found)
         if compact and not why and (other := not_deci(config.to_dict())):
             why = f"{other}; it stays compact"
@@ -136,8 +135,8 @@ def rope_tensors(config: PretrainedConfig) -> dict[str, torch.Tensor]:
     return {}
 
 
-def unread(config: PretrainedConfig, family: GGUFFamily) -> str:
-    """The first setting of `config` that transformers' GGUF reader would not restore from the file; empty if none."""
+def unread(config: PretrainedConfig, family: GGUFFamily) -> str | None:
+    """The first setting of `config` that transformers' GGUF reader would not restore from the file; None if none."""
     default, rope = type(config)(), _rope(config)
     narrow = {"qwen2": config.hidden_size // config.num_attention_heads, "qwen3": 128}
     assumed = {key: getattr(default, key) for key in _ASSUMED if hasattr(default, key)}
@@ -189,8 +188,8 @@ def _context(config: PretrainedConfig, family: GGUFFamily) -> int:
     return int(window)
 
 
-def _unknown(config: PretrainedConfig, family: GGUFFamily) -> str:
-    """The first setting that a file of this family cannot express, in words; empty if it can express all."""
+def _unknown(config: PretrainedConfig, family: GGUFFamily) -> str | None:
+    """The first setting that a file of this family cannot express, in words; None if it can express all."""
     act = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     scale = getattr(config, "query_pre_attn_scalar", None)
     wanted = head_size(config)

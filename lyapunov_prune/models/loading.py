@@ -22,7 +22,7 @@ from lyapunov_prune.models.families import JUDGED
 from lyapunov_prune.models.from_folder import load_bare, load_folder, quiet
 from lyapunov_prune.models.gguf import builtin_folder, load_gguf
 from lyapunov_prune.models.hub import HUB_ID, download
-from lyapunov_prune.models.plain import require_unquantised
+from lyapunov_prune.models.plain import require_weights
 from lyapunov_prune.models.structure import require_causal, settle
 from lyapunov_prune.progress import status, warn
 
@@ -151,7 +151,7 @@ def _judged(outline: Decoder, name: str | Path) -> Decoder:
 def _load_merged(folder: Path, options: dict[str, Any], offline: bool, text_only: bool) -> Decoder:
     name = base_of(folder)
     base = load_folder(checkpoint_folder(name, offline=offline), options, text_only=text_only)
-    require_unquantised(base.model)
+    require_weights(base.model, "unquantised")
     with quiet():
         adapted = attach_adapters(base.model, folder)
     merged = wrap(merge_adapters(adapted).eval(), base.tokenizer)

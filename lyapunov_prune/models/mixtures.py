@@ -100,7 +100,7 @@ class Mixtures:
                     raise LyapunovPruneError(f"{why}; remove the same number from each of layers {layers}")
                 self.router.require_removed(len(gone))
 
-    def _why_not(self, layer: int, gone: Sequence[int]) -> str:
+    def _why_not(self, layer: int, gone: Sequence[int]) -> str | None:
         router = self.router
         if layer not in self.layers:
             return f"layer {layer} has no experts"
@@ -115,7 +115,7 @@ class Mixtures:
                 f"experts {', '.join(map(str, gone))} of layer {layer} are not the same number in each of the "
                 f"{router.groups} groups that the router chooses among"
             )
-        return ""
+        return None
 
 
 def find_mixtures(structure: Structure) -> Mixtures:
@@ -138,8 +138,8 @@ def find_mixtures(structure: Structure) -> Mixtures:
     return Mixtures(found, Router(min(counts.values()), chosen, groups, picked))
 
 
-def _unlike(structure: Structure, found: Mapping[int, Mixture], counts: Mapping[int, int]) -> str:
-    """Why one setting cannot describe the mixtures of a model; empty if it can."""
+def _unlike(structure: Structure, found: Mapping[int, Mixture], counts: Mapping[int, int]) -> str | None:
+    """Why one setting cannot describe the mixtures of a model; None if it can."""
     kind = type(structure.backbone).__name__
     if not found:
         return f"no layer of {kind} has experts"
@@ -157,7 +157,7 @@ def _unlike(structure: Structure, found: Mapping[int, Mixture], counts: Mapping[
         return f"layers take {min(chosen)} to {max(chosen)} experts for each token, and not all the same number"
     if max(chosen, default=0) < 1:
         return f"the config of {kind} does not say how many experts each token takes ({' or '.join(CHOSEN)})"
-    return ""
+    return None
 
 
 def stacked_in(structure: Structure, gone: Mapping[int, Sequence[int]]) -> dict[str, tuple[Stacked, Sequence[int]]]:

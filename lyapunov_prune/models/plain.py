@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from torch import nn
@@ -18,8 +18,10 @@ from lyapunov_prune.arguments import Parsed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder, Model, in_memory, model_of, wrap, wrap_any, wrap_text
 from lyapunov_prune.models.projections import Projection, structure_projections
-from lyapunov_prune.models.quantised import UNPACK, quantisation
+from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation
 from lyapunov_prune.models.structure import Structure
+
+Weights = Literal["unquantised", "unpacked", "unadapted"]
 
 
 def plain(model: Model, handle: Callable[[Model], Decoder] = wrap) -> Decoder:
@@ -28,8 +30,7 @@ def plain(model: Model, handle: Callable[[Model], Decoder] = wrap) -> Decoder:
     Raises LyapunovPruneError for adapters, for weights that are quantised, parametrised, streamed or on `meta`, and as
     `handle` does.
     """
-    require_no_adapters(model_of(model))
-    require_unquantised(model_of(model))
+    require_weights(model_of(model), "unadapted", "unquantised")
     decoder = in_memory(model, handle)
     require_parameters(decoder.structure)
     return decoder
@@ -41,32 +42,49 @@ PlainText = Annotated[Decoder, Parsed(Model, partial(plain, handle=wrap_text))]
 PlainAny = Annotated[Decoder, Parsed(Model, partial(plain, handle=wrap_any))]
 
 
-def require_unquantised(model: nn.Module) -> None:
-    """Raise LyapunovPruneError for a model from a quantised checkpoint, even if it was unpacked on loading.
+def require_weights(model: nn.Module, *kinds: Weights) -> None:
+    """Raise LyapunovPruneError unless the weights of `model` are of all these kinds.
 
-    A checkpoint made of it would be dense, but only as accurate as the integers were.
+    They are "unquantised" if the checkpoint was not quantised, even if it was unpacked on loading: a checkpoint made of
+    it would be dense, but only as accurate as the integers were. They are "unpacked" if they are no integers, which
+    must not be taken for a matrix, and "unadapted" if no adapters are attached.
     """
+    for kind in kinds:
+        if why := _FAULTS[kind](model):
+            raise LyapunovPruneError(why)
+
+
+def _quantised(model: nn.Module) -> str | None:
     method = quantisation(getattr(model, "config", None))
-    if method:
-        raise LyapunovPruneError(f"the weights are {method}; {UNPACK}")
+    return f"the weights are {method}; {UNPACK}" if method else None
 
 
-def require_no_adapters(model: nn.Module) -> None:
+def _packed(model: nn.Module) -> str | None:
+    method = quantisation(getattr(model, "config", None)) if is_packed(model) else None
+    return f"the weights are {method} and packed, and this needs their values; {UNPACK}" if method else None
+
+
+def _adapted(model: nn.Module) -> str | None:
     adapted = [name for name, m in model.named_modules() if hasattr(m, "base_layer") and hasattr(m, "lora_A")]
-    if adapted or hasattr(model, "peft_config"):
-        where = f" to {len(adapted)} matrices ({adapted[0]}, …)" if adapted else ""
-        raise LyapunovPruneError(
-            f"adapters are attached{where}, which a plain checkpoint cannot hold; merge them first "
-            "(lyapunov_prune.models.merge_adapters)"
-        )
+    if not adapted and not hasattr(model, "peft_config"):
+        return None
+    where = f" to {len(adapted)} matrices ({adapted[0]}, …)" if adapted else ""
+    return (
+        f"adapters are attached{where}, which a plain checkpoint cannot hold; merge them first "
+        "(lyapunov_prune.models.merge_adapters)"
+    )
+
+
+_FAULTS: dict[Weights, Callable[[nn.Module], str | None]] = {
+    "unquantised": _quantised,
+    "unpacked": _packed,
+    "unadapted": _adapted,
+}
 
 
 def require_readable(decoder: Decoder) -> None:
     """Raise LyapunovPruneError unless the weights of the layers are plain matrices: not packed, and parameters."""
-    if decoder.packed:  # integers must not be taken for a matrix
-        raise LyapunovPruneError(
-            f"the weights are {quantisation(decoder.model.config)} and packed, and this needs their values; {UNPACK}"
-        )
+    require_weights(decoder.model, "unpacked")
     require_parameters(decoder.structure)
 
 
@@ -75,7 +93,7 @@ def find_projections(decoder: Decoder) -> tuple[Projection, ...]:
 
     Raises LyapunovPruneError for weights that are not plain matrices (quantised, parametrised) or have adapters.
     """
-    require_no_adapters(decoder.model)
+    require_weights(decoder.model, "unadapted")
     require_readable(decoder)
     projections = structure_projections(decoder.structure)
     if not projections:

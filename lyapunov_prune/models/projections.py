@@ -235,10 +235,15 @@ def _parts(model_type: str, config: Any, path: str, module: nn.Module) -> Iterat
 def _require_plain(name: str, module: nn.Module) -> None:
     """Raise LyapunovPruneError unless the module only multiplies by its weight, which must not be quantised."""
     weight: Any = module.weight
-    if not weight.is_floating_point() or weight.ndim != 2:
-        raise LyapunovPruneError(f"{name} holds no plain matrix ({weight.dtype}); load the model without quantisation")
-    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
-        return
+    plain = weight.is_floating_point() and weight.ndim == 2
+    if not plain or not (type(module).forward in (nn.Linear.forward, Conv1D.forward) or _multiplies(module)):
+        what = "does more than multiply by its weight" if plain else f"holds no plain matrix but {weight.dtype}"
+        raise LyapunovPruneError(f"{name} ({type(module).__name__}) {what}; load the model without quantisation")
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether the output of `module` is the product with its weight, and its bias, tried on one input."""
+    weight: Any = module.weight
     held: dict[str, torch.Tensor] = dict(module.named_parameters())
     if weight.is_meta:  # streamed weights; any numbers show what the module does
         held = {key: torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view(p.shape) for key, p in held.items()}
@@ -249,8 +254,7 @@ def _require_plain(name: str, module: nn.Module) -> None:
         with suppress(RuntimeError):  # DeepSeek V4's takes its input in groups
             output = torch.func.functional_call(module, held, (x,))
         product = nn.functional.linear(x, weight, held.get("bias"))
-    if not isinstance(output, torch.Tensor) or not torch.allclose(output, product, rtol=1e-2, atol=1e-4):
-        raise LyapunovPruneError(f"{name} ({type(module).__name__}) does more than multiply by its weight")
+    return isinstance(output, torch.Tensor) and torch.allclose(output, product, rtol=1e-2, atol=1e-4)
 
 
 def groups(projections: tuple[Projection, ...]) -> dict[tuple[str, int], tuple[str, ...]]:

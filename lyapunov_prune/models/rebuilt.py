@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError, in_short
+from lyapunov_prune.errors import reported
 
 
 def rebuilt(pruned: PreTrainedModel, config: Any) -> PreTrainedModel:
@@ -15,12 +15,8 @@ def rebuilt(pruned: PreTrainedModel, config: Any) -> PreTrainedModel:
 
     Raises LyapunovPruneError if the class builds none, which the family's own code decides.
     """
-    try:
-        with torch.device("meta"):
-            fresh: PreTrainedModel = type(pruned)(config)
-    except Exception as error:  # the family's own code may raise anything
-        raise LyapunovPruneError(
-            f"these layers of {type(pruned).__name__} cannot be removed correctly: the model cannot be built without "
-            f"them ({in_short(error, 100)}); remove other layers"
-        ) from None
+    kind = type(pruned)
+    what = f"these layers of {kind.__name__} cannot be removed correctly: the model cannot be built without them"
+    with reported(what, "remove other layers", Exception), torch.device("meta"):
+        fresh: PreTrainedModel = kind(config)
     return fresh

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError, first_of, in_short
+from lyapunov_prune.errors import LyapunovPruneError, first_of, reported
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.dispatched import bring_weights
@@ -201,12 +201,10 @@ def require_causal(model: PreTrainedModel) -> None:
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(4, device=model.device).remainder(vocabulary).expand(2, 4).clone()
     ids[1, -1] = vocabulary - 1
+    failures = TypeError, ValueError, AttributeError
     try:
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-    except (TypeError, ValueError, AttributeError) as error:
-        raise LyapunovPruneError(
-            f"{kind} does not run on text only ({in_short(error, 120)}); give its text model alone"
-        ) from None
+        with reported(f"{kind} does not run on text only", "give its text model alone", *failures):
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     except RuntimeError:
         require_choosable(model.config.get_text_config(decoder=True))
         raise
@@ -256,12 +254,9 @@ def settle(model: PreTrainedModel) -> None:
     """
     if not is_packed(model) or model in _settled:
         return
-    try:
+    what = f"the weights are {quantisation(model.config)}, and they do not run here"
+    with reported(what, UNPACK, Exception):  # raised by the kernels
         model(torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
-    except Exception as error:  # raised by the kernels
-        raise LyapunovPruneError(
-            f"the weights are {quantisation(model.config)}, and they do not run here ({in_short(error, 100)}); {UNPACK}"
-        ) from None
     _settled.add(model)
 
 

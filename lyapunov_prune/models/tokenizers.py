@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lyapunov_prune.errors import LyapunovPruneError, first_line
+from lyapunov_prune.errors import LyapunovPruneError, reported
 
 # A chat template that writes today's date would give other tokens tomorrow, so the date is fixed.
 _NO_DAY = "{%- macro strftime_now(form) -%}2026-01-01{%- endmacro -%}"
@@ -46,17 +46,14 @@ def chat_text(
 
     Raises LyapunovPruneError for a chat that the template refuses; `where` says in the message where the chat is.
     """
-    try:
+    what = f"the chat template cannot write {where}"
+    with reported(what, "remove that chat or give another text", Exception):  # jinja's, and any that it raises
         template = _NO_DAY + tokenizer.get_chat_template()
         return str(
             tokenizer.apply_chat_template(
                 messages, chat_template=template, tokenize=False, add_generation_prompt=answer
             )
         )
-    except Exception as error:  # errors of jinja, and any that the template raises
-        raise LyapunovPruneError(
-            f"the chat template cannot write {where} ({first_line(error)}); remove that chat or give another text"
-        ) from None
 
 
 def require_same_tokenizer(
@@ -92,7 +89,7 @@ def require_same_ids(
             )
 
 
-def _difference(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> str:
+def _difference(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> str | None:
     mine, theirs = first.get_vocab(), second.get_vocab()
     if mine != theirs:
         token = min(token for token, _ in mine.items() ^ theirs.items())
@@ -106,7 +103,7 @@ def _difference(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase)
     for text in (*_PROBES, " x ".join(added), "x".join(added)):  # separate, and as parts of words
         if token_ids(first, text, special=True) != token_ids(second, text, special=True):
             return f"the ids of {text[:40]!r} are not the same"
-    return ""
+    return None
 
 
 def _id(value: int | None) -> str:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
-from lyapunov_prune.errors import LyapunovPruneError, in_short
+from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.models.encoders import Stack, has_two_stacks
 from lyapunov_prune.models.rebuilt import rebuilt
 from lyapunov_prune.models.structure import Structure, backbone_of, layers_in
@@ -41,13 +41,9 @@ class BothStacks(nn.Module):
         """Windows × tokens (int64) to the decoder's output, whose first entry is windows × (tokens / 2 + 1) × width."""
         first, second = self._halves(input_ids)
         read = self.encoder(input_ids=first)[0]
-        try:
+        what = f"{type(self.decoder).__name__} does not run on token ids and the encoder's output alone"
+        with reported(what, "not supported", TypeError):
             return self.decoder(input_ids=second, encoder_hidden_states=read, use_cache=use_cache)
-        except TypeError as error:
-            raise LyapunovPruneError(
-                f"{type(self.decoder).__name__} does not run on token ids and the encoder's output alone "
-                f"({in_short(error, 100)}); not supported"
-            ) from None
 
 
 def halves(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

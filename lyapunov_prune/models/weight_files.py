@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, reported
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
 _OF_A_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
@@ -67,10 +67,8 @@ def _inside(folder: Path, name: Any, suffix: str = ".safetensors") -> Path:
 
 
 def _indexed(index: Path) -> list[Any]:
-    try:
+    what = f"{index} is not an index of weights and may be truncated or corrupt"
+    failures = OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+    with reported(what, "fetch it again", *failures):
         where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return sorted({*where.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LyapunovPruneError(
-            f"{index} is not an index of weights and may be truncated or corrupt ({error}); fetch it again"
-        ) from None

@@ -97,14 +97,16 @@ def find_width(decoder: Decoder) -> Width:
 @torch.no_grad()
 def _width(decoder: Decoder, units: Units) -> Width:
     every = [unit for here in units for unit in here]
-    if not every:
-        raise LyapunovPruneError(
-            f"no layer of {type(decoder.structure.backbone).__name__} has matrices into and out of a feed-forward "
-            f"block by names that are known (state spaces have none); {REMEDY}"
-        )
-    first = next((unit for unit in every if unit.out.expert is not None), every[0])
-    half = first.width // 2
-    setting, after = _find_setting(decoder, first, half)
+    first = next((unit for unit in every if unit.out.expert is not None), next(iter(every), None))
+    half = first.width // 2 if first else 0
+    found = _find_setting(decoder, first, half) if first else None
+    if first is None or found is None:
+        why = "has matrices into and out of a feed-forward block by names that are known (state spaces have none)"
+        if first is not None:
+            where = first.out.name.partition(":")[0]
+            why = f"counts the {first.width} hidden channels before {where} by a setting of the config"
+        raise LyapunovPruneError(f"no layer of {type(decoder.structure.backbone).__name__} {why}; {REMEDY}")
+    setting, after = found
     left = {unit: unit.out.weight(after).shape[1] for unit in every}
     loses = [unit for unit in every if left[unit] != unit.width]
     before = _built(decoder, None, 0)
@@ -149,8 +151,8 @@ def narrow(decoder: Decoder, width: Width, kept: Kept) -> None:
             width.setting.put(each, left)
 
 
-def _find_setting(decoder: Decoder, unit: Unit, half: int) -> tuple[Setting, PreTrainedModel]:
-    """The setting that gives `unit` its width, and a model, on the meta device, in which the width is `half`."""
+def _find_setting(decoder: Decoder, unit: Unit, half: int) -> tuple[Setting, PreTrainedModel] | None:
+    """The setting that gives `unit` its width, if one does, and a model, on meta, in which the width is `half`."""
     config = decoder.structure.config
     others = {name: value for name, value in _AUTOMATIC.items() if getattr(config, name, value) != value}
     for name in SETTINGS:
@@ -167,10 +169,7 @@ def _find_setting(decoder: Decoder, unit: Unit, half: int) -> tuple[Setting, Pre
         after = _built(decoder, setting, half) if times * half % 1 == 0 else None
         if after is not None and unit.out.weight(after).shape[1] == half:
             return setting, after
-    raise LyapunovPruneError(
-        f"no setting in the config of {decoder.structure.model_type} counts the {unit.width} hidden channels before "
-        f"{unit.out.name.partition(':')[0]}: its class computes their number from others; {REMEDY}"
-    )
+    return None
 
 
 def _built(decoder: Decoder, setting: Setting | None, width: int) -> PreTrainedModel:
@@ -185,8 +184,8 @@ def _built(decoder: Decoder, setting: Setting | None, width: int) -> PreTrainedM
     return built
 
 
-def _shared(model: PreTrainedModel, units: Sequence[Unit]) -> str:
-    """Which layers share a unit's matrices, whose channels would leave all of them; empty if none does."""
+def _shared(model: PreTrainedModel, units: Sequence[Unit]) -> str | None:
+    """Which layers share a unit's matrices, whose channels would leave all of them; None if none does."""
     owners: dict[Any, Unit] = {}
     for unit in units:
         stored = unit.out.stored(model)
@@ -197,14 +196,16 @@ def _shared(model: PreTrainedModel, units: Sequence[Unit]) -> str:
                 f"layers {owner.layer} and {unit.layer} share {unit.out.name}, and its channels are ranked and its "
                 "columns refitted by what one layer does with them"
             )
-    return ""
+    return None
 
 
-def _also_changed(before: PreTrainedModel, after: PreTrainedModel, setting: Setting, units: Sequence[Unit]) -> str:
-    """Which parameter besides those of `units` changes its size with `setting`; empty if none does."""
+def _also_changed(
+    before: PreTrainedModel, after: PreTrainedModel, setting: Setting, units: Sequence[Unit]
+) -> str | None:
+    """Which parameter besides those of `units` changes its size with `setting`; None if none does."""
     none = torch.zeros(0, dtype=torch.long)
     own = {f"{e.module}.{e.key}" for unit in units for e, _ in unit.indices(none, before)}
     for name, parameter in before.named_parameters():
         if parameter.shape != after.get_parameter(name).shape and name not in own:
             return f"{setting.name} gives {name} its size too, which is no matrix into or out of the channels"
-    return ""
+    return None

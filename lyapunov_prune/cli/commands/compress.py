@@ -73,7 +73,7 @@ def compress(
     from lyapunov_prune.export.format import Asked, Finished
     from lyapunov_prune.export.streamed import compress_on_disk
     from lyapunov_prune.models.left_out import require_whole
-    from lyapunov_prune.models.plain import require_unquantised
+    from lyapunov_prune.models.plain import require_weights
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
@@ -92,7 +92,7 @@ def compress(
     stored.require_method(asked)
     loaded, batch = load_inputs(model, source, text) if reads else (source.load(model), None)
     batch_size = windows_at_once(loaded, text.context)
-    require_unquantised(loaded.model)  # before anything is measured
+    require_weights(loaded.model, "unquantised")  # before anything is measured
     require_whole(loaded.model)
     stored.require_model(loaded.model, asked)
     profile = profile_for(schedule, loaded, batch, batch_size) if batch is not None else None

@@ -86,17 +86,17 @@ def prune(
         _prune_in_memory(model, removal, by, source, text, stack, format, output, given)
 
 
-def _why_files(model: str, source: ModelOptions, format: str) -> tuple[str, str]:
-    """Why the files are pruned instead of a model in memory, and how they are quantised; both may be empty."""
+def _why_files(model: str, source: ModelOptions, format: str) -> tuple[str | None, str | None]:
+    """Why the files are pruned instead of a model in memory, and how they are quantised; both may be None."""
     from lyapunov_prune.export.copied import too_large
     from lyapunov_prune.export.quantised_copy import quantised
     from lyapunov_prune.models.device import resolve_device
 
-    packed = quantised(model) if format == "plain" else ""
+    packed = quantised(model) if format == "plain" else None
     if source.disk:
         return f"--device {DISK}", packed
     if source.spread:
-        return "", packed
+        return None, packed
     return packed or too_large(model, resolve_device(source.device)), packed
 
 
@@ -145,7 +145,7 @@ def _prune_in_memory(
     from lyapunov_prune.forward.own_text import SELF
     from lyapunov_prune.models.kinds import find_kinds
     from lyapunov_prune.models.left_out import require_whole
-    from lyapunov_prune.models.plain import require_unquantised
+    from lyapunov_prune.models.plain import require_weights
     from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
 
     mend = removal.mend
@@ -153,7 +153,7 @@ def _prune_in_memory(
         text = replace(text, text=SELF)
     given_plan = None if removal.plan_file is None else read_plan(removal.plan_file)
     loaded, batch = load_inputs(model, source, text, stack=stack, plan=given_plan)
-    require_unquantised(loaded.model)  # before anything is measured
+    require_weights(loaded.model, "unquantised")  # before anything is measured
     require_whole(loaded.model)
     period = find_kinds(loaded.structure).require_period() if removal.keep_period else 1
     narrower = "width" in by.what or (isinstance(given_plan, PruningPlan) and bool(given_plan.channels))
