@@ -7,7 +7,7 @@ from typing import Any
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.schedule import Cost, Score
 from lyapunov_prune.allocation.table import SCHEDULES
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.held import held
@@ -46,9 +46,13 @@ def allocate(
     given = (
         None if made.needs is None else {"batch": batch, "profile": profile, "score": score, "cost": cost}[made.needs]
     )
-    if made.needs is not None and given is None:
-        raise LyapunovPruneError(f"schedule {schedule} needs {REMEDIES[made.needs]}")
-    if made.unit == "sparsity" and not 0 <= budget < 1:
-        raise LyapunovPruneError(f"a sparsity of {budget:g} is not a share; give 0 or more and less than 1")
+    wrong = {
+        f"needs {REMEDIES.get(made.needs or '', '')}": made.needs is not None and given is None,
+        f"takes a sparsity of 0 or more and less than 1, not {budget:g}; give that": (
+            made.unit == "sparsity" and not 0 <= budget < 1
+        ),
+    }
+    if why := first_of(wrong):
+        raise LyapunovPruneError(f"schedule {schedule} {why}")
     with held(model.model):  # a lock: another thread may have swapped weights in
         return made.allocate(model.model, budget, given)

@@ -18,6 +18,7 @@ from lyapunov_prune.linalg import token_energy
 from lyapunov_prune.models.experts import Routing
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.progress import track
 
 
@@ -37,8 +38,7 @@ def token_weights(
     Raises LyapunovPruneError for a streamed model, and for gradients that are zero or not finite.
     """
     model = reading.model
-    if reading.decoder.stream is not None:
-        raise LyapunovPruneError("weights of tokens need a backward pass of the whole model; load the model whole")
+    require_not_streamed(model)  # a backward pass runs through all layers
     outputs: list[tuple[str, torch.Tensor, bool]] = []
     found: dict[str, list[torch.Tensor]] = {}
 

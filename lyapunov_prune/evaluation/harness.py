@@ -16,6 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lyapunov_prune.data.batch import require_known
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.harness_tasks import SEED, quietly
 from lyapunov_prune.forward.continuations import Continuations
@@ -135,11 +136,7 @@ class ProjectModel(HFLM):
                 f"an item of {longest} tokens{words} does not fit the model's context of {self._context}; "
                 "leave it out, or give fewer examples (--few-shot)"
             )
-        if max(map(max, rows)) >= self._vocabulary:
-            raise LyapunovPruneError(
-                f"token id {max(map(max, rows))} is outside the model's vocabulary of {self._vocabulary}; "
-                "use the model's own tokenizer"
-            )
+        require_known(min(map(min, rows)), max(map(max, rows)), self._vocabulary)
 
 
 @in_eval_mode

@@ -15,7 +15,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 
 from lyapunov_prune.data.tasks import TaskFile
-from lyapunov_prune.errors import LyapunovPruneError, first_line
+from lyapunov_prune.errors import LyapunovPruneError, reported
 
 # Seed for the few-shot examples of the harness.
 SEED = 1234
@@ -99,14 +99,9 @@ def hub_tasks(names: Sequence[str], few_shot: int | None) -> dict[str, Configura
         raise LyapunovPruneError(
             f"{unknown[0]} is neither a .jsonl file nor a task of lm-evaluation-harness; `lm-eval ls tasks` lists those"
         )
-    try:
-        with quietly():
-            tasks = manager.load(list(names))["tasks"]
-    except Exception as error:  # datasets raises many classes of errors
-        raise LyapunovPruneError(
-            f"cannot load {', '.join(names)} from the hub: {first_line(error)}; check the network, or give "
-            ".jsonl files of items"
-        ) from None
+    remedy = "check the network, or give .jsonl files of items"
+    with reported(f"cannot load {', '.join(names)} from the hub", remedy, Exception), quietly():
+        tasks = manager.load(list(names))["tasks"]
     for task in tasks.values():
         if few_shot is not None:
             task.set_config(key="num_fewshot", value=few_shot)

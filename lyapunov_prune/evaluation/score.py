@@ -112,14 +112,11 @@ def paired_error(a: ItemScores, b: ItemScores) -> float:
 
     Raises LyapunovPruneError for scores of different items, and for a single item.
     """
-    if a.measured_on.text_hash != b.measured_on.text_hash:
+    if a.measured_on.text_hash != b.measured_on.text_hash or len(a.items) < 2:
         raise LyapunovPruneError(
-            f"scores of {a.measured_on.text} ({a.measured_on.split}) and {b.measured_on.text} ({b.measured_on.split}) "
-            "are of other items and cannot be paired; score both models on the same items"
+            f"{len(a.items)} scores of {a.measured_on.text} ({a.measured_on.split}) and {len(b.items)} of "
+            f"{b.measured_on.text} ({b.measured_on.split}) are not two or more pairs; score both models on one set"
         )
-    differences = a.items - b.items
-    if len(differences) < 2:
-        raise LyapunovPruneError("a standard error needs two items or more; score more items")
     from scipy import stats  # imported late: pruning files alone scores nothing
 
-    return float(stats.sem(differences))
+    return float(stats.sem(a.items - b.items))

@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Count, checked
+from lyapunov_prune.arguments import SOME, Count, checked
 from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import carried_on, random_images
@@ -103,7 +104,9 @@ class Speed(Result):
 
 @checked
 @torch.no_grad()
-def measure_speed(models: Mapping[str, Model], *, prompt: Count = 256, steps: Count = 16, repeats: Count = 5) -> Speed:
+def measure_speed(
+    models: Annotated[Mapping[str, Model], SOME], *, prompt: Count = 256, steps: Count = 16, repeats: Count = 5
+) -> Speed:
     """Time a prefill of `prompt` tokens and `steps` cached decoding steps of every model at batch 1.
 
     For image classifiers: one forward of `prompt` images; `steps` is ignored.
@@ -116,8 +119,6 @@ def measure_speed(models: Mapping[str, Model], *, prompt: Count = 256, steps: Co
     a streamed model, and for zero models, prompt, steps or repeats.
     """
     given = {name: model_of(model) for name, model in models.items()}
-    if not models:
-        raise LyapunovPruneError("no models to time; give one or more")
     for model in given.values():
         require_not_streamed(model)  # this would time the disk
     first = next(iter(given.values()))

@@ -14,12 +14,12 @@ import numpy as np
 from scipy import stats
 from transformers import PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import Count, Range, checked
+from lyapunov_prune.arguments import SOME, Count, Range, checked
 from lyapunov_prune.data.batch import rows_measured_on
 from lyapunov_prune.data.tasks import read_task
 from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.data.unseen import require_unseen_items, strings_of
-from lyapunov_prune.errors import LyapunovPruneError, require_extra
+from lyapunov_prune.errors import LyapunovPruneError, first_of, require_extra
 from lyapunov_prune.evaluation.judging import POWER
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.evaluation.task_scores import COLLAPSED, LENGTH, REPEATED, ScoredTask, TaskScore, TaskScores
@@ -47,7 +47,9 @@ class Task:
 
 
 @checked
-def load_tasks(names: Sequence[str | Path], *, few_shot: Annotated[int, Range(0)] | None = None) -> tuple[Task, ...]:
+def load_tasks(
+    names: Annotated[Sequence[str | Path], SOME], *, few_shot: Annotated[int, Range(0)] | None = None
+) -> tuple[Task, ...]:
     """Load tasks from `.jsonl` files, and from the hub by their names in lm-evaluation-harness (extra `tasks`).
 
     A file of `{"query", "choices", "gold"}` lines is multiple choice: a choice follows its query after one space, or
@@ -71,10 +73,8 @@ def load_tasks(names: Sequence[str | Path], *, few_shot: Annotated[int, Range(0)
         tasks += [Task(name, "lm-evaluation-harness", None, task) for name, task in loaded.items()]
     known = [task.name for task in tasks]
     twice = next((name for name in known if known.count(name) > 1), None)
-    if twice is not None or not tasks:
-        raise LyapunovPruneError(
-            f"two tasks are called {twice}; rename a file" if twice is not None else "no tasks are given; name some"
-        )
+    if twice is not None:
+        raise LyapunovPruneError(f"two tasks are called {twice}; rename a file")
     return tuple(tasks)
 
 
@@ -88,16 +88,17 @@ def halves(source: str) -> tuple[Task, Task]:
     """
     tasks = load_tasks([source])
     task = tasks[0]
-    if len(tasks) > 1:
-        raise LyapunovPruneError(f"{source} is a group of {len(tasks)} tasks; give one of them, as {task.name}")
     from lyapunov_prune.evaluation.harness_tasks import every_second
 
     items = len(task.harness.eval_docs)
-    if items < 2 * POWER:
-        raise LyapunovPruneError(f"{source} has {items} items; give {2 * POWER} or more, half of them choose")
     metric, higher = next(iter(task.harness.higher_is_better().items()))
-    if not higher:
-        raise LyapunovPruneError(f"{source} is scored by {metric}, better when it is lower; give a task with a score")
+    wrong = {
+        f"is a group of {len(tasks)} tasks; give one of them, as {task.name}": len(tasks) > 1,
+        f"has {items} items; give {2 * POWER} or more, half of them choose": items < 2 * POWER,
+        f"is scored by {metric}, better when it is lower; give a task with a score": not higher,
+    }
+    if why := first_of(wrong):
+        raise LyapunovPruneError(f"{source} {why}")
     choose, held_out = (
         replace(task, source=f"{task.source}, {part}", sha256=None, harness=every_second(task.harness, first))
         for first, part in enumerate(("choose", "held out"))

@@ -141,16 +141,12 @@ def kept_layers(compressed: Reading, total: int) -> tuple[int, ...]:
         return tuple(range(total))
     name = compressed.model.config._name_or_path
     provenance = made_by(name)
-    if provenance is None:
-        raise LyapunovPruneError(
-            f"the compressed model has {own} layers and the dense one {total}, and no provenance says which are left; "
-            "give the folder or file that prune wrote, or in Python kept=[…]"
-        )
-    if provenance.plan.model.num_layers != total:
-        raise LyapunovPruneError(
-            f"{name} was made from {provenance.source!r}, a model of {provenance.plan.model.num_layers} layers, and "
-            f"the dense one has {total}; give that one as the dense model"
-        )
+    if provenance is None or provenance.plan.model.num_layers != total:
+        why = "no provenance says which are left; give the folder or file that prune wrote, or in Python kept=[…]"
+        if provenance is not None:
+            of = provenance.plan.model.num_layers
+            why = f"it was made from {provenance.source!r} of {of} layers; give that one as the dense model"
+        raise LyapunovPruneError(f"{name} has {own} layers and the dense model {total}, and {why}")
     return provenance.kept_to_original
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import reported
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.layers import in_one_forward
 from lyapunov_prune.forward.reading import Reading
@@ -37,13 +37,9 @@ def room_for(number: int, like: torch.Tensor, folder: Path | None) -> torch.Tens
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     folder = Path(tempfile.gettempdir()) if folder is None else folder
     require_disk(folder, needed, "the states of all layers, for which memory is short,")
-    try:
+    with reported(f"the states of all layers need {needed:,} bytes in {folder}", "free some, lower --tokens"):
         folder.mkdir(parents=True, exist_ok=True)
         return numbers_on_disk(needed // like.itemsize, like.dtype, folder).view(shape)
-    except OSError as error:
-        raise LyapunovPruneError(
-            f"the states of all layers need {needed:,} bytes in {folder}: {error.strerror}; free some, lower --tokens"
-        ) from None
 
 
 class KeptStates(dict[int, torch.Tensor]):

@@ -11,7 +11,7 @@ from scipy import stats
 
 from lyapunov_prune.arguments import Count, Range, Seed, checked
 from lyapunov_prune.bounds.choice import argmax_of_noise_lt_half_gap
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.joint.map import JointMap, coefficients, design, first_of_least, left_two_out
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.frames import pd
@@ -214,29 +214,25 @@ def within_budget(
     most: tuple[int, int],
 ) -> np.ndarray:
     """The pairs within the budget, (m, 2), ordered by attentions and then by activations removed."""
-    if not all(0 <= limit <= layers for limit in most):
-        raise LyapunovPruneError(f"at most {most[0]} attentions and {most[1]} activations; give 0 to {layers} each")
+    known = [list(row) for row in ([] if seconds is None else seconds) if len(row) == layers + 1]
+    time = np.array(known, np.float64).reshape(-1, layers + 1)[: most[0] + 1, : most[1] + 1]
+    timed = len(known) == layers + 1 and time.size > 0 and 0 < time[0, 0] < np.inf and not (time <= 0).any()
+    gained = time[0, 0] / time if timed else np.ones(1)
+    wrong = {
+        f"at most {most[0]} attentions and {most[1]} activations; give 0 to {layers} each": (
+            not all(0 <= limit <= layers for limit in most)
+        ),
+        "give one budget: how many to remove, or a speed-up": (remove is None) == (speedup is None),
+        f"{remove} to remove; give 1 to {sum(most)}: {most[0]} attentions and {most[1]} activations can go": (
+            remove is not None and not 1 <= remove <= sum(most)
+        ),
+        f"a speed-up needs seconds above 0 of {layers + 1} × {layers + 1} pairs, that of the dense model, at [0, 0], "
+        "known; give seconds": speedup is not None and not timed,
+        f"a speed-up of {speedup} is out of reach; the largest is {np.nanmax(gained):.3g}": (
+            speedup is not None and speedup > np.nanmax(gained)
+        ),
+    }
+    if why := first_of(wrong):
+        raise LyapunovPruneError(why)
     n_a, n_g = np.indices((most[0] + 1, most[1] + 1))
-    if remove is not None and speedup is None:
-        if not 1 <= remove <= sum(most):
-            raise LyapunovPruneError(
-                f"{remove} to remove; give 1 to {sum(most)}: {most[0]} attentions and {most[1]} activations can go"
-            )
-        meets = n_a + n_g == remove
-    elif speedup is not None and remove is None:
-        known = [list(row) for row in ([] if seconds is None else seconds) if len(row) == layers + 1]
-        time = np.array(known, np.float64).reshape(-1, layers + 1)[: most[0] + 1, : most[1] + 1]
-        if len(known) != layers + 1 or not 0 < time[0, 0] < np.inf or (time <= 0).any():
-            raise LyapunovPruneError(
-                f"a speed-up needs seconds above 0 of {layers + 1} × {layers + 1} pairs, that of the dense model, at "
-                "[0, 0], known; give seconds"
-            )
-        gained = time[0, 0] / time
-        if speedup > np.nanmax(gained):
-            raise LyapunovPruneError(
-                f"a speed-up of {speedup:g} is out of reach; the largest is {np.nanmax(gained):.3g}"
-            )
-        meets = gained >= speedup
-    else:
-        raise LyapunovPruneError("give one budget: how many to remove, or a speed-up")
-    return np.argwhere(meets)
+    return np.argwhere(n_a + n_g == remove if speedup is None else gained >= speedup)

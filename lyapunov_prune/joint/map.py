@@ -205,8 +205,8 @@ def _losses(basis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([i, j], axis=-1), (middle - half <= _LOST).astype(int) + (middle + half <= _LOST)
 
 
-def _poverty(removed: np.ndarray, degree: int) -> str:
-    """Why this degree cannot be cross-validated by leaving out two points; empty if it can."""
+def _poverty(removed: np.ndarray, degree: int) -> str | None:
+    """Why this degree cannot be cross-validated by leaving out two points; None if it can."""
     count, n = len(terms(degree)), len(removed)
     if n < count + 2:
         return f"{count} coefficients and two points to leave out need {count + 2} points, not {n}"
@@ -216,7 +216,7 @@ def _poverty(removed: np.ndarray, degree: int) -> str:
         return f"all {n} points determine {rank} of {count} coefficients"
     pairs, lost = _losses(factor.basis)
     if not lost.any():
-        return ""
+        return None
     out = " and ".join(map(_named, removed[pairs[lost.argmax()]]))
     others = f", the first of {(lost > 0).sum()} such pairs," if (lost > 0).sum() > 1 else ""
     return f"without {out}{others} the rest determine {count - lost.max()} of {count} coefficients"

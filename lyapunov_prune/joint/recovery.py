@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.examples import Examples
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import named
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.heal import LOW_RANK_RATE, RATE
 from lyapunov_prune.healing.rounds import schedule
@@ -94,10 +94,8 @@ def train(
             run.go_on_from(tensors.items())
         for step in track(range(run.step, steps), f"recovery of {lesson.name}"):
             items = lesson.items[step * recipe.batch : (step + 1) * recipe.batch]
-            try:
+            with named(lesson.name):
                 run.take_step(stacked(examples, items), recipe.rate * schedule(step, steps))
-            except LyapunovPruneError as error:
-                raise LyapunovPruneError(f"{lesson.name}: {error.message}") from None
             if watch is not None:
                 watch(run.step)
             if run.step < steps and state.is_due():

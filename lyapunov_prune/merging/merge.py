@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import nn
 
-from lyapunov_prune.arguments import Count
+from lyapunov_prune.arguments import SOME, Count
 from lyapunov_prune.calibration.blocks import sum_blocks
 from lyapunov_prune.data.examples import as_examples, model_inputs
 from lyapunov_prune.data.images import ImageBatch
@@ -50,7 +51,12 @@ class Merged:
 @takes_model
 @in_eval_mode
 def merge_layers(
-    model: InMemoryAny, batch: Readable | ImageBatch, layers: Sequence[int], reduction: str, *, batch_size: Count = 1
+    model: InMemoryAny,
+    batch: Readable | ImageBatch,
+    layers: Annotated[Sequence[int], SOME],
+    reduction: str,
+    *,
+    batch_size: Count = 1,
 ) -> tuple[Merged, ...]:
     """Merge the feed-forward blocks of these layers of a model, which is not changed, see `merge_blocks`.
 
@@ -60,8 +66,7 @@ def merge_layers(
     """
     structure, examples = model.structure, as_examples(model, batch.batch if isinstance(batch, Reading) else batch)
     inputs = model_inputs(model.model, examples, batch_size)
-    if not each_once("layers to merge", layers, structure.num_layers):
-        raise LyapunovPruneError("no layers to merge; name one or more")
+    each_once("layers to merge", layers, structure.num_layers)
     blocks = [find_feedforward(structure, i) for i in layers]
     last = structure.layers[max(layers)]
 

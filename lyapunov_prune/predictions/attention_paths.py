@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from lyapunov_prune.arguments import Count
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT
@@ -162,12 +162,13 @@ def _attended(reading: Reading, text: torch.Tensor, steps: int) -> list[tuple[in
     with _recorded(model, steps) as seen:
         watched = final_state(structure, ids)
     require_finite(structure, ids, "a decoded text", own)
-    if not seen:
-        raise LyapunovPruneError(
-            f"{type(model).__name__} does not use transformers' attention interface, so its weights cannot be read"
-        )
-    if not bool(((watched - own).norm(dim=-1) <= CACHE_LIMIT[model.dtype] * own.norm(dim=-1)).all()):
-        raise LyapunovPruneError(f"{type(model).__name__} gives another output with its eager attention")
+    same = bool(((watched - own).norm(dim=-1) <= CACHE_LIMIT[model.dtype] * own.norm(dim=-1)).all())
+    wrong = {
+        "does not use transformers' attention interface, so its weights cannot be read": not seen,
+        "gives another output with its eager attention": not same,
+    }
+    if why := first_of(wrong):
+        raise LyapunovPruneError(f"{type(model).__name__} {why}; give another family")
     return seen
 
 

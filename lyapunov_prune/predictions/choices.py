@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lyapunov_prune.arguments import SOME, Count
 from lyapunov_prune.bounds.decision import argmax_unchanged_of_row_difference, argmax_unchanged_of_state_error
 from lyapunov_prune.data.batch import checked_batch, rows_measured_on
 from lyapunov_prune.data.choices import ChoiceItem, tokenize
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.data.unseen import require_unseen_items
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import Scorer
@@ -36,8 +36,6 @@ def fitting(
 ) -> list[tuple[torch.Tensor, list[int], int]]:
     """Tokenize the first `limit` items. Raises LyapunovPruneError like `compare_choices`, before any forward."""
     items = items[:limit]
-    if not items or (limit is not None and limit < 1):
-        raise LyapunovPruneError("no items to score; give one or more")
     for model in models:
         strings = [(item.query, *item.choices, item.stem + item.choices[item.gold]) for item in items]
         require_unseen_items(model, tokenizer, strings, "the file")
@@ -53,10 +51,10 @@ def fitting(
 def compare_choices(
     dense: InMemory,
     compressed: InMemory,
-    items: Sequence[ChoiceItem],
+    items: Annotated[Sequence[ChoiceItem], SOME],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    limit: int | None = None,
+    limit: Count | None = None,
 ) -> ChoiceComparison:
     """Score the choices of the first `limit` items (default: all) with both models, see ChoiceComparison.
 

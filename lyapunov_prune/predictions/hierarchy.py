@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Count, Positive
+from lyapunov_prune.arguments import SOME, Count, Positive
 from lyapunov_prune.bounds.probability import kl_softmax_le_range, kl_softmax_le_variance, variance_bound
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.changes import WHAT, What, compact_layers, compressed_layers, dropped_layers
@@ -43,7 +43,7 @@ def probe_layers(
     *,
     change: Literal["dropped"] | PreTrainedModel = "dropped",
     steps: Count = 32,
-    what: Sequence[What] = WHAT,
+    what: Annotated[Sequence[What], SOME] = WHAT,
     temperature: Positive = 1.0,
     read_at: ReadAt = "layer",
     final_norm: bool = True,
@@ -68,8 +68,6 @@ def probe_layers(
     are not a function of its final state, a compressed model that differs in more than matrices, and `read_at="branch"`
     for layers whose sublayers run in parallel.
     """
-    if not what:
-        raise LyapunovPruneError(f"what is empty; give some of {', '.join(WHAT)}")
     reading = read(model, prompts, steps - 1)
     batch, structure, windows = reading.batch, reading.structure, reading.windows(batch_size)
     written = greedy_text(reading, windows, steps, written)

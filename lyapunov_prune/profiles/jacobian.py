@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lyapunov_prune.arguments import Count, Range, Seed
-from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.errors import NonFiniteError, reported
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.forward.hooks import layer_input, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
@@ -124,18 +124,13 @@ def sublayer_jacobians(
                 raise NonFiniteError(index + 1, text)
             rows.append([*row, *[np.nan] * (6 - len(row))])
 
-        try:
-            with (
-                eager_experts(structure.backbone),
-                hooked(before=[(layer, measure) for layer in structure.layers]),
-            ):
-                run_backbone(structure, ids)
-        except NotImplementedError as error:
-            raise LyapunovPruneError(
-                f"{type(reading.model).__name__} has an operation without a forward-mode derivative "
-                f"({str(error).splitlines()[0]}); "
-                "load it with attn_implementation eager, or give a model without it"
-            ) from None
+        what = f"{type(reading.model).__name__} has an operation without a forward-mode derivative"
+        with (
+            reported(what, "load it with attn_implementation eager, or give a model without it", NotImplementedError),
+            eager_experts(structure.backbone),
+            hooked(before=[(layer, measure) for layer in structure.layers]),
+        ):
+            run_backbone(structure, ids)
         windows.append(np.array(rows))
     values = np.stack(windows)  # (windows, L, 6)
     highest, mean = values.max(0), values.mean(0)

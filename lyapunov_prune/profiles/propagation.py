@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError, reported
 from lyapunov_prune.forward.hooks import Inject, Visit, layer_input, residual_stream, run_backbone
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.hooked import hooked
@@ -263,11 +263,6 @@ def _run_dual(
         assert tangent is not None, "the tangent was lost"
         visit(layer, primal, tangent)
 
-    try:
-        with forward_ad.dual_level():
-            _run(structure, ids, unpacked, inject)
-    except NotImplementedError as error:
-        raise LyapunovPruneError(
-            f"{type(structure.backbone).__name__} has an operation without a forward-mode derivative "
-            f"({str(error).splitlines()[0]}); use method difference"
-        ) from None
+    what = f"{type(structure.backbone).__name__} has an operation without a forward-mode derivative"
+    with reported(what, "use method difference", NotImplementedError), forward_ad.dual_level():
+        _run(structure, ids, unpacked, inject)

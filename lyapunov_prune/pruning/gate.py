@@ -25,7 +25,7 @@ from lyapunov_prune.checkpoints.tensor_files import read_header
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.data.images import ImageBatch
-from lyapunov_prune.errors import CheckFailed, in_short
+from lyapunov_prune.errors import in_short
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import CACHE_LIMIT, SAME_LIMIT, cached_logits, deviation, last_logits
 from lyapunov_prune.models.classifiers import looks_at_images
@@ -62,8 +62,8 @@ class GateReport(Result):
 
     def require_passed(self, what: str = "the pruned model", remedy: str = "remove other layers") -> None:
         """Raise CheckFailed, which says that `what` was not written, with the first check that failed, if one did."""
-        if not self.passed:
-            raise CheckFailed(f"nothing written: {what} fails the gate, {self.failure()}; {remedy}")
+        for check in self.checks:
+            check.require_passed(f"{what} fails the gate, {check.name}", remedy)
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame(

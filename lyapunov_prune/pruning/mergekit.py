@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lyapunov_prune.errors import LyapunovPruneError, first_line, printable
+from lyapunov_prune.errors import LyapunovPruneError, printable, reported
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.files import require_file
 from lyapunov_prune.results.result import ModelIdentity
@@ -67,13 +67,10 @@ def read_plan(path: Path) -> PruningPlan | MergekitSlices:
 
 
 def _content(path: Path) -> Any:
-    try:
+    failures = OSError, yaml.YAMLError, ValueError, RecursionError
+    with reported(f"cannot read {path} as YAML", "give a plan.json or a mergekit file of slices", *failures):
         require_file(path)
         return yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise LyapunovPruneError(f"cannot read {path}: {error.strerror}; give a plan.json or a mergekit file") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise LyapunovPruneError(f"{path} is not YAML ({first_line(error)}); give a mergekit file of slices") from None
 
 
 def _faults(content: Any) -> Iterator[str]:

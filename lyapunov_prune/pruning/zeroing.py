@@ -32,18 +32,17 @@ def zero_sublayers(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int,
         return
     for index, kind, branch in named_branches(decoder, attention, mlp):
         needed = zero_outputs(branch)
+        why = next(filter(None, (_shared(decoder.model, parameter) for parameter in needed or ())), None)
         if needed is None:
-            raise LyapunovPruneError(
-                f"the {kind} of layer {index} ends in a {type(branch.exit).__name__} that adds a bias or the residual "
-                "stream, which zeroing the output projection does not remove; remove the whole layer"
+            why = (
+                f"a {type(branch.exit).__name__} that adds a bias or the residual stream, which zeroing the output "
+                "projection does not remove"
             )
-        for parameter in needed:
-            _require_alone(decoder.model, parameter, index, kind)
+        if why:
+            raise LyapunovPruneError(f"the {kind} of layer {index} ends in {why}; remove the whole layer")
 
 
-def _require_alone(model: PreTrainedModel, parameter: nn.Parameter, index: int, kind: str) -> None:
+def _shared(model: PreTrainedModel, parameter: nn.Parameter) -> str | None:
+    """The first two names of a parameter, if it has several."""
     users = [name for name, p in model.named_parameters(remove_duplicate=False) if p.data_ptr() == parameter.data_ptr()]
-    if len(users) > 1:
-        raise LyapunovPruneError(
-            f"the {kind} of layer {index} ends in {users[0]}, which is also {users[1]}; remove the whole layer"
-        )
+    return f"{users[0]}, which is also {users[1]}" if len(users) > 1 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from lyapunov_prune.errors import LyapunovPruneError, first_line
+from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -161,15 +161,9 @@ def _gate(name: str, provenance: Provenance) -> Shown:
     return _shown("Removal gate", made, {}, provenance.gate)
 
 
-@contextmanager
-def _showing(path: Path) -> Iterator[None]:
+def _showing(path: Path) -> AbstractContextManager[None]:
     """Raises LyapunovPruneError where the parts of a result, each of its type, do not go together."""
-    try:
-        yield
-    except LyapunovPruneError:
-        raise
-    except Exception as error:  # of whatever the file holds
-        raise LyapunovPruneError(f"{path} cannot be shown ({first_line(error)}); make it again") from None
+    return reported(f"{path} cannot be shown", "make it again", Exception)
 
 
 def _shown(title: str, about: str, pictures: dict[str, str], result: Result, leads: bool = False) -> Shown:

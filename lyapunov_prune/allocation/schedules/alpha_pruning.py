@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
 from lyapunov_prune.arguments import Range
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, named
 from lyapunov_prune.lazy import np, torch
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.progress import track
@@ -82,10 +82,8 @@ def tail_exponents(model: PreTrainedModel, matrices: Matrices) -> np.ndarray:
         values = torch.linalg.svdvals(W).cpu().numpy()
         # Singular values below this are float64 rounding; their tail would describe noise.
         noise = values.max() * max(W.shape) * np.finfo(np.float64).eps
-        try:
+        with named(p.name):
             exponents[i] = hill(np.where(values > noise, values, 0) ** 2)
-        except LyapunovPruneError as error:
-            raise LyapunovPruneError(f"{p.name}: {error.message}") from None
         counts[i] = 1
     total = matrices.layer_sum(counts)
     if not total.all():
