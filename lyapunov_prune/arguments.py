@@ -48,7 +48,7 @@ class AtLeast(NamedTuple):
         return len(entries) >= self.number
 
     def words(self) -> str:
-        return f"{self.number} or more"
+        return f"({self.number} or more)"
 
 
 SOME = AtLeast(1)

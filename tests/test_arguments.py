@@ -56,6 +56,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("heal", {"teacher": None, "batch": _IDS}, "teacher is None"),
     ("compare_generation", {"compressed": "teacher", "prompts": _IDS, "steps": 1, "batch_size": 0}, "batch_size is 0"),
     ("compare_generation", {"compressed": "teacher", "prompts": _IDS, "steps": "8"}, "steps is '8'"),
+    ("probe_layers", {"prompts": _IDS, "what": ()}, "what is (); give several"),
     ("probe_layers", {"prompts": _IDS, "what": 3}, "what is 3"),
     ("probe_layers", {"prompts": _IDS, "what": "layer"}, "what is 'layer'"),
     ("probe_layers", {"prompts": _IDS, "temperature": "1"}, "temperature is '1'"),
@@ -163,7 +164,7 @@ def test_a_pattern_may_be_written_as_on_the_command_line(reader: PreTrainedModel
 
 
 def test_measurements_of_no_model_or_no_steps_are_refused(reader: PreTrainedModel) -> None:
-    assert "no models" in line_of(lambda: lp.measure_speed({}))
+    assert "models is a dict; give" in line_of(lambda: lp.measure_speed({}))
     assert "steps is 0" in line_of(lambda: lp.measure_speed({"a": reader}, steps=0))
     assert "models is [1]" in line_of(lambda: lp.measure_speed([1]))  # type: ignore[arg-type]
     listed: Any = [[1, 2]]

@@ -13,7 +13,7 @@ from helpers import Done
 
 import lyapunov_prune as lp
 from lyapunov_prune.cli.app import app
-from lyapunov_prune.errors import LyapunovPruneError, did_you_mean, in_python
+from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError, did_you_mean, first_of, in_python, named, reported
 
 PACKAGE = Path(lp.__file__).parent
 
@@ -83,3 +83,40 @@ def test_python_and_the_command_line_each_hear_their_own_words(
 def test_the_nearest_name_is_offered() -> None:
     assert did_you_mean("smolm2", ["SmolLM2", "gpt2"]) == " (did you mean SmolLM2?)"
     assert did_you_mean("zebra", ["SmolLM2", "gpt2"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("raised", "kinds", "told"),
+    [
+        (OSError(2, "No such file"), (), "it failed: No such file; try again"),
+        (
+            UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
+            (ValueError,),
+            "it failed: byte 0 is not UTF-8; try again",
+        ),
+        (KeyError("images"), (OSError, KeyError), "it failed: KeyError: 'images'; try again"),
+        (ValueError("one\ntwo"), (Exception,), "it failed: one; try again"),
+    ],
+)
+def test_errors_of_libraries_are_reported(raised: Exception, kinds: tuple[type[BaseException], ...], told: str) -> None:
+    with pytest.raises(LyapunovPruneError) as found, reported("it failed", "try again", *kinds):
+        raise raised
+    assert str(found.value) == told
+    assert found.value.__cause__ is not None
+
+
+def test_other_errors_and_refusals_pass() -> None:
+    with pytest.raises(KeyError), reported("it failed", "try again"):
+        raise KeyError
+    with pytest.raises(NonFiniteError), reported("it failed", "try again", Exception):
+        raise NonFiniteError(0, "a text")
+
+
+def test_a_refusal_gets_the_name_of_what_was_at_work() -> None:
+    with pytest.raises(LyapunovPruneError, match=r"^layer 3: too long; cut it$"), named("layer 3"):
+        raise LyapunovPruneError("too long; cut it")
+
+
+def test_the_first_reason_that_holds() -> None:
+    assert first_of({"no": False, "yes": 1, "late": True}) == "yes"
+    assert first_of({"no": False}) is None

@@ -48,7 +48,7 @@ def allocate(
     )
     wrong = {
         f"needs {REMEDIES.get(made.needs or '', '')}": made.needs is not None and given is None,
-        f"takes a sparsity of 0 or more and less than 1, not {budget:g}; give that": (
+        f"takes no sparsity of {budget:g}; give 0 or more and less than 1": (
             made.unit == "sparsity" and not 0 <= budget < 1
         ),
     }

@@ -214,16 +214,20 @@ def require_amount(
     takes = {"sparsity": ("sparsity",), "rank": ("sparsity", "rank"), "bits": ("bits",)}[METHODS[method].unit]
     given = [name for name, x in (("sparsity", sparsity), ("rank", rank), ("bits", bits)) if x is not None]
     shares = ["sparsity", "rank", "bits"]
+    schedule = allocation.schedule if isinstance(allocation, Allocation) else allocation
     if isinstance(allocation, Allocation):
         given, shares = [*given, allocation.unit], [allocation.unit]
-    elif allocation != "uniform":
-        shares = [SCHEDULES[allocation].unit]  # raises for an unknown one
+    elif allocation != "uniform" and allocation in SCHEDULES:
+        shares = [SCHEDULES[allocation].unit]
     got = ", ".join(given) or "nothing"
     wrong = {
         f"method {method} takes {' or '.join(takes)}, and nothing beside it; got {got}": (
             len(given) != 1 or given[0] not in takes
         ),
-        f"allocation {allocation} does not share out {got}; give uniform": given[0:1] != [] and given[0] not in shares,
+        f"unknown allocation {schedule!r}; give one of {', '.join(SCHEDULES)}, or a file": (
+            schedule == allocation and schedule not in SCHEDULES
+        ),
+        f"allocation {schedule} does not share out {got}; give uniform": got not in shares,
     }
     if why := first_of(wrong):
         raise LyapunovPruneError(why)

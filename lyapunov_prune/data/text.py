@@ -53,7 +53,8 @@ def load_text(
     source = str(source) if given is None else f"{len(given)} texts"
     windows = whole_windows(tokens, context)
     whole = _read(source, tokenizer) if given is None else Plain(source, "\n\n".join(given))
-    part = _split(source, whole, split)
+    blank = not whole.content.strip()
+    part = whole if blank else _split(source, whole, split)
     bos = begins_with_bos(tokenizer, bos)
     width = context - 1 if bos else context
     # About four characters per token are usual; ten leave room, without tokenising a whole corpus.
@@ -63,6 +64,7 @@ def load_text(
     flat = torch.tensor(ids[: windows * width], dtype=torch.int64)
     less = ", less what repeats the first half" if split == "evaluation" else ""
     wrong = {
+        "holds no text; give another": blank,
         f"has {len(ids)} tokens and {windows * width} are needed; lower --tokens or give a longer text": (
             len(flat) < windows * width
         ),

@@ -146,7 +146,7 @@ def kept_layers(compressed: Reading, total: int) -> tuple[int, ...]:
         if provenance is not None:
             of = provenance.plan.model.num_layers
             why = f"it was made from {provenance.source!r} of {of} layers; give that one as the dense model"
-        raise LyapunovPruneError(f"{name} has {own} layers and the dense model {total}, and {why}")
+        raise LyapunovPruneError(f"the compressed model has {own} layers and the dense one {total}, and {why}")
     return provenance.kept_to_original
 
 

@@ -228,7 +228,7 @@ def within_budget(
         ),
         f"a speed-up needs seconds above 0 of {layers + 1} × {layers + 1} pairs, that of the dense model, at [0, 0], "
         "known; give seconds": speedup is not None and not timed,
-        f"a speed-up of {speedup} is out of reach; the largest is {np.nanmax(gained):.3g}": (
+        f"a speed-up of {speedup or 0:g} is out of reach; the largest is {np.nanmax(gained):.3g}": (
             speedup is not None and speedup > np.nanmax(gained)
         ),
     }

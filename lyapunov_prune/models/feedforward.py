@@ -25,7 +25,8 @@ from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 
 _TOKENS = 8
-_ATTENTION = "its attention can be dropped (prune --what attention --format compact)"
+_OTHERS = "choose other layers"
+_ATTENTION = f"drop its attention (prune --what attention --format compact), or {_OTHERS}"
 
 # A matrix (output × input) and the bias added to its product.
 Affine = tuple[torch.Tensor, torch.Tensor | None]
@@ -108,7 +109,7 @@ def read_feedforward(layers: nn.ModuleList, index: int, model_type: str, config:
     """
     found = _read(layers, index, list(layer_projections(layers[index], index, "", model_type, config)))
     if isinstance(found, str):
-        raise LyapunovPruneError(f"{found}; choose other layers")
+        raise LyapunovPruneError(found)
     return found
 
 
@@ -162,7 +163,7 @@ def _matrices(
         missing = (
             f"{missing} a feed-forward block" if into or outs else "of a feed-forward block (state spaces have none)"
         )
-        return f"{where} has no matrix {missing} with a name that models/roles.py knows"
+        return f"{where} has no matrix {missing} with a known name; {_OTHERS}, or name it in models/roles.py"
     hidden, width = outs[0].weight(layer).shape[1], into[0].weight(layer).shape[1]
     shapes = [tuple(p.weight(layer).shape) for p in into]
     if len(outs) == 1 and shapes == [(2 * hidden, width)]:  # gate and up in one; which half is which, a run shows
@@ -178,7 +179,7 @@ def _matrices(
 
 
 def _unknown(where: str, what: str) -> str:
-    return f"{where} has a feed-forward block of an unknown shape ({what})"
+    return f"{where} has a feed-forward block of an unknown shape ({what}); {_OTHERS}"
 
 
 def _shared(layers: nn.ModuleList, index: int, projections: Sequence[Projection]) -> str | None:
@@ -188,8 +189,8 @@ def _shared(layers: nn.ModuleList, index: int, projections: Sequence[Projection]
         for _, parameter in layer.named_parameters() if other != index else ():
             if parameter.data_ptr() in own:
                 return (
-                    f"{own[parameter.data_ptr()]} of layer {index} is also a matrix of layer {other}, and shared "
-                    "matrices are not merged"
+                    f"{own[parameter.data_ptr()]} of layer {index} is also a matrix of layer {other}; shared matrices "
+                    f"are not merged: {_OTHERS}"
                 )
     return None
 
@@ -226,7 +227,7 @@ def _run(
     leaves = [(module, note(path)) for path, module in layer.named_modules() if not any(module.children())]
     what = f"the feed-forward block of {where}, in {type(runs).__name__}, does not run on a state alone"
     failures = AttributeError, IndexError, RuntimeError, TypeError, ValueError
-    with reported(what, "choose other layers", *failures), hooked(after=leaves):
+    with reported(what, _OTHERS, *failures), hooked(after=leaves):
         output = runs(x)
     paths = [c.path for c in calls]
     modules = {p.module for p in (*into, out)}
@@ -251,7 +252,7 @@ def _activation(where: str, calls: Sequence[Call], matrices: set[str]) -> Call |
     if odd is not None:
         return (
             f"{where} has a {type(odd.module).__name__} ({odd.path}) between the matrices of its feed-forward block, "
-            "where only one activation can be removed"
+            f"where only one activation can be removed; {_OTHERS}"
         )
     if not between:
         return (

@@ -101,11 +101,16 @@ def _width(decoder: Decoder, units: Units) -> Width:
     half = first.width // 2 if first else 0
     found = _find_setting(decoder, first, half) if first else None
     if first is None or found is None:
-        why = "has matrices into and out of a feed-forward block by names that are known (state spaces have none)"
+        why = (
+            f"no layer of {type(decoder.structure.backbone).__name__} has matrices into and out of a feed-forward block by "
+            "names that are known (state spaces have none)"
+        )
         if first is not None:
-            where = first.out.name.partition(":")[0]
-            why = f"counts the {first.width} hidden channels before {where} by a setting of the config"
-        raise LyapunovPruneError(f"no layer of {type(decoder.structure.backbone).__name__} {why}; {REMEDY}")
+            why = (
+                f"no setting in the config of {decoder.structure.model_type} counts the {first.width} hidden channels "
+                f"before {first.out.name.partition(':')[0]}: its class computes their number from others"
+            )
+        raise LyapunovPruneError(f"{why}; {REMEDY}")
     setting, after = found
     left = {unit: unit.out.weight(after).shape[1] for unit in every}
     loses = [unit for unit in every if left[unit] != unit.width]

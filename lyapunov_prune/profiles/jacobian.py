@@ -18,9 +18,9 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lyapunov_prune.arguments import Count, Range, Seed
-from lyapunov_prune.errors import NonFiniteError, reported
+from lyapunov_prune.errors import reported
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
-from lyapunov_prune.forward.hooks import layer_input, run_backbone
+from lyapunov_prune.forward.hooks import layer_input, require_finite_layers, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import InMemory, takes_model
 from lyapunov_prune.models.hooked import hooked
@@ -112,16 +112,14 @@ def sublayer_jacobians(
             generator: torch.Generator = generator,
         ) -> None:
             index = len(rows)
-            if not layer_input(args, kwargs).isfinite().all():
-                raise NonFiniteError(index, text)
+            require_finite_layers(np.array([bool(layer_input(args, kwargs).isfinite().all())]), text, index)
             row: list[float] = []
             for branch in find_branches(layer, args, kwargs, matrices[index]):
                 with products(branch) as (forward, adjoint, size):
                     norm, rise = largest_stretch(forward, adjoint, _signs(size, generator), steps)
                     gains = [forward(_signs(size, generator)).square().sum() / size for _ in range(probes)]
                 row += [norm, float(torch.stack(gains).mean()), rise]
-            if not np.isfinite(row).all():
-                raise NonFiniteError(index + 1, text)
+            require_finite_layers(np.array([np.isfinite(row).all()]), text, index + 1)
             rows.append([*row, *[np.nan] * (6 - len(row))])
 
         what = f"{type(reading.model).__name__} has an operation without a forward-mode derivative"

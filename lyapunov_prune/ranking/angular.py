@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from lyapunov_prune.arguments import Amount, Count, checked
-from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
-from lyapunov_prune.forward.hooks import residual_stream, run_backbone
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import require_finite_layers, residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.states import room_for
 from lyapunov_prune.linalg import lift
@@ -142,8 +142,7 @@ def angular_distance(
         sums += [_cosines(list(window)) for window in kept[0].unbind(1)]
     distances = 1 - np.array(sums) / batch.context
     distance = distances.mean(0)
-    if not np.isfinite(distance).all():
-        raise NonFiniteError(int(np.argmin(np.isfinite(distance.diagonal()))), batch.text)
+    require_finite_layers(np.isfinite(distance.diagonal()), batch.text, first=0)
     np.fill_diagonal(distance, 0.0)
     return AngularDistance(distance, reading.measured_on(), protected, _picked(distances, protected))
 

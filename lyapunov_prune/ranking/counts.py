@@ -55,7 +55,7 @@ def protected_layers(layers: int, protect: Sequence[int], remove: int = 1) -> tu
     if left < remove:
         wrong.append(f"{left} layers are left to remove beside the protected, and {remove} should go")
     if wrong:
-        raise LyapunovPruneError(f"{wrong[0]}; protect others, or fewer")
+        raise LyapunovPruneError(f"{wrong[0]}; protect fewer, or others")
     return kept
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.reloading import RELOADED, reload_check
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.errors import LyapunovPruneError, first_of, printable
+from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.export.gguf import SUFFIX, original_of, require_file, save_changed, source_file
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.healing.report import REPORT as HEALING
@@ -43,16 +43,16 @@ def require_output(name: str, output: Path, what: str = "layers") -> None:
     if not is_gguf(output):
         require_empty(output)
         return
+    if what != "layers":
+        raise LyapunovPruneError(f"a .gguf file loses whole layers; leave out --what {what}, or export what is written")
     require_file(output)
     header = read_header(source_file(name))
     values_without(header, tuple(range(header.layers)))
-    wrong = {
-        f"whole layers; leave out --what {what}, or export what is written": what != "layers",
-        "layers of this model by one period, and shrink chooses them freely; give prune --keep-period or --layers, and "
-        "heal what it writes": len(set(full_attention(header) or ())) > 1,
-    }
-    if why := first_of(wrong):
-        raise LyapunovPruneError(f"a .gguf file loses {why}")
+    if len(set(full_attention(header) or ())) > 1:
+        raise LyapunovPruneError(
+            "llama.cpp reads one period for the windows of this model, and shrink chooses layers freely; give prune "
+            "--keep-period or --layers, and heal what it writes"
+        )
 
 
 def write_shrunk_gguf(

@@ -221,8 +221,8 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         "width of 48 and the dense one of 32",
     ),
     "vocabulary": (lambda: make_tiny("gpt2", vocab_size=99), "vocabulary of 99 and the dense one of 97"),
-    "dtype": (lambda: make_tiny("gpt2").double(), r"in float64 in the compressed model.*one dtype \(dtype\)"),
-    "parameter": (lambda: make_tiny("gpt2", tie_word_embeddings=False), r"lm_head\.weight is \(97, 32\).*missing"),
+    "dtype": (lambda: make_tiny("gpt2").double(), r"in float64, and the dense one.*one dtype \(dtype\)"),
+    "parameter": (lambda: make_tiny("gpt2", tie_word_embeddings=False), r"lm_head\.weight \(97, 32\).*missing"),
     "bias": (
         with_parameter("transformer.h.3.mlp.c_fc.bias"),
         r"another transformer\.h\.3\.mlp\.c_fc\.bias",

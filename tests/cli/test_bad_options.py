@@ -14,7 +14,7 @@ from helpers import COMMANDS, QUICK, TEXT, Done
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.txt", b"", "x.txt holds no text"),
+        ("x.txt", b"", "x.txt (calibration) holds no text"),
         ("x.txt", b"short", "lower --tokens"),
         ("x.txt", b"caf\xe9 " * 999, "x.txt: byte 3"),
         ("x.jsonl", b'{"text": 1}', "x.jsonl line 1"),
@@ -105,7 +105,9 @@ def test_a_bad_choice_when_ranking(
 def test_empty_names_and_texts_are_named_as_such(run_bad: Callable[..., str], checkpoint: Path) -> None:
     (checkpoint.parent / "blank.txt").write_text("\n\n  \n" * 99)
     assert "an empty name" in run_bad("eval", "tiny", "--text", "")
-    assert "blank.txt holds no text" in run_bad("eval", "tiny", "--text", "blank.txt", *TEXT)
+    assert "blank.txt (evaluation, less what repeats the first half) holds no text" in run_bad(
+        "eval", "tiny", "--text", "blank.txt", *TEXT
+    )
     assert "no model at ''" in run_bad("eval", "", *TEXT)
 
 

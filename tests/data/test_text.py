@@ -296,13 +296,13 @@ def test_bos_from_a_tokenizer_without_one_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.txt", b"", "x.txt holds no text"),
+        ("x.txt", b"", r"x.txt \(calibration\) holds no text"),
         (
             "x.txt",
             b"too short",
             r"x.txt \(calibration\) has . tokens and 8000",
         ),
-        ("x.jsonl", b"", "x.jsonl holds no text"),
+        ("x.jsonl", b"", r"x.jsonl \(calibration\) holds no text"),
         ("x.txt", "café".encode("latin-1") * 9999, "UTF-8"),
         ("x.jsonl", b'{"text": "a"}\n\n{"text": \n', "line 3 is no JSON object"),
         ("x.jsonl", b'{"txt": "a"}', "has txt.*x.jsonl:COLUMN"),

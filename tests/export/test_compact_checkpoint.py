@@ -195,7 +195,7 @@ def another_shape(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (without_module, f"without its module {MODULE}"),
+        (without_module, f"has no {MODULE}, the module of a compact checkpoint"),
         (cuts_of_another_layer, "CompactLlama"),
         (one_cut_too_many, r"model\.layers\.5\.input_layernorm\.weight, which its config cuts out"),
         (cuts_of_five_layers, "5 layers, and the model has 6"),

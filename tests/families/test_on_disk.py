@@ -119,8 +119,8 @@ def test_tables_are_cut_block_by_block(
         ("gpt2-inverse-layer", (2,), "c_attn.* change"),
         ("diffllama", (2,), "diffllama"),
         ("zamba", (2,), "is shared"),
-        ("zamba2", (2,), "counted anew"),
-        ("zaya", (0,), "router_states_scale is counted"),
+        ("zamba2", (2,), "is numbered in another way"),
+        ("zaya", (0,), "router_states_scale is numbered"),
         ("rwkv", (2,), "RwkvForCausalLM cannot be judged"),
     ],
 )

@@ -84,7 +84,7 @@ def test_every_set_of_layers_but_the_last_can_be_written(kept: set[int]) -> None
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("slices: [", "is not YAML"),
+        ("slices: [", "as YAML"),
         ("- 1", "has no slices"),
         ("", "has no slices"),
         ({"slices": [], "merge_method": "passthrough"}, "has no slices"),
@@ -108,7 +108,7 @@ def test_every_set_of_layers_but_the_last_can_be_written(kept: set[int]) -> None
             "slice 0 .*layer_range",
         ),
         (BOMB + "\nslices: [1]\nmerge_method: *i", "merges by"),
-        ("[" * 5000, "is not YAML"),
+        ("[" * 5000, "as YAML"),
     ],
 )
 def test_what_is_no_removal_of_layers_is_one_line(content: Any, told: str, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_numbers_at_the_edge() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"criterion": "bi"}, "bi is defined for layers, attention, mlp only.* reap or frequency"),
+        ({"criterion": "bi"}, "bi is defined for layers, attention, mlp only.* reap, frequency"),
         ({"criterion": "best", "remove": 2}, "best is defined for whole layers"),
         ({"protect": [0]}, "leave out protect"),
     ],

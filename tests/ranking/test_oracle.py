@@ -94,7 +94,7 @@ def test_a_plan_is_a_piece_of_the_order(ids: torch.Tensor, tmp_path: Path) -> No
         got = perplexity(remove_layers(model, plan), ids)
         np.testing.assert_allclose(got.windows, found.steps[count - 1].windows, rtol=1e-5)
     for count in (0, 4):
-        with pytest.raises(LyapunovPruneError, match=f"3 layers, not {count}"):
+        with pytest.raises(LyapunovPruneError, match=f"3 layers, not {count}|remove is {count}"):
             found.plan(count)
     assert "perplexity" in str(GreedyRemoval.load(found.save(tmp_path / "greedy.json")))
 
