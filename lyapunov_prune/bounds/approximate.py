@@ -141,9 +141,12 @@ def _chosen(decoder: Decoder, approximations: Approximations) -> dict[Projection
     """The approximations by matrix."""
     projections = {p.name: p for p in find_projections(decoder)}
     shapes = {name: tuple(p.weight(decoder.model).shape) for name, p in projections.items()}
+    choices: Mapping[str, torch.Tensor | Approximation | None]
     if callable(approximations):
-        approximations = {name: approximations(p, p.weight(decoder.model)) for name, p in projections.items()}
-    given = {name: choice for name, choice in approximations.items() if choice is not None}
+        choices = {name: approximations(p, p.weight(decoder.model)) for name, p in projections.items()}
+    else:
+        choices = approximations
+    given = {name: choice for name, choice in choices.items() if choice is not None}
     for name, choice in given.items():
         shape = tuple((choice.weight if isinstance(choice, Approximation) else choice).shape)
         if shape != shapes.get(name):

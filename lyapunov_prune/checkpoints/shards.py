@@ -66,6 +66,7 @@ class Shards:
         on reloading.
         """
         write_index(self._folder, self._where, self._size)
+        wrong: str | None
         try:
             found = read_outline(self._folder, self._folder)
         except LyapunovPruneError as error:

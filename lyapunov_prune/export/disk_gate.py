@@ -143,9 +143,8 @@ def _narrower(decoder: Decoder, plan: PruningPlan) -> Iterator[None]:
 
 def _keys_check(written: Outline, pruned: Decoder, folder: Path) -> GateCheck:
     extra = sorted(read_tensors(folder).keys() - written.stored.keys())
-    wrong = f"{extra[0]} is no tensor of the model" if extra else ""
     wrong = (
-        wrong
+        (f"{extra[0]} is no tensor of the model" if extra else None)
         or changed_setting(pruned.layers, written.structure.layers)
         or wrong_packed_keys(folder, written.model.config)
     )

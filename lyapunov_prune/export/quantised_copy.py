@@ -164,7 +164,6 @@ def _pieces(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, layers: L
     names = {
         name: new for name, new in new_names(structure, plan, before, after).items() if _module(name) not in tables
     }
-    pieces = {key: _piece(checkpoint, key, plan) for key in checkpoint.stored if layers.renamed(key) is not None}
     faults = [
         *(f"{name} is shared among layers" for name, new in names.items() if shares[name] != (new is None)),
         *(
@@ -172,22 +171,28 @@ def _pieces(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, layers: L
             for name, new in names.items()
             if new is not None and (after[new]._version or after[new].shape != before[name].shape)
         ),
-        *(f"{key} is a quantised table with a block for every layer" for key, piece in pieces.items() if piece is None),
+        *(
+            f"{key} is a quantised table with a block for every layer"
+            for key in checkpoint.stored
+            if _module(key) in tables and not _is_as_in_model(checkpoint, key)
+        ),
     ]
     require_copied(structure, faults)
-    return {new: piece for key, piece in pieces.items() if piece and (new := layers.renamed(key)) is not None}
+    return {new: _piece(checkpoint, key, plan) for key in checkpoint.stored if (new := layers.renamed(key)) is not None}
 
 
-def _piece(checkpoint: Quantised, key: str, plan: PruningPlan) -> Piece | None:
-    """A whole tensor, or the blocks of a table with one per layer that stay; None for a quantised table."""
+def _is_as_in_model(checkpoint: Quantised, key: str) -> bool:
+    """Whether the stored tensor `key` is a tensor of the model and has the shape that it has there."""
+    target = checkpoint.targets.get(key)
+    shape = checkpoint.stored[key].shape
+    return target is not None and tuple(checkpoint.decoder.model.get_parameter(target.name).shape) == shape
+
+
+def _piece(checkpoint: Quantised, key: str, plan: PruningPlan) -> Piece:
+    """A whole tensor or, for a table with one block per layer, the blocks of the layers that stay."""
     stored, structure = checkpoint.stored[key], checkpoint.decoder.structure
     axis = dict(family_entry(structure.model_type).tables).get(_module(key))
-    if axis is None:
-        return Piece(stored)
-    target = checkpoint.targets.get(key)
-    if target is None or tuple(checkpoint.decoder.model.get_parameter(target.name).shape) != stored.shape:
-        return None
-    return Piece(stored, axis, structure.num_layers, plan.kept)
+    return Piece(stored) if axis is None else Piece(stored, axis, structure.num_layers, plan.kept)
 
 
 def _module(name: str) -> str:

@@ -129,9 +129,8 @@ def find_mixtures(structure: Structure) -> Mixtures:
     counts = {i: _count(structure.layers[i].get_submodule(mixture.experts)) for i, mixture in found.items()}
     config = structure.config
     chosen = max(chosen_by(config), default=0)
-    why = next((f"layer {i} {why}" for i, why in read.items() if isinstance(why, str)), "")
-    why = why or _unlike(structure, found, counts)
-    if why:
+    unknown = next((f"layer {i} {why}" for i, why in read.items() if isinstance(why, str)), None)
+    if why := unknown or _unlike(structure, found, counts):
         raise LyapunovPruneError(f"{why}; remove whole layers (--what layers)")
     groups = next((int(value) for name in _GROUPS if (value := getattr(config, name, None))), 1)
     picked = getattr(config, "topk_group", None) or groups

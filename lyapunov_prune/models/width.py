@@ -100,10 +100,11 @@ def _width(decoder: Decoder, units: Units) -> Width:
     first = next((unit for unit in every if unit.out.expert is not None), next(iter(every), None))
     half = first.width // 2 if first else 0
     found = _find_setting(decoder, first, half) if first else None
+    why: str | None
     if first is None or found is None:
         why = (
-            f"no layer of {type(decoder.structure.backbone).__name__} has matrices into and out of a feed-forward block by "
-            "names that are known (state spaces have none)"
+            f"no layer of {type(decoder.structure.backbone).__name__} has matrices into and out of a feed-forward "
+            "block by names that are known (state spaces have none)"
         )
         if first is not None:
             why = (
