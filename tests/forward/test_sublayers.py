@@ -212,7 +212,7 @@ def test_layers_of_one_branch_have_one_score(ids: torch.Tensor) -> None:
     ranking = rank_sublayers(scores, "mlp")
     assert set(ranking.order) == {1, 3}
     assert ranking.plan(2).drop_mlp == (1, 3)
-    with pytest.raises(LyapunovPruneError, match="has 2 with one to leave out"):
+    with pytest.raises(LyapunovPruneError, match="2 have mlp to leave out"):
         ranking.plan(3)
     for criterion in ("kl", "from-end", "random"):
         assert set(rank(model, ids, criterion=criterion, what="mlp").plan(2).drop_mlp) == {1, 3}

@@ -110,7 +110,7 @@ def test_bad_requests_are_refused() -> None:
         r"alpha.*1\.5": lambda: rank_layers(_PROFILE, _INFLUENCE, criterion="blend", alpha=1.5),
         "needs a contraction": lambda: rank_layers(None, _INFLUENCE, criterion="rho"),
         "needs Block Influence": lambda: rank_layers(_PROFILE, criterion="blend"),
-        "needs a contraction profile": lambda: rank_layers(),
+        "bi needs Block Influence": lambda: rank_layers(),
         "profile is of": lambda: rank_layers(_PROFILE, other),
         "not finite": lambda: with_influence(np.array([1.0, np.nan, 1, 1, 1, 1])),
         "remove is 0": lambda: rank_layers(_PROFILE, criterion="rho").plan(0),
