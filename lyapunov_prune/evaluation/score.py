@@ -115,8 +115,8 @@ def paired_error(a: ItemScores, b: ItemScores) -> float:
     if a.measured_on.text_hash != b.measured_on.text_hash or len(a.items) < 2:
         raise LyapunovPruneError(
             f"{len(a.items)} scores of {a.measured_on.text} ({a.measured_on.split}) and {len(b.items)} of "
-            f"{b.measured_on.text} ({b.measured_on.split}) are of other items, or not of two items; score both models on "
-            "the same items"
+            f"{b.measured_on.text} ({b.measured_on.split}) are of other items, or not of two items; score both models "
+            "on the same items"
         )
     from scipy import stats  # imported late: pruning files alone scores nothing
 
