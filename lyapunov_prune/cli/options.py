@@ -50,12 +50,13 @@ def layer_indices(option: str, layers: str) -> list[int]:
 def count_or_share(text: str) -> int | float:
     """A whole number, as 7, is an int; a share, as 25% or 0.25, is a float between 0 and 1."""
     with suppress(ValueError):
-        return int(text)
+        if int(text) > 0:
+            return int(text)
     with suppress(ValueError):
         share = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
         if 0 < share < 1:
             return share
-    raise typer.BadParameter(f"{text!r} is neither a number, as 7, nor a share below 100%, as 25%")
+    raise typer.BadParameter(f"{text!r} is neither a number above 0, as 7, nor a share below 100%, as 25%")
 
 
 ABOVE_ZERO = Range(above=True)

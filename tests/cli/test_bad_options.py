@@ -61,8 +61,8 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
     [
         (["--remove", "6"], "remove 6 of 6 layers"),
         (["--remove", "99"], "remove 99 of 6 layers"),
-        (["--remove", "0"], "give 1 to 5"),
-        (["--remove", "-1"], "give 1 to 5"),
+        (["--remove", "0"], "'0' is neither a number above 0"),
+        (["--remove", "-1"], "'-1' is neither a number above 0"),
         (["--layers", "3,3"], "layer 3 of"),
         (["--layers", "99"], "layer 99 of"),
         (["--layers", "-1"], "layer -1 of"),
