@@ -170,9 +170,9 @@ def summarise(frame: pd.DataFrame, over: str, by: Sequence[str], columns: Sequen
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows, numbers to six digits."""
+    """The rows, numbers to six digits; null where there is nothing to measure."""
     return [
-        {str(k): float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
+        {str(k): None if v != v else float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
         for row in frame.to_dict("records")
     ]
 

@@ -17,12 +17,16 @@ from scipy import stats
 from experiments.compressions import told
 from lyapunov_prune.evaluation.judging import compare
 from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.pruning.curve import RemovalCurve
 
 TEXTS = importlib.import_module("experiments.2_criteria.three_texts.run")
 ERRORS = importlib.import_module("experiments.3_compression.errors_used.run")
 DRAWS = importlib.import_module("experiments.4_hierarchy.sampled_decoding.run")
+PREDICTION = importlib.import_module("experiments.4_hierarchy.prediction.run")
 STEPS = importlib.import_module("experiments.6_recovery.never_worse.run")
 EXPERTS = importlib.import_module("experiments.8_experts_and_states.experts.run")
+
+QWEN = "qwen2.5-coder-1.5b"
 
 
 def rows(table: str) -> list[list[str]]:
@@ -70,6 +74,28 @@ def repeats_more(folder: str) -> set[str]:
     return {name for name, change in more.items() if change.mean() > 0 and stats.wilcoxon(change).pvalue < 0.05}
 
 
+def drawn_repeat_less(folder: str) -> int:
+    """For how many compressions drawn texts repeat themselves less than greedy ones (Wilcoxon, 5 %)."""
+    found = DRAWS.SampledDecoding.load(DRAWS.HERE / folder / "decoding.json")
+    changes = [drawn - greedy for greedy, drawn in (DRAWS.both(text.compressed) for text in found.texts)]
+    return sum(change.mean() < 0 and stats.wilcoxon(change).pvalue < 0.05 for change in changes)
+
+
+def estimates_alike(folder: str) -> bool:
+    """Whether the correlations of `kl` and of `cosine` lie within each other's intervals, in every row."""
+    signed = re.compile(r"[+−][\d.]+")
+    cells = [row[1:] for row in rows(PREDICTION.written(PREDICTION.HERE / folder)["variances"])]
+    found = [[[float(x.replace("−", "-")) for x in signed.findall(cell)] for cell in row] for row in cells]
+    return all(b[1] <= a[0] <= b[2] and a[1] <= b[0] <= a[2] for a, b in found)
+
+
+def oracle_below_all() -> bool:
+    """Whether, seven layers of Qwen removed, the interval of the greedy oracle lies below that of every criterion."""
+    curve = RemovalCurve.load(tables.HOMES["removal_criteria"] / QWEN / "removal.json")
+    seven = {r.criterion: r for r in curve.rows if len(r.removed) == 7 and "mended" not in r.criterion}
+    return all(seven["oracle"].high < row.low for name, row in seven.items() if name != "oracle")
+
+
 def regained() -> list[tuple[float, float]]:
     """What mending and then healing took off the loss, run by run."""
     results = [STEPS.NeverWorse.load(path) for path in sorted(STEPS.HERE.glob("*.json"))]
@@ -110,6 +136,11 @@ def nearly_one() -> int:
             lambda: best_over_single() == (7, 0),
         ),
         (
+            "2_criteria",
+            "less than every other criterion by the intervals, and `bi` leaves the most",
+            oracle_below_all,
+        ),
+        (
             "3_compression",
             "At 50 % no schedule is better than uniform on either of the two models. At 70 % ATP is, on both.",
             lambda: not any(better_than_uniform(2)) and all({"atp", "atp-search"} <= s for s in better_than_uniform(4)),
@@ -121,11 +152,23 @@ def nearly_one() -> int:
         ),
         (
             "4_hierarchy",
-            "without four layers, without four MLPs and by Wanda on both models, and without eight attentions on Gemma",
+            "by Wanda on all three models, without four layers and without four MLPs on the two smaller ones, and "
+            "without eight attentions on Gemma 3",
             lambda: (
                 repeats_more("") == {"layers − 4", "MLP − 4", "Wanda 50 %"}
                 and repeats_more("gemma-3-270m") - repeats_more("") == {"attention − 8"}
+                and repeats_more(QWEN) == {"Wanda 50 %"}
             ),
+        ),
+        (
+            "4_hierarchy",
+            "in every row of the two smaller models, by the same test; on Qwen in four rows of seven",
+            lambda: [drawn_repeat_less(folder) for folder in ("", "gemma-3-270m", QWEN)] == [7, 7, 4],
+        ),
+        (
+            "4_hierarchy",
+            "every interval of one holds the other's value",
+            lambda: all(estimates_alike(folder) for folder in ("", "gemma-3-270m", QWEN)),
         ),
         (
             "6_recovery",

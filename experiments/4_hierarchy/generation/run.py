@@ -104,7 +104,7 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048, step
     models, frame = pd.DataFrame(rows), pd.concat(frames)
     by_step = summarise(frame, "prompt", ("model", "step"), MEASURES)
     other = summarise(frames[0], "prompt", ("model",), MEASURES)
-    order = {k: stats.spearmanr(models[k], models.first_difference) for k in ("ratio", "kl_before")}
+    order = {k: stats.spearmanr(models[k], models.first_difference, nan_policy="omit") for k in ("ratio", "kl_before")}
     facts = {
         "measured on": measured_on(loaded, prompts).line(),
         "calibrated on": calibration.measured_on(loaded.model).line(),
@@ -325,11 +325,15 @@ def texts_of(found: dict[str, Any]) -> str:
 
 
 def numbers(found: dict[str, Any]) -> dict[str, str]:
-    """`jumps` and `upset` are of the steps at which both models have read the same text, after the first."""
-    models, of = found["models"], len(found["models"])
+    """`jumps` and `upset` are of the steps at which both models have read the same text, after the first.
+
+    A model whose texts all part at the first step has none.
+    """
+    models = found["models"].dropna(subset=["kl_before"])
+    of = len(models)
     order = found["rank correlation of the first difference with ratio, over models"][0]
     return {
-        "order": ranked(order, of),
+        "order": ranked(order, len(found["models"])),
         "jumps": f"{(models.kl_before < models.kl_first).sum()} of {of}",
         "upset": f"{(models.logits_before < models.probabilities_before).sum()} of {of}",
     }

@@ -10,6 +10,7 @@ model's. Writes prediction.json, correlation.json, sets.svg and correlation.svg;
 
 import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ PROMPTS, PROMPT, STEPS = 8, 32, 32
 SCORES = ("kl", "bi", "rho", "blend")
 WHAT = {"log_ratio": "log perplexity ratio", "parted": "first difference, negated", "repetition": "3-grams repeated"}
 DRAWS = 500
+# The two estimates as chapter 2 has scored single layers, on WikiText: by Theorem 3 and by Theorem 2 of the paper.
+ELSEWHERE = HERE.parents[1] / "2_criteria" / "removal_criteria"
+VARIANCES = {"kl": "variance", "cosine": "variance_r"}
 EDGES = (0.0, 0.3, 0.6, 1.0, 2.0, np.inf)  # of the predicted divergence, nats a token
 
 
@@ -102,12 +106,12 @@ def sets(rankings: dict[str, lp.ranking.LayerRanking], layers: int) -> dict[tupl
     return found
 
 
-def correlations(frame: pd.DataFrame) -> pd.DataFrame:
+def correlations(frame: pd.DataFrame, scores: Iterable[str] = SCORES) -> pd.DataFrame:
     """Spearman of every score with every measure, with the 95 % interval of a bootstrap over the sets."""
     rows = []
     for kind, part in (("one layer", frame[frame.by == "alone"]), ("two to eight", frame[frame.by != "alone"])):
         draws = np.random.default_rng(0).integers(len(part), size=(DRAWS, len(part)))
-        for score in SCORES:
+        for score in scores:
             for measure in WHAT:
                 x, y = part[score].to_numpy(), part[measure].to_numpy()
                 each = [stats.spearmanr(x[d], y[d]).statistic for d in draws]
@@ -164,6 +168,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "setting": setting(content, sets),
         "correlations": spearman_table(frame),
         "within": within_table(sets),
+        **scored_elsewhere(folder, sets),
         "expected": expected(sets),
         "foretold": foretold(),
         **numbers(frame, sets),
@@ -193,14 +198,25 @@ def setting(content: dict[str, Any], sets: pd.DataFrame) -> str:
     )
 
 
-def spearman_table(frame: pd.DataFrame) -> str:
+def scored_elsewhere(folder: Path, sets: pd.DataFrame) -> dict[str, str]:
+    """Both variances of the paper, scored on another text, with what became of the sets on this one."""
+    path = ELSEWHERE / folder.relative_to(HERE) / "divergence.json"
+    if not path.exists():
+        return {}
+    known = json.loads(path.read_text(encoding="utf-8"))
+    sums = {s: [float(np.take(known[field], each).sum()) for each in sets.removed] for s, field in VARIANCES.items()}
+    frame = correlations(sets.assign(**sums), VARIANCES).set_index(["measure", "removed", "score"])
+    return {"variances": spearman_table(frame, VARIANCES)}
+
+
+def spearman_table(frame: pd.DataFrame, scores: Iterable[str] = SCORES) -> str:
     """Spearman of every score with every measure, over sets, with its 95 % interval."""
     groups = dict.fromkeys((measure, removed) for measure, removed, _ in frame.index)
     rows = [
-        [f"{WHAT[measure]}, {removed}", *(_correlation(frame.loc[(measure, removed, score)]) for score in SCORES)]
+        [f"{WHAT[measure]}, {removed}", *(_correlation(frame.loc[(measure, removed, score)]) for score in scores)]
         for measure, removed in groups
     ]
-    return table(["Spearman with", *SCORES], rows)
+    return table(["Spearman with", *scores], rows)
 
 
 def within_sizes(sets: pd.DataFrame) -> pd.DataFrame:

@@ -212,7 +212,8 @@ def without_mean(loaded: lp.models.Decoder, prompts: Sequence[torch.Tensor]) -> 
     """
     structure, rows = loaded.structure, []
     parts = find_sublayers(loaded, range(structure.num_layers))
-    for number, ids in enumerate(prompts):
+    for number, prompt in enumerate(prompts):
+        ids = prompt.to(loaded.model.device)
         prefix, scorer = Prefix(structure, ids), Scorer(loaded, ids)
         states: list[torch.Tensor] = []
         with residual_stream(structure, lambda boundary, hidden, states=states: states.append(hidden)):
