@@ -64,8 +64,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shallow() -> PreTrainedModel:
-    """Four layers: a third of the points that six layers take."""
-    return make_tiny("llama", num_hidden_layers=4)
+    """Three layers take few points."""
+    return make_tiny("llama", num_hidden_layers=3)
 
 
 def removed(model: PreTrainedModel, folder: Path, name: str = "out", **changes: Any) -> JointRun:
@@ -339,7 +339,7 @@ def test_planted_fault_a_merge_of_the_wrong_layer_is_seen_by_the_score(
     """The gate compares a checkpoint with what it is told to be; that it is the recovered one, its score says."""
     from lyapunov_prune.merging.unmerged import Unmerged
 
-    right = removed(make_tiny("llama"), tmp_path, "right", remove=6, reduction="mean-gate")
+    right = removed(shallow(), tmp_path, "right", remove=3, reduction="mean-gate")
     assert right.plan.drop_activation
     merged = Unmerged.merged
 
@@ -352,7 +352,7 @@ def test_planted_fault_a_merge_of_the_wrong_layer_is_seen_by_the_score(
 
     monkeypatch.setattr(Unmerged, "merged", wrong)
     with pytest.raises(LyapunovPruneError, match="merged model"):
-        removed(make_tiny("llama"), tmp_path, "wrong", remove=6, reduction="mean-gate")
+        removed(shallow(), tmp_path, "wrong", remove=3, reduction="mean-gate")
 
 
 def test_a_final_recovery_that_does_not_pay_leaves_the_weights_of_its_start(
