@@ -173,6 +173,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.5, 0.0] * 4,
     },
     "gemma4_text": {**_PER_LAYER, **_SHARED, "num_kv_shared_layers": 2, "global_head_dim": 8},
+    "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text", **_TEXT}},
     "gemma4_unified_text": {**_SHARED, "num_kv_shared_layers": 2, "global_head_dim": 8},
     "got_ocr2": {
         "text_config": {"model_type": "qwen2", **_TEXT},
