@@ -241,7 +241,6 @@ def _outside(old: dict[str, str], gone: Collection[str]) -> dict[str, str]:
 
 
 @in_eval_mode
-@torch.no_grad()
 def _unentered(decoder: Decoder) -> str | None:
     """Why the cache of a decoder is not one entry for each attention, found by its number; None if it is."""
     model = decoder.model

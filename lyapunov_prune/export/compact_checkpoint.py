@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.checkpoints.cards import write_card
@@ -102,7 +101,6 @@ def export_compact(
 
 
 @in_eval_mode
-@torch.no_grad()
 def _silent_attentions(decoder: Decoder) -> tuple[int, ...]:
     """The layers whose attention adds nothing to the state, as `prune --what attention` leaves it in a plain model."""
     branches = named_branches(decoder, tuple(range(decoder.structure.num_layers)), ())

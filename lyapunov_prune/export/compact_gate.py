@@ -44,7 +44,6 @@ from lyapunov_prune.pruning.merge_gate import MERGED, merged_blocks, merged_chec
 
 @takes_models
 @in_eval_mode
-@torch.no_grad()
 def verify_compact(
     original: InMemoryAny,
     compact: InMemoryAny,

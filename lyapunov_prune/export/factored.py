@@ -66,7 +66,6 @@ NOT_STREAMED = (PRODUCTS, CACHED)
 
 @checked
 @in_eval_mode
-@torch.no_grad()
 def write_factored(
     done: Compressed,
     tokenizer: PreTrainedTokenizerBase,
@@ -145,7 +144,6 @@ def _stored_in(folder: Path, dense: PreTrainedModel, factored: Sequence[Factored
 
 
 @in_eval_mode
-@torch.no_grad()
 def verify_factored(
     dense: Model,
     small: Model,

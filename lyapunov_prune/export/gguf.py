@@ -158,7 +158,6 @@ def original_of(decoder: Decoder, plan: PruningPlan | None = None) -> Original:
 
 
 @in_eval_mode
-@torch.no_grad()
 def save_gguf(
     target: str | Path,
     decoder: Decoder,
@@ -184,7 +183,6 @@ def save_gguf(
 
 
 @in_eval_mode
-@torch.no_grad()
 def save_changed(target: str | Path, original: Original, made: Decoder, draft: Provenance | None) -> Provenance | None:
     """Write `made` to the file `target`: the bytes of `original`, except for tensors that have changed.
 

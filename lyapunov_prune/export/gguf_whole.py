@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import gguf
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
@@ -46,7 +45,6 @@ _NEW = ("general.architecture", "general.type", "general.alignment")
 
 @takes_model
 @in_eval_mode
-@torch.no_grad()
 def write_gguf(
     model: Plain, tokenizer: PreTrainedTokenizerBase | None, target: str | Path, quantize: Quantisation = "f16"
 ) -> Exported:

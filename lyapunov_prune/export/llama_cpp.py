@@ -54,7 +54,6 @@ def compared_text(decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None) -
 
 
 @in_eval_mode
-@torch.no_grad()
 def engine_check(file: Path, decoder: Decoder, ids: Sequence[int]) -> GateCheck:
     """Whether llama.cpp computes with `file` what `decoder` does.
 

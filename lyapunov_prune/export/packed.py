@@ -114,7 +114,6 @@ def _require_loads_packed(model: PreTrainedModel, group_size: int | None) -> Non
 
 @checked
 @in_eval_mode
-@torch.no_grad()
 def write_packed(
     model: PreTrainedModel, done: Compressed, tokenizer: PreTrainedTokenizerBase, target: str | Path, title: str
 ) -> CompressionReport:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.allocation.allocation import Allocation
@@ -43,7 +42,6 @@ def require_streamed(allocation: str | Allocation) -> None:
 
 @checked
 @in_eval_mode
-@torch.no_grad()
 def compress_on_disk(
     model: Model,
     tokenizer: PreTrainedTokenizerBase,

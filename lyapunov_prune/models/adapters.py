@@ -24,7 +24,6 @@ _ELSEWHERE = "merge them with the tool that made them"
 
 
 @in_eval_mode
-@torch.no_grad()
 def merge_adapters(model: Any) -> PreTrainedModel:
     """Add the LoRA adapters of `model` to its weights, `W + s·BA`, in place; returns the base model.
 

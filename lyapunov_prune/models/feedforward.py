@@ -99,7 +99,6 @@ def find_feedforward(structure: Structure, layer: int) -> FeedForward:
 
 
 @in_eval_mode
-@torch.no_grad()
 def read_feedforward(layers: nn.ModuleList, index: int, model_type: str, config: Any) -> FeedForward:
     """The feed-forward block of `layers[index]`, in any transformer whose layers take only a state.
 

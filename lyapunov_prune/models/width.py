@@ -94,7 +94,6 @@ def find_width(decoder: Decoder) -> Width:
 
 
 @in_eval_mode
-@torch.no_grad()
 def _width(decoder: Decoder, units: Units) -> Width:
     every = [unit for here in units for unit in here]
     first = next((unit for unit in every if unit.out.expert is not None), next(iter(every), None))

@@ -74,7 +74,6 @@ def verify_removal(
 
 
 @in_eval_mode
-@torch.no_grad()
 def check_removal(
     original: Decoder,
     pruned: Decoder,
