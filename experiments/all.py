@@ -23,17 +23,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.columns import (
-    Accuracy,
-    Answers,
-    Bounds,
-    Column,
-    Contraction,
-    Pruning,
-    Removal,
-    Removed,
-    correlation,
-)
+from experiments.columns import Accuracy, Answers, Bounds, Column, Contraction, Pruning, Removal, Removed, correlation
 from experiments.common import Inputs, Model, inputs, plain, plain_tasks, show
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.evaluation.task_scores import ScoredTask, TaskScores

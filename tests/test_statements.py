@@ -16,17 +16,7 @@ from experiments import abstract
 from experiments.columns import Column
 from experiments.compressions import told
 from experiments.hierarchies import cell
-from experiments.statements import (
-    correlation,
-    interval,
-    rank_interval,
-    ranked,
-    runs,
-    short,
-    span,
-    table,
-    verdict,
-)
+from experiments.statements import correlation, interval, rank_interval, ranked, runs, short, span, table, verdict
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 

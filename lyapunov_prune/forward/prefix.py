@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lyapunov_prune.forward.hooks import (
-    final_state,
-    hidden_of,
-    layer_input,
-    residual_stream,
-    run_up_to,
-    skipped,
-)
+from lyapunov_prune.forward.hooks import final_state, hidden_of, layer_input, residual_stream, run_up_to, skipped
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 

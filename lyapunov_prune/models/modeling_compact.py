@@ -29,10 +29,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import DynamicCache
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
 Cuts = list[dict[str, str]]
 

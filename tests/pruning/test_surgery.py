@@ -8,12 +8,7 @@ import pytest
 import torch
 from families.zoo import make_zoo
 from helpers import LAYERS, TINY, from_settings, make_tiny, operated
-from transformers import (
-    FalconH1Config,
-    LlamaConfig,
-    PreTrainedModel,
-    ProphetNetConfig,
-)
+from transformers import FalconH1Config, LlamaConfig, PreTrainedModel, ProphetNetConfig
 
 from lyapunov_prune import LyapunovPruneError, remove_layers, verify_removal
 from lyapunov_prune.models.decoder import wrap

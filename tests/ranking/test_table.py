@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.ranking.counts import (
-    count_of,
-    free_layers,
-    protected_layers,
-    require_count,
-    search_budget,
-)
+from lyapunov_prune.ranking.counts import count_of, free_layers, protected_layers, require_count, search_budget
 from lyapunov_prune.ranking.criteria.blend import Blend
 from lyapunov_prune.ranking.criteria.blend import robust as _robust
 from lyapunov_prune.ranking.criteria.blend_minmax import minmax

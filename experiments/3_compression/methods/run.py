@@ -8,13 +8,7 @@ Writes methods.json and methods.svg beside this file.
 from pathlib import Path
 
 from experiments.common import Model, draw, run_command, texts
-from experiments.compressions import (
-    CompressionTable,
-    Setting,
-    against,
-    compressions_figure,
-    evaluate_compressions,
-)
+from experiments.compressions import CompressionTable, Setting, against, compressions_figure, evaluate_compressions
 from experiments.statements import interval, short, table
 
 HERE = Path(__file__).parent

@@ -15,18 +15,7 @@ import numpy as np
 import typer
 
 from experiments.common import Model, draw, of_model, run_command
-from experiments.recoveries import (
-    VIT,
-    Images,
-    Subject,
-    difference,
-    four,
-    gained,
-    spread,
-    subject,
-    together,
-    told,
-)
+from experiments.recoveries import VIT, Images, Subject, difference, four, gained, spread, subject, together, told
 from experiments.statements import bullets, counted, runs, table
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.state import TrainingState

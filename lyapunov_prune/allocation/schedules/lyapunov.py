@@ -39,11 +39,7 @@ class Lyapunov(Schedule):
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
         from lyapunov_prune.allocation.allocation import Matrices
-        from lyapunov_prune.allocation.amplification import (
-            exponentials,
-            log_amplification,
-            weight_energy,
-        )
+        from lyapunov_prune.allocation.amplification import exponentials, log_amplification, weight_energy
         from lyapunov_prune.allocation.fitting import fit
 
         matrices = Matrices.of(model)
