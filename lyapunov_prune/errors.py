@@ -39,10 +39,7 @@ _VALUE = rf"[A-Z]+\b|\d+%|\d[\d.,:-]*\b|(?:{_VALUES})\b"
 _OPTION = re.compile(rf"{_COMMAND}|(?<![\w-])--(no-)?([a-z][a-z-]*[a-z])(?: ({_VALUE}))?")
 _SHRINK = re.compile(r"lyapunov-prune shrink (?:'[^']*'|\S+) --remove (\d+) -o (\S+)")
 
-_RENAMED = {
-    "update-rank": "rank",
-    "new-tokens": "steps",
-}  # options whose parameter has another name
+_RENAMED = {"update-rank": "rank", "new-tokens": "steps"}  # options whose parameter has another name
 
 
 def in_python(message: str) -> str:

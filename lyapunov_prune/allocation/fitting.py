@@ -17,11 +17,7 @@ SPAN = 1e290
 
 
 def fit(
-    target: np.ndarray,
-    sizes: np.ndarray,
-    budget: float,
-    low: float | np.ndarray = 0.0,
-    high: float | np.ndarray = 1.0,
+    target: np.ndarray, sizes: np.ndarray, budget: float, low: float | np.ndarray = 0.0, high: float | np.ndarray = 1.0
 ) -> np.ndarray:
     """`clip(c · target, low, high)` with the smallest `c ≥ 0` that meets the budget, (M,) float64.
 

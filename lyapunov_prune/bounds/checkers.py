@@ -21,12 +21,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 _STREAM = "residual stream"  # the name of a check without a matrix
 
 
-def retrieval_bound(
-    error: Numbers,
-    distance: Numbers,
-    weight_norm: float,
-    **place: Unpack[Place],
-) -> BoundCheck:
+def retrieval_bound(error: Numbers, distance: Numbers, weight_norm: float, **place: Unpack[Place]) -> BoundCheck:
     """Theorem 1, `retrieval_bound`: `‖W x − W x'‖ ≤ ‖W‖ ‖x − x'‖` for each input.
 
     `error` and `distance` have one entry per input. `distance` may be a cache radius (`retrieval_bound_of_le`).
@@ -34,12 +29,7 @@ def retrieval_bound(
     return worst_check("retrieval_bound", error, weight_norm * as_array(distance), **place)
 
 
-def sparse_activation_bound(
-    error: Numbers,
-    size: Numbers,
-    residual_norm: float,
-    **place: Unpack[Place],
-) -> BoundCheck:
+def sparse_activation_bound(error: Numbers, size: Numbers, residual_norm: float, **place: Unpack[Place]) -> BoundCheck:
     """Theorem 2, `sparse_activation_bound`: `‖W x − S x‖ ≤ ‖W − S‖ ‖x‖`, for any `S`.
 
     `size` is `‖x‖`, one entry per input; `residual_norm` is a certified `‖W − S‖` (`error_le_of_certified_norm`).
@@ -47,12 +37,7 @@ def sparse_activation_bound(
     return worst_check("sparse_activation_bound", error, residual_norm * as_array(size), **place)
 
 
-def interpolation_bound(
-    error: Numbers,
-    size: Numbers,
-    residual_norm: float,
-    **place: Unpack[Place],
-) -> BoundCheck:
+def interpolation_bound(error: Numbers, size: Numbers, residual_norm: float, **place: Unpack[Place]) -> BoundCheck:
     """Theorem 3, `interpolation_bound`: `‖W x − L x‖ ≤ ‖R‖ ‖x‖` for a low-rank `L` and `R = W − L`."""
     return worst_check("interpolation_bound", error, residual_norm * as_array(size), **place)
 
@@ -185,10 +170,7 @@ def merged_projection(error: Numbers, **place: Unpack[Place]) -> BoundCheck:
 
 
 def activation_replacement_bound(
-    error: Numbers,
-    change: Numbers,
-    out_norm: float,
-    **place: Unpack[Place],
+    error: Numbers, change: Numbers, out_norm: float, **place: Unpack[Place]
 ) -> BoundCheck:
     """Theorem `activation_replacement_bound`: `‖(W₂ σ(a) + b₂) − (W₂ τ(a) + b₂)‖ ≤ ‖W₂‖ ‖σ(a) − τ(a)‖`.
 
@@ -200,11 +182,7 @@ def activation_replacement_bound(
 
 
 def opNorm_merged_le(
-    stretch: Numbers,
-    size: Numbers,
-    out_norm: float,
-    in_norm: float,
-    **place: Unpack[Place],
+    stretch: Numbers, size: Numbers, out_norm: float, in_norm: float, **place: Unpack[Place]
 ) -> BoundCheck:
     """Theorem `opNorm_merged_le`: `‖W₂ W₁‖ ≤ ‖W₂‖ ‖W₁‖`.
 

@@ -103,8 +103,7 @@ def load_prompted(
     if prompts is None:
         return load_inputs(model, source, text, "evaluation")
     given.refuse(
-        "applies to windows of a text, and --prompts FILE replaces them; leave it out",
-        *("text", "tokens", "context"),
+        "applies to windows of a text, and --prompts FILE replaces them; leave it out", *("text", "tokens", "context")
     )
     loaded = source.load(model)
     return loaded, load_prompts(prompts, loaded.tokenizer)

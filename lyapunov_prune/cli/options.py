@@ -151,13 +151,7 @@ class TextOptions:
         """The same text to score on: as much as `eval` takes, at the most, in windows of `context` tokens."""
         return replace(self, tokens=max(context, min(self.tokens, TextOptions.tokens)), context=context)
 
-    def load(
-        self,
-        loaded: Decoder,
-        split: choices.Split,
-        *,
-        folder: Path | None = None,
-    ) -> TokenBatch:
+    def load(self, loaded: Decoder, split: choices.Split, *, folder: Path | None = None) -> TokenBatch:
         """The windows, of a text or written by the model, then kept in `folder` as they are written."""
         from lyapunov_prune.cli.terminal import note
         from lyapunov_prune.data.batch import checked_batch
@@ -166,13 +160,7 @@ class TextOptions:
 
         if self.text == SELF:
             return written_by(loaded.model, split, self.tokens, self.context, folder=folder)
-        batch = load_text(
-            self.text,
-            loaded.tokenizer,
-            tokens=self.tokens,
-            context=self.context,
-            split=split,
-        )
+        batch = load_text(self.text, loaded.tokenizer, tokens=self.tokens, context=self.context, split=split)
         if batch.text != self.text:
             note(f"Text: {batch.text}")
         return checked_batch(loaded.structure, batch)
@@ -180,10 +168,7 @@ class TextOptions:
 
 IN_MEMORY = f"needs the model in memory; leave it out, or --device {DISK}"
 Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in).")]
-Format = Annotated[
-    choices.Format,
-    output_option(help=one_of(formats_of("prune"), "Format of the checkpoint.")),
-]
+Format = Annotated[choices.Format, output_option(help=one_of(formats_of("prune"), "Format of the checkpoint."))]
 Judge = Annotated[
     str | None,
     text_option(
@@ -228,14 +213,12 @@ Allocation = Annotated[
 GroupSize = Annotated[int | None, what_option(help="Number of weights per grid (rtn, gptq, awq); default: a row.")]
 
 Stored = Annotated[
-    choices.Stored,
-    output_option("--format", help=one_of(formats_of("compress"), "Format of the checkpoint.")),
+    choices.Stored, output_option("--format", help=one_of(formats_of("compress"), "Format of the checkpoint."))
 ]
 
 Output = Annotated[Path | None, output_option("--output", "-o", help="Folder for results; default: runs/MODEL.")]
 Written = Annotated[
-    choices.Written,
-    output_option("--format", help=one_of(formats_of("export"), "Format of the checkpoint.")),
+    choices.Written, output_option("--format", help=one_of(formats_of("export"), "Format of the checkpoint."))
 ]
 Quantize = Annotated[
     Quantisation | None,

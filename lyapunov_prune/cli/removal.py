@@ -118,13 +118,7 @@ def require_format(by: RankOptions, stored: Stored, given: Given) -> None:
 
 
 def require_files(
-    removal: Removal,
-    by: RankOptions,
-    source: ModelOptions,
-    stored: Stored,
-    why: str,
-    packed: str | None,
-    given: Given,
+    removal: Removal, by: RankOptions, source: ModelOptions, stored: Stored, why: str, packed: str | None, given: Given
 ) -> None:
     """Raise LyapunovPruneError for options that need a model in memory."""
     measured = by.what == "width" and removal.remove is not None and source.disk and not packed

@@ -47,12 +47,7 @@ def _lines(message: str) -> str:
 
 
 def show(
-    result: Result,
-    written: Path | None,
-    *,
-    kept: Path | None = None,
-    full: bool = False,
-    answered: bool = False,
+    result: Result, written: Path | None, *, kept: Path | None = None, full: bool = False, answered: bool = False
 ) -> None:
     """The answer of `result`, then its table: the rows that matter, or with `full` what was measured and every row.
 

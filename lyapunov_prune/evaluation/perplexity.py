@@ -106,11 +106,7 @@ def interval_of(nll: np.ndarray) -> tuple[float, float]:
 @takes_model
 @in_eval_mode
 def perplexity(
-    model: Streamable,
-    batch: Readable,
-    *,
-    batch_size: Count = 1,
-    description: str = "perplexity",
+    model: Streamable, batch: Readable, *, batch_size: Count = 1, description: str = "perplexity"
 ) -> Perplexity:
     """Perplexity of `model` on windows × context ids, each window on its own, its first token unscored.
 

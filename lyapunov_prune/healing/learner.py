@@ -49,11 +49,7 @@ class Way:
         with trained(learner, self.rank, self.seed) as parameters, lighter:
             sizes = update_sizes(learner, parameters)
             run = Distillation(learner, guide, parameters, self.temperature, processes=self.processes, sizes=sizes)
-            yield (
-                learner,
-                run,
-                lambda: gathered_into(copy.deepcopy(student), learner) if self.shard else learner,
-            )
+            yield (learner, run, lambda: gathered_into(copy.deepcopy(student), learner) if self.shard else learner)
 
     def judge(self, learner: PreTrainedModel, judging: Reading) -> Callable[[], np.ndarray]:
         """A function for the mean next-token loss (nats) of each judging window of `learner`, (windows,) float64."""

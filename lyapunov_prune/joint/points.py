@@ -172,13 +172,7 @@ class Course:
 
 
 def recover_points(
-    course: Course,
-    select: Examples,
-    repeated: Sequence[Pair],
-    seeds: int,
-    store: Store,
-    *,
-    batch_size: int,
+    course: Course, select: Examples, repeated: Sequence[Pair], seeds: int, store: Store, *, batch_size: int
 ) -> Points:
     """Recover and score every point of `course`, and those in `repeated` with `seeds` − 1 more seeds.
 

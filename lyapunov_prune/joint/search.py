@@ -55,15 +55,7 @@ def search(job: Job, store: Store) -> Found:
             ),
         )
     course = Course(
-        job.student,
-        learn,
-        worth,
-        chains(reach, job.most),
-        job.steps,
-        job.seed,
-        job.recipe,
-        job.folder,
-        job.about,
+        job.student, learn, worth, chains(reach, job.most), job.steps, job.seed, job.recipe, job.folder, job.about
     )
     between = rivals(reach, job.most, allowed)
     points = recover_points(course, select, between, job.seeds, store, batch_size=job.batch_size)

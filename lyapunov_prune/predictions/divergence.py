@@ -109,12 +109,7 @@ def skip_divergence(
 @takes_model
 @in_eval_mode
 def sublayer_divergence(
-    model: InMemory,
-    batch: Readable,
-    what: Kind,
-    *,
-    temperature: Positive = 1.0,
-    batch_size: Count = 1,
+    model: InMemory, batch: Readable, what: Kind, *, temperature: Positive = 1.0, batch_size: Count = 1
 ) -> SublayerDivergence:
     """Set the output of the sublayer `what` of each layer in turn to zero and measure `SublayerDivergence` on `batch`.
 

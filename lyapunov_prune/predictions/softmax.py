@@ -73,11 +73,7 @@ def divergences(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor,
     p, q, u = log_p.exp(), log_q.exp(), log_q - log_p
     moved = _moved(p, log_q, u)
     mean = torch.linalg.vecdot(p, u).unsqueeze(-1)
-    return (
-        torch.linalg.vecdot(p, (u - mean).square()) / 2,
-        (moved - p * u).sum(-1),
-        (q * u - moved).sum(-1),
-    )
+    return (torch.linalg.vecdot(p, (u - mean).square()) / 2, (moved - p * u).sum(-1), (q * u - moved).sum(-1))
 
 
 def _moved(p: torch.Tensor, log_q: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

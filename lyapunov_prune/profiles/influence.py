@@ -112,10 +112,7 @@ def turns(structure: Structure, inputs: Sequence[torch.Tensor]) -> np.ndarray:
         before: list[UnitAndNorm] = []  # new tensors, because a layer may change its input in place
 
         def visit(
-            layer: int,
-            hidden: torch.Tensor,
-            sums: list[torch.Tensor] = sums,
-            before: list[UnitAndNorm] = before,
+            layer: int, hidden: torch.Tensor, sums: list[torch.Tensor] = sums, before: list[UnitAndNorm] = before
         ) -> None:
             after = unit_and_norm(widen(hidden))
             if before:

@@ -75,12 +75,7 @@ class JacobianNorms(Result):
 @takes_model
 @in_eval_mode
 def sublayer_jacobians(
-    model: InMemory,
-    batch: Readable,
-    *,
-    steps: Annotated[int, Range(2)] = 12,
-    probes: Count = 8,
-    seed: Seed = 0,
+    model: InMemory, batch: Readable, *, steps: Annotated[int, Range(2)] = 12, probes: Count = 8, seed: Seed = 0
 ) -> JacobianNorms:
     """Estimate `‖J‖` and `‖J‖_F/√n` of attention and MLP of every layer, see JacobianNorms.
 

@@ -156,13 +156,7 @@ def profile_layers(
     reading = read(model, batch)
     return LayerProfile(
         contraction=measure_contraction(
-            model,
-            reading,
-            epsilon=epsilon,
-            seeds=seeds,
-            method=method,
-            pooling=pooling,
-            batch_size=batch_size,
+            model, reading, epsilon=epsilon, seeds=seeds, method=method, pooling=pooling, batch_size=batch_size
         ),
         influence=block_influence(model, reading, batch_size=batch_size),
     )

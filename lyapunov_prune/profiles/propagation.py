@@ -251,10 +251,7 @@ def jvp_moved(structure: Structure, ids: torch.Tensor, first_window: int, unit: 
 
 
 def _run_dual(
-    structure: Structure,
-    ids: torch.Tensor,
-    visit: Callable[[int, torch.Tensor, torch.Tensor], None],
-    inject: Inject,
+    structure: Structure, ids: torch.Tensor, visit: Callable[[int, torch.Tensor, torch.Tensor], None], inject: Inject
 ) -> None:
     """One forward of dual numbers in a `differentiable` model; `visit(l, primal, tangent)` at every boundary."""
 

@@ -130,10 +130,7 @@ class Scored(Criterion):
         )
 
     def of_profiles(
-        self,
-        profile: ContractionProfile | None,
-        influence: InfluenceProfile | None,
-        protect: Sequence[int] = (),
+        self, profile: ContractionProfile | None, influence: InfluenceProfile | None, protect: Sequence[int] = ()
     ) -> LayerRanking:
         """Rank whole layers by earlier measurements, both of one model. Raises as `measured.rank_layers`."""
         source = profile or influence

@@ -20,10 +20,7 @@ def speed_figure(speed: Speed) -> str:
     first, unit = speed.rows[0], "images/s" if speed.images else "tok/s"
     bars = [(0.0, "prefill", "images", COLOURS["rho"])]
     if not speed.images:
-        bars = [
-            (-0.18, "prefill", "prefill", COLOURS["rho"]),
-            (0.18, "decode", "cached decoding", COLOURS["bi"]),
-        ]
+        bars = [(-0.18, "prefill", "prefill", COLOURS["rho"]), (0.18, "decode", "cached decoding", COLOURS["bi"])]
     for offset, phase, label, colour in bars:
         ratios = [getattr(r, phase) / getattr(first, phase) for r in speed.rows]
         quartiles = np.array([getattr(r, f"{phase}_quartiles") for r in speed.rows]).T / getattr(first, phase)

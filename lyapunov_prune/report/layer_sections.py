@@ -47,10 +47,7 @@ LAYERS = (
         "ρ is the factor by which a layer changes the relative energy of an error that reaches it: below one "
         "the layer absorbs it. Bars are 95 % bootstrap intervals over windows and seeds. Block Influence is "
         "how far a layer turns the hidden state. Both are measurements on the text named below, not bounds.",
-        lambda r: {
-            "contraction": contraction_figure(r.contraction),
-            "influence": influence_figure(r.influence),
-        },
+        lambda r: {"contraction": contraction_figure(r.contraction), "influence": influence_figure(r.influence)},
         in_folders=True,
     ),
     Section(

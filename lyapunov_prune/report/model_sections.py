@@ -215,12 +215,7 @@ MODELS = (
         part=lambda r: r.tasks,
         leads=True,
     ),
-    _EVALUATION(
-        "Retrieval",
-        _RETRIEVAL,
-        lambda r: {"retrieval": retrieval_figure(r)},
-        part=lambda r: r.retrieval,
-    ),
+    _EVALUATION("Retrieval", _RETRIEVAL, lambda r: {"retrieval": retrieval_figure(r)}, part=lambda r: r.retrieval),
     _EVALUATION(
         "In llama.cpp",
         "The .gguf files as llama.cpp runs them: the same windows, and speed with the files in turns in one run.",

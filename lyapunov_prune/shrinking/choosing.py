@@ -97,13 +97,7 @@ class Chooser:
         """Remove a share of the parameters of the layers by `split_removal`; mend layers alone, refit the rest."""
         began = time.monotonic()
         found = split_removal(
-            self.model,
-            self.reading,
-            remove,
-            what,
-            search=self.search,
-            folder=self.folder,
-            batch_size=self.batch_size,
+            self.model, self.reading, remove, what, search=self.search, folder=self.folder, batch_size=self.batch_size
         )
         plan = found.plan()
         told = f"best of {len(found.plans)} ways to share the parameters, by KL"

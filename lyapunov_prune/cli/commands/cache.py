@@ -9,8 +9,7 @@ from lyapunov_prune.cli.terminal import say
 
 
 def cache(
-    *,
-    clear: Annotated[bool, what_option("--clear", help="Delete all of it; what is needed is made again.")] = False,
+    *, clear: Annotated[bool, what_option("--clear", help="Delete all of it; what is needed is made again.")] = False
 ) -> None:
     """Show or empty the cache, which holds a dequantised copy of every .gguf file that was given as MODEL.
 

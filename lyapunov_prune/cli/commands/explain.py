@@ -24,8 +24,7 @@ def explain(
     ] = None,
     *,
     kv_bits: Annotated[
-        int | None,
-        what_option(help="Instead of COMPRESSED: DENSE with keys and values rounded to 8, 4 or 2 bits."),
+        int | None, what_option(help="Instead of COMPRESSED: DENSE with keys and values rounded to 8, 4 or 2 bits.")
     ] = None,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=2048, context=256),

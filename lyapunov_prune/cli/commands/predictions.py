@@ -35,12 +35,10 @@ def hierarchy(
     *,
     new_tokens: Annotated[int, what_option(min=1, help="Number of tokens to decode after each prompt.")] = 16,
     choices: Annotated[
-        Path | None,
-        what_option(help="Multiple-choice items for both models: a .jsonl file of query, choices, gold."),
+        Path | None, what_option(help="Multiple-choice items for both models: a .jsonl file of query, choices, gold.")
     ] = None,
     retrieval: Annotated[
-        str | None,
-        what_option(metavar="QUERIES,DOCS[,QRELS]", help="Retrieval with both models, as for eval."),
+        str | None, what_option(metavar="QUERIES,DOCS[,QRELS]", help="Retrieval with both models, as for eval.")
     ] = None,
     prompts: Annotated[
         Path | None,

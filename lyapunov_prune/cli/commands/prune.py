@@ -109,13 +109,7 @@ def _channels_on_disk(model: str, remove: float | None, source: ModelOptions, te
 
 
 def _prune_classifier(
-    model: str,
-    removal: Removal,
-    source: ModelOptions,
-    text: TextOptions,
-    format: str,
-    output: Path,
-    given: Given,
+    model: str, removal: Removal, source: ModelOptions, text: TextOptions, format: str, output: Path, given: Given
 ) -> None:
     """Carry out a plan on a classifier of images."""
     from lyapunov_prune.export.pruned import write_pruned
@@ -173,12 +167,7 @@ def _prune_in_memory(
 
 
 def _chosen(
-    loaded: Decoder,
-    batch: TokenBatch,
-    by: RankOptions,
-    removal: Removal,
-    period: int,
-    judged: TokenBatch | None,
+    loaded: Decoder, batch: TokenBatch, by: RankOptions, removal: Removal, period: int, judged: TokenBatch | None
 ) -> PruningPlan:
     """The plan that measurements on `batch` make; searches are shown."""
     from lyapunov_prune.pruning.width import choose_channels
@@ -226,12 +215,7 @@ def _chosen(
 
 
 def _within_budget(
-    loaded: Decoder,
-    batch: TokenBatch,
-    by: RankOptions,
-    ranking: Any,
-    max_kl: float,
-    batch_size: int,
+    loaded: Decoder, batch: TokenBatch, by: RankOptions, ranking: Any, max_kl: float, batch_size: int
 ) -> PruningPlan:
     """The plan of as many layers of `ranking` as stay within `max_kl` nats a token."""
     from lyapunov_prune.predictions.expectation import expectation

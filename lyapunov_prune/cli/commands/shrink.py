@@ -24,9 +24,7 @@ class Goal:
 
     remove: Annotated[float | None, ABOVE_ZERO, what_option(help="Number or share of layers.", **counted)] = None
     speedup: Annotated[
-        float | None,
-        Range(1, above=True),
-        what_option(help="Instead: how many times as fast a forward must be."),
+        float | None, Range(1, above=True), what_option(help="Instead: how many times as fast a forward must be.")
     ] = None
     max_kl: Annotated[
         float | None,
@@ -57,9 +55,7 @@ def shrink(
     *,
     goal: Goal = Goal(),
     minutes: Annotated[
-        float | None,
-        ABOVE_ZERO,
-        what_option(help="Minutes for the whole run; default: 100 steps of healing."),
+        float | None, ABOVE_ZERO, what_option(help="Minutes for the whole run; default: 100 steps of healing.")
     ] = None,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(text="self", tokens=25600, context=256),
