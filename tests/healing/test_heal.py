@@ -31,8 +31,8 @@ from lyapunov_prune.results.history import history_of
 
 
 def pair(family: str = "llama", **changes: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A dense model and what is left without layers 1 and 3."""
-    teacher = make_tiny(family, **changes)
+    """A dense model of four layers and what is left without layers 1 and 3."""
+    teacher = make_tiny(family, **{"num_hidden_layers": 4, **changes})
     return remove_layers(teacher, [1, 3]), teacher
 
 
@@ -44,7 +44,7 @@ def text_of(teacher: PreTrainedModel, windows: int = 12, context: int = 32) -> T
 @pytest.fixture(scope="module")
 def written() -> TokenBatch:
     """By the dense model of `pair()`."""
-    return text_of(make_tiny("llama"))
+    return text_of(pair()[1])
 
 
 @pytest.fixture
@@ -348,7 +348,7 @@ def test_a_state_of_another_run_is_not_taken(
 
     other = [copy.deepcopy(m) for m in (student, teacher)]
     for model in other:
-        model.model.layers[2].mlp.down_proj.weight.data[3, 3] += 1  # no weight that the identity samples
+        model.model.layers[1].mlp.down_proj.weight.data[3, 3] += 1  # no weight that the identity samples
     for arguments, changes, what in [
         ((other[0], teacher, ids), {}, "model"),
         ((student, other[1], ids), {}, "teacher"),
