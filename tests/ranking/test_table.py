@@ -126,7 +126,7 @@ def test_who_ranks_what() -> None:
     assert ranked(remove=2) == of_layers
     assert ranked("experts", remove=2) == {"reap", "frequency", "kl"}
     assert ranked("experts", remove=2, streamed=True) == {"reap", "frequency"}
-    assert ranked("experts", remove=2, profiled=True) == set()
+    assert ranked("experts", remove=2, profiled=True) == ranked("experts", remove=2, protect=True) == set()
     assert ranked(remove=None) == ranked(remove=2, periods=True) == alone
     assert ranked("mlp", remove=2) == ranked("attention", remove=2) == {"bi", "kl", "cosine", "from-end", "random"}
     assert ranked("activation", remove=2) == set()
@@ -134,6 +134,7 @@ def test_who_ranks_what() -> None:
     assert ranked("mlp", remove=2, streamed=True) == {"bi", "from-end", "random"}
     assert ranked(remove=2, profiled=True) == {"rho", "bi", "blend", "blend-minmax", "from-end", "random"}
     assert ranked("mlp", remove=2, profiled=True) == set()
+    assert ranked(remove=2, causal=False) == {name for name in of_layers if not CRITERIA[name].next_token} > {"bi"}
 
 
 def test_best_is_taken_where_whole_layers_go_and_their_number_is_known() -> None:
