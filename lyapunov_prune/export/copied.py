@@ -26,7 +26,7 @@ from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.families import family_entry
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.loading import checkpoint_folder
-from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
+from lyapunov_prune.models.mixtures import drop_experts
 from lyapunov_prune.models.quantised_names import Layers, follow_layers, layers_in
 from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import Structure
@@ -83,7 +83,7 @@ def prune_on_disk(
     require_whole(outline.model)
     require_levels_stay(outline.model, plan.remove)
     if plan.experts_gone:
-        find_mixtures(outline.structure).require(plan.experts, plan.remove)
+        outline.decoder.mixtures.require(plan.experts, plan.remove)
     require_copied(outline.structure, [PARTS] * plan.drops_sublayers)
     width = find_width(streamed(outline)) if plan.channels else None
     decoder = cut_outline(outline.decoder, plan, width)

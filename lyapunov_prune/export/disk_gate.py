@@ -26,7 +26,7 @@ from lyapunov_prune.forward.masking import masked_experts
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.models.streamed import Run
-from lyapunov_prune.models.units import find_units, selected
+from lyapunov_prune.models.units import selected
 from lyapunov_prune.models.width import Width
 from lyapunov_prune.progress import status
 from lyapunov_prune.pruning.counting import count_check, leaving
@@ -118,7 +118,7 @@ def _skipping(decoder: Decoder, plan: PruningPlan) -> Iterator[None]:
     """
     told = "the original, without what left"
     looking = residual_stream(decoder.structure, finite_at(told), one_state=False)
-    fewer = masked_experts(decoder.structure, plan.experts_gone)
+    fewer = masked_experts(decoder, plan.experts_gone)
     with status(told), skipped(decoder.structure, plan.remove), fewer, _narrower(decoder, plan), looking:
         yield
 
@@ -130,7 +130,7 @@ def _narrower(decoder: Decoder, plan: PruningPlan) -> Iterator[None]:
         yield
         return
     assert decoder.stream is not None
-    units = find_units(decoder.structure)
+    units = decoder.units
 
     def visit(layer: int, hidden: torch.Tensor, run: Run) -> None:  # the weights that are read are changed
         if layer in plan.kept:

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from lyapunov_prune.forward.replacement import Replacement
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection
-from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.models.units import Refits, find_units, inside
+from lyapunov_prune.models.units import Refits, inside
 
 
 @contextmanager
 def masked(
-    structure: Structure, kept: Mapping[int, Sequence[torch.Tensor | None]], refits: Refits | None = None
+    decoder: Decoder, kept: Mapping[int, Sequence[torch.Tensor | None]], refits: Refits | None = None
 ) -> Iterator[None]:
     """Inside the block, the columns of last matrices are zero for all hidden channels except those in `kept`.
 
@@ -26,7 +26,7 @@ def masked(
     layer's index there is that among the layers of `kept`. The
     matrices of a layer are replaced while it runs, so this takes the memory of one layer's.
     """
-    units = find_units(structure)
+    units, structure = decoder.units, decoder.structure
     before: list[tuple[nn.Module, Callable[..., None]]] = []
     after: list[tuple[nn.Module, Callable[..., None]]] = []
     with ExitStack() as stack:

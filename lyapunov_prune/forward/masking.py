@@ -11,8 +11,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lyapunov_prune.forward.prefix import restore
-from lyapunov_prune.models.mixtures import Mixture, find_mixtures
-from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.mixtures import Mixture
 
 
 class _Masked(TorchFunctionMode):
@@ -36,22 +36,17 @@ class _Masked(TorchFunctionMode):
 
 
 @contextmanager
-def masked_experts(structure: Structure, experts: Mapping[int, Sequence[int]]) -> Iterator[None]:
+def masked_experts(decoder: Decoder, experts: Mapping[int, Sequence[int]]) -> Iterator[None]:
     """Inside the block, the routers of the layers in `experts` give these experts a logit of −∞.
 
     A softmax over all logits is then that over the other experts, and scores computed entry by entry are unchanged for
     them. So the same experts are chosen with the same weights as by a router without these rows. Biases that a router
     adds to its scores before choosing are set to −∞ as well.
     """
-    if not any(experts.values()):
-        yield
-        return
-    mixtures = find_mixtures(structure)
     with ExitStack() as stack:
         for index, gone in experts.items():
             if gone:
-                layer, mixture = structure.layers[index], mixtures.layers[index]
-                _mask(stack, layer, mixture, gone)
+                _mask(stack, decoder.layers[index], decoder.mixtures.layers[index], gone)
         yield
 
 

@@ -19,7 +19,7 @@ from lyapunov_prune.models.decoder import Decoder, Model, in_memory, wrap
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.models.units import Kept, Refits, find_units
+from lyapunov_prune.models.units import Kept, Refits
 
 _DAMPING = 1.0  # a smaller one fits noise if there are fewer tokens than channels (experiments/2_criteria/width)
 
@@ -53,7 +53,7 @@ def judged_refits(model: Model, kept: Kept, batch: Readable, judge: Tokens | Non
     changed, weights = refit_blocks(reading.decoder, kept, fitting)
     judged = []
     for each in judges:
-        with masked(reading.structure, dict(enumerate(kept))):
+        with masked(reading.decoder, dict(enumerate(kept))):
             cut = losses(each, ())
         judged.append(Judgement(cut, losses(Reading(changed, each.batch), ()), each.measured_on()))
     report = MendReport((), fitting.batch.ids.numel(), 0, fitting.measured_on(), *judged)
@@ -63,7 +63,7 @@ def judged_refits(model: Model, kept: Kept, batch: Readable, judge: Tokens | Non
 def refit_blocks(decoder: Decoder, kept: Kept, fitting: Reading) -> tuple[Decoder, Refits]:
     """Refit the last matrices on `fitting`; also a model that has them, zero at other channels, and shares all else."""
     places, lasts = dict[str, tuple[tuple[int, int], torch.Tensor]](), list[Projection]()
-    for i, (units, here) in enumerate(zip(find_units(decoder.structure), kept, strict=True)):
+    for i, (units, here) in enumerate(zip(decoder.units, kept, strict=True)):
         for j, (unit, channels) in enumerate(zip(units, here, strict=True)):
             if channels is not None:
                 places[unit.out.name] = (i, j), channels

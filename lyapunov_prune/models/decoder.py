@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
@@ -17,10 +17,12 @@ from lyapunov_prune.models.dispatched import bring_all
 from lyapunov_prune.models.encoders import CAUSAL, Stack, is_encoder
 from lyapunov_prune.models.families import Family, family_entry
 from lyapunov_prune.models.held import held
+from lyapunov_prune.models.mixtures import Mixtures, find_mixtures
 from lyapunov_prune.models.quantised import is_packed
 from lyapunov_prune.models.streamed import Stream, require_not_streamed, stream_of
 from lyapunov_prune.models.structure import Structure, find_layers, find_structure, identify, model_name, settle
 from lyapunov_prune.models.two_stacks import stack_structure
+from lyapunov_prune.models.units import Units, find_units
 from lyapunov_prune.results.result import ModelIdentity
 
 C = TypeVar("C")
@@ -82,6 +84,16 @@ class Decoder:
     def wrapped(self) -> bool:
         """Whether it is the text part of a larger model."""
         return is_wrapped(self.model)
+
+    @cached_property
+    def units(self) -> Units:
+        """The hidden channels of every layer's feed-forward blocks and experts (`models.units.find_units`)."""
+        return find_units(self.structure)
+
+    @cached_property
+    def mixtures(self) -> Mixtures:
+        """The experts of every layer; raises LyapunovPruneError as `models.mixtures.find_mixtures`."""
+        return find_mixtures(self.structure)
 
     @property
     def identity(self) -> ModelIdentity:

@@ -159,16 +159,6 @@ def _unlike(structure: Structure, found: Mapping[int, Mixture], counts: Mapping[
     return None
 
 
-def stacked_in(structure: Structure, gone: Mapping[int, Sequence[int]]) -> dict[str, tuple[Stacked, Sequence[int]]]:
-    """The tensors of a model that are stacked by expert in the layers of `gone`, and the experts that go, by name."""
-    mixtures = find_mixtures(structure).layers if gone else {}
-    return {
-        f"{structure.layers_path}.{layer}.{stacked.name}": (stacked, experts)
-        for layer, experts in gone.items()
-        for stacked in mixtures[layer].stacked
-    }
-
-
 def _mixture(layer: nn.Module) -> Mixture | str | None:
     """The mixture of a layer; None for a dense layer; words that follow "layer 3" if its experts cannot be removed."""
     named = [name for name, _ in layer.named_modules() if name.rpartition(".")[2] == "experts"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ class Unit:
 
     `into` are its matrices with one row per channel, or with two in one matrix (`fused`); then those of channel j are
     2j and 2j + 1 if they are `interleaved`, else j and j + `width`. `out` has one column per channel. `block` is the
-    path of the innermost module that computes all of it.
+    path of the innermost module that computes all of it. `biased` are those of `into` with a bias beside them.
     """
 
     layer: int
@@ -39,6 +38,7 @@ class Unit:
     out: Projection
     width: int
     fused: bool
+    biased: tuple[Projection, ...] = ()
     interleaved: bool = False
 
     def moved(self, layers_path: str, layer: int) -> Unit:
@@ -51,7 +51,8 @@ class Unit:
         def of(p: Projection) -> Projection:
             return replace(p, layer=layer, name=path(p.name), module=path(p.module), routed=path(p.routed))
 
-        return replace(self, layer=layer, block=path(self.block), into=tuple(map(of, self.into)), out=of(self.out))
+        into, biased = (tuple(map(of, ps)) for ps in (self.into, self.biased))
+        return replace(self, layer=layer, block=path(self.block), into=into, out=of(self.out), biased=biased)
 
     def rows(self, p: Projection, kept: torch.Tensor) -> torch.Tensor:
         """The rows of the parameter that holds `p`, one of `into`, that belong to the channels `kept`."""
@@ -61,18 +62,17 @@ class Unit:
             return torch.stack([2 * kept, 2 * kept + 1], 1).flatten()
         return torch.cat([kept, self.width + kept])
 
-    def indices(self, kept: torch.Tensor, root: nn.Module, below: str = "") -> Iterator[tuple[Entry, torch.Tensor]]:
-        """Every tensor with an entry per channel, and the indices of those `kept`; paths begin below `below`."""
+    def indices(self, kept: torch.Tensor) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """Every tensor with an entry per channel, and the indices of those `kept`."""
         by_parameter: dict[tuple[str, str], list[Projection]] = {}
         for p in self.into:
             by_parameter.setdefault((p.module, p.parameter), []).append(p)
         for (path, key), parts in by_parameter.items():
-            p, module = parts[0], root.get_submodule(inside(path, below))
+            p = parts[0]
             rows = torch.cat([self.rows(part, kept) for part in sorted(parts, key=lambda part: part.start)])
             yield Entry(path, key, p.position, p.stack, 1 if p.transposed else 0), rows
-            bias = f"{key}_bias" if p.stack else "bias"
-            if getattr(module, bias, None) is not None:
-                yield Entry(path, bias, p.position, p.stack, 0), rows
+            if p in self.biased:
+                yield Entry(path, _bias(p), p.position, p.stack, 0), rows
         p = self.out
         yield Entry(p.module, p.parameter, p.position, p.stack, 0 if p.transposed else 1), kept
 
@@ -135,17 +135,6 @@ def find_units(structure: Structure) -> Units:
     return tuple(tuple(sorted(here, key=lambda unit: unit.out.expert is None)) for here in found)
 
 
-def shares_of(structure: Structure, channels: Sequence[Sequence[Sequence[int]]]) -> dict[str, Fraction]:
-    """The share of each tensor that belongs to `channels`, by layer and unit; a layer may be given without units."""
-    found, none = dict[str, Fraction](), torch.zeros(0, dtype=torch.long)
-    for units, here in zip(find_units(structure), channels, strict=True):
-        for unit, gone in zip(units, here, strict=False):
-            if gone:
-                share, below = Fraction(len(gone), unit.width), f"{structure.layers_path}."
-                found |= {f"{e.module}.{e.key}": share for e, _ in unit.indices(none, structure.layers, below)}
-    return found
-
-
 def _ancestors(structure: Structure, p: Projection) -> Iterator[str]:
     """The paths of modules around a matrix, innermost first, up to its layer; of a stack, first the module itself."""
     path, layer = p.module, f"{structure.layers_path}.{p.layer}"
@@ -165,33 +154,41 @@ def _unit(structure: Structure, path: str, into: Sequence[Projection], out: Proj
         stored: Any = getattr(layer.get_submodule(inside(p.module, below)), p.parameter)
         return tuple(p.rows(stored).shape)
 
+    def is_biased(p: Projection) -> bool:
+        return getattr(layer.get_submodule(inside(p.module, below)), _bias(p), None) is not None
+
     width = shape(out)[1]
     rows = [shape(p)[0] for p in into]
     block = min((path, *(p.routed for p in (*into, out) if p.routed)), key=len)
-    if rows in ([width], [width] * 2):
-        yield Unit(out.layer, block, tuple(into), out, width, fused=False)
-    elif rows == [2 * width]:
-        yield Unit(out.layer, block, tuple(into), out, width, fused=True)
+    fused = rows == [2 * width]
+    if fused or rows in ([width], [width] * 2):
+        yield Unit(out.layer, block, tuple(into), out, width, fused, tuple(filter(is_biased, into)))
+
+
+def _bias(p: Projection) -> str:
+    """The name of the bias beside the matrix."""
+    return f"{p.parameter}_bias" if p.stack else "bias"
 
 
 # For a tensor, or each matrix in its stack: where channels lie in it, and the indices of those that stay.
 Parts = Mapping[int | None, tuple[Entry, torch.Tensor]]
 
 
-def tensors_of(
-    kept: Iterable[tuple[Unit, torch.Tensor]], root: nn.Module, below: str = ""
-) -> dict[tuple[str, str], Parts]:
+def tensors_of(kept: Iterable[tuple[Unit, torch.Tensor]]) -> dict[tuple[str, str], Parts]:
     """Every tensor with some of the channels, by the path of its module and its name, for the channels `kept`."""
     parts: dict[tuple[str, str], dict[int | None, tuple[Entry, torch.Tensor]]] = {}
     for unit, channels in kept:
-        for entry, index in unit.indices(channels, root, below):
+        for entry, index in unit.indices(channels):
             parts.setdefault((entry.module, entry.key), {})[entry.position] = entry, index
     return dict(parts)
 
 
 def select(root: nn.Module, kept: Iterable[tuple[Unit, torch.Tensor]], below: str = "") -> None:
-    """Keep only the channels `kept` of each unit, in place: every tensor that has some is replaced by a new one."""
-    for (path, key), parts in tensors_of(kept, root, below).items():
+    """Keep only the channels `kept` of each unit, in place: every tensor that has some is replaced by a new one.
+
+    The path of `root`, with a dot, is `below`.
+    """
+    for (path, key), parts in tensors_of(kept).items():
         module = root.get_submodule(inside(path, below))
         old: Any = getattr(module, key)
         setattr(module, key, nn.Parameter(selected(old.detach(), parts), old.requires_grad))

@@ -23,7 +23,7 @@ from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.fused import REMEDY, attributes_of, set_attributes, taken_apart
 from lyapunov_prune.models.plain import require_parameters
 from lyapunov_prune.models.structure import Structure, in_eval_mode
-from lyapunov_prune.models.units import Kept, Unit, Units, find_units, select
+from lyapunov_prune.models.units import Kept, Unit, Units, select
 
 # Settings for the number of hidden channels, those of experts first; one that is None is computed by the family.
 SETTINGS = (
@@ -85,7 +85,7 @@ def find_width(decoder: Decoder) -> Width:
     too, and if their channels depend on each other.
     """
     require_parameters(decoder.structure)
-    units = find_units(decoder.structure)
+    units = decoder.units
     before, found = _FOUND.get(decoder.model, ((), None))
     if found is None or before != units:
         found = _width(decoder, units)
@@ -209,7 +209,7 @@ def _also_changed(
 ) -> str | None:
     """Which parameter besides those of `units` changes its size with `setting`; None if none does."""
     none = torch.zeros(0, dtype=torch.long)
-    own = {f"{e.module}.{e.key}" for unit in units for e, _ in unit.indices(none, before)}
+    own = {f"{e.module}.{e.key}" for unit in units for e, _ in unit.indices(none)}
     for name, parameter in before.named_parameters():
         if parameter.shape != after.get_parameter(name).shape and name not in own:
             return f"{setting.name} gives {name} its size too, which is no matrix into or out of the channels"

@@ -18,7 +18,7 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.experts import Routing, unweighted
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.mixtures import Mixtures, find_mixtures
+from lyapunov_prune.models.mixtures import Mixtures
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
@@ -85,7 +85,7 @@ def expert_use(model: Streamable, batch: Readable, *, batch_size: Count = 1) -> 
     """
     reading = read(model, batch)
     structure = reading.structure
-    mixtures = find_mixtures(structure)
+    mixtures = reading.decoder.mixtures
     sums = {i: torch.zeros(3, mixtures.router.experts, dtype=torch.float64) for i in mixtures.layers}
     modules = {i: structure.layers[i].get_submodule(mixture.experts) for i, mixture in mixtures.layers.items()}
     with hooked(before=[(module, _added(i, mixtures, sums[i])) for i, module in modules.items()]):

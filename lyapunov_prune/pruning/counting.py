@@ -17,8 +17,7 @@ from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.left_out import LeftOut, left_out
-from lyapunov_prune.models.mixtures import stacked_in
-from lyapunov_prune.models.units import shares_of
+from lyapunov_prune.pruning.partial import shares_left_out
 from lyapunov_prune.pruning.plan import PruningPlan
 
 COUNTED = "fell by what was removed"
@@ -33,9 +32,7 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
     layer only the share of its removed channels or experts goes.
     """
     structure, family = decoder.structure, decoder.family
-    partly = shares_of(structure, plan.channels) if plan.channels else {}
-    for name, (stacked, experts) in stacked_in(structure, plan.experts_gone).items():
-        partly[name] = Fraction(len(experts), stacked.entries)
+    partly = shares_left_out(decoder, plan)
     places = {
         name: place(t) for name, t in decoder.model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)
     }

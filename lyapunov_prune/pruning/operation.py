@@ -60,7 +60,7 @@ class Operation:
         replaced = hidden_replaced(decoder.layers, [(each.block, each.tau) for each in self.merged])
         skipping = skipped(decoder.structure, self.plan.remove)
         kept = dict(zip(self.plan.kept, self.plan.kept_channels, strict=False))  # no channels if the plan has none
-        narrower = masked(decoder.structure, kept, self.refits)
-        fewer = masked_experts(decoder.structure, self.plan.experts_gone)
+        narrower = masked(decoder, kept, self.refits)
+        fewer = masked_experts(decoder, self.plan.experts_gone)
         with silent, replaced, mapped(decoder.layers, self.mends), fewer, skipping, narrower:
             yield

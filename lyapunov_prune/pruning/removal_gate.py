@@ -30,7 +30,6 @@ from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.models.decoder import Decoder, InMemoryText, Model, takes_model, wrap, wrap_text
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.models.units import find_units
 from lyapunov_prune.models.width import find_width
 from lyapunov_prune.pruning.counting import COUNTED, count_check, leaving
 from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Check, Gate, GateReport, OnFiles, bytes_in, crashed
@@ -163,13 +162,13 @@ def _within_rounding(gate: Gate, operation: Operation) -> GateCheck:
 def _copied(gate: Gate, operation: Operation) -> GateCheck:
     """Whether the units hold the numbers of the kept channels, in order, or the refitted ones."""
     before, after, differ = gate.reference, gate.result, 0
-    olds, news = find_width(before).units, find_units(after.structure)
+    olds, news = find_width(before).units, after.units
     for i, (layer, kept) in enumerate(zip(operation.plan.kept, operation.plan.kept_channels, strict=True)):
         for j, (old, new, channels) in enumerate(zip(olds[layer], news[i], kept, strict=True)):
             if old is None or channels is None:
                 continue
             refit = operation.refits.get((i, j))
-            entries = zip(old.indices(channels, before.model), new.indices(channels, after.model), strict=True)
+            entries = zip(old.indices(channels), new.indices(channels), strict=True)
             for (entry, index), (made, _) in entries:
                 wide, slim = (e.read(decoder.model) for decoder, e in ((before, entry), (after, made)))
                 wanted = wide.index_select(entry.axis, index.to(wide.device))

@@ -20,12 +20,12 @@ from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, POSITION_ATTRIBUTES
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.layer_settings import lost_attention, slice_settings
 from lyapunov_prune.models.left_out import forget_heads
-from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
+from lyapunov_prune.models.mixtures import drop_experts
 from lyapunov_prune.models.rebuilt import rebuilt
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.models.two_stacks import renew_configs
-from lyapunov_prune.models.units import Refits, find_units
+from lyapunov_prune.models.units import Refits
 from lyapunov_prune.models.width import find_width, narrow
 from lyapunov_prune.models.wrappers import require_text_alone
 from lyapunov_prune.progress import warn
@@ -75,18 +75,20 @@ def without_parts(
     multimodal model that text alone cannot judge.
     """
     if plan.experts_gone:
-        find_mixtures(decoder.structure).require(plan.experts, plan.remove)
+        decoder.mixtures.require(plan.experts, plan.remove)
     with held(decoder.model):  # hooks of a running measurement would be copied too
         if decoder.wrapped:
             require_text_alone(decoder, plan.remove)
         memo = shared_memo(decoder.model) if shared else {}
         pruned = without_layers(decoder, plan, memo)
     if plan.channels:
-        narrow(pruned, find_width(decoder).of_layers(plan.kept, decoder.structure), plan.kept_channels)
-        units = find_units(pruned.structure)
+        width = find_width(decoder).of_layers(plan.kept, decoder.structure)
+        narrow(pruned, width, plan.kept_channels)
         with torch.no_grad():
-            for (layer, unit), weight in refits.items():
-                units[layer][unit].out.weight(pruned.model).copy_(weight)
+            for (layer, index), weight in refits.items():
+                unit = width.units[layer][index]
+                assert unit is not None
+                unit.out.weight(pruned.model).copy_(weight)
     attention, mlp = (tuple(map(plan.kept.index, drop)) for drop in (plan.drop_attention, plan.drop_mlp))
     for index in {*attention, *mlp}:
         own(pruned.layers[index])

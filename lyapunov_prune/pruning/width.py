@@ -19,7 +19,6 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.models.units import find_units
 from lyapunov_prune.models.width import Width, find_width
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.result import MeasuredOn
@@ -128,7 +127,7 @@ def channel_costs(
     return ChannelCosts(
         score,
         tuple(tuple(None if unit is None else found[unit.out.name] for unit in here) for here in width.units),
-        tuple(tuple(unit.width for unit in here) for here in find_units(reading.structure)),
+        tuple(tuple(unit.width for unit in here) for here in reading.decoder.units),
         width.width,
         reading.measured_on(),
     )

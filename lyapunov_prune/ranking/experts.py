@@ -12,7 +12,7 @@ import numpy as np
 from lyapunov_prune.arguments import Amount, Count, checked
 from lyapunov_prune.forward.masking import masked_experts
 from lyapunov_prune.forward.reading import Reading
-from lyapunov_prune.models.mixtures import Router, find_mixtures
+from lyapunov_prune.models.mixtures import Router
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.profiles.expert_use import ExpertUse, expert_use
@@ -132,7 +132,7 @@ def rank_experts(
 ) -> ExpertRanking:
     """Measure how the router uses the experts, and rank them by a `score` (L, E) of that."""
     use = expert_use(reading.decoder, reading, batch_size=batch_size)
-    return ExpertRanking(criterion, score(use), use, find_mixtures(reading.structure).router)
+    return ExpertRanking(criterion, score(use), use, reading.decoder.mixtures.router)
 
 
 @in_eval_mode
@@ -142,11 +142,11 @@ def masked_divergence(reading: Reading, temperature: float, batch_size: int) -> 
     It is the mean over every position of a window but its last, NaN in layers without experts. Every forward starts at
     the input state of its layer; memory is that of `skip_divergence` for the experts of one layer.
     """
-    mixtures = find_mixtures(reading.structure)
+    mixtures = reading.decoder.mixtures
     kl = np.full((reading.structure.num_layers, mixtures.router.experts), np.nan)
     for layer in mixtures.layers:
         changes = [
-            (layer, partial(masked_experts, reading.structure, {layer: (expert,)}))
+            (layer, partial(masked_experts, reading.decoder, {layer: (expert,)}))
             for expert in range(mixtures.router.experts)
         ]
         means = divergences_of(reading, changes, temperature, batch_size, f"experts of layer {layer}")

@@ -9,7 +9,6 @@ from lyapunov_prune.arguments import Amount, Count, Positive, Seed
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import StreamableText, takes_model
-from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import listed
 from lyapunov_prune.ranking.counts import What, count_of, protected_layers, require_count
@@ -71,7 +70,7 @@ def rank(
     reading = read(model, batch)
     if what == "experts":
         if remove is not None:
-            remove = count_of_experts(find_mixtures(reading.structure).router, remove)
+            remove = count_of_experts(reading.decoder.mixtures.router, remove)
     else:
         if remove is not None:
             remove = count_of(remove, reading.structure.num_layers)

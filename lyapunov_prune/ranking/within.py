@@ -8,7 +8,6 @@ from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import InMemory, takes_model
-from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -41,7 +40,7 @@ def most_within(
     choosing, judging = apart(reading, every=2, most=None)
     order, counts = parts_of(choosing, what, criterion=criterion, batch_size=batch_size)
     if what == "experts":
-        router = find_mixtures(reading.structure).router
+        router = reading.decoder.mixtures.router
         router.require_removed(router.groups)
     tried: dict[int, tuple[PruningPlan, np.ndarray]] = {}
 

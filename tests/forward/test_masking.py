@@ -9,6 +9,7 @@ import torch
 from helpers import MIXTURES, make_mixture
 
 from lyapunov_prune.forward.masking import masked_experts
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
 from lyapunov_prune.models.structure import find_structure
@@ -39,7 +40,7 @@ def test_a_masked_router_is_one_without_the_rows(name: str) -> None:
     gone = dict.fromkeys(find_mixtures(structure).layers, (1, 6))
     before = model.state_dict()
     dense = model(IDS).logits
-    with masked_experts(structure, gone):
+    with masked_experts(wrap(model), gone):
         masked = chosen_in(model)
         logits = model(IDS).logits
     assert all(tensor.equal(before[key]) for key, tensor in model.state_dict().items())
@@ -55,10 +56,9 @@ def test_a_masked_router_is_one_without_the_rows(name: str) -> None:
 
 def test_nothing_is_masked_where_no_expert_goes_and_all_is_put_back_after_an_error() -> None:
     model = make_mixture("deepseek_v3")
-    structure = find_structure(model)
     dense = model(IDS).logits
-    with masked_experts(structure, {1: ()}):
+    with masked_experts(wrap(model), {1: ()}):
         assert torch.equal(model(IDS).logits, dense)
-    with pytest.raises(ZeroDivisionError), masked_experts(structure, {1: (0,)}):
+    with pytest.raises(ZeroDivisionError), masked_experts(wrap(model), {1: (0,)}):
         raise ZeroDivisionError
     assert torch.equal(model(IDS).logits, dense)

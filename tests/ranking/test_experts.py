@@ -12,7 +12,7 @@ from helpers import MIXTURES, make_mixture
 
 import lyapunov_prune as lp
 from lyapunov_prune.forward.masking import masked_experts
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.profiles.expert_use import expert_use
 from lyapunov_prune.ranking.experts import ExpertRanking
 from lyapunov_prune.ranking.table import CRITERIA
@@ -58,10 +58,10 @@ def test_by_every_criterion(criterion: str, mixture: Any, tmp_path: Path) -> Non
 @torch.no_grad()
 def require_kl(model: Any, ranking: ExpertRanking) -> None:
     """Scores are the KL of predictions between the dense and the masked model."""
-    structure = find_structure(model)
+    decoder = wrap(model)
     dense = model(IDS).logits[:, :-1].double().log_softmax(-1)
     for layer, expert in ((max(ranking.use.layers), 0), (1, 5)):
-        with masked_experts(structure, {layer: (expert,)}):
+        with masked_experts(decoder, {layer: (expert,)}):
             other = model(IDS).logits[:, :-1].double().log_softmax(-1)
         kl = float((dense.exp() * (dense - other)).sum(-1).mean())
         assert ranking.scores[layer, expert] == pytest.approx(kl, rel=1e-3, abs=1e-7)
