@@ -115,7 +115,7 @@ def cut_outline(decoder: Decoder, plan: PruningPlan, width: Width | None = None)
         if width is not None:
             narrow(made, width.of_layers(plan.kept, decoder.structure), plan.kept_channels)
         if gone := {plan.kept.index(layer): experts for layer, experts in plan.experts_gone.items()}:
-            drop_experts(made.model, made.structure, gone)
+            drop_experts(made.model, made.structure, decoder.mixtures.of_layers(plan.kept), gone)
         return made
 
 

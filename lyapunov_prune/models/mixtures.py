@@ -10,7 +10,7 @@ and so do the shared experts themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +100,10 @@ class Mixtures:
                     raise LyapunovPruneError(f"{why}; remove the same number from each of layers {layers}")
                 self.router.require_removed(len(gone))
 
+    def of_layers(self, kept: Sequence[int]) -> Mixtures:
+        """The same for a model of only the layers `kept`."""
+        return replace(self, layers={new: self.layers[old] for new, old in enumerate(kept) if old in self.layers})
+
     def _why_not(self, layer: int, gone: Sequence[int]) -> str | None:
         router = self.router
         if layer not in self.layers:
@@ -128,16 +132,18 @@ def find_mixtures(structure: Structure) -> Mixtures:
     found = {i: mixture for i, mixture in read.items() if isinstance(mixture, Mixture)}
     counts = {i: _count(structure.layers[i].get_submodule(mixture.experts)) for i, mixture in found.items()}
     config = structure.config
-    chosen = max(chosen_by(config), default=0)
+    chosen = chosen_by(config)
     unknown = next((f"layer {i} {why}" for i, why in read.items() if isinstance(why, str)), None)
-    if why := unknown or _unlike(structure, found, counts):
+    if why := unknown or _unlike(structure, found, counts, chosen):
         raise LyapunovPruneError(f"{why}; remove whole layers (--what layers)")
     groups = next((int(value) for name in _GROUPS if (value := getattr(config, name, None))), 1)
     picked = getattr(config, "topk_group", None) or groups
-    return Mixtures(found, Router(min(counts.values()), chosen, groups, picked))
+    return Mixtures(found, Router(min(counts.values()), max(chosen), groups, picked))
 
 
-def _unlike(structure: Structure, found: Mapping[int, Mixture], counts: Mapping[int, int]) -> str | None:
+def _unlike(
+    structure: Structure, found: Mapping[int, Mixture], counts: Mapping[int, int], chosen: Sequence[int]
+) -> str | None:
     """Why one setting cannot describe the mixtures of a model; None if it can."""
     kind = type(structure.backbone).__name__
     if not found:
@@ -151,7 +157,6 @@ def _unlike(structure: Structure, found: Mapping[int, Mixture], counts: Mapping[
         owner = owners.setdefault(id(tensor), i)
         if owner != i:
             return f"layers {owner} and {i} share their experts, and an expert would be removed from both"
-    chosen = chosen_by(structure.config)
     if min(chosen, default=0) != max(chosen, default=0):
         return f"layers take {min(chosen)} to {max(chosen)} experts for each token, and not all the same number"
     if max(chosen, default=0) < 1:
@@ -221,12 +226,13 @@ def _unknown(why: str) -> str:
 
 
 @torch.no_grad()
-def drop_experts(model: PreTrainedModel, structure: Structure, gone: Mapping[int, Sequence[int]]) -> None:
+def drop_experts(
+    model: PreTrainedModel, structure: Structure, mixtures: Mixtures, gone: Mapping[int, Sequence[int]]
+) -> None:
     """Remove the experts `gone` of each layer from `model`, in place: their entries in stacked tensors, and the counts.
 
-    `structure` is that of `model`; every mixture must lose equally many (`Mixtures.require`).
+    `structure` and `mixtures` are those of `model`; every mixture must lose equally many (`Mixtures.require`).
     """
-    mixtures = find_mixtures(structure)
     count = mixtures.router.experts
     lost = len(next(iter(gone.values())))
     for index, experts in gone.items():

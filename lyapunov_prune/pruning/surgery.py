@@ -94,7 +94,7 @@ def without_parts(
         own(pruned.layers[index])
     zero_sublayers(pruned, attention, mlp)
     if gone := {plan.kept.index(layer): experts for layer, experts in plan.experts_gone.items()}:
-        drop_experts(pruned.model, pruned.structure, gone)
+        drop_experts(pruned.model, pruned.structure, decoder.mixtures.of_layers(plan.kept), gone)
     add_step(pruned.model, "prune", plan.measured_on, decoder.model)
     return pruned
 

@@ -45,7 +45,7 @@ def test_a_masked_router_is_one_without_the_rows(name: str) -> None:
         logits = model(IDS).logits
     assert all(tensor.equal(before[key]) for key, tensor in model.state_dict().items())
     assert torch.equal(model(IDS).logits, dense)
-    drop_experts(model, structure, gone)
+    drop_experts(model, structure, find_mixtures(structure), gone)
     stay = torch.tensor([0, 2, 3, 4, 5, 7, 8, 9])  # LongCat chooses among ten, of which two are no experts
     for (experts, weights), (others, wanted) in zip(masked, chosen_in(model), strict=True):
         assert torch.equal(experts, stay[others])

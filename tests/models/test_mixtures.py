@@ -25,7 +25,7 @@ def test_what_is_stacked_by_expert_leaves_and_nothing_else(name: str) -> None:
     groups, chosen = 2 if name == "deepseek_v3" else 1, 1 if name == "zaya" else 2
     assert mixtures.router == Router(8, chosen, groups, 1)
     assert set(mixtures.layers) == set(range(len(find_structure(model).layers))) - ({0} if groups == 2 else set())
-    drop_experts(model, find_structure(model), dict.fromkeys(mixtures.layers, (1, 6)))
+    drop_experts(model, find_structure(model), mixtures, dict.fromkeys(mixtures.layers, (1, 6)))
     stacked = re.compile(r"\.experts\.|\.gate\.weight|\.router\.|e_score|router_mlp\.out_proj|balancing")
     for key, tensor in model.state_dict().items():
         wanted = before[key]
@@ -99,8 +99,9 @@ def test_a_list_with_the_same_number_for_every_layer_is_that_number() -> None:
 
 def unequal(model: PreTrainedModel) -> PreTrainedModel:
     other = copy.deepcopy(model)
-    drop_experts(other, find_structure(other), dict.fromkeys(range(3), (0, 1)))
-    find_structure(model).layers[1] = find_structure(other).layers[1]
+    structure = find_structure(other)
+    drop_experts(other, structure, find_mixtures(structure), dict.fromkeys(range(3), (0, 1)))
+    find_structure(model).layers[1] = structure.layers[1]
     return model
 
 

@@ -159,9 +159,9 @@ def test_layers_and_experts_go_together(dtype: torch.dtype) -> None:
 def test_two_experts_that_are_swapped_fail_the_gate(
     name: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def swapped(model: Any, structure: Any, gone: Any) -> None:
-        drop_experts(model, structure, gone)
-        mixture = find_mixtures(structure).layers[1]
+    def swapped(model: Any, structure: Any, mixtures: Any, gone: Any) -> None:
+        drop_experts(model, structure, mixtures, gone)
+        mixture = mixtures.layers[1]
         for parameter in structure.layers[1].get_submodule(getattr(mixture, part)).parameters():
             parameter.data[[0, 1]] = parameter.data[[1, 0]]
 
