@@ -16,7 +16,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.compact import Cuts, make_compact, require_served
 from lyapunov_prune.export.compact_gate import verify_compact
 from lyapunov_prune.export.exported import Exported, exported
-from lyapunov_prune.forward.sublayers import named_branches
+from lyapunov_prune.forward.sublayers import find_sublayers, named_branches
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.deci import BLOCKS
 from lyapunov_prune.models.decoder import Decoder, takes_model
@@ -103,7 +103,8 @@ def export_compact(
 @in_eval_mode
 def _silent_attentions(decoder: Decoder) -> tuple[int, ...]:
     """The layers whose attention adds nothing to the state, as `prune --what attention` leaves it in a plain model."""
-    branches = named_branches(decoder, tuple(range(decoder.structure.num_layers)), ())
+    layers = tuple(range(decoder.structure.num_layers))
+    branches = named_branches(find_sublayers(decoder, layers), layers, ())
     found = tuple(i for i, _, branch in branches if not branch(branch.x).any())
     if not found:
         raise LyapunovPruneError("no attention is absent; give --format plain")

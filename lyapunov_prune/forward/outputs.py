@@ -14,24 +14,25 @@ from lyapunov_prune.models.projections import without_numbers
 
 @torch.no_grad()
 def zero_outputs(branch: Branch) -> list[nn.Parameter] | None:
-    """Zero as few parameters as possible, in place, so that the branch adds nothing: weights, biases, all experts.
+    """Zero as few parameters as possible, so that the branch adds nothing: weights, biases, all experts.
 
-    Starting from the branch's end, parameters are zeroed until its output is zero everywhere; those that were not
-    needed are then restored. Returns the zeroed ones. Returns None, with all restored, if no parameter of a module with
-    matrices produces the rest of the output, as with a norm's bias or the residual stream.
+    Zeroed parameters get new memory, because another model may share the old one. Starting from the branch's end,
+    parameters are zeroed until its output is zero everywhere; those that were not needed are then restored. Returns the
+    zeroed ones. Returns None, with all restored, if no parameter of a module with matrices produces the rest of the
+    output, as with a norm's bias or the residual stream.
     """
     tried: list[tuple[nn.Parameter, torch.Tensor]] = []
     for parameter in _outputs_first(branch):
         if not branch(branch.x).any():
             break
-        tried.append((parameter, parameter.clone()))
-        parameter.zero_()
+        tried.append((parameter, parameter.data))
+        parameter.data = torch.zeros_like(parameter)
     silent = not branch(branch.x).any()
     needed: list[nn.Parameter] = []
     for parameter, before in reversed(tried):
-        parameter.copy_(before)
+        zeros, parameter.data = parameter.data, before
         if silent and branch(branch.x).any():
-            parameter.zero_()
+            parameter.data = zeros
             needed.append(parameter)
     return needed if silent else None
 

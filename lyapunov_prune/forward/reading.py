@@ -17,6 +17,7 @@ from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer, is_large, scored_in
 from lyapunov_prune.forward.sublayers import Sublayers, find_sublayers
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.plain import require_readable
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -96,7 +97,8 @@ class Reading:
 
     @cached_property
     def sublayers(self) -> dict[int, Sublayers]:
-        """The attention and the MLP of every layer. Raises LyapunovPruneError as `find_sublayers` does."""
+        """The attention and the MLP of every layer. Raises LyapunovPruneError unless the weights are plain matrices."""
+        require_readable(self.decoder)
         return find_sublayers(self.decoder, range(self.structure.num_layers))
 
 

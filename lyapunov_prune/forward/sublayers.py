@@ -41,10 +41,9 @@ def find_sublayers(decoder: Decoder, layers: Sequence[int]) -> dict[int, Sublaye
 
     Of two branches the first is attention, unless only the second mixes tokens. A single branch is attention if it
     mixes tokens, otherwise the MLP. A layer with more than two branches is given neither, because no rule says which to
-    leave out. Raises LyapunovPruneError for weights that are not in memory as plain matrices.
+    leave out. The layers of `decoder` are plain matrices (`models.plain.require_readable`).
     """
     structure = decoder.structure
-    require_readable(decoder)
     sublayers: dict[int, Sublayers] = {}
 
     def note(index: int) -> Callable[..., None]:
@@ -119,10 +118,9 @@ def mixes_tokens(branch: Branch) -> bool:
 
 
 def named_branches(
-    decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]
+    sublayers: Mapping[int, Sublayers], attention: tuple[int, ...], mlp: tuple[int, ...]
 ) -> Iterator[tuple[int, str, Branch]]:
     """The branches to leave out; raises LyapunovPruneError for a layer that lacks one."""
-    sublayers = find_sublayers(decoder, sorted({*attention, *mlp}))
     for kind, layers in zip(KINDS, (attention, mlp), strict=True):
         for i in layers:
             if kind not in sublayers[i].branches:
@@ -137,12 +135,14 @@ def named_branches(
 def silenced(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> Iterator[None]:
     """In every forward inside the block, these branches add nothing to the residual stream.
 
-    The branches still compute: this is a reference for `zero_sublayers`, and no faster than the full model.
+    The branches still compute: this is a reference for `zero_sublayers`, and no faster than the full model. Raises
+    LyapunovPruneError for weights that are not plain matrices in memory, and for a layer that lacks one of them.
     """
-
     with ExitStack() as stack:
-        for _, _, branch in named_branches(decoder, attention, mlp) if attention or mlp else ():
-            stack.enter_context(silent(branch))
+        if layers := sorted({*attention, *mlp}):
+            require_readable(decoder)
+            for _, _, branch in named_branches(find_sublayers(decoder, layers), attention, mlp):
+                stack.enter_context(silent(branch))
         yield
 
 

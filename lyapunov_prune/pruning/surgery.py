@@ -90,8 +90,6 @@ def without_parts(
                 assert unit is not None
                 unit.out.weight(pruned.model).copy_(weight)
     attention, mlp = (tuple(map(plan.kept.index, drop)) for drop in (plan.drop_attention, plan.drop_mlp))
-    for index in {*attention, *mlp}:
-        own(pruned.layers[index])
     zero_sublayers(pruned, attention, mlp)
     if gone := {plan.kept.index(layer): experts for layer, experts in plan.experts_gone.items()}:
         drop_experts(pruned.model, pruned.structure, decoder.mixtures.of_layers(plan.kept), gone)

@@ -131,7 +131,7 @@ def _removals(reading: Reading, ranking: LayerRanking, most: int) -> list[Change
     if ranking.what == "layers":
         return [(min(gone), partial(reading.prefix.without, gone)) for gone in sets]
     attention, mlp = (ranking.order if ranking.what == kind else () for kind in ("attention", "mlp"))
-    branches = {i: branch for i, _, branch in named_branches(reading.decoder, attention, mlp)}
+    branches = {i: branch for i, _, branch in named_branches(reading.sublayers, attention, mlp)}
     return [(min(gone), partial(_all_silent, [branches[i] for i in gone])) for gone in sets]
 
 
