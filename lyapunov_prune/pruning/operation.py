@@ -47,11 +47,10 @@ class Operation:
         """The index of the kept `layer` in the new model."""
         return self.plan.kept.index(layer)
 
-    def computes(self, decoder: Decoder) -> bool:
+    @property
+    def computes(self) -> bool:
         """Whether the new model computes some products with matrices that are new or smaller, so rounding differs."""
-        by_family = decoder.family.changes(decoder.structure.config) and bool(self.plan.remove)
-        plan = self.plan
-        return bool(self.merged or self.mends or plan.channels or plan.experts_gone) or by_family
+        return bool(self.merged or self.mends or self.plan.channels or self.plan.experts_gone)
 
     @contextmanager
     def standing_in(self, decoder: Decoder) -> Iterator[None]:

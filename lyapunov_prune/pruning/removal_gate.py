@@ -94,14 +94,9 @@ def removal_gate(
     original: Decoder, pruned: Decoder, operation: Operation, batch: Examples | None, shares: Mapping[str, Fraction]
 ) -> tuple[Gate, dict[str, Check]]:
     """The gate of a removal of these `shares` (`counting.shares_leaving`), and its checks that need no files."""
-    gate = Gate(
-        original,
-        pruned,
-        sample_inputs(original, batch),
-        operation.standing_in,
-        computed=operation.computes(original),
-        batch=batch,
-    )
+    folded = bool(operation.plan.remove) and original.family.changes(original.structure.config)
+    computed = operation.computes or folded  # the family's weights hold what depends on the layer's number
+    gate = Gate(original, pruned, sample_inputs(original, batch), operation.standing_in, computed, batch)
     checks: dict[str, Check] = {SKIPPED: lambda: _same(gate, operation), CACHED: gate.cached}
     if original.encoder:
         del checks[CACHED]

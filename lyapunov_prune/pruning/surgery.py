@@ -131,6 +131,7 @@ def without_layers(decoder: Decoder, plan: PruningPlan, memo: Mapping[int, Any] 
             "here: left out of the config of the pruned model"
         )
     _renumber(pruned, layers, plan.kept, original.num_layers)
+    _renumber_devices(pruned, original, plan.kept)
     renumber_compact(pruned, layers)
     _slice_tables(pruned, family.tables, plan.kept, original.num_layers)
     why = family.adapt(Cut(pruned, layers, config, original.config, plan.kept))
@@ -139,7 +140,6 @@ def without_layers(decoder: Decoder, plan: PruningPlan, memo: Mapping[int, Any] 
     if original.stack is not None:
         renew_configs(pruned)
     _rename_ties(pruned)
-    _renumber_devices(pruned, original, plan.kept)
     return Decoder(pruned, structure)
 
 
