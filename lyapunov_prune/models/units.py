@@ -41,12 +41,12 @@ class Unit:
     biased: tuple[Projection, ...] = ()
     interleaved: bool = False
 
-    def moved(self, layers_path: str, layer: int) -> Unit:
-        """The same unit in a model in which its layer has the number `layer`."""
-        before, after = (f"{layers_path}.{number}" for number in (self.layer, layer))
+    def moved(self, structure: Structure, kept: Sequence[int]) -> Unit:
+        """The same unit in a model of only the layers `kept`; `structure` is that of the model with all of them."""
+        layer = kept.index(self.layer)
 
         def path(name: str) -> str:
-            return f"{after}{name.removeprefix(before)}" if name else ""
+            return structure.renamed(name, kept) or ""
 
         def of(p: Projection) -> Projection:
             return replace(p, layer=layer, name=path(p.name), module=path(p.module), routed=path(p.routed))

@@ -66,10 +66,7 @@ class Width:
         """The same for a model of only the layers `kept`; `structure` is that of the model with all of them."""
         return replace(
             self,
-            units=tuple(
-                tuple(unit and unit.moved(structure.layers_path, new) for unit in self.units[old])
-                for new, old in enumerate(kept)
-            ),
+            units=tuple(tuple(unit and unit.moved(structure, kept) for unit in self.units[old]) for old in kept),
         )
 
 

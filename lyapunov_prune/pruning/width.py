@@ -19,7 +19,7 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Streamable, takes_model
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.models.width import Width, find_width
+from lyapunov_prune.models.width import find_width
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -104,17 +104,15 @@ class ChannelCosts:
 
 @in_eval_mode
 @torch.no_grad()
-def channel_costs(
-    reading: Reading, score: str = DEFAULT, batch_size: Count = 1, width: Width | None = None
-) -> ChannelCosts:
-    """Measure `score`, a name of SCORES, for every channel of the units of `width`, in two forwards.
+def channel_costs(reading: Reading, score: str = DEFAULT, batch_size: Count = 1) -> ChannelCosts:
+    """Measure `score`, a name of SCORES, for every channel that can leave (`find_width`), in two forwards.
 
     For an expert the sums are over the tokens that its router sends to it, weighted by the square of the router's
     weight (`calibration.statistics`). `surgeon` takes the memory of the Gram matrices of one layer.
 
     Raises LyapunovPruneError as `find_width`, and for activations that are not finite.
     """
-    width = width or find_width(reading.decoder)
+    width = find_width(reading.decoder)
     by = SCORES[score]
     found: dict[str, torch.Tensor] = {}
 
@@ -144,9 +142,8 @@ def choose_channels(
     blocks keep theirs. Raises LyapunovPruneError if none or all would stay, and as `channel_costs`.
     """
     reading = read(model, batch)
-    width = find_width(reading.decoder)
-    staying(width.width, remove)  # raises before anything is measured
-    return channel_costs(reading, score, batch_size, width).plan(remove)
+    staying(find_width(reading.decoder).width, remove)  # raises before anything is measured
+    return channel_costs(reading, score, batch_size).plan(remove)
 
 
 def multiple_of(width: int) -> int:

@@ -47,6 +47,21 @@ def test_the_layers_are_found_in_every_family(family: str, tiny: Make) -> None:
     assert structure.config.num_hidden_layers == LAYERS
 
 
+def test_names_say_the_layer_and_are_renewed_when_layers_are_removed() -> None:
+    structure = find_structure(make_tiny("llama"))
+    up = "mlp.up_proj.weight"
+    names = (
+        f"model.layers.4.{up}",
+        "model.layers.4",
+        "model.layers.1.x",
+        "model.embed_tokens.weight",
+        f"layers.4.{up}",
+    )
+    assert [structure.layer_of(name) for name in names] == [4, 4, 1, None, None]
+    renamed = [structure.renamed(name, (0, 2, 4, 5)) for name in names]
+    assert renamed == [f"model.layers.2.{up}", "model.layers.2", None, *names[3:]]
+
+
 def test_the_layers_are_all_that_runs_between_embedding_and_norm(family: str, tiny: Make, ids: torch.Tensor) -> None:
     structure = find_structure(tiny(family))
     ran: list[int] = []
