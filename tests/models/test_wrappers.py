@@ -44,6 +44,7 @@ from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.profiles import sublayer_influence
+from lyapunov_prune.pruning.width import choose_channels
 
 DEPTH = 4
 _TEXT: dict[str, Any] = {**SMALL, "num_hidden_layers": DEPTH}
@@ -422,7 +423,8 @@ def with_adapters(model: PreTrainedModel) -> Any:
 
 def test_attached_adapters_are_refused(ids: torch.Tensor) -> None:
     adapted = with_adapters(make_tiny("llama"))
-    for refused in (remove_layers, lambda model, _: find_projections(wrap(model))):
+    others = (lambda model, _: find_projections(wrap(model)), lambda model, _: choose_channels(model, ids, 0.5))
+    for refused in (remove_layers, *others):
         for model in (adapted, adapted.base_model.model):
             with pytest.raises(LyapunovPruneError, match="adapters are attached") as error:
                 refused(model, [1])
