@@ -24,6 +24,7 @@ import yaml
 from helpers import TINY, VOCABULARY, limit_file_size, make_tiny, wrong_layer_idx
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.cli.app import main
@@ -32,11 +33,13 @@ from lyapunov_prune.data.text import load_text
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.export import compact
 from lyapunov_prune.export.pruned import write_pruned
+from lyapunov_prune.forward.branches import Branch
+from lyapunov_prune.forward.outputs import zero_outputs
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.influence import block_influence
-from lyapunov_prune.pruning import surgery
+from lyapunov_prune.pruning import surgery, zeroing
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
@@ -428,7 +431,15 @@ def test_a_cut_that_writes_into_what_both_share_is_not_written(
 ) -> None:
     """The gate alone would pass: it would find the zeros in the original too."""
     model = copy.deepcopy(reader)
-    monkeypatch.setattr(surgery, "own", lambda layer: None)
+
+    def zero_in_place(branch: Branch) -> list[nn.Parameter] | None:
+        shared = {parameter: parameter.data for parameter in branch.layer.parameters()}
+        needed = zero_outputs(branch)
+        for parameter in needed or ():
+            parameter.data = shared[parameter].zero_()
+        return needed
+
+    monkeypatch.setattr(zeroing, "zero_outputs", zero_in_place)
     with pytest.raises(LyapunovPruneError, match="this plan is of"):
         write_pruned(model, tokenizer, PruningPlan.given(model, drop_attention=[1]), target, batch)
     assert os.listdir(target.parent) == []
