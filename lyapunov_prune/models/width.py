@@ -21,7 +21,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.fused import REMEDY, attributes_of, set_attributes, taken_apart
-from lyapunov_prune.models.plain import require_no_adapters, require_parameters
+from lyapunov_prune.models.plain import require_parameters, require_weights
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.models.units import Kept, Unit, Units, select
 
@@ -81,7 +81,7 @@ def find_width(decoder: Decoder) -> Width:
     weights that are not parameters, if no matrices have names that are known, if layers share them, if no setting is
     their width or it gives something else its size too, and if their channels depend on each other.
     """
-    require_no_adapters(decoder.model)
+    require_weights(decoder.model, "unadapted")
     require_parameters(decoder.structure)
     units = decoder.units
     before, found = _FOUND.get(decoder.model, ((), None))
