@@ -12,20 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import judge_briefly
 
 from lyapunov_prune import block_influence, measure_contraction, perplexity, remove_layers, verify_removal
 from lyapunov_prune.cli import demo as demo_module
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.speed import Speed, measure_speed
 from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.healing import state as training_state
-from lyapunov_prune.mending import judge
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.profiles import profile as profile_module
 from lyapunov_prune.results.files import folder_digest
-from lyapunov_prune.shrinking import shrink, texts
+from lyapunov_prune.shrinking import texts
 from lyapunov_prune.shrinking.report import Shrinking
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
@@ -39,17 +38,6 @@ assert not [name for name in sys.modules if name.startswith("lyapunov_prune")]
 with torch.no_grad():
     torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])
 """
-
-
-def judge_briefly(patch: pytest.MonkeyPatch, context: int) -> None:
-    """The text that judges mending has eight windows, and one short round is timed."""
-
-    def timed(models: Any, **asked: Any) -> Speed:
-        return measure_speed(models, prompt=16, steps=2, repeats=1)
-
-    patch.setattr(judge, "_TOKENS", 8 * context)
-    patch.setattr(judge, "_CONTEXT", context)
-    patch.setattr(shrink, "measure_speed", timed)
 
 
 # Whose folder `small` is.

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Done
+from helpers import Done, time_briefly
 from safetensors.torch import load_file
 
 from lyapunov_prune.cli.app import main
@@ -37,8 +37,7 @@ SMALL = ["--tokens", f"{32 * 24}", "--context", "24"]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STEPS", 3)
-    timed = module.measure_speed
-    monkeypatch.setattr(module, "measure_speed", lambda models, **_: timed(models, prompt=8, steps=1, repeats=1))
+    time_briefly(monkeypatch)
 
 
 @pytest.mark.parametrize("text", [[], ["--text", "builtin"]], ids=["self", "builtin"])

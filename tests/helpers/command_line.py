@@ -16,8 +16,11 @@ import pytest
 import torch
 
 from helpers.forked import FORKED
+from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.mending import judge
+from lyapunov_prune.shrinking import shrink
 
 
 def words_of(svg: str) -> list[str]:
@@ -37,6 +40,18 @@ def interrupted_after(steps: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Distillation, "take_step", interrupt)
     patch.setattr(training_state, "SECONDS", 0.0)
     patch.setattr(training_state, "_SHARE", math.inf)
+
+
+def time_briefly(patch: pytest.MonkeyPatch) -> None:
+    """`shrink` times one round of a few tokens."""
+    patch.setattr(shrink, "measure_speed", lambda models, **_: measure_speed(models, prompt=8, steps=1, repeats=1))
+
+
+def judge_briefly(patch: pytest.MonkeyPatch, context: int) -> None:
+    """The text that judges mending has eight windows, and one short round is timed."""
+    patch.setattr(judge, "_TOKENS", 8 * context)
+    patch.setattr(judge, "_CONTEXT", context)
+    time_briefly(patch)
 
 
 TEXT = ["--tokens", "128", "--context", "64"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import VOCABULARY, make_mixture, make_tiny
+from helpers import VOCABULARY, judge_briefly, make_mixture, make_tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
@@ -42,7 +42,8 @@ WORDS = {"vocab_size": len(VOCABULARY)}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps of healing, and few tokens to evaluate on."""
+    """Three steps of healing, and few tokens to evaluate on, to judge by and to time."""
+    judge_briefly(monkeypatch, context=24)
     monkeypatch.setattr(module, "STEPS", 3)
     monkeypatch.setattr(texts, "EVALUATED", 256)
 

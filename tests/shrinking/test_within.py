@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYERS, operated
+from helpers import LAYERS, judge_briefly, operated
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
@@ -121,6 +121,7 @@ def test_a_drop_is_of_the_choosing_half(
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STEPS", 1)
     monkeypatch.setattr(texts, "EVALUATED", 256)
+    judge_briefly(monkeypatch, context=24)
 
 
 @pytest.mark.usefixtures("quick")
