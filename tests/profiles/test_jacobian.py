@@ -226,7 +226,7 @@ def test_model_is_left_alone(family: str, window: torch.Tensor) -> None:
 
 def test_post_norm_layers_count_the_norm_after_attention(window: torch.Tensor) -> None:
     """OPT-350m's order: the stream itself is normed, and the MLP is fed by that norm."""
-    model = make_tiny("opt", do_layer_norm_before=False).double()
+    model = make_tiny("opt", do_layer_norm_before=False, num_hidden_layers=2).double()
     found = sublayer_jacobians(model, window, steps=60)
     layer: Any = model.model.decoder.layers[0]
     calls: list[Any] = []
@@ -286,7 +286,7 @@ def test_mixtures_of_experts_run_with_eager_experts(model_type: str, window: tor
 
 
 def test_half_precision_runs(window: torch.Tensor) -> None:
-    model = make_tiny("llama")
+    model = make_tiny("llama", num_hidden_layers=2)
     full = norms(sublayer_jacobians(model, window))
     half = norms(sublayer_jacobians(model.to(torch.bfloat16), window))
     np.testing.assert_allclose(half[:2], full[:2], rtol=0.1)
