@@ -327,6 +327,14 @@ def test_bad_cuts(llama: PreTrainedModel, cuts: Cuts, message: str) -> None:
         make_compact(llama, cuts)
 
 
+def test_blocks_that_layers_share_keep_their_attention() -> None:
+    model = make_tiny("llama")
+    layers: Any = find_layers(model).layers
+    layers[3].self_attn.q_proj.weight = layers[2].self_attn.q_proj.weight
+    with pytest.raises(LyapunovPruneError, match=r"layers 2 and 3 share self_attn\.q_proj\.weight"):
+        make_compact(model, Cuts((1,)))
+
+
 def test_what_is_gone_cannot_go_again(compact: PreTrainedModel) -> None:
     with pytest.raises(LyapunovPruneError, match="layer 3 no longer has attention"):
         make_compact(compact, Cuts((1, 3)))
