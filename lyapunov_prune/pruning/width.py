@@ -103,7 +103,6 @@ class ChannelCosts:
 
 
 @in_eval_mode
-@torch.no_grad()
 def channel_costs(reading: Reading, score: str = DEFAULT, batch_size: Count = 1) -> ChannelCosts:
     """Measure `score`, a name of SCORES, for every channel that can leave (`find_width`), in two forwards.
 

@@ -8,7 +8,6 @@ weight, so this shows what a sublayer is worth but saves no time or memory. In a
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -19,7 +18,6 @@ from lyapunov_prune.models.structure import in_eval_mode
 
 
 @in_eval_mode
-@torch.no_grad()
 def zero_sublayers(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> None:
     """Set the output projections of these sublayers of `decoder` to zero: weight, bias, every expert.
 
