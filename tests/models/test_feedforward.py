@@ -213,6 +213,14 @@ def test_matrices_that_layers_share() -> None:
     find_feedforward(find_structure(model), 2)
 
 
+def test_a_gate_whose_matrices_lie_bare_in_the_layer() -> None:
+    model = make_tiny("opt")
+    layer: Any = find_structure(model).layers[0]
+    layer.gate_proj = nn.Linear(layer.fc1.in_features, layer.fc1.out_features)
+    layer.forward = lambda x: layer.fc2(layer.activation_fn(layer.gate_proj(x)) * layer.fc1(x))
+    refuse(model, 0, "a gate whose matrices lie bare in the layer")
+
+
 def test_unknown_shapes() -> None:
     model = make_tiny("llama")
     mlp: Any = model.model.layers[0].mlp
