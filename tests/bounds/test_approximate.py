@@ -372,6 +372,18 @@ def test_generation_with_a_cache_of_keys_runs_through(ids: torch.Tensor) -> None
     assert violations(records) == []
 
 
+def test_a_module_that_does_more_than_multiply_is_refused() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model = make_tiny("llama")
+    mlp: Any = wrap(model).layers[2].mlp
+    mlp.down_proj = Doubled(48, 32)
+    with pytest.raises(LyapunovPruneError, match=r"layers\.2\.mlp\.down_proj \(Doubled\) does more than multiply"):
+        find_projections(wrap(model))
+
+
 def test_bad_input_is_refused(ids: torch.Tensor) -> None:
     model = make_tiny("llama")
     name = find_projections(wrap(model))[0].name
