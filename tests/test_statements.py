@@ -161,8 +161,11 @@ def random_draw() -> dict[int, bool]:
         ),
         (
             "4_hierarchy",
-            "that of layer 1 moves it most on both, of the MLPs that of layer 0",
-            lambda: {moves_most(""), moves_most("gemma-3-270m")} == {(1, 0)},
+            "That of layer 1 moves it most on the two smaller models, that of layer 0 on Qwen; of the MLPs that of "
+            "layer 0 on all three",
+            lambda: (
+                {moves_most(""), moves_most("gemma-3-270m")} == {(1, 0)} and moves_most("qwen2.5-coder-1.5b") == (0, 0)
+            ),
         ),
         ("4_hierarchy", "most attentions had not regained half by then", lambda: unfinished()[0] > unfinished()[1] / 2),
         (
