@@ -79,7 +79,7 @@ class Shards:
                 wrong = "the files hold other weights than were written"
         told = wrong or "names, settings and every bit of what is read again"
         check = GateCheck(RELOADED, not wrong, 0.0, 0.0, told)
-        check.require_passed("what was written is not the model", "take the model in memory")
+        check.require_passed("the checkpoint, read again, is not the model", "take the model in memory")
         return check
 
 

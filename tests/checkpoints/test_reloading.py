@@ -62,7 +62,7 @@ def test_what_came_back_as_it_was_is_held_once(tmp_path: Path) -> None:
 
 def test_a_setting_and_a_number_of_a_layer_are_compared() -> None:
     one, other = make_tiny("llama"), make_tiny("llama")
-    assert changed_setting(one.model.layers, other.model.layers) == ""
+    assert changed_setting(one.model.layers, other.model.layers) is None
     other.model.layers[3].self_attn.layer_idx = 4
     assert changed_setting(one.model.layers, other.model.layers) == "layer 3 holds layer_idx 3, and 4 after reloading"
     other.model.layers[1].self_attn.window = 8
@@ -78,7 +78,7 @@ def test_a_scale_that_is_a_little_another_is_another(by: float) -> None:
     one, other = make_tiny("llama"), make_tiny("llama")
     scaling = one.model.layers[3].self_attn.scaling
     other.model.layers[3].self_attn.scaling = scaling * (1 + 1e-14)  # another order of the same sum
-    assert changed_setting(one.model.layers, other.model.layers) == ""
+    assert changed_setting(one.model.layers, other.model.layers) is None
     other.model.layers[3].self_attn.scaling = scaling * by
     assert changed_setting(one.model.layers, other.model.layers).startswith(
         "layer 3 came back with self_attn.scaling = "

@@ -168,7 +168,7 @@ def test_bad_input_is_refused_in_one_line(
         (("tiny", "other"), "family of gpt2 and the dense one of llama"),
         (("tiny", "larger"), f"vocabulary of {size + 8} and the dense one of {size}"),
         (("tiny", "wider"), "width of 64"),
-        (("deeper", "pruned"), "made from 'tiny', a model of 6 layers, and the dense one has 7"),
+        (("deeper", "pruned"), "it was made from 'tiny' of 6 layers"),
         (("tiny", "deeper"), "no provenance"),
         (("tiny",), "give COMPRESSED, or --kv-bits"),
         (("tiny", "pruned", "--kv-bits", "4"), "give COMPRESSED, or --kv-bits"),

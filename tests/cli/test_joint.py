@@ -114,7 +114,7 @@ def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], m
     [
         ([], "--remove K or --speedup S"),
         (["--remove", "2", "--speedup", "1.2"], "--remove K or --speedup S"),
-        (["--remove", "0"], "--remove is 0"),
+        (["--remove", "0"], "'0'"),
         (["--remove", "100%"], "'100%'"),
         (["--remove", "12"], "12 to remove"),
         (["--speedup", "1"], "--speedup is 1"),
