@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lyapunov_prune.forward.hooks import final_state, hidden_of, layer_input, residual_stream, run_up_to, skipped
+from lyapunov_prune.forward.hooks import (
+    final_state,
+    hidden_of,
+    layer_input,
+    require_run,
+    residual_stream,
+    run_up_to,
+    skipped,
+)
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 
@@ -88,7 +96,10 @@ class Prefix:
             yield
 
     def advance(self, ids: torch.Tensor, start: int, hidden: torch.Tensor | None, stop: int) -> torch.Tensor:
-        """The state at boundary `stop` of a forward that begins at `start`; layers from `stop` on do not run."""
+        """The state at boundary `stop` of a forward that begins at `start`; layers from `stop` on do not run.
+
+        Raises LyapunovPruneError if the layer before `stop` does not run on text alone (Mllama's cross-attention).
+        """
         states: list[torch.Tensor] = []
 
         def arrived(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -96,6 +107,7 @@ class Prefix:
 
         with self.entered(start, hidden if hidden is not None else torch.empty(0)):
             run_up_to(self.structure, self.structure.layers[stop - 1], ids, arrived)
+        require_run(self.structure, stop - 1, bool(states), "give a decoder whose layers all do")
         return states[0]
 
     def finish(self, ids: torch.Tensor, start: int, hidden: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -29,6 +30,7 @@ from lyapunov_prune.forward.hooks import (
     with_hidden,
 )
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning.width import choose_channels
 from lyapunov_prune.ranking.angular import angular_distance
 
 
@@ -42,7 +44,10 @@ def test_sees_every_boundary_once_in_order(family: str, ids: torch.Tensor) -> No
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("measure", [measure_contraction, block_influence, angular_distance, check_bounds])
+@pytest.mark.parametrize(
+    "measure",
+    [measure_contraction, block_influence, angular_distance, check_bounds, partial(choose_channels, remove=0.25)],
+)
 def test_a_layer_that_text_does_not_run_is_named(measure: Callable[..., object], ids: torch.Tensor) -> None:
     """Mllama's layers 3 and 6 look at an image: states that were counted from the first would be those of others."""
     model = make_zoo("mllama")
