@@ -140,22 +140,22 @@ def observe(model: Streamable, approximations: Approximations) -> Iterator[Recor
 def _chosen(decoder: Decoder, approximations: Approximations) -> dict[Projection, Approximation]:
     """The approximations by matrix."""
     projections = {p.name: p for p in find_projections(decoder)}
-    shapes = {name: tuple(p.weight(decoder.model).shape) for name, p in projections.items()}
+    weights = {name: p.weight(decoder.model) for name, p in projections.items()}
     choices: Mapping[str, torch.Tensor | Approximation | None]
     if callable(approximations):
-        choices = {name: approximations(p, p.weight(decoder.model)) for name, p in projections.items()}
+        choices = {name: approximations(p, weights[name]) for name, p in projections.items()}
     else:
         choices = approximations
     given = {name: choice for name, choice in choices.items() if choice is not None}
     for name, choice in given.items():
         shape = tuple((choice.weight if isinstance(choice, Approximation) else choice).shape)
-        if shape != shapes.get(name):
-            wanted = f"shape {shapes[name]}" if name in shapes else f"names like {next(iter(shapes))}"
+        W = weights.get(name)
+        if W is None or shape != W.shape:
+            wanted = f"names like {next(iter(weights))}" if W is None else f"shape {tuple(W.shape)}"
             raise LyapunovPruneError(f"an approximation of {name} of shape {shape} fits no matrix; give {wanted}")
     found: dict[Projection, Approximation] = {}
     for name, choice in given.items():
-        p = projections[name]
-        W = p.weight(decoder.model)
+        p, W = projections[name], weights[name]
         if not isinstance(choice, Approximation):
             require_numbers(W, name)
             require_numbers(choice, f"the approximation of {name}")

@@ -84,7 +84,7 @@ def prune_on_disk(
     require_levels_stay(outline.model, plan.remove)
     if plan.experts_gone:
         outline.decoder.mixtures.require(plan.experts, plan.remove)
-    require_copied(outline.structure, [PARTS] * plan.drops_sublayers)
+    require_copied(outline.structure, [PARTS] if plan.drops_sublayers else [])
     width = find_width(streamed(outline)) if plan.channels else None
     decoder = cut_outline(outline.decoder, plan, width)
     pruned = decoder.model
@@ -139,7 +139,8 @@ def _pieces(
     for key, target in outline.targets.items():
         new, called = names[target.name], layers.renamed(key)
         if new is None or called is None:
-            faults += [f"{key} is shared with layers that stay"] * (not shares[target.name])
+            if not shares[target.name]:
+                faults.append(f"{key} is shared with layers that stay")
             continue
         stored = outline.stored[key]
         piece: Part = Piece(stored)
@@ -160,7 +161,8 @@ def _pieces(
         # `_version` counts in-place changes: the surgery changed this tensor, which a copy would miss.
         whole = piece == Piece(stored)
         same = after[new].shape == before[target.name].shape if whole else target.converter is None
-        faults += [f"the numbers of {new} change"] * bool(after[new]._version or not same)
+        if after[new]._version or not same:
+            faults.append(f"the numbers of {new} change")
         pieces[called] = piece
     require_copied(structure, faults)
     return pieces

@@ -136,7 +136,7 @@ def prune_quantised(
     require_empty(target)
     require_levels_stay(checkpoint.decoder.model, plan.remove)
     layers, structure = checkpoint.layers(plan.kept), checkpoint.decoder.structure
-    require_copied(structure, [PARTS] * plan.drops_parts)
+    require_copied(structure, [PARTS] if plan.drops_parts else [])
     pruned = cut_outline(checkpoint.decoder, plan)
     pieces = _pieces(checkpoint, pruned, plan, layers)
     follow_layers(pruned.model.config, layers)

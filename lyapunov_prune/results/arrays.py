@@ -49,5 +49,5 @@ def each_once(name: str, layers: Sequence[int], count: int) -> tuple[int, ...]:
 
 def require_layers(name: str, layers: Iterable[int], count: int) -> None:
     """Raise LyapunovPruneError for a layer that a model of `count` layers does not have."""
-    outside = [layer for layer in layers if not 0 <= layer < count]
-    require_fitting(not outside, f"{name}: there is no layer {[*outside, 0][0]} among {count}")
+    outside = next((layer for layer in layers if not 0 <= layer < count), None)
+    require_fitting(outside is None, f"{name}: there is no layer {outside} among {count}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from lyapunov_prune.registry import Choice
@@ -24,7 +25,7 @@ class Asked:
     base: Compression
     losses: Mapping[str, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def layers(self) -> dict[int, Matrices]:
         """The matrices of each layer, in their order."""
         from lyapunov_prune.models.projections import by_layer

@@ -203,8 +203,8 @@ def scored_elsewhere(folder: Path, sets: pd.DataFrame) -> dict[str, str]:
     path = ELSEWHERE / folder.relative_to(HERE) / "divergence.json"
     if not path.exists():
         return {}
-    known = json.loads(path.read_text(encoding="utf-8"))
-    sums = {s: [float(np.take(known[field], each).sum()) for each in sets.removed] for s, field in VARIANCES.items()}
+    known = lp.predictions.SkipDivergence.load(path)
+    sums = {s: [getattr(known, name)[each].sum() for each in sets.removed] for s, name in VARIANCES.items()}
     frame = correlations(sets.assign(**sums), VARIANCES).set_index(["measure", "removed", "score"])
     return {"variances": spearman_table(frame, VARIANCES)}
 
