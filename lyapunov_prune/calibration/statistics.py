@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from lyapunov_prune.lazy import torch
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from lyapunov_prune.compression.grids import WIDTHS, stepped
+from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.compression.grids import WIDTHS, Steps, stepped
 from lyapunov_prune.compression.masks import Pattern, as_pattern
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.registry import Choice
-
-if TYPE_CHECKING:
-    from lyapunov_prune.calibration.statistics import Statistics
-    from lyapunov_prune.compression.grids import Steps
 
 # The fields of Statistics that a method needs, by its `needs`.
 FIELDS = {
@@ -70,6 +67,10 @@ class Method(Choice):
                 )
             require_numbers(known, f"{field} of the calibration")
         return self.compress(W.detach(), amount, statistics)
+
+    def needed(self, statistics: Statistics | None) -> list[torch.Tensor]:
+        """The statistics that the method `needs`, which `__call__` has checked, in the order of `FIELDS`."""
+        return [getattr(statistics, field) for field in FIELDS[self.needs]]
 
 
 class Sparsifier(Method):

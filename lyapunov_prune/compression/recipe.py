@@ -16,6 +16,7 @@ from lyapunov_prune.allocation.allocation import Allocation, Matrices, Unit
 from lyapunov_prune.allocation.bit_widths import DENSE
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import Count
+from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.described import described
@@ -23,7 +24,6 @@ from lyapunov_prune.compression.grids import require_groups
 from lyapunov_prune.compression.masks import Pattern, as_pattern
 from lyapunov_prune.compression.method import Method, rank_for, require_in_range
 from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
-from lyapunov_prune.compression.second_order import weights_for
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError, first_of, named
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -84,6 +84,7 @@ class Recipe:
             del left[here[0].layer]
 
         if self.calibration is not None:
+            weighted = getattr(self.method, "weighted", False)
             stream(
                 model,
                 self.calibration,
@@ -91,7 +92,7 @@ class Recipe:
                 self.method.needs,
                 change,
                 batch_size=batch_size,
-                weights=weights_for(self.method, self.calibration, self.projections, batch_size),
+                weights=token_weights(self.calibration, self.projections, batch_size) if weighted else None,
                 dense=self._dense_beside(model),
             )
         # The remaining layers have no matrices, or the method uses weights alone.

@@ -12,11 +12,11 @@ import torch
 
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.bit_widths import DENSE
+from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.held_out import halves
 from lyapunov_prune.compression.method import Method
-from lyapunov_prune.compression.second_order import weights_for
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.models.plain import find_projections
@@ -102,6 +102,7 @@ class RoundingCost:
                     made[p, width] = self.method(p.weight(model), width, statistics[p.name])
 
         everything = find_projections(self.reading.decoder)
-        weights = weights_for(self.method, on, everything, self.batch_size)
+        weighted = getattr(self.method, "weighted", False)
+        weights = token_weights(on, everything, self.batch_size) if weighted else None
         stream(model, on, everything, self.method.needs, keep, batch_size=self.batch_size, weights=weights)
         return made

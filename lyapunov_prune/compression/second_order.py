@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import Annotated
 
 from lyapunov_prune.arguments import Count, Range
 from lyapunov_prune.calibration.gram import damped
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.method import Method
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift
-
-if TYPE_CHECKING:
-    from lyapunov_prune.calibration.statistics import Statistics
-    from lyapunov_prune.forward.reading import Reading
-    from lyapunov_prune.models.projections import Projection
 
 
 class SecondOrder(Method):
@@ -46,30 +42,18 @@ class SecondOrder(Method):
         `H_jj` is 1 for such an input. Raises LyapunovPruneError for a Gram matrix of another shape or without energy,
         and for a correction if the statistics have no `drift`.
         """
-        assert statistics is not None
-        assert statistics.gram is not None
-        H = damped(statistics.gram, self.damping, W.device)
-        dead = lift(statistics.gram).to(W.device).diagonal() == 0
+        (gram,) = self.needed(statistics)
+        H = damped(gram, self.damping, W.device)
+        dead = lift(gram).to(W.device).diagonal() == 0
         H.diagonal()[dead] = 1
-        V = lift(W.detach()).clone()
+        V = lift(W).clone()
         if self.correction:
-            if statistics.drift is None:
+            if statistics is None or statistics.drift is None:
                 raise LyapunovPruneError("a correction needs the dense model's inputs too; calibrate with compress")
             drift = lift(statistics.drift).to(W.device)
             U = inverse_factor(H)
             V += self.correction * (V @ drift @ U.T @ U)
         return V, H, dead
-
-
-def weights_for(
-    method: Method, dense: Reading, projections: Sequence[Projection], batch_size: int
-) -> dict[str, list[torch.Tensor]] | None:
-    """The `token_weights` of the dense model if the method is `weighted`, otherwise None."""
-    if not (isinstance(method, SecondOrder) and method.weighted):
-        return None
-    from lyapunov_prune.calibration.downstream import token_weights
-
-    return token_weights(dense, projections, batch_size)
 
 
 def swept(

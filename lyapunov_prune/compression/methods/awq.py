@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lyapunov_prune.calibration.gram import damped
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.method import Rounder
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift
-
-if TYPE_CHECKING:
-    from lyapunov_prune.calibration.statistics import Statistics
 
 GRID = 20
 _LEAST = 1e-4  # least scale over their mean: an input that was always zero has a finite inverse
@@ -37,11 +33,9 @@ class AWQ(Rounder):
     on_grid = False
 
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
-        assert statistics is not None
-        assert statistics.gram is not None
-        assert statistics.magnitudes is not None
-        D = lift(W.detach())
-        G, size = damped(statistics.gram, 0, D.device), lift(statistics.magnitudes).to(D.device)
+        gram, magnitudes = self.needed(statistics)
+        D = lift(W)
+        G, size = damped(gram, 0, D.device), lift(magnitudes).to(D.device)
         size = (size / size.mean()).clamp_min(_LEAST)
         found, least = D, torch.inf
         for step in range(GRID):

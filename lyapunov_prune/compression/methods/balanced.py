@@ -10,15 +10,11 @@ how much the outputs move the layer's output `h` (and not the loss): `g_t` is th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lyapunov_prune.calibration.gram import damped, leading, root, scaled
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.method import LowRank
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift
-
-if TYPE_CHECKING:
-    from lyapunov_prune.calibration.statistics import Statistics
 
 
 class Balanced(LowRank):
@@ -43,10 +39,8 @@ class Balanced(LowRank):
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
         if amount >= min(W.shape):
             return W
-        assert statistics is not None
-        assert statistics.gram is not None
-        assert statistics.sensitivity is not None
-        D, exponent = scaled(lift(W.detach()))
-        A = root(scaled(damped(statistics.sensitivity, self.damping, D.device))[0])
-        U = leading(A @ D, damped(statistics.gram, self.damping, D.device), int(amount))
+        gram, sensitivity = self.needed(statistics)
+        D, exponent = scaled(lift(W))
+        A = root(scaled(damped(sensitivity, self.damping, D.device))[0])
+        U = leading(A @ D, damped(gram, self.damping, D.device), int(amount))
         return torch.ldexp(torch.linalg.solve(A, U) @ (U.T @ A @ D), exponent).to(W)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.method import Rounder
 from lyapunov_prune.compression.second_order import SecondOrder, inverse_factor, swept
 from lyapunov_prune.lazy import torch
-
-if TYPE_CHECKING:
-    from lyapunov_prune.calibration.statistics import Statistics
 
 
 class GPTQ(SecondOrder, Rounder):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.masks import row_mask
 from lyapunov_prune.compression.method import Sparsifier
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import smallest
-
-if TYPE_CHECKING:
-    from lyapunov_prune.calibration.statistics import Statistics
 
 
 class Magnitude(Sparsifier):

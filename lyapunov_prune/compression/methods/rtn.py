@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.method import Rounder
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift, row_blocks
-
-if TYPE_CHECKING:
-    from lyapunov_prune.calibration.statistics import Statistics
 
 
 class RoundToNearest(Rounder):
@@ -27,5 +23,5 @@ class RoundToNearest(Rounder):
     reference = "Nagel et al., 2021, arXiv:2106.08295, §2.2.1"
 
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
-        blocks = row_blocks(W.detach())
+        blocks = row_blocks(W)
         return torch.cat([self.steps(rows, amount).nearest(lift(rows)).to(W) for rows in blocks])

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.masks import n_of_m, require_pattern
 from lyapunov_prune.compression.method import Sparsifier
 from lyapunov_prune.compression.second_order import SecondOrder, inverse_factor, swept
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import smallest
-
-if TYPE_CHECKING:
-    from lyapunov_prune.calibration.statistics import Statistics
 
 
 class SparseGPT(SecondOrder, Sparsifier):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.method import LowRank
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import basis, truncate
-
-if TYPE_CHECKING:
-    from lyapunov_prune.calibration.statistics import Statistics
 
 
 class SVD(LowRank):

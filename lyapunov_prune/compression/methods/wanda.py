@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.masks import row_mask
 from lyapunov_prune.compression.method import Sparsifier
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift, row_blocks
-
-if TYPE_CHECKING:
-    from lyapunov_prune.calibration.statistics import Statistics
 
 
 class Wanda(Sparsifier):
@@ -28,12 +24,10 @@ class Wanda(Sparsifier):
     needs = "norms"
 
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
-        assert statistics is not None
         if self.pattern is None and round(amount * W.shape[1]) == 0:
             return W
-        norms = lift(statistics.norms)
+        (norms,) = map(lift, self.needed(statistics))
         removed = [
-            row_mask((size := lift(rows).abs()) * norms.to(size.device), amount, self.pattern)
-            for rows in row_blocks(W.detach())
+            row_mask((size := lift(rows).abs()) * norms.to(size.device), amount, self.pattern) for rows in row_blocks(W)
         ]
         return W.masked_fill(torch.cat(removed).to(W.device), 0)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.masks import row_mask
 from lyapunov_prune.compression.method import Sparsifier
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift
-
-if TYPE_CHECKING:
-    from lyapunov_prune.calibration.statistics import Statistics
 
 
 class WeightOnly(Sparsifier):
@@ -29,6 +25,6 @@ class WeightOnly(Sparsifier):
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
         if self.pattern is None and round(amount * W.shape[1]) == 0:
             return W
-        size = lift(W.detach()).abs()
+        size = lift(W).abs()
         removed = row_mask(size * torch.linalg.vector_norm(size, dim=0), amount, self.pattern)
         return W.masked_fill(removed.to(W.device), 0)

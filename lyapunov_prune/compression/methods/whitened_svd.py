@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lyapunov_prune.calibration.gram import damped, leading, scaled
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.method import LowRank
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift
-
-if TYPE_CHECKING:
-    from lyapunov_prune.calibration.statistics import Statistics
 
 
 class WhitenedSVD(LowRank):
@@ -34,8 +30,7 @@ class WhitenedSVD(LowRank):
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
         if amount >= min(W.shape):
             return W
-        assert statistics is not None
-        assert statistics.gram is not None
-        D, exponent = scaled(lift(W.detach()))
-        U = leading(D, damped(statistics.gram, self.damping, D.device), int(amount))
+        (gram,) = self.needed(statistics)
+        D, exponent = scaled(lift(W))
+        U = leading(D, damped(gram, self.damping, D.device), int(amount))
         return torch.ldexp(U @ (U.T @ D), exponent).to(W)
