@@ -6,8 +6,7 @@
 - `rounding`: the coarsest dtype that the layers compute in, and whether they select experts or tokens;
 - `branches`, `sublayers`: attention and MLP of a layer, run alone or silenced; `outputs`: the parameters that make
   their output; `attentions`: the attention of a layer, and what stands in its place when it leaves;
-- `channels`: hidden channels of feed-forward blocks and experts masked; `masking`: experts that a router may not
-  choose;
+- `masking`: hidden channels of feed-forward blocks, and experts, masked;
 - `replacement`, `changes`: other weights, or a changed layer, inside a block;
 - `scoring`, `logits`, `decoding`: losses, logits and greedy tokens; `kept`: the logits of two models, compared a block
   of positions at a time;

@@ -1,9 +1,10 @@
-"""Keep a router from choosing some of its experts, by setting their logits to −∞ inside a block."""
+"""Hidden channels and experts masked inside a block: the reference for a model without them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,49 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lyapunov_prune.forward.prefix import restore
+from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.mixtures import Mixture
+from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.units import Refits
+
+
+@contextmanager
+def masked(
+    decoder: Decoder, kept: Mapping[int, Sequence[torch.Tensor | None]], refits: Refits | None = None
+) -> Iterator[None]:
+    """Inside the block, the columns of last matrices are zero for all hidden channels except those in `kept`.
+
+    `kept` has the channels of each unit by layer, None if all stay. `refits` replace the other columns, if given; a
+    layer's index there is that among the layers of `kept`. The matrices of a layer are replaced while it runs, so this
+    takes the memory of one layer's.
+    """
+    before: list[tuple[nn.Module, Callable[..., None]]] = []
+    after: list[tuple[nn.Module, Callable[..., None]]] = []
+    with ExitStack() as stack:
+        for i, (layer, here) in enumerate(kept.items()):
+            lasts = {
+                unit.out: (channels, (refits or {}).get((i, j)))
+                for j, (unit, channels) in enumerate(zip(decoder.units[layer], here, strict=True))
+                if channels is not None
+            }
+            running = stack.enter_context(ExitStack())  # the replacement of this layer's matrices
+            before.append((decoder.layers[layer], partial(_mask_columns, running, decoder, lasts)))
+            after.append((decoder.layers[layer], lambda *_, running=running: running.close()))
+        stack.enter_context(hooked(before=before, after=after))
+        yield
+
+
+def _mask_columns(
+    running: ExitStack, decoder: Decoder, lasts: Mapping[Projection, tuple[torch.Tensor, torch.Tensor | None]], *_: Any
+) -> None:
+    weights = {}
+    for p, (channels, refit) in lasts.items():
+        W = p.weight(decoder.model)
+        index = channels.to(W.device)
+        weights[p] = torch.zeros_like(W).index_copy(1, index, W[:, index] if refit is None else refit.to(W))
+    running.enter_context(replaced(decoder.model, weights))
 
 
 class _Masked(TorchFunctionMode):
@@ -26,13 +68,11 @@ class _Masked(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func is nn.functional.linear and self._by_scores(args[1] if len(args) > 1 else (kwargs or {})["weight"]):
-            return output.index_fill(-1, self.gone.to(output.device), -torch.inf)
+        if func is nn.functional.linear:
+            weight = args[1] if len(args) > 1 else (kwargs or {})["weight"]  # may be a copy in another dtype
+            if weight.shape == self.scores.shape and torch.equal(weight, self.scores.to(weight.dtype)):
+                return output.index_fill(-1, self.gone.to(output.device), -torch.inf)
         return output
-
-    def _by_scores(self, weight: torch.Tensor) -> bool:
-        """Whether the weight is the router's matrix, which may be a copy in another dtype."""
-        return weight.shape == self.scores.shape and bool(torch.equal(weight, self.scores.to(weight.dtype)))
 
 
 @contextmanager

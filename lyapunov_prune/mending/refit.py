@@ -10,7 +10,7 @@ import torch
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.data.batch import Tokens
-from lyapunov_prune.forward.channels import masked
+from lyapunov_prune.forward.masking import masked
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.mending.judge import fitting_and_judges, losses

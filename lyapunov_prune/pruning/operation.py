@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.channels import masked
 from lyapunov_prune.forward.hooks import skipped
-from lyapunov_prune.forward.masking import masked_experts
+from lyapunov_prune.forward.masking import masked, masked_experts
 from lyapunov_prune.forward.sublayers import silenced
 from lyapunov_prune.mending.mend import Mend, mapped
 from lyapunov_prune.merging.merge import Merged
