@@ -8,15 +8,16 @@ does, since a later layer may read more of an attention than the state: its keys
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError, in_short
-from lyapunov_prune.forward.branches import Branch
+from lyapunov_prune.forward.branches import Branch, calls_of
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, require_run, run_backbone, with_input
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.forward.sublayers import mixes_tokens, silent
@@ -42,15 +43,6 @@ class Attention:
     places: dict[str, str]
 
 
-@dataclass(frozen=True)
-class _Call(Call):
-    form: str  # of what returns zeros in the same shape
-    alone: bool  # no other tensor was given
-
-    def feeds(self, other: _Call) -> bool:
-        return self.returned.data_ptr() == other.given.data_ptr() and self.returned.numel() == other.given.numel()
-
-
 @in_eval_mode
 def find_attentions(decoder: Decoder, layers: Sequence[int]) -> dict[int, Attention]:
     """The attention of each of `layers`.
@@ -60,15 +52,15 @@ def find_attentions(decoder: Decoder, layers: Sequence[int]) -> dict[int, Attent
     """
     found: dict[int, Attention] = {}
 
-    def note(index: int) -> Any:
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            found[index] = _attention(index, layer, args, kwargs)
-
-        return hook
+    def note(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        found[index] = _attention(index, layer, args, kwargs)
 
     inputs = sample_inputs(decoder, None)[0][:1]
     inputs = inputs if inputs.is_floating_point() else inputs[:, :8]
-    with _filled([decoder.layers[i] for i in layers]), hooked(after=[(decoder.layers[i], note(i)) for i in layers]):
+    with (
+        _filled([decoder.layers[i] for i in layers]),
+        hooked(after=[(decoder.layers[i], partial(note, i)) for i in layers]),
+    ):
         run_backbone(decoder.structure, inputs)
     for layer in layers:
         require_run(decoder.structure, layer, layer in found, _OTHERS)
@@ -92,13 +84,9 @@ def _filled(layers: Sequence[nn.Module]) -> Iterator[None]:
             p.data = data
 
 
-@contextmanager
-def silenced_attentions(attentions: Mapping[int, Attention]) -> Iterator[None]:
+def silenced_attentions(attentions: Mapping[int, Attention]) -> AbstractContextManager[None]:
     """In every forward inside the block, these attentions add nothing to the state; they compute as before."""
-    with ExitStack() as stack:
-        for branch in (branch for attention in attentions.values() for branch in attention.branches):
-            stack.enter_context(silent(branch))
-        yield
+    return silent(*(branch for attention in attentions.values() for branch in attention.branches))
 
 
 def replaced(layer: nn.Module, places: Mapping[str, str], width: int) -> dict[str, nn.Module]:
@@ -125,22 +113,8 @@ def fed_alone(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], p
     return [call.module for call in _chain(calls, next(call for call in calls if call.path == path))[1:]]
 
 
-def _calls(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Call]:
-    calls: list[_Call] = []
-
-    def note(path: str) -> Any:
-        def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-            x = given[0] if given else named.get("hidden_states")
-            y = output[0] if isinstance(output, tuple | list) and output else output
-            if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
-                alone = sum(isinstance(each, torch.Tensor) for each in (*given, *named.values())) == 1
-                calls.append(_Call(path, module, x, y, _form(output), alone))
-
-        return hook
-
-    with hooked(after=[(module, note(path)) for path, module in layer.named_modules() if path]):
-        layer.forward(*args, **kwargs)
-    return calls
+def _calls(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
+    return calls_of(layer, args, kwargs, [(path, module) for path, module in layer.named_modules() if path])
 
 
 def _attention(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attention:
@@ -168,35 +142,36 @@ def _attention(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 def _form(output: Any) -> str:
+    """The form of what returns zeros in place of `output`."""
     if isinstance(output, torch.Tensor):
         return f"{NONE} 0"
     kind = " list" if isinstance(output, list) else ""
     return NONE if len(output) == 2 and not kind else f"{NONE} {len(output)}{kind}"
 
 
-def _is_child(call: _Call, inside: str) -> bool:
+def _is_child(call: Call, inside: str) -> bool:
     """Whether the call is of a block with matrices directly in the module `inside`, or in a list there."""
     if call.path.rstrip("0123456789").rstrip(".").rpartition(".")[0] != inside or call.path == inside:
         return False
     return any(True for _ in call.module.children()) and any(p.ndim > 1 for p in call.module.parameters())
 
 
-def _mixes(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: _Call) -> bool:
+def _mixes(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> bool:
     return call.given.ndim == 3 and mixes_tokens(Branch(layer, args, kwargs, call.module, call.module, call.given, ()))
 
 
-def _chain(calls: Sequence[_Call], first: _Call) -> list[_Call]:
+def _chain(calls: Sequence[Call], first: Call) -> list[Call]:
     """`first`, and one after the other the matrices and norms that take what it returned and no other tensor."""
     chain = [first]
     for call in calls[calls.index(first) + 1 :]:
         leaf = not any(True for _ in call.module.children()) or not any(p.ndim > 1 for p in call.module.parameters())
-        if leaf and call.alone and chain[-1].feeds(call) and call.returned.data_ptr() != call.given.data_ptr():
+        if leaf and call.alone and chain[-1].feeds(call) and not call.feeds(call):
             chain.append(call)
     return chain
 
 
 def _replaceable(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Sequence[_Call], mixers: Sequence[_Call]
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Sequence[Call], mixers: Sequence[Call]
 ) -> Attention | None:
     """The attention that consists of `mixers`, if stand-ins for them compute what the layer does when they add nothing.
 
@@ -210,17 +185,12 @@ def _replaceable(
         for chain in chains
     )
     other = with_input(args, kwargs, -layer_input(args, kwargs))
-    with ExitStack() as stack:
-        for branch in branches:
-            stack.enter_context(silent(branch))
+    with silent(*branches):
         wanted = hidden_of(layer.forward(*args, **kwargs))
         if torch.equal(wanted, hidden_of(layer.forward(*other[0], **other[1]))):
             return None
     for norms in (feeding | after, after, feeding, set()):
-        places = {
-            **{mixer.path: mixer.form for mixer in mixers},
-            **dict.fromkeys(sorted(norms), "identity"),
-        }
+        places = {mixer.path: _form(mixer.output) for mixer in mixers} | dict.fromkeys(sorted(norms), "identity")
         with standing_in(layer, replaced(layer, places, wanted.shape[-1])):
             try:
                 found = hidden_of(layer.forward(*args, **kwargs))

@@ -6,13 +6,15 @@ by whether they hold matrices, by the order of their calls, and by the tensors p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, hidden_of, with_input
@@ -65,18 +67,7 @@ def find_branches(
     of them. A branch includes a norm that feeds only it, and a norm that takes only its output (Gemma 2). A layer with
     one such child has one branch. Raises LyapunovPruneError for a layer without any.
     """
-    calls: list[Call] = []
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            given = args[0] if args else kwargs.get("hidden_states")
-            if isinstance(given, torch.Tensor):
-                calls.append(Call(name, module, given, hidden_of(output)))
-
-        return hook
-
-    with hooked(after=[(child, note(name)) for name, child in layer.named_children()]):
-        layer.forward(*args, **kwargs)
+    calls = calls_of(layer, args, kwargs, layer.named_children())
     places = [i for i, call in enumerate(calls) if call.path in matrices]
     if not places:
         why = "calls no child that holds a matrix"
@@ -95,17 +86,30 @@ def find_branches(
     return tuple(found)
 
 
+def calls_of(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[tuple[str, nn.Module]]
+) -> list[Call]:
+    """Run the layer; returns the calls of `modules`, by path, that were given a state and returned one, in order."""
+    calls: list[Call] = []
+
+    def note(path: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        x = given[0] if given else named.get("hidden_states")
+        y = output[0] if isinstance(output, tuple | list | ModelOutput) and output else output
+        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+            alone = sum(isinstance(each, torch.Tensor) for each in (*given, *named.values())) == 1
+            calls.append(Call(path, module, x, y, output, alone))
+
+    with hooked(after=[(module, partial(note, path)) for path, module in modules]):
+        layer.forward(*args, **kwargs)
+    return calls
+
+
 def _ends(calls: Sequence[Call], matrices: dict[str, bool], first: int, last: int) -> tuple[Call, Call]:
     """The norm that feeds `calls[first]` and the norm that `calls[last]` feeds, or else these calls themselves."""
-    norms = [c for c in calls if c.path not in matrices and not _same(c.given, c.returned)]  # dropout changes nothing
-    entry = next((c for c in norms if _same(c.returned, calls[first].given)), calls[first])
-    exit = next((c for c in norms if _same(c.given, calls[last].returned)), calls[last])
+    norms = [c for c in calls if c.path not in matrices and not c.feeds(c)]  # dropout returns what it is given
+    entry = next((c for c in norms if c.feeds(calls[first])), calls[first])
+    exit = next((c for c in norms if calls[last].feeds(c)), calls[last])
     return entry, exit
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors share their memory, whatever their shapes."""
-    return a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
 
 
 def matrix_children(decoder: Decoder) -> list[dict[str, bool]]:

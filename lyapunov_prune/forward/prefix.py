@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class Prefix:
         ids = ids[:1, :_TOKENS]
         states: list[torch.Tensor] = []
         with (
-            hooked(after=[(layer, self._note_width(index)) for index, layer in enumerate(structure.layers)]),
+            hooked(after=[(layer, partial(self._note_width, index)) for index, layer in enumerate(structure.layers)]),
             residual_stream(
                 structure,
                 lambda boundary, hidden: states.append(hidden.clone()),
@@ -115,12 +116,9 @@ class Prefix:
         with self.entered(start, hidden):
             return final_state(self.structure, ids)
 
-    def _note_width(self, index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not isinstance(output, torch.Tensor):
-                self._widths[index] = len(output)
-
-        return hook
+    def _note_width(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not isinstance(output, torch.Tensor):
+            self._widths[index] = len(output)
 
     def _leave_other_tokens(self, ids: torch.Tensor) -> None:
         """Overwrite what layers store on modules with that of other tokens, to reveal its use."""

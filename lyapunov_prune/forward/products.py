@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,20 +57,17 @@ def watched_products(model: nn.Module, projections: Sequence[Projection], seen: 
     called: list[str] = []
     running: list[_Running] = []
 
-    def enter(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: called.append(name)
+    def enter(name: str, *_: Any) -> None:
+        called.append(name)
 
-    def leave(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
-            called.remove(name)
-            seen(Product(name, args[0] if args else kwargs["input"], output, called=True))
+    def leave(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        called.remove(name)
+        seen(Product(name, args[0] if args else kwargs["input"], output, called=True))
 
-        return hook
+    def start(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        running.append(_Running(name, runs[name], Routing.of(args, kwargs)))
 
-    def start(name: str, bare: Sequence[_Bare]) -> Callable[..., None]:
-        return lambda module, args, kwargs: running.append(_Running(name, bare, Routing.of(args, kwargs)))
-
-    def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def end(*_: Any) -> None:
         running.pop()
 
     runs = _bare(model, projections)
@@ -77,11 +75,11 @@ def watched_products(model: nn.Module, projections: Sequence[Projection], seen: 
         eager_experts(model) if any(p.expert is not None for p in projections) else nullcontext(),
         hooked(
             before=[
-                *((module, enter(name)) for name, module in modules.items()),
-                *((model.get_submodule(name), start(name, bare)) for name, bare in runs.items()),
+                *((module, partial(enter, name)) for name, module in modules.items()),
+                *((model.get_submodule(name), partial(start, name)) for name in runs),
             ],
             after=[
-                *((module, leave(name)) for name, module in modules.items()),
+                *((module, partial(leave, name)) for name, module in modules.items()),
                 *((model.get_submodule(name), end) for name in runs),
             ],
         ),

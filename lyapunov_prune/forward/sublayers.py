@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -46,19 +47,16 @@ def find_sublayers(decoder: Decoder, layers: Sequence[int]) -> dict[int, Sublaye
     structure = decoder.structure
     sublayers: dict[int, Sublayers] = {}
 
-    def note(index: int) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            # The weights of a streamed layer are in memory only now.
-            sublayers[index] = _sublayers(layer, args, kwargs, layer_children(structure, index))
-
-        return hook
+    def note(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        # The weights of a streamed layer are in memory only now.
+        sublayers[index] = _sublayers(layer, args, kwargs, layer_children(structure, index))
 
     if looks_at_images(decoder.model):
         inputs = random_images(decoder.model, 1)
     else:
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randint(structure.config.vocab_size, (1, _TOKENS), generator=generator)
-    with hooked(after=[(structure.layers[i], note(i)) for i in layers]):
+    with hooked(after=[(structure.layers[i], partial(note, i)) for i in layers]):
         run_backbone(structure, inputs)
     return {i: sublayers.get(i, Sublayers({}, False, "does not run on text alone")) for i in layers}
 
@@ -131,25 +129,23 @@ def named_branches(
             yield i, kind, sublayers[i].branches[kind]
 
 
-@contextmanager
-def silenced(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> Iterator[None]:
+def silenced(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> AbstractContextManager[None]:
     """In every forward inside the block, these branches add nothing to the residual stream.
 
     The branches still compute: this is a reference for `zero_sublayers`, and no faster than the full model. Raises
     LyapunovPruneError for weights that are not plain matrices in memory, and for a layer that lacks one of them.
     """
-    with ExitStack() as stack:
-        if layers := sorted({*attention, *mlp}):
-            require_readable(decoder)
-            for _, _, branch in named_branches(find_sublayers(decoder, layers), attention, mlp):
-                stack.enter_context(silent(branch))
-        yield
+    layers = sorted({*attention, *mlp})
+    if not layers:
+        return nullcontext()
+    require_readable(decoder)
+    return silent(*(branch for _, _, branch in named_branches(find_sublayers(decoder, layers), attention, mlp)))
 
 
-def silent(branch: Branch) -> AbstractContextManager[None]:
-    """`silenced` for one branch."""
+def silent(*branches: Branch) -> AbstractContextManager[None]:
+    """`silenced` for these branches."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         return with_hidden(output, torch.zeros_like(hidden_of(output)))
 
-    return hooked(after=[(branch.exit, hook)])
+    return hooked(after=[(branch.exit, hook) for branch in branches])

@@ -13,12 +13,21 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the module at `path` of a layer; `given` and `returned` are its states."""
+    """One call of the module at `path` of a layer; `given` and `returned` are its states.
+
+    `output` is all that it returned; `alone` says whether it was given no other tensor.
+    """
 
     path: str
     module: nn.Module
     given: torch.Tensor
     returned: torch.Tensor
+    output: Any = None
+    alone: bool = True
+
+    def feeds(self, other: Call) -> bool:
+        """Whether what it returned is in the memory of what `other` was given, in whatever shape."""
+        return self.returned.data_ptr() == other.given.data_ptr() and self.returned.numel() == other.given.numel()
 
 
 Hooks = Iterable[tuple[nn.Module, Callable[..., Any]]]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from lyapunov_prune.arguments import Count, Positive
-from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change
 from lyapunov_prune.forward.sublayers import named_branches, silent
@@ -132,12 +129,4 @@ def _removals(reading: Reading, ranking: LayerRanking, most: int) -> list[Change
         return [(min(gone), partial(reading.prefix.without, gone)) for gone in sets]
     attention, mlp = (ranking.order if ranking.what == kind else () for kind in ("attention", "mlp"))
     branches = {i: branch for i, _, branch in named_branches(reading.sublayers, attention, mlp)}
-    return [(min(gone), partial(_all_silent, [branches[i] for i in gone])) for gone in sets]
-
-
-@contextmanager
-def _all_silent(branches: list[Branch]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for branch in branches:
-            stack.enter_context(silent(branch))
-        yield
+    return [(min(gone), partial(silent, *(branches[i] for i in gone))) for gone in sets]
