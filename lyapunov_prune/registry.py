@@ -18,8 +18,8 @@ T = TypeVar("T", bound="Choice")
 class Choice(ABC):
     """A named choice. Every subclass becomes a frozen dataclass, whose fields are its options.
 
-    `help` is one line on what it does, without a full stop; `reference` is its source. The file of a class imports
-    neither torch nor numpy (see `lazy`), because `--help` reads it.
+    `name` is that of its file, with `-` for `_`. `help` is one line on what it does, without a full stop; `reference`
+    is its source. The file of a class imports neither torch nor numpy (see `lazy`), because `--help` reads it.
     """
 
     name: ClassVar[str]
@@ -27,6 +27,7 @@ class Choice(ABC):
     reference: ClassVar[str]
 
     def __init_subclass__(cls) -> None:
+        cls.name = cls.__module__.rpartition(".")[2].replace("_", "-")
         dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
@@ -56,9 +57,9 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         if name not in self._names:
             meant = did_you_mean(name, self._names)
             raise LyapunovPruneError(f"unknown {self._kind} {name!r}{meant}; give one of {', '.join(self._names)}")
-        file = vars(import_module(f"{self._package}.{name.replace('-', '_')}"))
-        classes = [found for found in file.values() if isinstance(found, type) and issubclass(found, Choice)]
-        return cast("type[T]", next(found for found in classes if vars(found).get("name") == name))
+        file = import_module(f"{self._package}.{name.replace('-', '_')}")
+        classes = [found for found in vars(file).values() if isinstance(found, type) and issubclass(found, Choice)]
+        return cast("type[T]", next(found for found in classes if found.__module__ == file.__name__))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

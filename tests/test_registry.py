@@ -3,37 +3,50 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.registry import Choice, Registry
 
+PLAIN = """
+from lyapunov_prune.registry import Choice
 
 class Plain(Choice):
-    name = "plain"
+    pass
+"""
+BETWEEN_TWO = """
+from things.plain import Plain
 
-
-class BetweenTwo(Choice):
+class BetweenTwo(Plain):
     scale: float = 1.0
     steps: int | None = None
-
-    name = "between-two"
+"""
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Registry[Choice]:
-    for file in ("things", "things.plain", "things.between_two"):
-        monkeypatch.setitem(sys.modules, file, sys.modules[__name__])
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry[Choice]:
+    (tmp_path / "things").mkdir()
+    (tmp_path / "things" / "plain.py").write_text(PLAIN)
+    (tmp_path / "things" / "between_two.py").write_text(BETWEEN_TWO)
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("things", "things.plain", "things.between_two"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     return Registry("thing", "things", ("plain", "between-two", "gone"))
 
 
 def test_a_class_is_imported_when_it_is_asked_for(rows: Registry[Choice]) -> None:
     assert list(rows) == ["plain", "between-two", "gone"]
     assert "gone" in rows
-    assert rows["between-two"] is BetweenTwo
+    assert "things.between_two" not in sys.modules
+    assert rows["between-two"].__name__ == "BetweenTwo"
     with pytest.raises(ModuleNotFoundError):
         rows["gone"]
+
+
+def test_a_class_has_the_name_of_its_file(rows: Registry[Choice]) -> None:
+    assert (rows["plain"].name, rows["between-two"].name) == ("plain", "between-two")
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known(rows: Registry[Choice]) -> None:
@@ -44,7 +57,8 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(rows: Registry[Cho
 @pytest.mark.usefixtures("rows")
 def test_options_are_those_of_the_class() -> None:
     rows = Registry[Choice]("thing", "things", ("plain", "between-two"))
-    assert rows.make("between-two", scale=2, steps=3) == BetweenTwo(2, 3)
+    made = rows.make("between-two", scale=2, steps=3)
+    assert made == rows["between-two"](2, 3)  # type: ignore[call-arg]
     with pytest.raises(LyapunovPruneError, match=r"plain has no scale; .* one of between-two$"):
         rows.make("plain", scale=2)
     with pytest.raises(LyapunovPruneError, match=r"between-two has no other; it has scale, steps$"):
@@ -54,6 +68,6 @@ def test_options_are_those_of_the_class() -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("scale", "2"), ("scale", float("nan")), ("steps", 1.5)])
-def test_an_option_of_another_type_is_refused(option: str, value: object) -> None:
+def test_an_option_of_another_type_is_refused(rows: Registry[Choice], option: str, value: object) -> None:
     with pytest.raises(LyapunovPruneError, match=f"{option} of between-two is {value!r}; give "):
-        BetweenTwo(**{option: value})  # type: ignore[arg-type]
+        rows.make("between-two", **{option: value})

@@ -49,7 +49,7 @@ def test_a_format_takes_the_methods_of_its_units(name: str, method: str) -> None
 
 def test_a_format_without_words_of_its_own_refuses_by_its_units() -> None:
     class Ranks(Format):
-        name = "ranks"
+        __module__ = "ranks"
         units = ("rank",)
 
     Ranks().require_method(Asked("svd"))

@@ -53,7 +53,6 @@ class AlphaPruning(Schedule):
 
     tau: Annotated[float, Range(0, 1, below=True)] = 0.3
 
-    name = "alpha-pruning"
     help = "layers whose spectra have heavier tails are kept denser"
     reference = "Lu et al., NeurIPS 2024, arXiv:2410.10912, §3.2"
 

@@ -31,7 +31,6 @@ class ATP(Schedule):
 
     beta: float | None = None
 
-    name = "atp"
     help = "sparsity in arithmetic progression, with the first layer densest"
     reference = "Huang et al., ICML 2025, arXiv:2502.14770"
 

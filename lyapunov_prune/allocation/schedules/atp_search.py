@@ -29,7 +29,6 @@ class ATPSearch(Schedule):
 
     trials: Count = 9
 
-    name = "atp-search"
     help = "atp with the slope of least loss on held-out calibration windows"
     reference = "Huang et al., ICML 2025, arXiv:2502.14770"
     needs = "score"

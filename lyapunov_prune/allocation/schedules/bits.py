@@ -30,7 +30,6 @@ class Bits(Schedule):
     low: Annotated[int, Range(1, 16)] = 4
     high: Annotated[int, Range(1, 16)] = 8
 
-    name = "bits"
     help = "more bits for the layers whose errors grow most"
     reference = "structural sensitivity, §6.2"
     needs = "profile"

@@ -17,7 +17,6 @@ class BitsAmplification(BitsRho):
     Raises LyapunovPruneError for a profile of another model and for a ρ that is not finite or not positive.
     """
 
-    name = "bits-amplification"
     help = "bits of each layer by the product of the rho of later layers"
     reference = "structural sensitivity, §6.2"
 

@@ -17,7 +17,6 @@ class BitsEnds(BitWidths):
     These two layers get about four bits more than the others, the rule of thumb of llama.cpp's mixes.
     """
 
-    name = "bits-ends"
     help = "more bits for the first and the last layer, the same for all others"
     reference = "control"
 

@@ -22,7 +22,6 @@ class BitsKL(BitWidths):
     are taken instead.
     """
 
-    name = "bits-kl"
     help = "bits of each layer by the measured KL of rounding it alone"
     reference = "Dong et al., NeurIPS 2020, arXiv:1911.03852, with KL in place of curvature"
     needs = "cost"

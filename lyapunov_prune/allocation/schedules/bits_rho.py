@@ -18,7 +18,6 @@ class BitsRho(BitWidths):
     Raises LyapunovPruneError for a profile of another model and for a ρ that is not finite or not positive.
     """
 
-    name = "bits-rho"
     help = "bits of each layer by its rho: more where errors grow most"
     reference = "structural sensitivity, §7"
     needs = "profile"

@@ -51,7 +51,6 @@ class Guidelines(Schedule):
     extra: Annotated[float, Range(0)] = 0.1
     protected: Annotated[int, Range(0)] = 2
 
-    name = "guidelines"
     help = "early MLP inputs dense, keys and values sparser, with an upper limit"
     reference = "structural sensitivity, §6.4"
 

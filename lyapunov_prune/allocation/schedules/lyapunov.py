@@ -32,7 +32,6 @@ class Lyapunov(Schedule):
     least: Share = 0.8
     most: Annotated[float, Range(1)] = 1.2
 
-    name = "lyapunov"
     help = "least error at the output in a quadratic model"
     reference = "structural sensitivity, §6.4 and Appendix E"
     needs = "profile"

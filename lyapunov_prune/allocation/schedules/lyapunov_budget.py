@@ -22,7 +22,6 @@ class LyapunovBudget(Schedule):
 
     reading: Literal["equal-error", "downstream"] = "equal-error"
 
-    name = "lyapunov-budget"
     help = "every layer adds the same error at the output"
     reference = "structural sensitivity, §6.4"
     needs = "profile"

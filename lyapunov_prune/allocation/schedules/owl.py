@@ -34,7 +34,6 @@ class OWL(Schedule):
     outlier: Positive = 5.0
     width: Annotated[float, Range(0)] = 0.08
 
-    name = "owl"
     help = "layers with more outliers among Wanda scores are kept denser"
     reference = "Yin et al., ICML 2024, arXiv:2310.05175, §3.2"
     needs = "batch"

@@ -18,7 +18,6 @@ class Uniform(Schedule):
     Raises LyapunovPruneError for a budget outside `0 … 0.99`.
     """
 
-    name = "uniform"
     help = "every matrix the same"
     reference = "control"
 

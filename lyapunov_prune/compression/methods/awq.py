@@ -26,7 +26,6 @@ class AWQ(Rounder):
     Gram matrix of n inputs.
     """
 
-    name = "awq"
     help = "inputs are scaled by their size, then weights are rounded to nearest"
     reference = "Lin et al., MLSys 2024, arXiv:2306.00978, §3.2"
     needs = "magnitudes"

@@ -31,7 +31,6 @@ class Balanced(LowRank):
 
     damping: float = 1e-6
 
-    name = "balanced"
     help = "lower rank, with outputs weighted by their effect on the layer"
     reference = "Moore, IEEE TAC 26, 1981, with Gramians that are measured"
     needs = "sensitivity"

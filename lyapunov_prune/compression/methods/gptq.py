@@ -26,7 +26,6 @@ class GPTQ(SecondOrder, Rounder):
 
     act_order: bool = True
 
-    name = "gptq"
     help = "round inputs one by one; the remaining ones compensate"
     reference = "Frantar et al., ICLR 2023, arXiv:2210.17323, Algorithm 1"
 

@@ -17,7 +17,6 @@ class Magnitude(Sparsifier):
     or has another sparsity.
     """
 
-    name = "magnitude"
     help = "the smallest entries become zero"
     reference = "Han et al., NeurIPS 2015, arXiv:1506.02626"
 

@@ -18,7 +18,6 @@ class RoundToNearest(Rounder):
     Raises LyapunovPruneError for `bits` outside `grids.WIDTHS` and for a group size that does not divide n.
     """
 
-    name = "rtn"
     help = "round to the nearest of 2^bits evenly spaced values"
     reference = "Nagel et al., 2021, arXiv:2106.08295, §2.2.1"
 

@@ -26,7 +26,6 @@ class SparseGPT(SecondOrder, Sparsifier):
     that does not fit the matrix or has another sparsity.
     """
 
-    name = "sparsegpt"
     help = "entries become zero; the remaining inputs compensate them"
     reference = "Frantar and Alistarh, ICML 2023, arXiv:2301.00774, Algorithm 1"
 

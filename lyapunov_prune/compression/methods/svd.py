@@ -11,7 +11,6 @@ from lyapunov_prune.linalg import basis, truncate
 class SVD(LowRank):
     """The rank-`amount` matrix nearest to `W` in spectral and Frobenius norm (Eckart and Young), up to rounding."""
 
-    name = "svd"
     help = "the nearest matrix of lower rank"
     reference = "Eckart and Young, Psychometrika 1, 1936"
 

@@ -18,7 +18,6 @@ class Wanda(Sparsifier):
     LyapunovPruneError for a pattern that does not fit the matrix or has another sparsity.
     """
 
-    name = "wanda"
     help = "in each row the smallest |W_ij| ‖x_j‖ become zero"
     reference = "Sun et al., ICLR 2024, arXiv:2306.11695, eq. 1"
     needs = "norms"

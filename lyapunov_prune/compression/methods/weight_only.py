@@ -18,7 +18,6 @@ class WeightOnly(Sparsifier):
     LyapunovPruneError for a pattern that does not fit the matrix or has another sparsity.
     """
 
-    name = "weight-only"
     help = "in each row the smallest |W_ij| ‖W_:j‖ become zero"
     reference = "structural sensitivity, §6.1: its simplified Wanda"
 

@@ -22,7 +22,6 @@ class WhitenedSVD(LowRank):
 
     damping: float = 1e-6
 
-    name = "whitened-svd"
     help = "the matrix of lower rank with the least output error"
     reference = "Wang et al., ICLR 2025, arXiv:2403.07378, §3.1"
     needs = "gram"

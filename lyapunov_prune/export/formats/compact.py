@@ -31,7 +31,6 @@ COMPACT: Final = Stored(
 class Compact(Format):
     """A class of its own (`models.modeling_compact`), whose config says layer by layer what is gone or factored."""
 
-    name = "compact"
     help = "removed parts are absent, and low ranks are stored as two factors"
     reference = "this package, `models/modeling_compact.py`"
     readers = "this package, and transformers by the module beside the weights"

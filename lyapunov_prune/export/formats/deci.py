@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 class Deci(Compact):
     """A compact checkpoint of a Llama or Mistral whose config.json also has the `block_configs` of DeciLM."""
 
-    name = "deci"
     help = "compact and DeciLM, which engines load (removed attentions only)"
     reference = "DeciLM, `nemotron_nas.py` in vLLM"
     readers = "vLLM with `trust_remote_code`, llama.cpp once it is a .gguf file, and who reads compact"

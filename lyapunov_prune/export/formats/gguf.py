@@ -20,7 +20,6 @@ class GGUF(Plain):
     """In a pruned .gguf file, unchanged tensors keep the original's bytes, whatever their quantisation; mended ones are
     rounded anew. `quantize` is the type that the matrices of an exported model are rounded to, float16 by default."""
 
-    name = "gguf"
     help = "a .gguf file; kept tensors of a pruned one are copied byte for byte"
     reference = "GGUF, llama.cpp"
     readers = "llama.cpp and what is built on it, this package"

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 class Packed(Format):
     """Integers of 4 or 8 bits and their scales (`pack-quantized`); faster only in engines with a kernel for them."""
 
-    name = "packed"
     help = "weights rounded to 4 or 8 bits on grids around 0, packed as integers"
     reference = "compressed-tensors, `pack-quantized`"
     readers = "transformers with compressed-tensors installed, vLLM"

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 class Plain(Format):
     """Whole layers are gone; of layers that stay, parts that go are zeroed. Compressed matrices are stored dense."""
 
-    name = "plain"
     help = "dense matrices of the same size; removed parts are zeros"
     reference = "transformers"
     readers = "transformers, and engines that run the original"

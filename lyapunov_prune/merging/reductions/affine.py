@@ -24,7 +24,6 @@ class Affine(Reduction):
 
     ridge: float = RIDGE
 
-    name = "affine"
     help = "the block is replaced by its least-squares fit"
     reference = "ridge regression: Hoerl and Kennard, Technometrics 12, 1970"
     blocks = ("plain", "gated")

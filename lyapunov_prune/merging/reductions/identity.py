@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 class Identity(Reduction):
     """`τ(x) = W₁ x + b₁`."""
 
-    name = "identity"
     help = "the activation is replaced by the identity"
     reference = "boundary depth pruning"
     blocks = ("plain",)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 class MeanGate(GateConstant):
     """`c = E σ(W_g x + b_g)`."""
 
-    name = "mean-gate"
     help = "the gate is replaced by its mean over tokens"
     reference = "for gates, which the paper does not treat"
     needs = ("gate",)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 class Scaled(GateConstant):
     """`c_i = E[g_i u_i²]/E[u_i²]`, the least-squares fit of each `g_i u_i` by `u_i`; 0 where `u_i` was always zero."""
 
-    name = "scaled"
     help = "the gate is replaced by the constant that fits each unit best"
     reference = "for gates, which the paper does not treat"
     needs = ("gate_up_up", "up_up")

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 class Angular(Criterion):
     """The run of n layers with the least `1 − E_t cos(h_l,t, h_{l+n,t})` (`angular_distance`)."""
 
-    name = "angular"
     help = "the consecutive layers that rotate the hidden state least"
     reference = "arXiv:2403.17887"
     streamed = ("layers",)

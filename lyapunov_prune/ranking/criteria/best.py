@@ -20,7 +20,6 @@ class Best(Criterion):
     mend: bool = False
     judge: Any = None  # a TokenBatch; None: the model generates one
 
-    name = "best"
     help = "sets that the others propose and swaps of them, compared by loss"
     reference = "measured, see experiments/2_criteria"
     next_token = True

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 class BlockInfluence(Scored):
     """Block Influence, `1 − E_t cos(h_l,t, h_{l+1,t})`; for a sublayer, between the state before and after it."""
 
-    name = "bi"
     help = "Block Influence: how much the layer rotates the hidden state"
     reference = "ShortGPT, arXiv:2403.03853; of sublayers LLM-Drop, arXiv:2406.15786"
     needs = ("bi",)

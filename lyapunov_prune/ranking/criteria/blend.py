@@ -20,7 +20,6 @@ class Blend(ByProfile):
 
     alpha: Share = 0.5
 
-    name = "blend"
     help = "alpha rho + (1 - alpha) bi, each scaled by its median and quartiles"
     reference = "structural sensitivity, §6.5; the scale by experiments/2_criteria"
     needs = ("rho", "bi")

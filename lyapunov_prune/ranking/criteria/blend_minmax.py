@@ -12,7 +12,6 @@ class BlendMinMax(Blend):
     Raises LyapunovPruneError for an alpha outside [0, 1].
     """
 
-    name = "blend-minmax"
     help = "alpha rho + (1 - alpha) bi, each scaled to 0 to 1"
     reference = "structural sensitivity, §6.5"
 

@@ -13,7 +13,6 @@ class Cosine(KL):
     that is not above 0.
     """
 
-    name = "cosine"
     help = "how much the probabilities rotate when the layer is skipped"
     reference = "Demystifying When Pruning Works via Representation Hierarchies, Theorem 2"
     needs = ("variance_r",)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 class Frequency(OfExperts):
     """The share of a layer's routed tokens that the expert gets."""
 
-    name = "frequency"
     help = "for experts: share of the tokens routed to the expert"
     reference = "control"
 

@@ -11,7 +11,6 @@ from lyapunov_prune.ranking.criterion import ByPosition
 class FromEnd(ByPosition):
     """The distance from the end."""
 
-    name = "from-end"
     help = "the last layers first"
     reference = "control"
     needs = ("layer",)

@@ -21,7 +21,6 @@ class KL(Scored):
 
     temperature: Positive = 1.0
 
-    name = "kl"
     help = "how much the prediction changes when the layer is skipped"
     reference = "Demystifying When Pruning Works via Representation Hierarchies, Theorem 3"
     needs = ("variance",)

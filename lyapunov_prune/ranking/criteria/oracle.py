@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 class Oracle(Criterion):
     """Greedy search by the loss on the text itself (`greedy_removal`), as SLEB does it."""
 
-    name = "oracle"
     help = "greedy: at each step the layer whose removal raises the loss least"
     reference = "SLEB, ICML 2024, arXiv:2402.09025"
     next_token = True

@@ -12,7 +12,6 @@ class ByLot(ByPosition):
 
     seed: Seed = 0
 
-    name = "random"
     help = "random order"
     reference = "control"
     needs = ("lot",)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 class Reap(OfExperts):
     """The mean, over the tokens routed to the expert, of router weight × ‖output of the expert‖₂."""
 
-    name = "reap"
     help = "for experts: router weight times output norm, mean over its tokens"
     reference = "REAP, arXiv:2510.13999"
 

@@ -11,7 +11,6 @@ from lyapunov_prune.ranking.criterion import ByProfile
 class Rho(ByProfile):
     """`|ρ_l − 1|`, where ρ_l is the growth of an error through layer l under the pooling of the profile."""
 
-    name = "rho"
     help = "|rho - 1|: how far the growth of an error is from 1"
     reference = "structural sensitivity, §6.5"
     needs = ("rho",)

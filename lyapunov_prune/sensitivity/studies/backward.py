@@ -9,7 +9,6 @@ from lyapunov_prune.sensitivity.study import Asked, Study
 class Backward(Study):
     """Layers k to the last together, for each k."""
 
-    name = "backward"
     help = "layers k to the last, for each k"
     reference = "structural sensitivity, §6.1, Figure 4"
 

@@ -12,7 +12,6 @@ CLIFF_SPARSITIES = (0.3, 0.5, 0.7, 0.9, 0.95)
 class Cliff(Study):
     """The most sensitive component, layer by layer, at five sparsities, or at falling bits if the method rounds."""
 
-    name = "cliff"
     help = "the most sensitive component of each layer, at five sparsities or bits"
     reference = "structural sensitivity, §6.1, Figure 3"
     after_groups = True

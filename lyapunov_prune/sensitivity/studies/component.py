@@ -9,7 +9,6 @@ from lyapunov_prune.sensitivity.study import Asked, Study
 class Component(Study):
     """A component in all layers together."""
 
-    name = "component"
     help = "each component in all layers"
     reference = "structural sensitivity, §6.1"
 

@@ -9,7 +9,6 @@ from lyapunov_prune.sensitivity.study import Asked, Study
 class Forward(Study):
     """Layers 0 to k together, for each k."""
 
-    name = "forward"
     help = "layers 0 to k, for each k"
     reference = "structural sensitivity, §6.1, Figure 4"
 

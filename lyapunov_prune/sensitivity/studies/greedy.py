@@ -12,7 +12,6 @@ ROUNDS = 36
 class Greedy(Study):
     """Round k compresses the k groups of least regret (measured alone) together."""
 
-    name = "greedy"
     help = "the k groups with the least regret together, for each k"
     reference = "structural sensitivity, §6.4, Figure 7"
     after_groups = True

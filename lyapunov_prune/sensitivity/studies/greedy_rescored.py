@@ -15,7 +15,6 @@ class GreedyRescored(Study):
     in all.
     """
 
-    name = "greedy-rescored"
     help = "greedy with groups scored again after each step (slow; not in all)"
     reference = "structural sensitivity, §6.4, Figure 7"
     after_groups = True

@@ -9,7 +9,6 @@ from lyapunov_prune.sensitivity.study import Asked, Study
 class Group(Study):
     """A component of one layer, with all its heads or experts: the paper's compression groups."""
 
-    name = "group"
     help = "each component of each layer"
     reference = "structural sensitivity, §6.1, Figure 2"
 

@@ -9,7 +9,6 @@ from lyapunov_prune.sensitivity.study import Asked, Study
 class Layer(Study):
     """Every layer compressed alone."""
 
-    name = "layer"
     help = "each layer"
     reference = "structural sensitivity, §6.1"
 

@@ -11,7 +11,6 @@ FIRST_LAYER_SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.9
 class FirstLayer(Study):
     """Layer 0 alone at rising sparsities, or at falling bits if the method rounds."""
 
-    name = "layer0"
     help = "layer 0, at rising sparsities or falling bits"
     reference = "structural sensitivity, §5"
     takes = ("method", "rank")

@@ -9,7 +9,6 @@ from lyapunov_prune.sensitivity.study import Asked, Study
 class Matrix(Study):
     """Every matrix compressed alone."""
 
-    name = "matrix"
     help = "each matrix"
     reference = "structural sensitivity, §6.1"
 

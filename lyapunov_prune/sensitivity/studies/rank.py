@@ -11,7 +11,6 @@ UNIFORM_RANKS = (8, 16, 32, 64, 128, 256)
 class Rank(Study):
     """All layers at rising ranks; by `svd` if the method rounds, because rounding has no rank."""
 
-    name = "rank"
     help = "all layers, at rising ranks"
     reference = "structural sensitivity, §5"
     takes = ("method",)

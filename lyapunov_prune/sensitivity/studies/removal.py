@@ -9,7 +9,6 @@ from lyapunov_prune.sensitivity.study import Asked, Study
 class Removal(Study):
     """Every layer removed alone."""
 
-    name = "removal"
     help = "each layer removed"
     reference = "structural sensitivity, §6.5"
     takes = ()

@@ -13,7 +13,6 @@ UNIFORM_SPARSITIES = (0.1, 0.3, 0.5, 0.7, 0.9)
 class Sparsity(Study):
     """All layers at rising sparsities, or at falling bits if the method rounds."""
 
-    name = "sparsity"
     help = "all layers, at rising sparsities or falling bits"
     reference = "structural sensitivity, §5"
     takes = ("method",)

@@ -11,7 +11,6 @@ THRESHOLD_SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 class Threshold(Study):
     """Layer 0 by Wanda at rising sparsities, which gives the threshold s*."""
 
-    name = "threshold"
     help = "layer 0 by Wanda at rising sparsities, to find the threshold s*"
     reference = "structural sensitivity, §6.3, Table 2"
     takes = ("limit",)
