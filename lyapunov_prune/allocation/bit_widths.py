@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lyapunov_prune.allocation.allocation import Allocation, Matrices
+    from lyapunov_prune.allocation.schedule import Amounts
 
 DENSE = 16  # the width that stands for a layer left as it is
 
@@ -44,24 +45,12 @@ class BitWidths(Schedule):
     def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
         """The cost of each width in each layer, (layers × widths); `given` is the measurement named by `needs`."""
 
-    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import Matrices
-
-        matrices = Matrices.of(model)
+    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
         cost = self.cost(matrices, given)
         sizes = np.bincount(matrices.layers, matrices.sizes, len(cost))
         width = least_cost(cost, np.array(self.widths), sizes, budget)
-        parameters: dict[str, float | str] = {"widths": " ".join(map(str, self.widths))}
-        parameters["cost"] = picked(cost, self.widths, width)
-        return matrices.allocated(
-            self.name,
-            budget,
-            width[matrices.layers].astype(np.float64),
-            parameters,
-            unit="bits",
-            measured_on=(given.measured_on,) if self.needs == "cost" else (),
-            profile=given if self.needs == "profile" else None,
-        )
+        parameters = {"widths": " ".join(map(str, self.widths)), "cost": picked(cost, self.widths, width)}
+        return width[matrices.layers].astype(np.float64), parameters
 
 
 def evenly(matrices: Matrices, budget: float, widths: Sequence[int]) -> Allocation:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from lyapunov_prune.registry import Choice
 
@@ -12,9 +11,10 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedModel
 
-    from lyapunov_prune.allocation.allocation import Allocation
+    from lyapunov_prune.allocation.allocation import Allocation, Matrices
     from lyapunov_prune.results.result import MeasuredOn
 
+    Amounts = tuple[np.ndarray, Mapping[str, float | str]]
 
 # The largest sparsity of a matrix, because a matrix of zeros has no direction left.
 SPARSEST = 0.99
@@ -54,14 +54,38 @@ class Schedule(Choice):
     """
 
     needs: ClassVar[str | None] = None
-    unit: ClassVar[str] = "sparsity"
+    unit: ClassVar[Literal["sparsity", "bits"]] = "sparsity"
 
-    @abstractmethod
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
         """The amount of every matrix; the mean is the budget, or for `BitWidths` at most the budget.
 
-        `given` is the measurement named by `needs`. Raises LyapunovPruneError for a budget that cannot be met.
+        `given` is the measurement named by `needs`. Raises LyapunovPruneError for a budget that cannot be met, and for
+        a profile of another model.
         """
+        from lyapunov_prune.allocation.allocation import Matrices
+        from lyapunov_prune.forward.reading import read
+        from lyapunov_prune.models.decoder import wrap
+
+        matrices, profile = Matrices.of(model), None
+        measured_on: tuple[MeasuredOn, ...] = ()
+        if self.needs == "profile":
+            profile = given
+            matrices.model.require(profile.measured_on.model, "the contraction profile")
+        elif self.needs == "batch":
+            given = read(wrap(model), given)
+            measured_on = (given.measured_on(),)
+        elif self.needs is not None:
+            measured_on = (given.measured_on,)
+        amount, parameters = self.amounts(model, matrices, budget, given)
+        return matrices.allocated(self.name, budget, amount, parameters, measured_on, self.unit, profile)
+
+    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
+        """The amount of every matrix, (M,) float64, and the parameters that it follows from, by name.
+
+        `given` is the measurement that `allocate` was given; a batch arrives as a `Reading`. A schedule defines this,
+        or, if its Allocation holds more, `allocate`.
+        """
+        raise NotImplementedError
 
     def require_choice(self, budget: float) -> None:
         """Raise LyapunovPruneError for a budget that leaves no choice, because every matrix must have this amount."""

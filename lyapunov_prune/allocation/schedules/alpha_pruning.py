@@ -14,7 +14,8 @@ from lyapunov_prune.progress import track
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lyapunov_prune.allocation.allocation import Allocation, Matrices
+    from lyapunov_prune.allocation.allocation import Matrices
+    from lyapunov_prune.allocation.schedule import Amounts
 
 
 def hill(eigenvalues: np.ndarray) -> float:
@@ -56,16 +57,14 @@ class AlphaPruning(Schedule):
     help = "layers whose spectra have heavier tails are kept denser"
     reference = "Lu et al., NeurIPS 2024, arXiv:2410.10912, §3.2"
 
-    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import Matrices
+    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
         from lyapunov_prune.allocation.fitting import fit
 
-        matrices = Matrices.of(model)
         alpha = tail_exponents(model, matrices)
         span = alpha.max() - alpha.min()
         place = (alpha - alpha.min()) / span if span > 0 else np.full_like(alpha, 0.5)
         amount = fit(1 - self.tau + 2 * self.tau * place, matrices.sizes, budget, high=SPARSEST)
-        return matrices.allocated("alpha-pruning", budget, amount, {"tau": self.tau})
+        return amount, {"tau": self.tau}
 
 
 def tail_exponents(model: PreTrainedModel, matrices: Matrices) -> np.ndarray:

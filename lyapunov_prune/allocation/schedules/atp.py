@@ -10,7 +10,8 @@ from lyapunov_prune.errors import LyapunovPruneError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lyapunov_prune.allocation.allocation import Allocation
+    from lyapunov_prune.allocation.allocation import Matrices
+    from lyapunov_prune.allocation.schedule import Amounts
 
 
 def steepest(budget: float, num_layers: int) -> float:
@@ -34,11 +35,9 @@ class ATP(Schedule):
     help = "sparsity in arithmetic progression, with the first layer densest"
     reference = "Huang et al., ICML 2025, arXiv:2502.14770"
 
-    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import Matrices
+    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
         from lyapunov_prune.allocation.fitting import shift
 
-        matrices = Matrices.of(model)
         L = matrices.model.num_layers
         largest = steepest(budget, L)
         beta = largest / 2 if self.beta is None else self.beta
@@ -46,4 +45,4 @@ class ATP(Schedule):
             raise LyapunovPruneError(f"beta {beta:g} is outside 0 to {largest:.6g}, where sparsities of 0 to 1 end")
         target = budget - beta * (L - 1) / 2 + beta * matrices.layers
         amount = shift(target, matrices.sizes, budget, high=SPARSEST)
-        return matrices.allocated("atp", budget, amount, {"beta": beta})
+        return amount, {"beta": beta}

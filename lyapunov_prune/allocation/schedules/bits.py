@@ -12,7 +12,8 @@ from lyapunov_prune.lazy import np
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lyapunov_prune.allocation.allocation import Allocation
+    from lyapunov_prune.allocation.allocation import Matrices
+    from lyapunov_prune.allocation.schedule import Amounts
 
 
 class Bits(Schedule):
@@ -40,12 +41,9 @@ class Bits(Schedule):
         if not self.low < self.high:
             raise LyapunovPruneError(f"bit widths {self.low} and {self.high}; give two from 1 to 16, the lower first")
 
-    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import Matrices
+    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
         from lyapunov_prune.allocation.amplification import log_amplification
 
-        matrices = Matrices.of(model)
-        matrices.model.require(given.measured_on.model, "the contraction profile")
         order = np.argsort(-log_amplification(given), kind="stable")
         entries = np.bincount(matrices.layers, matrices.sizes, len(order))[order]
         wide = np.concatenate([[0.0], np.cumsum(entries)])
@@ -58,8 +56,7 @@ class Bits(Schedule):
                 f"whole layers of {self.low} and {self.high} bits have no mean of {budget:g}; give {nearest}"
             )
         amount = np.where(np.isin(matrices.layers, order[:count]), float(self.high), float(self.low))
-        parameters = {"low": self.low, "high": self.high}
-        return matrices.allocated("bits", budget, amount, parameters, unit="bits", profile=given)
+        return amount, {"low": self.low, "high": self.high}
 
     def require_choice(self, budget: float) -> None:
         if budget in (self.low, self.high):

@@ -23,7 +23,6 @@ class BitsRho(BitWidths):
     needs = "profile"
 
     def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
-        matrices.model.require(given.measured_on.model, "the contraction profile")
         return weighted_noise(self.log_weight(given), self.widths)
 
     def log_weight(self, profile: ContractionProfile) -> np.ndarray:

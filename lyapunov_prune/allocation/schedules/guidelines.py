@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lyapunov_prune.allocation.allocation import Allocation, Matrices
+    from lyapunov_prune.allocation.schedule import Amounts
     from lyapunov_prune.results.result import MeasuredOn
 
 
@@ -55,32 +57,34 @@ class Guidelines(Schedule):
     reference = "structural sensitivity, §6.4"
 
     def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import Matrices
+        if isinstance(self.ceiling, float | int):
+            return super().allocate(model, budget)
+        ceiling, measured_on = _measured(self.ceiling, model)
+        return replace(replace(self, ceiling=ceiling).allocate(model, budget), measured_on=measured_on)
+
+    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
         from lyapunov_prune.allocation.fitting import shift
         from lyapunov_prune.models.roles import role
 
-        matrices = Matrices.of(model)
-        measured_on: tuple[MeasuredOn, ...] = ()
-        ceiling = self.ceiling
-        if not isinstance(ceiling, float | int):
-            ceiling, measured_on = _measured(ceiling, matrices)
+        assert isinstance(self.ceiling, float | int)  # `allocate`
         roles = np.array([role(p.component) for p in matrices.projections])
         kept = (roles == "mlp-in") & (matrices.layers < self.protected)
         first = np.isin(roles, ("key", "value"))
         if not first.any() or (self.protected and not kept.any()):
             missing = "matrices into its first MLPs" if first.any() else "keys and values"
             raise LyapunovPruneError(f"{matrices.model.name} has no {missing} known by name; use another schedule")
-        amount = shift(np.where(first, self.extra, 0.0), matrices.sizes, budget, high=np.where(kept, 0.0, ceiling))
-        parameters = {"ceiling": ceiling, "extra": self.extra, "protected": self.protected}
-        return matrices.allocated("guidelines", budget, amount, parameters, measured_on)
+        amount = shift(np.where(first, self.extra, 0.0), matrices.sizes, budget, high=np.where(kept, 0.0, self.ceiling))
+        return amount, {"ceiling": self.ceiling, "extra": self.extra, "protected": self.protected}
 
 
-def _measured(ceiling: Catastrophe, matrices: Matrices) -> tuple[float, tuple[MeasuredOn, ...]]:
+def _measured(ceiling: Catastrophe, model: PreTrainedModel) -> tuple[float, tuple[MeasuredOn, ...]]:
     """s* and the texts that it was measured on."""
+    from lyapunov_prune.models.structure import identify
+
     if ceiling.threshold is None:
         raise LyapunovPruneError(
             "this sensitivity has no s*: its study threshold was not run, or no sparsity kept the regret below the "
             "limit; run it, or give the ceiling as a number"
         )
-    matrices.model.require(ceiling.measured_on.model, "s*")
+    identify(model).require(ceiling.measured_on.model, "s*")
     return ceiling.threshold, tuple(on for on in (ceiling.calibrated_on, ceiling.measured_on) if on is not None)

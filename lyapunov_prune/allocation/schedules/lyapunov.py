@@ -12,7 +12,8 @@ from lyapunov_prune.lazy import np
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lyapunov_prune.allocation.allocation import Allocation
+    from lyapunov_prune.allocation.allocation import Matrices
+    from lyapunov_prune.allocation.schedule import Amounts
 
 
 class Lyapunov(Schedule):
@@ -36,13 +37,10 @@ class Lyapunov(Schedule):
     reference = "structural sensitivity, §6.4 and Appendix E"
     needs = "profile"
 
-    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import Matrices
+    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
         from lyapunov_prune.allocation.amplification import exponentials, log_amplification, weight_energy
         from lyapunov_prune.allocation.fitting import fit
 
-        matrices = Matrices.of(model)
-        matrices.model.require(given.measured_on.model, "the contraction profile")
         w = matrices.layer_sum(weight_energy(model, matrices))
         if not (np.isfinite(w) & (w > 0)).all():
             layer = int(matrices.layers[np.argmin(np.isfinite(w) & (w > 0))])
@@ -50,5 +48,4 @@ class Lyapunov(Schedule):
         logs = np.log(matrices.layer_sum(matrices.sizes)) - np.log(w) - log_amplification(given)[matrices.layers]
         high = min(self.most * budget, SPARSEST)
         amount = fit(exponentials(logs), matrices.sizes, budget, low=min(self.least * budget, high), high=high)
-        parameters = {"least": self.least, "most": self.most}
-        return matrices.allocated("lyapunov", budget, amount, parameters, profile=given)
+        return amount, {"least": self.least, "most": self.most}

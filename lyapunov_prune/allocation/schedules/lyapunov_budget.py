@@ -9,7 +9,8 @@ from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lyapunov_prune.allocation.allocation import Allocation
+    from lyapunov_prune.allocation.allocation import Matrices
+    from lyapunov_prune.allocation.schedule import Amounts
 
 
 class LyapunovBudget(Schedule):
@@ -26,13 +27,9 @@ class LyapunovBudget(Schedule):
     reference = "structural sensitivity, §6.4"
     needs = "profile"
 
-    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import Matrices
+    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
         from lyapunov_prune.allocation.amplification import exponentials, log_tolerance
         from lyapunov_prune.allocation.fitting import fit
 
-        matrices = Matrices.of(model)
-        matrices.model.require(given.measured_on.model, "the contraction profile")
         target = exponentials(log_tolerance(given, self.reading)[matrices.layers] / 2)
-        amount = fit(target, matrices.sizes, budget, high=SPARSEST)
-        return matrices.allocated("lyapunov-budget", budget, amount, {"reading": self.reading}, profile=given)
+        return fit(target, matrices.sizes, budget, high=SPARSEST), {"reading": self.reading}

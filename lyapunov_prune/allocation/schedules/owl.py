@@ -15,7 +15,8 @@ from lyapunov_prune.progress import track
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lyapunov_prune.allocation.allocation import Allocation, Matrices
+    from lyapunov_prune.allocation.allocation import Matrices
+    from lyapunov_prune.allocation.schedule import Amounts
     from lyapunov_prune.forward.reading import Readable
     from lyapunov_prune.models.projections import Projection
 
@@ -38,20 +39,14 @@ class OWL(Schedule):
     reference = "Yin et al., ICML 2024, arXiv:2310.05175, §3.2"
     needs = "batch"
 
-    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import Matrices
+    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
         from lyapunov_prune.allocation.fitting import shift
-        from lyapunov_prune.forward.reading import read
-        from lyapunov_prune.models.decoder import wrap
 
-        reading = read(wrap(model), given)
-        matrices = Matrices.of(model)
-        D = outlier_share(model, reading, matrices, self.outlier)
+        D = outlier_share(model, given, matrices, self.outlier)
         span = D.max() - D.min()
         target = -2 * self.width * (D - D.min()) / span if span > 0 else np.zeros_like(D)
         amount = shift(target, matrices.sizes, budget, high=SPARSEST)
-        parameters = {"outlier": self.outlier, "width": self.width}
-        return matrices.allocated("owl", budget, amount, parameters, (reading.measured_on(),))
+        return amount, {"outlier": self.outlier, "width": self.width}
 
 
 def outlier_share(model: PreTrainedModel, batch: Readable, matrices: Matrices, outlier: float) -> np.ndarray:

@@ -9,7 +9,8 @@ from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lyapunov_prune.allocation.allocation import Allocation
+    from lyapunov_prune.allocation.allocation import Matrices
+    from lyapunov_prune.allocation.schedule import Amounts
 
 
 class Uniform(Schedule):
@@ -21,10 +22,7 @@ class Uniform(Schedule):
     help = "every matrix the same"
     reference = "control"
 
-    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import Matrices
+    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
         from lyapunov_prune.allocation.fitting import fit
 
-        matrices = Matrices.of(model)
-        amount = fit(matrices.sizes > 0, matrices.sizes, budget, high=SPARSEST)
-        return matrices.allocated("uniform", budget, amount, {})
+        return fit(matrices.sizes > 0, matrices.sizes, budget, high=SPARSEST), {}
