@@ -237,7 +237,7 @@ def prune(place: Path) -> dict[str, float]:
     seconds, peak = time.perf_counter() - start, status("VmHWM")
     files = (before + plainly()) / 2
     of_layer, of_head = seconds_a_token(lp.load_streamed(target).model)
-    tokens_of_layers = GATE_TOKENS * (2 * outline.structure.num_layers - REMOVE)
+    tokens_of_layers = GATE_TOKENS * (2 * outline.decoder.structure.num_layers - REMOVE)
     least = files + tokens_of_layers * of_layer + 2 * GATE_TOKENS * of_head
     return {"seconds": seconds, "least": least, "passes": 1, "read": files, "peak": peak}
 

@@ -18,7 +18,7 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import combined, digests_of, saved_tensors
 from lyapunov_prune.models.loading import load_outline
 from lyapunov_prune.models.stored_names import Target, targets_of
-from lyapunov_prune.models.structure import Structure, identify
+from lyapunov_prune.models.structure import identify
 from lyapunov_prune.progress import status
 from lyapunov_prune.results.result import ModelIdentity
 
@@ -40,10 +40,6 @@ class Outline:
     @property
     def model(self) -> PreTrainedModel:
         return self.decoder.model
-
-    @property
-    def structure(self) -> Structure:
-        return self.decoder.structure
 
     def sizes(self) -> list[tuple[str, int]]:
         """The bytes of every tensor in the files, with its name in the model."""

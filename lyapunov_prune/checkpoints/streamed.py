@@ -111,7 +111,7 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
 def _require_memory(outline: Outline, wanted: dict[str, Any], device: str) -> None:
     sizes: dict[int | None, int] = {None: 0}
     for name, tensor in {id(t): (n, t) for n, t in wanted.items()}.values():
-        layer = outline.structure.layer_of(name)
+        layer = outline.decoder.structure.layer_of(name)
         sizes[layer] = sizes.get(layer, 0) + tensor.numel() * tensor.itemsize
     outside = sizes.pop(None)
     require_memory(outside + max(sizes.values(), default=0), device, "embeddings, head and the largest layer")

@@ -92,7 +92,7 @@ def prune_files(
         read = "on bytes and settings; the logits were not compared"
     else:
         outline = read_outline(checkpoint_folder(model), model)
-        identity, kinds = outline.identity, lambda: find_kinds(outline.structure)
+        identity, kinds = outline.identity, lambda: find_kinds(outline.decoder.structure)
         remove = partial(prune_on_disk, outline, stream=stream)
     if layers is not None:
         plan = PruningPlan.given(identity, layer_indices("--layers", layers))

@@ -28,17 +28,13 @@ def halves(batch: TokenBatch) -> tuple[TokenBatch, TokenBatch]:
 
 
 @dataclass(frozen=True, eq=False)
-class HeldOutLoss:
-    """The score that a search minimises (`allocation.schedule.Score`).
+class OnHalves:
+    """A measurement on `reading` that changes the model by one half of its windows and judges it by the other.
 
-    `compress` uses the first half of the windows of `reading`, and the result is scored on the second: no window does
-    both, and the evaluation text is not used. A call costs one compression, one forward of half the windows, and memory
-    for a copy of the model. Raises LyapunovPruneError for a single window.
+    Raises LyapunovPruneError for a single window.
     """
 
     reading: Reading
-    compress: Callable[[PreTrainedModel, TokenBatch, Allocation], PreTrainedModel]
-    batch_size: int
 
     def __post_init__(self) -> None:
         halves(self.reading.batch)
@@ -46,6 +42,19 @@ class HeldOutLoss:
     @property
     def measured_on(self) -> MeasuredOn:
         return self.reading.measured_on()
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOutLoss(OnHalves):
+    """The score that a search minimises (`allocation.schedule.Score`).
+
+    `compress` uses the first half of the windows of `reading`, and the result is scored on the second: no window does
+    both, and the evaluation text is not used. A call costs one compression, one forward of half the windows, and memory
+    for a copy of the model. Raises LyapunovPruneError for a single window.
+    """
+
+    compress: Callable[[PreTrainedModel, TokenBatch, Allocation], PreTrainedModel]
+    batch_size: int
 
     def __call__(self, allocation: Allocation) -> float:
         seen, unseen = halves(self.reading.batch)

@@ -15,18 +15,17 @@ from lyapunov_prune.allocation.bit_widths import DENSE
 from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
-from lyapunov_prune.compression.held_out import halves
+from lyapunov_prune.compression.held_out import OnHalves, halves
 from lyapunov_prune.compression.method import Method
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection, by_layer
 from lyapunov_prune.predictions.divergence import divergences_of
-from lyapunov_prune.results.result import MeasuredOn
 
 
 @dataclass(frozen=True, eq=False)
-class RoundingCost:
+class RoundingCost(OnHalves):
     """The cost by which bits are distributed (`allocation.schedule.Cost`): the divergence with one layer rounded.
 
     Each forward begins at the rounded layer with its dense input, so that one width of all L layers costs about L / 2
@@ -35,16 +34,8 @@ class RoundingCost:
     windows, and `together` on the second. Raises LyapunovPruneError for a single window.
     """
 
-    reading: Reading
     method: Method
     batch_size: int
-
-    def __post_init__(self) -> None:
-        halves(self.reading.batch)
-
-    @property
-    def measured_on(self) -> MeasuredOn:
-        return self.reading.measured_on()
 
     def __call__(self, widths: Sequence[int]) -> np.ndarray:
         """Mean `KL(p‖q)` in nats per token over every position of a window except the last, (L × widths) float64.

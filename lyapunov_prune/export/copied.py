@@ -84,7 +84,7 @@ def prune_on_disk(
     require_levels_stay(outline.model, plan.remove)
     if plan.experts_gone:
         outline.decoder.mixtures.require(plan.experts, plan.remove)
-    require_copied(outline.structure, [PARTS] if plan.drops_sublayers else [])
+    require_copied(outline.decoder.structure, [PARTS] if plan.drops_sublayers else [])
     width = find_width(streamed(outline)) if plan.channels else None
     decoder = cut_outline(outline.decoder, plan, width)
     pruned = decoder.model
@@ -100,7 +100,7 @@ def prune_on_disk(
         gate.require_passed("the copy", "prune it in memory")
         history_of(pruned).save(folder / HISTORY)
         left = not_run(pruned, stream=stream)
-        return describe(folder, plan, gate, outline.structure, pruned, left)
+        return describe(folder, plan, gate, outline.decoder.structure, pruned, left)
 
 
 def cut_outline(decoder: Decoder, plan: PruningPlan, width: Width | None = None) -> Decoder:
@@ -126,7 +126,7 @@ def _pieces(
 
     Raises LyapunovPruneError if copying them would give another result than the removal in memory.
     """
-    structure = outline.structure
+    structure = outline.decoder.structure
     before, after = (model.state_dict(keep_vars=True) for model in (outline.model, pruned))
     tables = dict(family_entry(structure.model_type).tables)
     shares = shares_leaving(outline.decoder, plan)

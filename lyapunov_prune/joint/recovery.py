@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,7 @@ class Lesson:
 
 
 def recover(
-    student: Unmerged,
+    student: Unmerged | PreTrainedModel,
     teacher: PreTrainedModel,
     examples: Examples,
     lesson: Lesson,
@@ -60,25 +61,10 @@ def recover(
     state: TrainingState,
     watch: Callable[[int], None] | None = None,
 ) -> list[float]:
-    """Train the weights of `student` in place, cut as the lesson says, one step per batch of its items.
+    """Train the weights of `student` in place to predict what `teacher` predicts, one step per batch of the lesson.
 
-    Returns the loss before each step. The student stays unmerged: parts are only removed inside `Unmerged.cut`. State
-    and errors as in `train`.
-    """
-    with student.cut(lesson.attention, lesson.activation) as model:
-        return train(model, teacher, examples, lesson, recipe, state, watch)
-
-
-def train(
-    model: PreTrainedModel,
-    teacher: PreTrainedModel,
-    examples: Examples,
-    lesson: Lesson,
-    recipe: Recipe,
-    state: TrainingState,
-    watch: Callable[[int], None] | None = None,
-) -> list[float]:
-    """Train `model` in place to predict what `teacher` predicts on the lesson's items.
+    An Unmerged student is trained without the parts that the lesson names, and stays unmerged: they are only removed
+    inside `Unmerged.cut`. A plain model is trained as it is. Returns the loss before each step.
 
     A checkpoint of the training state is kept in `state` about every 20 seconds, and at the end the trained weights
     alone. An interrupted run continues from it and ends bit for bit as if it had not been interrupted, on the CPU with
@@ -86,7 +72,8 @@ def train(
 
     Raises LyapunovPruneError naming the lesson and the step for a loss or gradient that is not finite.
     """
-    with trained(model, recipe.rank, lesson.seed) as parameters:
+    cut = student.cut(lesson.attention, lesson.activation) if isinstance(student, Unmerged) else nullcontext(student)
+    with cut as model, trained(model, recipe.rank, lesson.seed) as parameters:
         steps = len(lesson.items) // recipe.batch
         sizes = update_sizes(model, parameters) if recipe.learning_rate is None else None
         run = Distillation(model, teacher, parameters, recipe.temperature, optimizer=recipe.optimizer, sizes=sizes)

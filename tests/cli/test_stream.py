@@ -139,7 +139,7 @@ def test_a_setting_outside_the_layers_is_seen_by_logits_alone(
     cut = disk_gate.streamed
 
     def turned(outline: Any) -> Any:
-        if len(outline.structure.layers) == 4:
+        if len(outline.decoder.structure.layers) == 4:
             outline.model.config.rope_parameters["rope_theta"] = 20.0
         return cut(outline)
 

@@ -72,7 +72,7 @@ def test_a_config_that_says_encoder_is_believed_where_it_is_true(
         with pytest.raises(LyapunovPruneError, match="an encoder"):
             read_outline(tmp_path / "source", name)
     else:
-        assert read_outline(tmp_path / "source", name).structure.num_layers == LAYERS
+        assert read_outline(tmp_path / "source", name).decoder.structure.num_layers == LAYERS
 
 
 def test_a_family_that_no_test_has_judged_is_refused(

@@ -44,7 +44,7 @@ from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order
 from lyapunov_prune.joint.importance import Importance
-from lyapunov_prune.joint.recovery import Lesson, train
+from lyapunov_prune.joint.recovery import Lesson, recover
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.structure import find_layers
@@ -308,7 +308,7 @@ def learnt(of: Subject, student: Unmerged, parts: Parts, steps: int, seed: int, 
         about = {**of.about(), **vars(lesson), "layers": parts[2]}
         with cut(student, parts) as model:
             with TrainingState(folder, about) as state:
-                losses = train(model, student.model, of.data.learn, lesson, recipe, state)
+                losses = recover(model, student.model, of.data.learn, lesson, recipe, state)
             store.add(key, {**of.scored(model), "steps": len(losses)})
         TrainingState(folder, {}).close()
     return store[key]

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from lyapunov_prune.calibration.gram import damped, leading, root, scaled
 from lyapunov_prune.calibration.statistics import Statistics
-from lyapunov_prune.compression.method import LowRank
+from lyapunov_prune.compression.methods.whitened_svd import WhitenedSVD
 from lyapunov_prune.lazy import torch
-from lyapunov_prune.linalg import lift
 
 
-class Balanced(LowRank):
+class Balanced(WhitenedSVD):
     """`argmin ‖Q^½ (W − Ŵ) P^½‖_F` over `Ŵ` (m × n) of rank `amount`: `Q^{-½} [Q^½ W P^½]_r P^{-½}`.
 
     P (n × n) is the `gram` of the statistics, Q (m × m) their `sensitivity`, float64 in any scale; to each
@@ -29,17 +28,12 @@ class Balanced(LowRank):
     rank. Raises LyapunovPruneError unless P is a Gram matrix of n inputs and Q one of m outputs.
     """
 
-    damping: float = 1e-6
-
     help = "lower rank, with outputs weighted by their effect on the layer"
     reference = "Moore, IEEE TAC 26, 1981, with Gramians that are measured"
     needs = "sensitivity"
 
-    def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
-        if amount >= min(W.shape):
-            return W
+    def truncated(self, D: torch.Tensor, rank: int, statistics: Statistics | None) -> torch.Tensor:
         gram, sensitivity = self.needed(statistics)
-        D, exponent = scaled(lift(W))
         A = root(scaled(damped(sensitivity, self.damping, D.device))[0])
-        U = leading(A @ D, damped(gram, self.damping, D.device), int(amount))
-        return torch.ldexp(torch.linalg.solve(A, U) @ (U.T @ A @ D), exponent).to(W)
+        U = leading(A @ D, damped(gram, self.damping, D.device), rank)
+        return torch.linalg.solve(A, U) @ (U.T @ A @ D)

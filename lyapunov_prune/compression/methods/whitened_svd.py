@@ -29,7 +29,11 @@ class WhitenedSVD(LowRank):
     def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
         if amount >= min(W.shape):
             return W
-        (gram,) = self.needed(statistics)
         D, exponent = scaled(lift(W))
-        U = leading(D, damped(gram, self.damping, D.device), int(amount))
-        return torch.ldexp(U @ (U.T @ D), exponent).to(W)
+        return torch.ldexp(self.truncated(D, int(amount), statistics), exponent).to(W)
+
+    def truncated(self, D: torch.Tensor, rank: int, statistics: Statistics | None) -> torch.Tensor:
+        """`D` (m × n, float64) at this rank, float64."""
+        (gram,) = self.needed(statistics)
+        U = leading(D, damped(gram, self.damping, D.device), rank)
+        return U @ (U.T @ D)
