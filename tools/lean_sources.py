@@ -183,7 +183,7 @@ def _statement_problems(root: Path) -> Iterator[str]:
             yield f"{place}: a second theorem `{statement.name}`"
         by_name[statement.name] = statement
         if not statement.private and statement.name not in expected and statement.name not in _HELPERS:
-            yield f"{place}: theorem `{statement.name}` is not in the registry (lyapunov_prune/bounds/theorems.py)"
+            yield f"{place}: theorem `{statement.name}` is not in the registry (lyapunov_prune/bounds/theorems.csv)"
     for name, (file, digest) in expected.items():
         known = by_name.get(name)
         if known is None or known.file != file:

@@ -265,8 +265,6 @@ def use_problems(entries: tuple[registry.Theorem, ...], parent: Path) -> list[st
     """Where the registry and the Python package in `parent` disagree about who rests on a theorem."""
     problems = []
     for theorem in entries:
-        if bool(theorem.used_by) != bool(theorem.kind) or theorem.kind not in ("", "checker", "measurement"):
-            problems.append(f"{theorem.name}: kind {theorem.kind!r} does not fit {theorem.used_by}")
         for dotted in theorem.used_by:
             module, _, function = dotted.rpartition(".")
             path = parent / f"{module.replace('.', '/')}.py"
@@ -293,14 +291,13 @@ def test_planted_faults_on_the_python_side_are_seen(tmp_path: Path) -> None:
     bounds.parent.mkdir(parents=True)
     bounds.write_text('def check_one():\n    """No theorem."""\n\n\ndef check_two():\n    """`a`."""\n')
 
-    def entry(*used_by: str, kind: str = "checker") -> registry.Theorem:
-        return registry.Theorem(None, "a", "Checker", "paper", "statement", "0" * 16, used_by, kind)
+    def entry(*used_by: str) -> registry.Theorem:
+        return registry.Theorem(None, "a", "Checker", "paper", "statement", "0" * 16, used_by)
 
     one, two = "lyapunov_prune.bounds.checkers.check_one", "lyapunov_prune.bounds.checkers.check_two"
     assert use_problems((entry(two),), tmp_path) == [f"{one} rests on no theorem of the registry"]
     assert use_problems((entry(one, two),), tmp_path) == [f"a: the docstring of {one} does not name it"]
     assert f"a: {two}x does not exist" in use_problems((entry(two, two + "x"),), tmp_path)
-    assert any("does not fit" in problem for problem in use_problems((entry(two, kind=""),), tmp_path))
 
 
 # lean/README.md.
