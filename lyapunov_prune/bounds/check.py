@@ -31,11 +31,11 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import CertifiedNorm, basis, certify, smallest, truncate
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.models.left_alone import LeftAlone, left_alone
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection, shared_weights
-from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.models.structure import identify
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.result import MeasuredOn
@@ -48,8 +48,7 @@ RANKS = (None, 32, 8)
 CACHE_RADII = (0.0, 0.1)
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def check_bounds(
     model: InMemory,
     batch: Readable,
@@ -83,8 +82,7 @@ def check_bounds(
     return _with_followed(report, followed, records)
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def check_written(
     model: InMemory, compressed: PreTrainedModel, batch: Readable, *, method: str = WRITTEN, batch_size: Count = 1
 ) -> BoundsReport:
@@ -114,8 +112,7 @@ def check_written(
     return replace(report, method=method, compressed=identify(compressed), shared=tuple(written.embeddings))
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def check_grid(
     model: InMemory,
     batch: Readable,

@@ -22,9 +22,9 @@ from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import predicting, require_finite_states
-from lyapunov_prune.models.decoder import takes_model
+from lyapunov_prune.models.decoder import runs_model
 from lyapunov_prune.models.plain import Plain
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions.tiles import measures
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.results.encoding import encode
@@ -102,8 +102,7 @@ def require_spendable(method: str, allocation: Any, **said: Any) -> str:
     return unit
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def compress_under_budget(
     model: Plain,
     batch: Readable,

@@ -21,9 +21,8 @@ from lyapunov_prune.compression.rounding_cost import RoundingCost
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, Reading
-from lyapunov_prune.models.decoder import takes_model
+from lyapunov_prune.models.decoder import runs_model
 from lyapunov_prune.models.plain import Plain
-from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import Reported
@@ -37,8 +36,7 @@ class Compressed(Reported):
     report: CompressionReport
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def compress(
     model: Plain,
     batch: Readable | None = None,

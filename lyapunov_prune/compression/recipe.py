@@ -27,12 +27,12 @@ from lyapunov_prune.compression.report import CompressedMatrix, CompressionRepor
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError, first_of, named
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.models.decoder import Streamable, takes_model
+from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.models.left_alone import LeftAlone, left_alone
 from lyapunov_prune.models.plain import find_projections, require_weights
 from lyapunov_prune.models.projections import Projection, by_layer
 from lyapunov_prune.models.streamed import layer_held
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.progress import track
 
@@ -144,8 +144,7 @@ class Recipe:
         )
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def recipe_for(
     model: Streamable,
     batch: Readable | None = None,

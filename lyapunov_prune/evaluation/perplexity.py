@@ -13,8 +13,7 @@ from lyapunov_prune.arguments import Count
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import Sum, loss_sum, mean_over
-from lyapunov_prune.models.decoder import Streamable, takes_model
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -103,8 +102,7 @@ def interval_of(nll: np.ndarray) -> tuple[float, float]:
         return (float(np.exp(nll.mean() - half)), float(np.exp(nll.mean() + half)))
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def perplexity(
     model: Streamable, batch: Readable, *, batch_size: Count = 1, description: str = "perplexity"
 ) -> Perplexity:

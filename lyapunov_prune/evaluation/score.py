@@ -18,8 +18,7 @@ from lyapunov_prune.evaluation.perplexity import of_windows, require_finite_loss
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import loss_sum
 from lyapunov_prune.linalg import lift, require_numbers
-from lyapunov_prune.models.decoder import InMemoryAny, takes_model, wrap
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.decoder import InMemoryAny, runs_model, wrap
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -70,8 +69,7 @@ class ItemScores(Result):
         return self.measured_on.line()
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def score(model: InMemoryAny, examples: TokenBatch | ImageBatch, *, batch_size: Count = 1) -> ItemScores:
     """Loss and accuracy of `model` on every item of `examples`, `batch_size` items per forward.
 

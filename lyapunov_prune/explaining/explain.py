@@ -23,11 +23,11 @@ from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.states import predicting
-from lyapunov_prune.models.decoder import Streamable, takes_models
+from lyapunov_prune.models.decoder import Streamable, runs_models
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
-from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import ModelIdentity
@@ -36,8 +36,7 @@ from lyapunov_prune.results.result import ModelIdentity
 _UNITS = 16
 
 
-@takes_models
-@in_eval_mode
+@runs_models
 def explain(
     dense: Streamable,
     compressed: Streamable,

@@ -33,17 +33,16 @@ from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.replaced import hidden_replaced
-from lyapunov_prune.models.decoder import Decoder, InMemoryAny, takes_models
+from lyapunov_prune.models.decoder import Decoder, InMemoryAny, runs_models
 from lyapunov_prune.models.feedforward import Affine, FeedForward, read_feedforward
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import Structure, in_eval_mode
+from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.pruning.counting import COUNTED, fallen_check, held_by, place, sizes_in_memory
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED, Check, Gate, GateReport, OnFiles, bytes_in
 from lyapunov_prune.pruning.merge_gate import MERGED, merged_blocks, merged_check
 
 
-@takes_models
-@in_eval_mode
+@runs_models
 def verify_compact(
     original: InMemoryAny,
     compact: InMemoryAny,

@@ -21,7 +21,7 @@ from lyapunov_prune.export.exported import Exported
 from lyapunov_prune.export.format import Quantisation
 from lyapunov_prune.export.gguf import as_json, file_reloads, require_file
 from lyapunov_prune.export.llama_cpp import ENGINE, compared_text, engine_check
-from lyapunov_prune.models.decoder import Decoder, takes_model, wrap_any
+from lyapunov_prune.models.decoder import Decoder, runs_model, wrap_any
 from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, gguf_file
 from lyapunov_prune.models.gguf_copy import write_pieces
 from lyapunov_prune.models.gguf_header import Header, Value, number, read_header, text
@@ -30,7 +30,7 @@ from lyapunov_prune.models.gguf_tensors import stored_tensors
 from lyapunov_prune.models.gguf_vocabulary import CONVERT, vocabulary_values
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import Plain
-from lyapunov_prune.models.structure import in_eval_mode, model_name
+from lyapunov_prune.models.structure import model_name
 from lyapunov_prune.progress import warn
 from lyapunov_prune.pruning.gate import GateReport, attempt
 from lyapunov_prune.pruning.provenance import made_by
@@ -43,8 +43,7 @@ GREEDY = 64  # tokens that llama.cpp generates in its check
 _NEW = ("general.architecture", "general.type", "general.alignment")
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def write_gguf(
     model: Plain, tokenizer: PreTrainedTokenizerBase | None, target: str | Path, quantize: Quantisation = "f16"
 ) -> Exported:

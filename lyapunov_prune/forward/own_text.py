@@ -14,8 +14,8 @@ from lyapunov_prune.data.batch import Split, TokenBatch, whole_windows
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import draws_of, sample
 from lyapunov_prune.forward.reading import read
-from lyapunov_prune.models.decoder import InMemory, takes_model
-from lyapunov_prune.models.structure import in_eval_mode, model_name
+from lyapunov_prune.models.decoder import InMemory, runs_model
+from lyapunov_prune.models.structure import model_name
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.store import Store, clear_results
 
@@ -43,8 +43,7 @@ def written_by(
     return replace(self_generated(model, **how), split=split)
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def self_generated(
     model: InMemory,
     *,

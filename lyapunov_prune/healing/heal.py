@@ -25,10 +25,9 @@ from lyapunov_prune.healing.sharded import of_main, require_shardable, sharing
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import require_few, require_trainable
 from lyapunov_prune.healing.training import Budget, Tensors, Training
-from lyapunov_prune.models.decoder import Decoder, InMemory, takes_models
+from lyapunov_prune.models.decoder import Decoder, InMemory, runs_models
 from lyapunov_prune.models.launched import processes_of, require_same_models
 from lyapunov_prune.models.plain import Plain
-from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity
@@ -39,8 +38,7 @@ TRIALS = 6  # largest number of rates
 STEPS = 100
 
 
-@takes_models
-@in_eval_mode
+@runs_models
 def heal(
     student: Plain,
     teacher: InMemory,

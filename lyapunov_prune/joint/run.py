@@ -26,10 +26,9 @@ from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.joint.search import search
 from lyapunov_prune.merging.table import DEFAULT
 from lyapunov_prune.merging.unmerged import Unmerged
-from lyapunov_prune.models.decoder import Decoder, takes_model
+from lyapunov_prune.models.decoder import Decoder, runs_model
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import PlainAny
-from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.results.files import require_empty
 from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.store import Store, clear_results
@@ -38,8 +37,7 @@ _RECIPE = Recipe(rank=8)
 _LEAST_SELECTED = 5  # with 4 items a standard error has a relative error of 1/√(2(n − 1)), two fifths
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def remove_jointly(
     model: PlainAny,
     tokenizer: PreTrainedTokenizerBase | None,

@@ -20,9 +20,8 @@ from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.table import REDUCTIONS, require_reduction
-from lyapunov_prune.models.decoder import InMemoryAny, takes_model
+from lyapunov_prune.models.decoder import InMemoryAny, runs_model
 from lyapunov_prune.models.feedforward import Affine, BlockParts, FeedForward, find_feedforward, lifted
-from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import each_once
 
@@ -48,8 +47,7 @@ class Merged:
         return self.weight.numel() + (0 if self.bias is None else self.bias.numel())
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def merge_layers(
     model: InMemoryAny,
     batch: Readable | ImageBatch,

@@ -20,7 +20,15 @@ from lyapunov_prune.models.held import held
 from lyapunov_prune.models.mixtures import Mixtures, find_mixtures
 from lyapunov_prune.models.quantised import is_packed
 from lyapunov_prune.models.streamed import Stream, require_not_streamed, stream_of
-from lyapunov_prune.models.structure import Structure, find_layers, find_structure, identify, model_name, settle
+from lyapunov_prune.models.structure import (
+    Structure,
+    find_layers,
+    find_structure,
+    identify,
+    in_eval_mode,
+    model_name,
+    settle,
+)
 from lyapunov_prune.models.two_stacks import stack_structure
 from lyapunov_prune.models.units import Units, find_units
 from lyapunov_prune.results.result import ModelIdentity
@@ -185,6 +193,18 @@ def takes_models(
     """`takes_model` for a function of two models."""
     handed: Any = checked(function)
     return handed
+
+
+def runs_model(function: Callable[Concatenate[Decoder, P], T]) -> Callable[Concatenate[Model, P], T]:
+    """`takes_model` for a function that runs the model: in eval mode and without gradients (`in_eval_mode`)."""
+    return takes_model(in_eval_mode(function))
+
+
+def runs_models(
+    function: Callable[Concatenate[Decoder, Decoder, P], T],
+) -> Callable[Concatenate[Model, Model, P], T]:
+    """`runs_model` for a function of two models."""
+    return takes_models(in_eval_mode(function))
 
 
 def takes_identity(

@@ -22,9 +22,9 @@ from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import InMemory, takes_models
+from lyapunov_prune.models.decoder import InMemory, runs_models
 from lyapunov_prune.models.positions import stretches
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
@@ -78,8 +78,7 @@ class AttentionPaths(Result):
         )
 
 
-@takes_models
-@in_eval_mode
+@runs_models
 def attention_paths(
     dense: InMemory,
     compressed: InMemory,

@@ -19,9 +19,9 @@ from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift, require_numbers
-from lyapunov_prune.models.decoder import InMemory, takes_models
+from lyapunov_prune.models.decoder import InMemory, runs_models
 from lyapunov_prune.models.positions import alike, rotation
-from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
+from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.predictions.choice_comparison import ChoiceComparison
 from lyapunov_prune.predictions.softmax import divergences
 from lyapunov_prune.predictions.spaces import turn
@@ -46,8 +46,7 @@ def fitting(
     return tokenized
 
 
-@takes_models
-@in_eval_mode
+@runs_models
 def compare_choices(
     dense: InMemory,
     compressed: InMemory,

@@ -14,8 +14,7 @@ from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change, changed_finals, finals_without_each
 from lyapunov_prune.forward.sublayers import Kind, silent
-from lyapunov_prune.models.decoder import InMemory, StreamableText, takes_model
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.decoder import InMemory, StreamableText, runs_model
 from lyapunov_prune.predictions.tiles import MEASURES, measures
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.frames import columns, pd
@@ -77,8 +76,7 @@ class SublayerDivergence(SkipDivergence):
         return f"Divergence when one layer's {part} is silenced, T = {self.temperature:g}\n{self.measured_on.line()}"
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def skip_divergence(
     model: StreamableText,
     batch: Readable,
@@ -106,8 +104,7 @@ def skip_divergence(
     return SkipDivergence(variance, kl, reverse_kl, flipped, by_r, float(temperature), reading.measured_on())
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def sublayer_divergence(
     model: InMemory, batch: Readable, what: Kind, *, temperature: Positive = 1.0, batch_size: Count = 1
 ) -> SublayerDivergence:

@@ -23,8 +23,7 @@ from lyapunov_prune.forward.logits import (
 )
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import InMemory, takes_models
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.decoder import InMemory, runs_models
 from lyapunov_prune.predictions.softmax import divergences
 from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.progress import track
@@ -108,8 +107,7 @@ class GenerationDivergence(Result):
         )
 
 
-@takes_models
-@in_eval_mode
+@runs_models
 def compare_generation(
     dense: InMemory,
     compressed: InMemory,

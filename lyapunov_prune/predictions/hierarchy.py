@@ -21,9 +21,9 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.sublayers import between_branches
 from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.models.positions import stretches
-from lyapunov_prune.models.structure import Structure, identify, in_eval_mode
+from lyapunov_prune.models.structure import Structure, identify
 from lyapunov_prune.predictions.exits import ReadAt, changed_state, dense_states
 from lyapunov_prune.predictions.hierarchy_probe import HierarchyProbe
 from lyapunov_prune.predictions.remainders import ROUNDING, angle_bounds, probability_angle_bounds
@@ -35,8 +35,7 @@ from lyapunov_prune.results.result import MeasuredOn
 _MEASURES = (*HIDDEN, *LOGITS, *PROBABILITIES)
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def probe_layers(
     model: InMemory,
     prompts: Readable,

@@ -14,8 +14,7 @@ from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import last_states, require_one_vocabulary
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift, require_numbers
-from lyapunov_prune.models.decoder import InMemory, takes_models
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.decoder import InMemory, runs_models
 from lyapunov_prune.predictions.generation import end_tokens, some_steps
 from lyapunov_prune.predictions.softmax import log_softmax
 from lyapunov_prune.predictions.spaces import PROBABILITIES, prediction_measures, turn
@@ -125,8 +124,7 @@ class HistoryDivergence(Result):
         )
 
 
-@takes_models
-@in_eval_mode
+@runs_models
 def history_divergence(
     dense: InMemory,
     compressed: InMemory,

@@ -18,10 +18,10 @@ from lyapunov_prune.forward.hooks import require_finite, run_up_to
 from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import all_finite, lift
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
-from lyapunov_prune.models.structure import Structure, in_eval_mode
+from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -73,8 +73,7 @@ class ActivationStatistics(Result):
         return f"Activations of {len(self.names)} matrices (ranks are at most {most})\n{self.measured_on.line()}"
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def activation_statistics(model: InMemory, batch: Readable, *, batch_size: Count = 1) -> ActivationStatistics:
     """Measure rank, tails and sparsity of the activations at every matrix, see ActivationStatistics.
 

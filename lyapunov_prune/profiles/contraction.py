@@ -15,10 +15,9 @@ from lyapunov_prune.arguments import Count, Positive, Seed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.rounding import roughness
-from lyapunov_prune.models.decoder import StreamableText, takes_model
+from lyapunov_prune.models.decoder import StreamableText, runs_model
 from lyapunov_prune.models.kernels import differentiable
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
-from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ABOVE_FLOOR, ContractionProfile, Pooling, below_floor_error
 from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, jvp_moved, jvp_sums, listed, require_moved
 from lyapunov_prune.progress import track
@@ -30,8 +29,7 @@ FAR_BELOW = ABOVE_FLOOR / 10
 FLOOR_TOKENS = 128
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def measure_contraction(
     model: StreamableText,
     batch: Readable,

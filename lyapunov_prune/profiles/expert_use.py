@@ -15,11 +15,10 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import Streamable, takes_model
+from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.models.experts import Routing, unweighted
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.mixtures import Mixtures
-from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.frames import pd
@@ -71,8 +70,7 @@ class ExpertUse(Result):
         return f"Shares of tokens and of router weight, and REAP saliency, by expert\n{self.measured_on.line()}"
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def expert_use(model: Streamable, batch: Readable, *, batch_size: Count = 1) -> ExpertUse:
     """Measure `ExpertUse` in one pass over `batch`.
 

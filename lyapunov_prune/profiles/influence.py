@@ -12,8 +12,8 @@ from lyapunov_prune.arguments import Count
 from lyapunov_prune.forward.hooks import require_finite_layers, residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import token_energy, widen
-from lyapunov_prune.models.decoder import StreamableText, takes_model
-from lyapunov_prune.models.structure import Structure, in_eval_mode
+from lyapunov_prune.models.decoder import StreamableText, runs_model
+from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
@@ -64,8 +64,7 @@ class InfluenceProfile(Result):
         return f"Block Influence\n{self.measured_on.line()}"
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def block_influence(model: StreamableText, batch: Readable, *, batch_size: Count = 1) -> InfluenceProfile:
     """Measure Block Influence of every layer in one forward per window.
 

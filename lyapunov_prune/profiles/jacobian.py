@@ -22,10 +22,9 @@ from lyapunov_prune.errors import reported
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.forward.hooks import layer_input, require_finite_layers, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.kernels import eager_experts
-from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -72,8 +71,7 @@ class JacobianNorms(Result):
         )
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def sublayer_jacobians(
     model: InMemory, batch: Readable, *, steps: Annotated[int, Range(2)] = 12, probes: Count = 8, seed: Seed = 0
 ) -> JacobianNorms:

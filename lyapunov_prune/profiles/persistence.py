@@ -18,10 +18,9 @@ from lyapunov_prune.forward.hooks import hidden_of, require_finite
 from lyapunov_prune.forward.logits import cache_of, only_last
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift, token_energy, widen
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.recurrence import Carried, carried_states, first_cache, forget_states, select_rows
-from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.persistence_profile import PersistenceProfile
 from lyapunov_prune.profiles.propagation import RESAMPLES, direction, drawn_windows, listed, require_moved
@@ -31,8 +30,7 @@ from lyapunov_prune.progress import track
 STEPS = 64
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def measure_persistence(
     model: InMemory,
     batch: Readable,

@@ -11,8 +11,7 @@ from lyapunov_prune.arguments import Count, Positive, Seed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, between_branches, require_some
-from lyapunov_prune.models.decoder import InMemory, takes_model
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, listed, require_moved
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
@@ -80,8 +79,7 @@ class SublayerGrowth(Result):
         return f"The {which} ρ, {np.nanprod(self.rho[layer]):.3g} of layer {layer}: {', '.join(parts)}"
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def sublayer_growth(
     model: InMemory,
     batch: Readable,

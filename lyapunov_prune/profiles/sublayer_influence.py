@@ -17,9 +17,8 @@ from lyapunov_prune.forward.hooks import hidden_of, layer_input, require_finite_
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, Sublayers, require_some
 from lyapunov_prune.linalg import widen
-from lyapunov_prune.models.decoder import StreamableText, takes_model
+from lyapunov_prune.models.decoder import StreamableText, runs_model
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.influence import turned, unit_and_norm
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
@@ -72,8 +71,7 @@ class SublayerInfluence(Result):
         return f"Block Influence of attention and MLP\n{self.measured_on.line()}"
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def sublayer_influence(model: StreamableText, batch: Readable, *, batch_size: Count = 1) -> SublayerInfluence:
     """Measure both sublayers of every layer in one forward per window.
 

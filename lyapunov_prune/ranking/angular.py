@@ -15,8 +15,7 @@ from lyapunov_prune.forward.hooks import require_finite_layers, residual_stream,
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.states import room_for
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import StreamableText, takes_model
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.decoder import StreamableText, runs_model
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -107,8 +106,7 @@ class AngularDistance(Ranking):
         return f"Runs of layers that turn the state least, 1 − cos\n{self.measured_on.line()}"
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def angular_distance(
     model: StreamableText,
     batch: Readable,

@@ -16,8 +16,7 @@ from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.judge import second_text
 from lyapunov_prune.mending.mend import fit_mends, fitted_and_held
-from lyapunov_prune.models.decoder import InMemory, takes_model
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.progress import phases
 from lyapunov_prune.ranking.angular import angular_distance
 from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, by_direction
@@ -32,8 +31,7 @@ _KIND, _CHECKS = "best removal", "checks"  # the kind of the store, and the fold
 _SEARCH_SHARE = 0.5  # share of the forwards for the search if the rest goes to mending
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def best_removal(
     model: InMemory,
     batch: Readable,

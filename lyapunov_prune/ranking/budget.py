@@ -11,8 +11,7 @@ from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change
 from lyapunov_prune.forward.sublayers import named_branches, silent
-from lyapunov_prune.models.decoder import InMemoryText, takes_model
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.decoder import InMemoryText, runs_model
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.profiles.contraction_profile import floor_note
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -81,8 +80,7 @@ class BudgetedRemoval(Result):
         )
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def remove_under_budget(
     model: InMemoryText,
     batch: Readable,

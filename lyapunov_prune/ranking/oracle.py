@@ -16,9 +16,9 @@ from lyapunov_prune.arguments import Amount, Count, checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import layer_input
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.models.decoder import InMemory, takes_model
+from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import Structure, in_eval_mode
+from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.progress import is_main
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.counts import count_of, require_count
@@ -127,8 +127,7 @@ class GreedyRemoval(Ranking):
         return f"Greedy removal by {self.criterion}\n{self.measured_on.line()}"
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def greedy_removal(
     model: InMemory,
     batch: Readable,

@@ -8,8 +8,7 @@ from pathlib import Path
 from lyapunov_prune.arguments import Amount, Count, Positive, Seed
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.models.decoder import StreamableText, takes_model
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.decoder import StreamableText, runs_model
 from lyapunov_prune.profiles.propagation import listed
 from lyapunov_prune.ranking.counts import What, count_of, protected_layers, require_count
 from lyapunov_prune.ranking.criterion import Asked
@@ -18,8 +17,7 @@ from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.ranking.table import CRITERIA, default_criterion, require_ranks
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def rank(
     model: StreamableText,
     batch: Readable,

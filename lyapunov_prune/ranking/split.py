@@ -13,9 +13,9 @@ from lyapunov_prune.arguments import Count, Share
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.models.decoder import takes_model
+from lyapunov_prune.models.decoder import runs_model
 from lyapunov_prune.models.plain import Plain
-from lyapunov_prune.models.structure import Structure, in_eval_mode
+from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -30,8 +30,7 @@ _STEPS = 4  # splits between no whole layer and layers alone
 _LEAST_WINDOWS = 4
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def split_removal(
     model: Plain,
     batch: Readable,

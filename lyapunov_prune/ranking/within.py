@@ -7,8 +7,7 @@ import numpy as np
 from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.models.decoder import InMemory, takes_model
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.counts import Part, most_not_over, nothing_within
@@ -16,8 +15,7 @@ from lyapunov_prune.ranking.parts import parts_of
 from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of, leaving
 
 
-@takes_model
-@in_eval_mode
+@runs_model
 def most_within(
     model: InMemory,
     batch: Readable,
