@@ -68,6 +68,7 @@ FAMILIES: dict[str, Family] = {
     "olmo_hybrid": Family(adapt=adapt.has_linear_attention),
     "qwen4_exp_text": Family(adapt=adapt.ngram_layers),
     "recurrent_gemma": Family(adapt=adapt.block_types),
+    "rwkv": Family(adapt=adapt.first_layer_stays("has the norm of the embeddings")),
     "switch_transformers": Family(adapt=adapt.t5),
     "t5": Family(adapt=adapt.t5),
     "umt5": Family(adapt=adapt.encoder_no_shorter),

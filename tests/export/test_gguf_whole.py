@@ -43,6 +43,9 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+WINDOWED = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 320}
 ENGINES = pytest.mark.skipif(not installed(), reason="xllamacpp is not installed")
 
 
@@ -194,6 +197,11 @@ def test_windows_that_llama_cpp_does_not_know_limit_the_context(
         ("gemma3", {"tie_word_embeddings": False}, "output matrix of its own"),
         ("qwen3", {"attention_bias": True}, "no qwen3 with biases"),
         ("phi3", {"head_dim": 32}, "heads of another width"),
+        ("llama", {"rope_parameters": YARN | {"beta_fast": 64.0}}, "rotary scaling of its own kind"),
+        ("gemma3", {"rope_parameters": {**WINDOWED, "sliding_attention": LINEAR}}, "rotary scaling linear of windows"),
+        ("gemma3", {"use_bidirectional_attention": True}, "bidirectional"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "with softcapped logits"),
+        ("gemma2", {"attn_logit_softcapping": None}, "no softcapped logits"),
         ("gemma3", {"layer_types": ["full_attention", *["sliding_attention"] * 5]}, "no period fits"),
     ],
 )

@@ -246,6 +246,26 @@ def test_numbers_that_change_are_refused(tokenizer: PreTrainedTokenizerFast, tmp
         pruned(source, tmp_path / "out")
 
 
+def test_a_table_that_is_quantised_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Its blocks, one for every layer, lie in another way than those of the model's own table."""
+    source = saved(make_zoo("gemma3n_text"), tokenizer, tmp_path / "tiny")
+    table = "model.per_layer_model_projection.weight"
+    state = load_file(source / WEIGHTS)
+    state[f"{table}_packed"] = state.pop(table)[:, :4].contiguous()
+    save_file(state, source / WEIGHTS, {"format": "pt"})
+    edit_json(source / "config.json", quantization_config={"quant_method": "hand-made"})
+    with pytest.raises(LyapunovPruneError, match=f"{table}_packed is a quantised table"):
+        pruned(source, tmp_path / "out", (1,))
+
+
+def test_a_layer_whose_block_others_share_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    source = saved(make_zoo("zamba"), tokenizer, tmp_path / "tiny")
+    edit_json(source / "config.json", quantization_config={"quant_method": "hand-made"})
+    with pytest.raises(LyapunovPruneError, match=r"layers\.2\.shared_transf\S+ is shared"):
+        pruned(source, tmp_path / "out", (2,))
+    assert pruned(source, tmp_path / "out", (0, 1)).gate.passed
+
+
 def test_a_plan_of_the_model_before_it_was_quantised_is_taken_and_another_is_not(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

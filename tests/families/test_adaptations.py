@@ -8,6 +8,7 @@ from families.zoo import CHANGES, LAYERS, make_zoo
 
 from lyapunov_prune import LyapunovPruneError, remove_layers
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning.plan import PruningPlan
 
 
 def test_ngram_tables_after_the_first_keep_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +22,13 @@ def test_ngram_tables_after_the_first_keep_their_sizes(monkeypatch: pytest.Monke
         assert pruned.config.ngram_vocab_size_base == base
     with pytest.raises(LyapunovPruneError, match="layers 0, 6"):
         remove_layers(model, [3])
+
+
+@pytest.mark.parametrize("parts", [{}, {"drop_mlp": [2]}])
+def test_the_norm_of_the_embeddings_cannot_leave_with_the_first_layer(parts: dict[str, list[int]]) -> None:
+    model = make_zoo("rwkv")
+    with pytest.raises(LyapunovPruneError, match="keep layer 0"):
+        remove_layers(model, PruningPlan.given(model, [0], **parts))
 
 
 @torch.no_grad()

@@ -39,6 +39,7 @@ ENTRIES: dict[str, tuple[str, list[int]]] = {
     "olmo_hybrid": ("olmo_hybrid", [0, 1, 3, 4, 5, 6, 7]),
     "qwen4_exp_text": ("qwen4_exp_text", [3]),
     "recurrent_gemma": ("recurrent_gemma", [2, 5]),
+    "rwkv": ("rwkv", [0]),
     "zamba": ("zamba", [0, 1, 3, 4, 5, 6, 7]),
     "zamba2": ("zamba2", [3]),
     "zaya": ("zaya", [0]),

@@ -7,7 +7,7 @@ from typing import Any
 import gguf
 import pytest
 from helpers import VOCABULARY, make_tokenizer
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -108,6 +108,15 @@ def test_what_is_put_around_a_text_and_the_template_of_chats(adds: bool) -> None
     values = told(tokenizer)
     assert (values["add_bos_token"], values["add_eos_token"]) == (adds, False)
     assert values["tokenizer.chat_template"] == "{{ messages }}"
+
+
+def test_another_token_around_a_text_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    word = tokenizer.convert_ids_to_tokens(5)
+    around = processors.TemplateProcessing(single=f"$A {word}", special_tokens=[(word, 5)])
+    tokenizer.backend_tokenizer.post_processor = around
+    with pytest.raises(LyapunovPruneError, match="BOS and EOS around"):
+        vocabulary_values(tokenizer, len(VOCABULARY))
 
 
 def test_other_models_of_tokenizers_are_refused() -> None:

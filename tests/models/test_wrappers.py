@@ -532,6 +532,12 @@ def test_adapters_that_do_not_fit_their_config_are_refused(
         load(adapters)
 
 
+def test_a_folder_of_adapters_without_their_tensors_is_refused(adapters: Path) -> None:
+    (adapters / "adapter_model.safetensors").rename(adapters / "adapter_model.bin")
+    with pytest.raises(LyapunovPruneError, match=r"hold no adapter_model\.safetensors"):
+        load(adapters)
+
+
 def test_a_folder_of_adapters_is_merged_as_peft_merges_it(adapters: Path, checkpoint: Path) -> None:
     wanted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), str(adapters))
     state = wanted.merge_and_unload(safe_merge=True).state_dict()

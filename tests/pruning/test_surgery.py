@@ -204,6 +204,17 @@ def test_a_hybrid_keeps_a_layer_with_attention() -> None:
     assert find_structure(remove_layers(model, [1])).num_layers == 3
 
 
+@pytest.mark.parametrize(("part", "path"), [("drop_attention", "self_attn.o_proj"), ("drop_mlp", "mlp.down_proj")])
+def test_a_matrix_that_two_layers_use_is_not_zeroed(part: str, path: str) -> None:
+    model = make_tiny("llama")
+    layers = find_structure(model).layers
+    layers[3].get_submodule(path).weight = layers[1].get_submodule(path).weight
+    for layer in (1, 3):
+        with pytest.raises(LyapunovPruneError, match=rf"layers\.1\.{path}\.weight, which is also \S+layers\.3"):
+            operated(model, PruningPlan.given(model, **{part: [layer]}))
+    operated(model, PruningPlan.given(model, **{part: [2]}))
+
+
 def places(model: PreTrainedModel) -> set[int]:
     return {p.data_ptr() for p in model.parameters()}
 
