@@ -34,7 +34,7 @@ from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.decoder import Decoder, InMemoryAny, runs_models
-from lyapunov_prune.models.feedforward import Affine, FeedForward, read_feedforward
+from lyapunov_prune.models.feedforward import Affine, FeedForward, find_feedforward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.pruning.counting import COUNTED, fallen_check, held_by, place, sizes_in_memory
@@ -112,8 +112,7 @@ def _replacement(affine: Affine) -> tuple[Callable[..., None], Callable[..., tor
 
 
 def _known(structure: Structure, cuts: Cuts) -> dict[int, tuple[FeedForward, HiddenMap]]:
-    layers, kind, config = structure.layers, structure.model_type, structure.config
-    return {i: (read_feedforward(layers, i, kind, config), tau) for i, tau in cuts.hidden.items()}
+    return {i: (find_feedforward(structure, i), tau) for i, tau in cuts.hidden.items()}
 
 
 def _merged(gate: Gate, cuts: Cuts) -> GateCheck:

@@ -17,7 +17,7 @@ from lyapunov_prune.merging.reduction import GateConstant, HiddenMap, gated_by
 from lyapunov_prune.merging.table import REDUCTIONS, require_reduction
 from lyapunov_prune.models.compact import compact_class
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.feedforward import Affine, FeedForward, lifted, read_feedforward
+from lyapunov_prune.models.feedforward import Affine, FeedForward, find_feedforward, lifted
 from lyapunov_prune.models.structure import in_eval_mode
 
 
@@ -52,9 +52,7 @@ class Unmerged:
         structure = decoder.structure
         layers = structure.layers
         self.reduction = reduction
-        self.blocks = tuple(
-            read_feedforward(layers, i, structure.model_type, structure.config) for i in range(len(layers))
-        )
+        self.blocks = tuple(find_feedforward(structure, i) for i in range(len(layers)))
         for block in self.blocks:
             require_reduction(reduction, block)
             require_smaller(block, block.parts(layers[block.layer]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -94,66 +94,47 @@ class FeedForward:
 
 
 def find_feedforward(structure: Structure, layer: int) -> FeedForward:
-    """The feed-forward block of a decoder's layer; raises as `read_feedforward`."""
-    return read_feedforward(structure.layers, layer, structure.model_type, structure.config)
-
-
-@in_eval_mode
-def read_feedforward(layers: nn.ModuleList, index: int, model_type: str, config: Any) -> FeedForward:
-    """The feed-forward block of `layers[index]`, in any transformer whose layers take only a state.
+    """The feed-forward block of a layer, in any transformer whose layers take only a state.
 
     Raises LyapunovPruneError, with the reason, for a layer with experts, several blocks, or none recognisable by name,
     with a norm between the matrices, matrices shared with another layer, an activation that is not a module, or a block
     that does more than its matrices and activation.
     """
-    found = _read(layers, index, list(layer_projections(layers[index], index, "", model_type, config)))
-    if isinstance(found, str):
-        raise LyapunovPruneError(found)
-    return found
+    projections = list(layer_projections(structure.layers[layer], layer, "", structure.model_type, structure.config))
+    return _read(structure.layers, layer, projections)
 
 
-def _read(layers: nn.ModuleList, index: int, projections: Sequence[Projection]) -> FeedForward | str:
-    """The feed-forward block of `layers[index]`, or the reason why it is none that is known."""
+@in_eval_mode
+def _read(layers: nn.ModuleList, index: int, projections: Sequence[Projection]) -> FeedForward:
     layer, where = layers[index], f"layer {index}"
-    matrices = _matrices(layer, where, projections)
-    if isinstance(matrices, str):
-        return matrices
-    into, out = matrices
-    if shared := _shared(layers, index, [*into, out]):
-        return shared
+    into, out = _matrices(layer, where, projections)
+    _require_own(layers, index, [*into, out])
     block = _common([p.module for p in (*into, out)])
-    run = _run(layer, where, block, into, out)
-    if isinstance(run, str):
-        return run
-    calls, given, returned = run
+    calls, given, returned = _run(layer, where, block, into, out)
     require_numbers(returned, f"outputs of the feed-forward block of {where} for random inputs")
     activation = _activation(where, calls, {p.module for p in (*into, out)})
-    if isinstance(activation, str):
-        return activation
     outputs = {c.path: c.returned for c in calls}
     through = [p for p in into if torch.equal(outputs[p.module][..., p.start : p.stop], activation.given)]
     if len(through) != 1:
-        return _unknown(where, f"its {type(activation.module).__name__} is given something else than a matrix's output")
+        _unknown(where, f"its {type(activation.module).__name__} is given something else than a matrix's output")
     gate = through[0] if len(into) == 2 else None
     if gate and not block:
-        return _unknown(where, "a gate whose matrices lie bare in the layer")
+        _unknown(where, "a gate whose matrices lie bare in the layer")
     up = next(p for p in into if p is not gate)
     found = FeedForward(index, block, gate, up, out, activation.path)
     if not _is_same(found.parts(layer)(given), returned, up):
-        return _unknown(where, f"{out.name} gives another output than its matrices and its activation")
+        _unknown(where, f"{out.name} gives another output than its matrices and its activation")
     return found
 
 
-def _matrices(
-    layer: nn.Module, where: str, projections: Sequence[Projection]
-) -> tuple[list[Projection], Projection] | str:
-    """The one or two matrices into the hidden units, and the one out of them; or why they are not known."""
+def _matrices(layer: nn.Module, where: str, projections: Sequence[Projection]) -> tuple[list[Projection], Projection]:
+    """The one or two matrices into the hidden units, and the one out of them."""
     roles = {name: [p for p in projections if role(p.component) == name] for name in ("mlp-in", "mlp-out")}
     into, outs = roles["mlp-in"], roles["mlp-out"]
     expert = next((p for p in projections if p.expert is not None), None)
     expert = expert or next((p for p in (*into, *outs) if any(part.isdigit() for part in p.module.split("."))), None)
     if expert is not None:
-        return (
+        _refuse(
             f"{where} has experts or several feed-forward blocks ({expert.name}, …): a router chooses among them for "
             f"every token, so that no one matrix computes them without their activation; {_ATTENTION}"
         )
@@ -162,7 +143,7 @@ def _matrices(
         missing = (
             f"{missing} a feed-forward block" if into or outs else "of a feed-forward block (state spaces have none)"
         )
-        return f"{where} has no matrix {missing} with a known name; {_OTHERS}, or name it in models/roles.py"
+        _refuse(f"{where} has no matrix {missing} with a known name; {_OTHERS}, or name it in models/roles.py")
     hidden, width = outs[0].weight(layer).shape[1], into[0].weight(layer).shape[1]
     shapes = [tuple(p.weight(layer).shape) for p in into]
     if len(outs) == 1 and shapes == [(2 * hidden, width)]:  # gate and up in one; which half is which, a run shows
@@ -173,25 +154,28 @@ def _matrices(
         shapes = [(hidden, width)] * 2
     if len(outs) != 1 or shapes not in ([(hidden, width)], [(hidden, width)] * 2):
         names = ", ".join(f"{p.name} {tuple(p.weight(layer).shape)}" for p in (*into, *outs))
-        return _unknown(where, f"its matrices are {names}")
+        _unknown(where, f"its matrices are {names}")
     return into, outs[0]
 
 
-def _unknown(where: str, what: str) -> str:
-    return f"{where} has a feed-forward block of an unknown shape ({what}); {_OTHERS}"
+def _refuse(why: str) -> NoReturn:
+    raise LyapunovPruneError(why)
 
 
-def _shared(layers: nn.ModuleList, index: int, projections: Sequence[Projection]) -> str | None:
-    """Which of these matrices another layer shares, since merging would change it there."""
+def _unknown(where: str, what: str) -> NoReturn:
+    _refuse(f"{where} has a feed-forward block of an unknown shape ({what}); {_OTHERS}")
+
+
+def _require_own(layers: nn.ModuleList, index: int, projections: Sequence[Projection]) -> None:
+    """Raise LyapunovPruneError if another layer shares one of these matrices, since merging would change it there."""
     own = {getattr(layers[index].get_submodule(p.module), p.parameter).data_ptr(): p.name for p in projections}
     for other, layer in enumerate(layers):
         for _, parameter in layer.named_parameters() if other != index else ():
             if parameter.data_ptr() in own:
-                return (
+                _refuse(
                     f"{own[parameter.data_ptr()]} of layer {index} is also a matrix of layer {other}; shared matrices "
                     f"are not merged: {_OTHERS}"
                 )
-    return None
 
 
 def _common(paths: Sequence[str]) -> str:
@@ -205,8 +189,8 @@ def _common(paths: Sequence[str]) -> str:
 
 def _run(
     layer: nn.Module, where: str, block: str, into: Sequence[Projection], out: Projection
-) -> tuple[list[Call], torch.Tensor, torch.Tensor] | str:
-    """Run the block; returns the calls from the first matrix to the last, the block's input and its output, or why not.
+) -> tuple[list[Call], torch.Tensor, torch.Tensor]:
+    """Run the block; returns the calls from the first matrix to the last, the block's input and its output.
 
     A block that is a module is run on random states. If its parts are direct children of the layer, the layer is run,
     and the block's input and output are those of its first and last matrix.
@@ -234,7 +218,7 @@ def _run(
     last = paths.index(out.module) if out.module in paths else 0
     once = all(paths.count(path) == 1 for path in {*modules, *paths[first:last]})
     if not once or modules & {*paths[last + 1 :]}:
-        return _unknown(
+        _unknown(
             where,
             f"{type(runs).__name__} does not call each of its matrices once, the last at the end, and each "
             "module between them once",
@@ -244,17 +228,17 @@ def _run(
     return calls[first : last + 1], x, output if isinstance(output, torch.Tensor) else output[0]
 
 
-def _activation(where: str, calls: Sequence[Call], matrices: set[str]) -> Call | str:
-    """The one elementwise module between the matrices that changes its input (dropout does not), or why none does."""
+def _activation(where: str, calls: Sequence[Call], matrices: set[str]) -> Call:
+    """The one elementwise module between the matrices that changes its input (dropout does not)."""
     between = [c for c in calls if c.path not in matrices and not torch.equal(c.given, c.returned)]
     odd = next((c for c in between if not _elementwise(c)), between[-1] if len(between) > 1 else None)
     if odd is not None:
-        return (
+        _refuse(
             f"{where} has a {type(odd.module).__name__} ({odd.path}) between the matrices of its feed-forward block, "
             f"where only one activation can be removed; {_OTHERS}"
         )
     if not between:
-        return (
+        _refuse(
             f"the activation of {where} is a function that the code of its block calls, and no module, so that nothing "
             f"can stand in its place; {_ATTENTION}"
         )

@@ -25,9 +25,9 @@ from lyapunov_prune.merging.merge import Merged, merge_blocks, merge_layers, mer
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.reductions.affine import RIDGE, least_squares
 from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.models.feedforward import FeedForward, find_feedforward, read_feedforward
+from lyapunov_prune.models.feedforward import FeedForward, find_feedforward
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.structure import find_layers, find_structure
 from lyapunov_prune.pruning.merge_gate import merged_check
 
 PLAIN = ("gpt2", "gpt_neox", "opt", "vit", "deit")
@@ -57,9 +57,7 @@ class Subject:
         return getattr(model, self.name).layers if self.name in IMAGE_MODELS else find_structure(model).layers
 
     def read(self) -> FeedForward:
-        if self.name in IMAGE_MODELS:
-            return read_feedforward(self.layers(), LAYER, self.name, self.model.config)
-        return find_feedforward(find_structure(self.model), LAYER)
+        return find_feedforward(find_layers(self.model), LAYER)
 
     def run(self) -> None:
         for i in range(0, len(next(iter(self.inputs.values()))), 2):

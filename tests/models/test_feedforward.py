@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models import projections
 from lyapunov_prune.models.families import TRUSTED
-from lyapunov_prune.models.feedforward import FeedForward, find_feedforward, read_feedforward
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.feedforward import FeedForward, find_feedforward
+from lyapunov_prune.models.structure import find_layers, find_structure
 
 # Block, gate, up, out and activation, as the families call them.
 LLAMA = ("mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.act_fn")
@@ -72,10 +72,9 @@ def test_fused_and_bare_blocks_of_other_families(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vit", "deit"])
 def test_image_models_are_read_by_their_layers(name: str) -> None:
-    model = make_classifier(name)
-    layers = getattr(model, name).layers
-    for index in range(len(layers)):
-        assert told(read_feedforward(layers, index, name, model.config)) == IMAGES
+    structure = find_layers(make_classifier(name))
+    for index in range(structure.num_layers):
+        assert told(find_feedforward(structure, index)) == IMAGES
 
 
 # The parts, against numpy.
