@@ -31,7 +31,7 @@
   `deci`: those that engines know;
 - `recurrence`: the states that layers carry from token to token, in a cache or in modules;
 - `classifiers`, `classifier_loading`: image classifiers;
-- `engines`, `short_cuts`: what serving engines would do wrong with its layers;
+- `engines`: what serving engines would do wrong with its layers;
 - `layer_settings`, `adaptations`, `held_together`, `families`: what removing layers requires of a config and a family.
 
 A new family usually needs nothing. If the gate refuses it, add its row to `families` and its rule to `adaptations`, or

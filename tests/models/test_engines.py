@@ -10,8 +10,7 @@ import pytest
 from helpers import make_small, make_tiny, write_gguf
 from transformers import AutoConfig
 
-from lyapunov_prune.models.engines import EngineCheck, check_engines
-from lyapunov_prune.models.short_cuts import ALL, SHORT_CUTS
+from lyapunov_prune.models.engines import ALL, SHORT_CUTS, EngineCheck, check_engines
 
 SLIDING, FULL, LINEAR, CHUNKED = "sliding_attention", "full_attention", "linear_attention", "chunked_attention"
 
