@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.errors import LyapunovPruneError, printable
-from lyapunov_prune.models.adapter_folder import base_of, holds_adapters
+from lyapunov_prune.models.adapters import base_of, holds_adapters
 from lyapunov_prune.models.deci import as_served
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.left_out import require_whole, without_heads

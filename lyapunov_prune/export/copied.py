@@ -33,8 +33,7 @@ from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.models.units import Parts, Unit
 from lyapunov_prune.models.width import Width, find_width, narrow
 from lyapunov_prune.models.wrappers import require_levels_stay
-from lyapunov_prune.pruning.counting import shares_leaving
-from lyapunov_prune.pruning.partial import channels_left, parts_left
+from lyapunov_prune.pruning.counting import channels_left, parts_left, shares_leaving
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe
 from lyapunov_prune.pruning.surgery import without_layers

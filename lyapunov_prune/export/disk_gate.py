@@ -29,9 +29,8 @@ from lyapunov_prune.models.streamed import Run
 from lyapunov_prune.models.units import selected
 from lyapunov_prune.models.width import Width
 from lyapunov_prune.progress import status
-from lyapunov_prune.pruning.counting import count_check, leaving
+from lyapunov_prune.pruning.counting import count_check, leaving, parts_left
 from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Gate, GateReport, attempt, crashed, seen_by
-from lyapunov_prune.pruning.partial import parts_left
 from lyapunov_prune.pruning.plan import PruningPlan
 
 KEYS, PLACED = "keys and settings", "layers in their places"

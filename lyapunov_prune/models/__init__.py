@@ -4,8 +4,8 @@
 - `encoders`: which models read a text in both directions, and by which class they are loaded; `two_stacks`: the layers
   of the encoder or of the decoder of a model that has both, and what each of them reads;
 - `loading`: a model in memory by any name, through `from_folder`, `hub` and `gguf` (which has the built-in model);
-  `folder`, `weight_files`, `adapter_folder`, `expansion`: checks of a checkpoint, its weights, a folder of adapters and
-  a tokenizer before transformers reads them; `cache`: dequantised GGUF files; `packed`: packed integers that are
+  `folder`, `weight_files`, `expansion`: checks of a checkpoint, its weights and a tokenizer before transformers reads
+  them; `cache`: dequantised GGUF files; `packed`: packed integers that are
   unpacked on loading; `quantised`: weights that stay packed, and what they can be used for; `quantised_names`: the
   layers named in quantisation settings;
 - `gguf_header`, `gguf_layers`: the header of a GGUF file, and its parts about single layers; `gguf_copy`,
@@ -15,8 +15,8 @@
   processes; `kernels`: the kernels for attention and experts;
 - `digest`, `settings`: identify a model by its weights and by the settings of its forward; `tokenizers`: whether two
   models tokenise alike;
-- `adapters`, `plain`, `wrappers`: conditions for changing a model's weights; `pictures`: a prompt with a picture, for a
-  model that reads them;
+- `adapters`: LoRA adapters in a folder, and merged; `plain`, `wrappers`: conditions for changing a model's weights;
+  `pictures`: a prompt with a picture, for a model that reads them;
 - `stored_names`, `left_out`: which tensor in the files fills which one of the model, and which ones were left out;
 - `projections`, `roles`: the matrices of a model, and what each does; `experts`: those stacked in one parameter, and
   the tokens that the router sends them; `left_alone`: other weights in the layers, and why no method takes them;
@@ -26,7 +26,7 @@
   `positions`: the lengths of a text at which its positions change;
 - `streamed`: what other rooms need to know about a model whose layers are read from files one at a time;
 - `held`, `hooked`: a model reserved for one thread, and hooks on it, inside a block; `sharing`: two models with equal
-  weights share their memory; `rebuilt`: what transformers would build of a model that lost layers;
+  weights share their memory;
 - `compact`, `modeling_compact`: models without some attentions, with merged blocks, or with matrices factored in two;
   `deci`: those that engines know;
 - `recurrence`: the states that layers carry from token to token, in a cache or in modules;

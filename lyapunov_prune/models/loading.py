@@ -10,8 +10,7 @@ import torch
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
-from lyapunov_prune.models.adapter_folder import attach_adapters, base_of, holds_adapters
-from lyapunov_prune.models.adapters import merge_adapters
+from lyapunov_prune.models.adapters import attach_adapters, base_of, holds_adapters, merge_adapters
 from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.decoder import Decoder, wrap

@@ -19,7 +19,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 
 from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.models.encoders import Stack, has_two_stacks
-from lyapunov_prune.models.rebuilt import rebuilt
 from lyapunov_prune.models.structure import Structure, backbone_of, layers_in
 
 # Config names of the number of layers of each stack, narrower names first.
@@ -105,6 +104,18 @@ def structure_like(model: PreTrainedModel, structure: Structure) -> Structure:
     assert isinstance(layers, nn.ModuleList)
     backbone = backbone_of(model, structure.layers_path) if structure.stack is None else BothStacks(model)
     return replace(structure, backbone=backbone, layers=layers, config=stack_config(model, structure.stack))
+
+
+def rebuilt(pruned: PreTrainedModel, config: Any) -> PreTrainedModel:
+    """A model of the class of `pruned` and of `config`, on the meta device.
+
+    Raises LyapunovPruneError if the class builds none, which the family's own code decides.
+    """
+    kind = type(pruned)
+    what = f"these layers of {kind.__name__} cannot be removed correctly: the model cannot be built without them"
+    with reported(what, "remove other layers", Exception), torch.device("meta"):
+        fresh: PreTrainedModel = kind(config)
+    return fresh
 
 
 def renew_configs(model: PreTrainedModel) -> None:

@@ -3,7 +3,7 @@
 - `plan`: the decision; `removed`: what follows from its lists; `plan_fields`: the checks of its fields; `mergekit`: a
   plan from a mergekit file; `operation`: what a plan removes and what replaces it;
 - `width`: which hidden channels are removed;
-- `surgery`, `zeroing`, `mirroring`: the cut, not checked yet; `partial`: what it leaves of single tensors;
+- `surgery`, `zeroing`, `mirroring`: the cut, not checked yet;
 - `gate`: compares a reference with a result; `removal_gate`: the four checks of a removal, with `counting` and
   `merge_gate` (merged and mended matrices);
 - `removal`: cut and check in memory; `provenance`: the record of a pruned checkpoint, `stored`: the words of its

@@ -1,4 +1,4 @@
-"""Count what a plan removes, by one rule for models in memory and on disk.
+"""Count what a plan removes, and what it leaves of single tensors, by one rule for models in memory and on disk.
 
 The rule needs only names and shapes, which meta tensors have too. The bytes of a name come from the model, or from the
 headers of its files.
@@ -17,11 +17,60 @@ from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.left_out import LeftOut, left_out
-from lyapunov_prune.pruning.partial import shares_left_out
+from lyapunov_prune.models.mixtures import Stacked
+from lyapunov_prune.models.units import Entry, Parts, Unit, tensors_of
+from lyapunov_prune.models.width import Width
 from lyapunov_prune.pruning.plan import PruningPlan
 
 COUNTED = "fell by what was removed"
 Sizes = Sequence[tuple[str, int]]  # names of a model's tensors, and the bytes of each in its checkpoint
+
+
+def parts_left(decoder: Decoder, plan: PruningPlan, width: Width | None) -> dict[str, Parts]:
+    """The indices that stay of each tensor of `decoder`, on the meta device or not, that loses some by `plan`.
+
+    `width` is that of the model (`models.width.find_width`), if channels are removed.
+    """
+    state, found = decoder.model.state_dict(), dict[str, Parts]()
+    for name, (stacked, gone) in _stacked_in(decoder, plan).items():
+        kept = [e for e in range(stacked.entries) if e not in gone]
+        path, _, key = name.rpartition(".")
+        entry = Entry(path, key, None, 0, stacked.axis)
+        found[name] = {None: (entry, stacked.rows(state[name], kept))}
+    narrower = tensors_of(channels_left(plan, width))
+    return found | {f"{path}.{key}": parts for (path, key), parts in narrower.items()}
+
+
+def _shares_of_parts(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
+    """The share that leaves of each tensor of which a part does."""
+    found = {name: Fraction(len(gone), stacked.entries) for name, (stacked, gone) in _stacked_in(decoder, plan).items()}
+    for units, here in zip(decoder.units, plan.channels, strict=True) if plan.channels else ():
+        for unit, gone in zip(units, here, strict=False):  # none are given for a removed layer
+            if gone:
+                share = Fraction(len(gone), unit.width)
+                found |= {f"{e.module}.{e.key}": share for e, _ in unit.indices(torch.tensor(gone))}
+    return found
+
+
+def _stacked_in(decoder: Decoder, plan: PruningPlan) -> dict[str, tuple[Stacked, Sequence[int]]]:
+    """The tensors stacked by expert in the layers that lose experts, and the experts that leave, by name."""
+    return {
+        f"{decoder.structure.layers_path}.{layer}.{stacked.name}": (stacked, experts)
+        for layer, experts in plan.experts_gone.items()
+        for stacked in decoder.mixtures.layers[layer].stacked
+    }
+
+
+def channels_left(plan: PruningPlan, width: Width | None) -> list[tuple[Unit, torch.Tensor]]:
+    """Each unit that loses channels by `plan`, with those that stay."""
+    if width is None:
+        return []
+    return [
+        (unit, channels)
+        for layer, here in zip(plan.kept, plan.kept_channels, strict=True)
+        for unit, channels in zip(width.units[layer], here, strict=True)
+        if unit is not None and channels is not None
+    ]
 
 
 def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
@@ -32,7 +81,7 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
     layer only the share of its removed channels or experts goes.
     """
     structure, family = decoder.structure, decoder.family
-    partly = shares_left_out(decoder, plan)
+    partly = _shares_of_parts(decoder, plan)
     places = {
         name: place(t) for name, t in decoder.model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)
     }

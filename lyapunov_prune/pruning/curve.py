@@ -46,18 +46,10 @@ class RemovalCurve(Result):
         return self.rows[0]
 
     def to_frame(self) -> pd.DataFrame:
-        return pd.DataFrame(
-            {
-                "criterion": [r.criterion for r in self.rows],
-                "removed": [len(r.removed) for r in self.rows],
-                "perplexity": [r.perplexity for r in self.rows],
-                "degradation": [r.degradation for r in self.rows],
-                "low": [r.low for r in self.rows],
-                "high": [r.high for r in self.rows],
-                "parameters": [r.parameters for r in self.rows],
-                "layers": [" ".join(map(str, r.removed)) for r in self.rows],
-            }
-        )
+        frame = pd.DataFrame([vars(row) for row in self.rows])
+        frame["layers"] = [" ".join(map(str, row.removed)) for row in self.rows]
+        frame["removed"] = [len(row.removed) for row in self.rows]
+        return frame
 
     def headline(self) -> str:
         return self.measured_on.line()

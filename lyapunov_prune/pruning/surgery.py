@@ -21,10 +21,9 @@ from lyapunov_prune.models.held import held
 from lyapunov_prune.models.layer_settings import lost_attention, slice_settings
 from lyapunov_prune.models.left_out import forget_heads
 from lyapunov_prune.models.mixtures import drop_experts
-from lyapunov_prune.models.rebuilt import rebuilt
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.models.two_stacks import renew_configs
+from lyapunov_prune.models.two_stacks import rebuilt, renew_configs
 from lyapunov_prune.models.units import Refits
 from lyapunov_prune.models.width import find_width, narrow
 from lyapunov_prune.models.wrappers import require_text_alone
