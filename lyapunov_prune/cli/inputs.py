@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.cli.choices import Split, Stack
-from lyapunov_prune.cli.options import ModelOptions, TextOptions
+from lyapunov_prune.cli.options import Inputs
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 
@@ -32,8 +32,7 @@ _JACOBIAN = {"steps": 12, "probes": 8, "seed": 0}
 
 def load_inputs(
     model: str,
-    source: ModelOptions,
-    text: TextOptions,
+    inputs: Inputs,
     split: Split = "calibration",
     *,
     stack: Stack | None = None,
@@ -43,12 +42,12 @@ def load_inputs(
     from lyapunov_prune.data.batch import require_context
     from lyapunov_prune.data.text import require_source
 
-    require_source(text.text)  # before minutes of loading
-    loaded = source.load(model, stack=stack)
+    require_source(inputs.text)  # before minutes of loading
+    loaded = inputs.load(model, stack=stack)
     if plan is not None:
         plan.require_model(loaded.identity)
-    require_context(loaded.structure, text.context)
-    return loaded, text.load(loaded, split)
+    require_context(loaded.structure, inputs.context)
+    return loaded, inputs.batch(loaded, split)
 
 
 def windows_at_once(loaded: Decoder, context: int) -> int:
@@ -69,7 +68,7 @@ def format_for(output: Path, format: str, given: Given) -> str:
     return "gguf"
 
 
-def load_judge(judge: str | None, loaded: Decoder, batch: TokenBatch, text: TextOptions) -> TokenBatch:
+def load_judge(judge: str | None, loaded: Decoder, batch: TokenBatch, inputs: Inputs) -> TokenBatch:
     """The text that judges beside `batch`: if none is named what the model writes, or the built-in one beside that.
 
     A text that is named gives windows as long as those of `batch`, and one for every two of them.
@@ -79,52 +78,50 @@ def load_judge(judge: str | None, loaded: Decoder, batch: TokenBatch, text: Text
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.mending.judge import second_text
 
-    if judge is None and text.text == SELF:
+    if judge is None and inputs.text == SELF:
         judge = "builtin"
     if judge is None or judge == SELF:
         return second_text(read(loaded, batch))
-    other = load_beside(judge, loaded, max(1, len(batch) // 2), text)
+    other = load_beside(judge, loaded, max(1, len(batch) // 2), inputs)
     require_disjoint(batch, other)
     return other
 
 
-def load_beside(name: str, loaded: Decoder, windows: int, text: TextOptions) -> TokenBatch:
+def load_beside(name: str, loaded: Decoder, windows: int, inputs: Inputs) -> TokenBatch:
     """So many windows of another text, as long as those of `text`."""
-    other = replace(text, text=name, tokens=windows * text.context)
-    return other.load(loaded, "calibration")
+    other = replace(inputs, text=name, tokens=windows * inputs.context)
+    return other.batch(loaded, "calibration")
 
 
-def load_prompted(
-    model: str, source: ModelOptions, text: TextOptions, prompts: Path | None, given: Given
-) -> tuple[Decoder, TokenBatch]:
+def load_prompted(model: str, inputs: Inputs, prompts: Path | None, given: Given) -> tuple[Decoder, TokenBatch]:
     """The model, and what it goes on from: the prompts of a file, or windows of the evaluation half of a text."""
     from lyapunov_prune.data.prompts import load_prompts
 
     if prompts is None:
-        return load_inputs(model, source, text, "evaluation")
+        return load_inputs(model, inputs, "evaluation")
     given.refuse(
         "applies to windows of a text, and --prompts FILE replaces them; leave it out", *("text", "tokens", "context")
     )
-    loaded = source.load(model)
+    loaded = inputs.load(model)
     return loaded, load_prompts(prompts, loaded.tokenizer)
 
 
 def load_examples(
-    model: str, source: ModelOptions, text: TextOptions, given: Given
+    model: str, inputs: Inputs, given: Given
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, Examples]:
     """The model, its tokenizer if it has one, and its examples: images, or the calibration half of a text."""
-    if not text.images:
-        loaded, batch = load_inputs(model, source, text)
+    if not inputs.images:
+        loaded, batch = load_inputs(model, inputs)
         return loaded.model, loaded.tokenizer, batch
 
-    source.require_loaded("a classifier of images", one_place=True)
-    given.refuse(f"applies to a text, and {text.text} holds images; leave it out", "tokens", "context")
+    inputs.require_loaded("a classifier of images", one_place=True)
+    given.refuse(f"applies to a text, and {inputs.text} holds images; leave it out", "tokens", "context")
 
     from lyapunov_prune.data.image_files import load_images
     from lyapunov_prune.models.classifier_loading import load_classifier
 
-    classifier = load_classifier(model, dtype=source.dtype, device=source.device)
-    return classifier.model, None, load_images(text.text, classifier)
+    classifier = load_classifier(model, dtype=inputs.dtype, device=inputs.device)
+    return classifier.model, None, load_images(inputs.text, classifier)
 
 
 def explain(run: Path, loaded: Decoder, batch: TokenBatch, batch_size: int) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
@@ -147,11 +147,11 @@ class TextOptions:
         """Whether `text` names images, for a classifier of images."""
         return self.text == "mnist-5k" or self.text.endswith(".npz") or Path(self.text).is_dir()
 
-    def as_eval(self, context: int) -> TextOptions:
+    def as_eval(self, context: int) -> Self:
         """The same text to score on: as much as `eval` takes, at the most, in windows of `context` tokens."""
         return replace(self, tokens=max(context, min(self.tokens, TextOptions.tokens)), context=context)
 
-    def load(self, loaded: Decoder, split: choices.Split, *, folder: Path | None = None) -> TokenBatch:
+    def batch(self, loaded: Decoder, split: choices.Split, *, folder: Path | None = None) -> TokenBatch:
         """The windows, of a text or written by the model, then kept in `folder` as they are written."""
         from lyapunov_prune.cli.terminal import note
         from lyapunov_prune.data.batch import checked_batch
@@ -164,6 +164,11 @@ class TextOptions:
         if batch.text != self.text:
             note(f"Text: {batch.text}")
         return checked_batch(loaded.structure, batch)
+
+
+@dataclass(frozen=True)
+class Inputs(TextOptions, ModelOptions):
+    """Where the model comes from and where it runs, and the text."""
 
 
 IN_MEMORY = f"needs the model in memory; leave it out, or --device {DISK}"

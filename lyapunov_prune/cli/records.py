@@ -48,7 +48,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """`command` as typer can take it: in place of every record the fields of that record, each an option.
 
     A record is a parameter whose default is a dataclass of fields `Annotated[type, typer.Option(…)]`. The values in
-    that default are those of the options: with `text: TextOptions = TextOptions(tokens=128)`, help says 128. A `Range`
+    that default are those of the options: with `inputs: Inputs = Inputs(tokens=128)`, help says 128. A `Range`
     in the annotation of an option is held before the command runs. A parameter whose default is a `Given` is no option;
     it is told which were given.
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.cli import choices
-from lyapunov_prune.cli.options import DISK, Judge, ModelOptions, TextOptions, counted, one_of, what_option
+from lyapunov_prune.cli.options import DISK, Inputs, Judge, TextOptions, counted, one_of, what_option
 from lyapunov_prune.cli.ranked import MaxKL, RankOptions
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.errors import LyapunovPruneError
@@ -61,9 +61,9 @@ def require_one_choice(removal: Removal, given: Given) -> None:
         given.refuse("has no effect, because the plan says what is removed; leave it out", "what")
 
 
-def require_classifier_options(removal: Removal, source: ModelOptions, format: str) -> None:
+def require_classifier_options(removal: Removal, inputs: Inputs, format: str) -> None:
     """Raise LyapunovPruneError for what cannot be done to a classifier of images."""
-    if removal.plan_file is None or format != "compact" or source.disk or removal.keep_period or removal.mend:
+    if removal.plan_file is None or format != "compact" or inputs.disk or removal.keep_period or removal.mend:
         raise LyapunovPruneError(
             "a classifier of images is pruned by a plan; give --plan FILE and --format compact, and no --device disk, "
             "--mend or --keep-period"
@@ -118,10 +118,10 @@ def require_format(by: RankOptions, stored: Stored, given: Given) -> None:
 
 
 def require_files(
-    removal: Removal, by: RankOptions, source: ModelOptions, stored: Stored, why: str, packed: str | None, given: Given
+    removal: Removal, by: RankOptions, inputs: Inputs, stored: Stored, why: str, packed: str | None, given: Given
 ) -> None:
     """Raise LyapunovPruneError for options that need a model in memory."""
-    measured = by.what == "width" and removal.remove is not None and source.disk and not packed
+    measured = by.what == "width" and removal.remove is not None and inputs.disk and not packed
     what = ["what"] if by.what != "layers" else []
     held = "prune" in stored.streamed
     given.refuse(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, require_bounds
-from lyapunov_prune.cli.options import Model, ModelOptions, Output, TextOptions, what_option
+from lyapunov_prune.cli.options import Inputs, Model, Output, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import CheckFailed
@@ -22,8 +22,7 @@ def check(
     engines: Annotated[
         bool, what_option("--engines", help="Only compare the config with known shortcuts of inference engines.")
     ] = False,
-    source: ModelOptions = ModelOptions(),
-    text: TextOptions = TextOptions(tokens=512, context=128),
+    inputs: Inputs = Inputs(tokens=512, context=128),
     output: Output = None,
     given: Given = Given(),
 ) -> None:
@@ -37,7 +36,7 @@ def check(
     if engines:
         alone = "applies to bounds, and --engines reads the config alone; leave it out"
         given.refuse(alone, "compressed", "output")
-        given.refuse_record(alone, ModelOptions, TextOptions)
+        given.refuse_record(alone, Inputs)
         _check_engines(model)
         return
 
@@ -45,11 +44,11 @@ def check(
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.models.tokenizers import require_same_ids
 
-    source.require_loaded("check")
+    inputs.require_loaded("check")
     run = begun_run(output, model, "bounds.json")
-    loaded, batch = load_inputs(model, source, text)
+    loaded, batch = load_inputs(model, inputs)
     if compressed is not None:
-        other = source.load(compressed)
+        other = inputs.load(compressed)
         reading = read(loaded, batch)
         require_same_ids(loaded.tokenizer, other.tokenizer, (model, compressed), reading.scorer.vocabulary)
         result = check_written(loaded, other.model, reading)

@@ -21,9 +21,9 @@ from lyapunov_prune.cli.options import (
     Allocation,
     Bits,
     GroupSize,
+    Inputs,
     Method,
     Model,
-    ModelOptions,
     Sparsity,
     Spend,
     Stored,
@@ -52,8 +52,7 @@ def compress(
     allocation: Allocation = "uniform",
     group_size: GroupSize = None,
     format: Stored = "plain",
-    source: ModelOptions = ModelOptions(),
-    text: TextOptions = TextOptions(),
+    inputs: Inputs = Inputs(),
     output: Target,
     given: Given = Given(),
 ) -> None:
@@ -86,12 +85,12 @@ def compress(
         given.refuse_record(f"has no effect: {method} by {allocation} reads weights only; leave it out", TextOptions)
     format = format_for(output, format, given)
     stored = FORMATS.make(format)
-    if source.disk:
+    if inputs.disk:
         _require_streamed(schedule, format, given)
     asked = Asked(method, schedule, None, bits, keep_of, group_size, stored.symmetric)
     stored.require_method(asked)
-    loaded, batch = load_inputs(model, source, text) if reads else (source.load(model), None)
-    batch_size = windows_at_once(loaded, text.context)
+    loaded, batch = load_inputs(model, inputs) if reads else (inputs.load(model), None)
+    batch_size = windows_at_once(loaded, inputs.context)
     require_weights(loaded.model, "unquantised")  # before anything is measured
     require_whole(loaded.model)
     stored.require_model(loaded.model, asked)
@@ -104,7 +103,7 @@ def compress(
         "symmetric": stored.symmetric,
     }
     amount: dict[str, Any] = {"sparsity": share, "bits": bits, "pattern": keep_of}
-    if source.disk:
+    if inputs.disk:
         report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, format=format, **how, **amount)
         show(report, output, kept=output / REPORT)
         return

@@ -6,17 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, require_retrieval, windows_at_once
-from lyapunov_prune.cli.options import (
-    IN_MEMORY,
-    Items,
-    Model,
-    ModelOptions,
-    Output,
-    TextOptions,
-    model_option,
-    text_option,
-    what_option,
-)
+from lyapunov_prune.cli.options import IN_MEMORY, Inputs, Items, Model, Output, model_option, text_option, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
@@ -60,8 +50,7 @@ def evaluate(
     against: Annotated[
         str | None, model_option(help="A reference model to measure in the same run, usually the dense one.")
     ] = None,
-    source: ModelOptions = ModelOptions(),
-    text: TextOptions = TextOptions(),
+    inputs: Inputs = Inputs(),
     split: Annotated[choices.Split, text_option(help="Which half of the text to score.")] = "evaluation",
     output: Output = None,
     given: Given = Given(),
@@ -76,20 +65,20 @@ def evaluate(
 
     if tasks is None:
         given.refuse("applies to the items of tasks; give --tasks with it", "limit", "few_shot")
-    if source.disk:
+    if inputs.disk:
         given.refuse(IN_MEMORY, "speed", "tasks", "retrieval")
     names = [against, model] if against else [model]
     run = begun_run(output, model, "eval.json")
     chosen = load_tasks(tasks.split(","), few_shot=few_shot) if tasks is not None else None
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
-    first, batch = load_inputs(names[0], source, text, split)
-    batch_size = windows_at_once(first, text.context)
+    first, batch = load_inputs(names[0], inputs, split)
+    batch_size = windows_at_once(first, inputs.context)
     prompt = prompt_for(first.structure)
-    models = _models(first, names, source, batch)
+    models = _models(first, names, inputs, batch)
     # First: what cannot be scored is found before the perplexity is measured.
     scored = evaluate_tasks(models, first.tokenizer, chosen, limit=limit, batch_size=batch_size) if chosen else None
     found = (
-        evaluate_retrieval(models, first.tokenizer, sought, context=text.context, batch_size=batch_size)
+        evaluate_retrieval(models, first.tokenizer, sought, context=inputs.context, batch_size=batch_size)
         if sought
         else None
     )
@@ -111,14 +100,14 @@ def evaluate(
         _say_unpacked(models)
 
 
-def _models(first: Decoder, names: list[str], source: ModelOptions, batch: TokenBatch) -> dict[str, PreTrainedModel]:
+def _models(first: Decoder, names: list[str], inputs: Inputs, batch: TokenBatch) -> dict[str, PreTrainedModel]:
     """The models by name, none of which was made with the text of `batch`."""
     from lyapunov_prune.data.unseen import require_unseen
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
     models = {names[0]: first.model}
     for name in names[1:]:
-        other = source.load(name)
+        other = inputs.load(name)
         require_same_tokenizer(first.tokenizer, other.tokenizer, (names[0], name))
         models[name] = other.model
     for model in models.values():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, require_bounds, windows_at_once
-from lyapunov_prune.cli.options import IN_MEMORY, Model, ModelOptions, Output, TextOptions, what_option
+from lyapunov_prune.cli.options import IN_MEMORY, Inputs, Model, Output, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -26,8 +26,7 @@ def explain(
     kv_bits: Annotated[
         int | None, what_option(help="Instead of COMPRESSED: DENSE with keys and values rounded to 8, 4 or 2 bits.")
     ] = None,
-    source: ModelOptions = ModelOptions(),
-    text: TextOptions = TextOptions(tokens=2048, context=256),
+    inputs: Inputs = Inputs(tokens=2048, context=256),
     output: Output = None,
     given: Given = Given(),
 ) -> None:
@@ -49,20 +48,20 @@ def explain(
 
     if (compressed is None) == (kv_bits is None):
         raise LyapunovPruneError("give COMPRESSED, or --kv-bits instead")
-    if source.disk:
+    if inputs.disk:
         given.refuse(IN_MEMORY, "kv_bits")
     run = begun_run(output, dense, EXPLANATION)
     profile = run / "profile.json"
     known = LayerProfile.load(profile).contraction if profile.is_file() else None
-    loaded, batch = load_inputs(dense, source, text, "evaluation")
-    other = source.load(compressed) if compressed else with_rounded_cache(loaded, cast("CacheBits", kv_bits))
+    loaded, batch = load_inputs(dense, inputs, "evaluation")
+    other = inputs.load(compressed) if compressed else with_rounded_cache(loaded, cast("CacheBits", kv_bits))
     for model in (loaded.model, other.model):
         require_unseen(model, batch)
     reading = read(loaded, batch)
     require_same_ids(loaded.tokenizer, other.tokenizer, (dense, compressed or dense), reading.scorer.vocabulary)
     note(told_cost(reading))
     result = measured(
-        loaded, other, reading, profile=known, batch_size=windows_at_once(loaded, text.context), folder=run
+        loaded, other, reading, profile=known, batch_size=windows_at_once(loaded, inputs.context), folder=run
     )
     written = result.save(run / EXPLANATION)
     draw_report(run)

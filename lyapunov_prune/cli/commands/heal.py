@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from lyapunov_prune.cli.inputs import begun_run, format_for, jobs_folder
-from lyapunov_prune.cli.options import ABOVE_ZERO, ModelOptions, Target, TextOptions, model_option, what_option
+from lyapunov_prune.cli.options import ABOVE_ZERO, Inputs, Target, TextOptions, model_option, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -47,8 +47,7 @@ def heal(
     *,
     training: Training = Training(),
     teacher: Annotated[str | None, model_option(help="The dense model; not needed if it is the built-in one.")] = None,
-    source: ModelOptions = ModelOptions(dtype="float32"),
-    text: TextOptions = TextOptions(text="self", tokens=25600, context=256),
+    inputs: Inputs = Inputs(dtype="float32", text="self", tokens=25600, context=256),
     output: Target,
     given: Given = Given(),
 ) -> None:
@@ -61,7 +60,7 @@ def heal(
     written and the exit code is 1. The result is scored on text that was used for neither, in windows of 512 tokens, as
     by eval, unless --context is given. If the run is interrupted, the same command continues.
     """
-    source.require_loaded("heal", one_place=True)
+    inputs.require_loaded("heal", one_place=True)
 
     from lyapunov_prune.checkpoints.shards import size_of
     from lyapunov_prune.data.text import require_source
@@ -85,8 +84,8 @@ def heal(
     own = provenance is None or model.endswith(".gguf")  # the file that the healed one is made of
     if stored.name == "gguf":
         source_file(model if own else teacher)
-    require_source(text.text)
-    loaded, dense = _pair(model, teacher, source, text, provenance)
+    require_source(inputs.text)
+    loaded, dense = _pair(model, teacher, inputs, provenance)
     require_trainable(loaded.model, "the pruned model", training.update_rank)
     require_disk(output, size_of(loaded.model), "the files of the healed model")
     if provenance is not None:
@@ -95,8 +94,8 @@ def heal(
     if is_main():
         require_idle(jobs)  # before the dense model writes for minutes
     texts = [jobs.with_name(f"{jobs.name}-{name}") for name in ("text", "scored")]
-    batch = text.load(dense, "calibration", folder=texts[0])
-    held_out = _held_out(text, loaded, given).load(dense, "evaluation", folder=texts[1])
+    batch = inputs.batch(dense, "calibration", folder=texts[0])
+    held_out = _held_out(inputs, loaded, given).batch(dense, "evaluation", folder=texts[1])
     done = heal_model(
         loaded.model,
         dense.model,
@@ -120,9 +119,9 @@ def heal(
     show(done.report, output, kept=kept)
 
 
-def _held_out(text: TextOptions, loaded: Decoder, given: Given) -> TextOptions:
+def _held_out(inputs: Inputs, loaded: Decoder, given: Given) -> TextOptions:
     """The text to score on, in windows as wide as those of eval: perplexities in shorter windows are higher."""
-    return text.as_eval(text.context if "context" in given else loaded.structure.at_most(TextOptions.context))
+    return inputs.as_eval(inputs.context if "context" in given else loaded.structure.at_most(Inputs.context))
 
 
 def _refuse(report: Result, output: Path) -> NoReturn:
@@ -134,17 +133,15 @@ def _refuse(report: Result, output: Path) -> NoReturn:
     )
 
 
-def _pair(
-    model: str, teacher: str, source: ModelOptions, text: TextOptions, provenance: Provenance | None
-) -> tuple[Decoder, Decoder]:
+def _pair(model: str, teacher: str, inputs: Inputs, provenance: Provenance | None) -> tuple[Decoder, Decoder]:
     """The pruned and the dense model, which belong together."""
     from lyapunov_prune.data.batch import require_context
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
-    loaded = source.load(model)
-    require_context(loaded.structure, text.context)
-    dense = source.load(teacher)
+    loaded = inputs.load(model)
+    require_context(loaded.structure, inputs.context)
+    dense = inputs.load(teacher)
     if provenance is not None:
         provenance.require_dense(dense.model, teacher, model, "--teacher")
     require_same_tokenizer(dense.tokenizer, loaded.tokenizer, (teacher, model))

@@ -10,8 +10,8 @@ from lyapunov_prune.cli.inputs import draw_report, jobs_folder, load_examples
 from lyapunov_prune.cli.options import (
     ABOVE_ZERO,
     Device,
+    Inputs,
     Model,
-    ModelOptions,
     Target,
     TextOptions,
     counted,
@@ -52,8 +52,8 @@ def joint(
     Writes a compact checkpoint, with joint.json, plan.json and a report. If it is interrupted, the same command
     continues.
     """
-    source = ModelOptions(device, "float32")
-    source.require_loaded("joint", one_place=True)
+    inputs = Inputs(device, "float32", text.text, text.tokens, text.context)
+    inputs.require_loaded("joint", one_place=True)
     if (remove is None) == (speedup is None):
         raise LyapunovPruneError("give one budget, --remove K or --speedup S")
 
@@ -66,8 +66,8 @@ def joint(
 
     require_empty(output)
     folder = jobs_folder("joint", model, output)
-    at_once = _IMAGES if text.images else 1
-    dense, tokenizer, data = load_examples(model, source, text, given)
+    at_once = _IMAGES if inputs.images else 1
+    dense, tokenizer, data = load_examples(model, inputs, given)
     done = remove_jointly(
         dense,
         tokenizer,

@@ -20,13 +20,12 @@ from lyapunov_prune.cli.inputs import (
 )
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
+    Inputs,
     Method,
     Model,
-    ModelOptions,
     Output,
     Seeds,
     Stack,
-    TextOptions,
     counted,
     one_of,
     what_option,
@@ -54,8 +53,7 @@ def profile(
     seeds: Seeds = 4,
     epsilon: Annotated[float, what_option(help="Relative size of the perturbation.")] = 1e-2,
     stack: Stack = None,
-    source: ModelOptions = ModelOptions(),
-    text: TextOptions = TextOptions(),
+    inputs: Inputs = Inputs(),
     output: Output = None,
     given: Given = Given(),
 ) -> None:
@@ -66,13 +64,13 @@ def profile(
     """
     if along == "time":
         given.refuse("has no effect with --along time; leave it out", "stack")
-        source.require_loaded("--along time")
+        inputs.require_loaded("--along time")
 
         from lyapunov_prune.profiles.persistence import measure_persistence
 
         run = begun_run(output, model, "persistence.json")
-        loaded, batch = load_inputs(model, source, text)
-        at_once = windows_at_once(loaded, text.context)
+        loaded, batch = load_inputs(model, inputs)
+        at_once = windows_at_once(loaded, inputs.context)
         found = measure_persistence(loaded.model, batch, epsilon=epsilon, seeds=range(seeds), batch_size=at_once)
         written = found.save(run / "persistence.json")
         draw_report(run)
@@ -80,16 +78,16 @@ def profile(
         return
     by_sublayer = along == "sublayers"
     if by_sublayer:
-        source.require_loaded("--along sublayers")
-    if source.disk:
+        inputs.require_loaded("--along sublayers")
+    if inputs.disk:
         given.refuse(IN_MEMORY, "stack")
 
     from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.profiles.sublayer_growth import sublayer_growth
 
     run = begun_run(output, model, "profile.json", *(["sublayer-growth.json"] if by_sublayer else []))
-    loaded, batch = load_inputs(model, source, text, stack=stack)
-    batch_size = windows_at_once(loaded, text.context)
+    loaded, batch = load_inputs(model, inputs, stack=stack)
+    batch_size = windows_at_once(loaded, inputs.context)
     drawn, path = range(seeds), run / "profile.json"
     before = path.stat().st_mtime_ns if path.exists() else None
     growth = None
@@ -124,23 +122,22 @@ def rank(
     max_kl: MaxKL = None,
     by: RankOptions = RankOptions(),
     stack: Stack = None,
-    source: ModelOptions = ModelOptions(),
-    text: TextOptions = TextOptions(),
+    inputs: Inputs = Inputs(),
     output: Output = None,
     given: Given = Given(),
 ) -> None:
     """Rank the layers, or parts of them, for removal; with --remove or --max-kl writes plan.json."""
     profile_file = Path(model) if model.endswith(".json") else None
-    by = by.settled(None if source.disk or profile_file is not None else remove)
+    by = by.settled(None if inputs.disk or profile_file is not None else remove)
     by.require(given)
-    require_ranks(by.goes_by, by.what, remove=remove, streamed=source.disk, profiled=profile_file is not None)
+    require_ranks(by.goes_by, by.what, remove=remove, streamed=inputs.disk, profiled=profile_file is not None)
     if max_kl is not None:
         given.refuse("cannot be combined with --max-kl; give one of the two", "remove")
     if profile_file is not None:
         measured_already = f"applies to a model, and {profile_file} was measured already; leave it out"
         given.refuse(measured_already, "max_kl", "stack")
-        given.refuse_record(measured_already, ModelOptions, TextOptions)
-    if source.disk:
+        given.refuse_record(measured_already, Inputs)
+    if inputs.disk:
         given.refuse(IN_MEMORY, "max_kl", "stack")
 
     from lyapunov_prune.profiles.profile import LayerProfile
@@ -160,9 +157,9 @@ def rank(
     else:
         run = run_folder(output, model)
         require_writable(run)
-        loaded, batch = load_inputs(model, source, text, stack=stack)
+        loaded, batch = load_inputs(model, inputs, stack=stack)
         by = by.of_model(loaded, given)
-        batch_size = windows_at_once(loaded, text.context)
+        batch_size = windows_at_once(loaded, inputs.context)
         if max_kl is not None and by.what == "experts":
             weighed = most_within(loaded, batch, by.what, max_kl, criterion=by.goes_by, batch_size=batch_size)
             kept = weighed.save(run / "weighed.json")
@@ -201,8 +198,7 @@ def sensitivity(
     why: Annotated[
         bool, what_option("--why", help="Also measure possible causes: rank, tails, sparsity, Jacobian norms, drift.")
     ] = False,
-    source: ModelOptions = ModelOptions(),
-    text: TextOptions = TextOptions(tokens=1024, context=256),
+    inputs: Inputs = Inputs(tokens=1024, context=256),
     output: Output = None,
     given: Given = Given(),
 ) -> None:
@@ -217,7 +213,7 @@ def sensitivity(
     from lyapunov_prune.sensitivity.changes import Compression
     from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity
 
-    source.require_loaded("sensitivity")
+    inputs.require_loaded("sensitivity")
     studies = require_studies(study)
     base = Compression(method, sparsity, None, bits)  # refused before anything is loaded
     for setting, option in (("method", "method"), ("amount", "sparsity"), ("amount", "bits")):
@@ -227,9 +223,9 @@ def sensitivity(
         given.refuse(f"has no effect on --method {method}; give --bits", "sparsity")
     explained = ["activations.json", "jacobian.json", *(["drift.json"] if "group" in studies else [])] if why else []
     run = begun_run(output, model, "sensitivity.json", "sensitivity/profile.json", *explained)
-    loaded, calibration = load_inputs(model, source, text)
-    batch = text.load(loaded, "evaluation")
-    batch_size = windows_at_once(loaded, text.context)
+    loaded, calibration = load_inputs(model, inputs)
+    batch = inputs.batch(loaded, "evaluation")
+    batch_size = windows_at_once(loaded, inputs.context)
     processes_of(loaded.model)  # of two models nothing is kept
     # run/profile.json is of `profile`, and as a rule by more tokens and seeds.
     beside = run / "sensitivity" / "profile.json"

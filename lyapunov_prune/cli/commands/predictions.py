@@ -16,7 +16,7 @@ from lyapunov_prune.cli.inputs import (
     require_retrieval,
     windows_at_once,
 )
-from lyapunov_prune.cli.options import Model, ModelOptions, Output, TextOptions, text_option, what_option
+from lyapunov_prune.cli.options import Inputs, Model, Output, text_option, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import keep, note
 from lyapunov_prune.errors import LyapunovPruneError
@@ -49,8 +49,7 @@ def hierarchy(
             "conversations go through the chat template.",
         ),
     ] = None,
-    source: ModelOptions = ModelOptions(),
-    text: TextOptions = TextOptions(tokens=128, context=32),
+    inputs: Inputs = Inputs(tokens=128, context=32),
     output: Output = None,
     given: Given = Given(),
 ) -> None:
@@ -69,7 +68,7 @@ def hierarchy(
     from lyapunov_prune.models.structure import identify
     from lyapunov_prune.predictions.hierarchy import probe_layers
 
-    source.require_loaded("hierarchy")
+    inputs.require_loaded("hierarchy")
     if compressed is None:
         given.refuse("compares two models; give COMPRESSED as well", "choices", "retrieval")
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
@@ -77,10 +76,10 @@ def hierarchy(
     of_two = ("generation", "paths", "diverged-history", "verdict") if compressed else ()
     asked = [name for name, wanted in (("choices", choices), ("retrieval", retrieval)) if wanted]
     run = begun_run(output, dense, *(f"{name}.json" for name in ("hierarchy", *of_two, *asked)))
-    loaded, batch = load_prompted(dense, source, text, prompts, given)
+    loaded, batch = load_prompted(dense, inputs, prompts, given)
     batch_size = windows_at_once(loaded, batch.context)
     reading = read(loaded, batch, new_tokens - (compressed is None))
-    other = None if compressed is None else _other(loaded, source, (dense, compressed))
+    other = None if compressed is None else _other(loaded, inputs, (dense, compressed))
     for model in (loaded.model, *([other.model] if other else [])):
         _require_unseen(model, loaded, batch)
     if other is not None:  # before minutes of decoding
@@ -119,11 +118,11 @@ def _require_fitting(items: Any, sought: Any, loaded: Decoder, other: Decoder, n
         require_unseen_texts(dict(zip(names, models, strict=True)), loaded.tokenizer, sought)
 
 
-def _other(loaded: Decoder, source: ModelOptions, names: tuple[str, str]) -> Decoder:
+def _other(loaded: Decoder, inputs: Inputs, names: tuple[str, str]) -> Decoder:
     """The second model of `names`, which was made from the first, `loaded`."""
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
-    other = source.load(names[1])
+    other = inputs.load(names[1])
     require_same_tokenizer(loaded.tokenizer, other.tokenizer, names)
     _require_made_from(loaded, other, names)
     return other

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import format_for, load_examples, load_inputs, load_judge, windows_at_once
-from lyapunov_prune.cli.options import DISK, Format, Model, ModelOptions, Stack, Target, TextOptions, layer_indices
+from lyapunov_prune.cli.options import DISK, Format, Inputs, Model, Stack, Target, layer_indices
 from lyapunov_prune.cli.plans import plan_for, prune_files, read_plan, tell_written
 from lyapunov_prune.cli.ranked import RankOptions
 from lyapunov_prune.cli.records import Given
@@ -38,8 +38,7 @@ def prune(
     by: RankOptions = RankOptions(),
     format: Format = "plain",
     stack: Stack = None,
-    source: ModelOptions = ModelOptions(),
-    text: TextOptions = TextOptions(),
+    inputs: Inputs = Inputs(),
     output: Target,
     given: Given = Given(),
 ) -> None:
@@ -64,9 +63,9 @@ def prune(
     --device disk measures the channels in this way too, and refits no matrix.
     """
     require_one_choice(removal, given)
-    if text.images:
+    if inputs.images:
         given.refuse("applies to an encoder-decoder, not to a classifier; leave it out", "stack")
-        require_classifier_options(removal, source, format)
+        require_classifier_options(removal, inputs, format)
     by = settled(removal, by, given)
     format = format_for(output, format, given)
     stored = FORMATS.make(format)
@@ -74,49 +73,47 @@ def prune(
     if not (removal.mend or "width" in by.what or removal.plan_file):
         given.refuse(UNJUDGED, "judge")
     stored.require_names(model, output)
-    why, packed = _why_files(model, source, format)
+    why, packed = _why_files(model, inputs, format)
     if why:
-        require_files(removal, by, source, stored, why, packed, given)
-        measured = _channels_on_disk(model, removal.remove, source, text) if by.what == "width" else None
+        require_files(removal, by, inputs, stored, why, packed, given)
+        measured = _channels_on_disk(model, removal.remove, inputs) if by.what == "width" else None
         plan, keep_period = removal.plan_file, removal.keep_period
-        prune_files(model, output, removal.layers, measured or plan, keep_period, why, source.disk, format)
-    elif text.images:
-        _prune_classifier(model, removal, source, text, format, output, given)
+        prune_files(model, output, removal.layers, measured or plan, keep_period, why, inputs.disk, format)
+    elif inputs.images:
+        _prune_classifier(model, removal, inputs, format, output, given)
     else:
-        _prune_in_memory(model, removal, by, source, text, stack, format, output, given)
+        _prune_in_memory(model, removal, by, inputs, stack, format, output, given)
 
 
-def _why_files(model: str, source: ModelOptions, format: str) -> tuple[str | None, str | None]:
+def _why_files(model: str, inputs: Inputs, format: str) -> tuple[str | None, str | None]:
     """Why the files are pruned instead of a model in memory, and how they are quantised; both may be None."""
     from lyapunov_prune.export.copied import too_large
     from lyapunov_prune.export.quantised_copy import quantised
     from lyapunov_prune.models.device import resolve_device
 
     packed = quantised(model) if format == "plain" else None
-    if source.disk:
+    if inputs.disk:
         return f"--device {DISK}", packed
-    if source.spread:
+    if inputs.spread:
         return None, packed
-    return packed or too_large(model, resolve_device(source.device)), packed
+    return packed or too_large(model, resolve_device(inputs.device)), packed
 
 
-def _channels_on_disk(model: str, remove: float | None, source: ModelOptions, text: TextOptions) -> PruningPlan:
+def _channels_on_disk(model: str, remove: float | None, inputs: Inputs) -> PruningPlan:
     """The plan of the channels that cost least, measured with one layer in memory at a time."""
     from lyapunov_prune.pruning.width import choose_channels
 
     assert remove is not None
-    return choose_channels(*load_inputs(model, source, text), remove)
+    return choose_channels(*load_inputs(model, inputs), remove)
 
 
-def _prune_classifier(
-    model: str, removal: Removal, source: ModelOptions, text: TextOptions, format: str, output: Path, given: Given
-) -> None:
+def _prune_classifier(model: str, removal: Removal, inputs: Inputs, format: str, output: Path, given: Given) -> None:
     """Carry out a plan on a classifier of images."""
     from lyapunov_prune.export.pruned import write_pruned
     from lyapunov_prune.models.decoder import wrap_any
 
     assert removal.plan_file is not None
-    loaded, _, examples = load_examples(model, source, text, given)
+    loaded, _, examples = load_examples(model, inputs, given)
     classifier = wrap_any(loaded)
     plan = plan_for(classifier, read_plan(removal.plan_file))
     tell_written(write_pruned(classifier, None, plan, output, examples, format=format), output)
@@ -126,8 +123,7 @@ def _prune_in_memory(
     model: str,
     removal: Removal,
     by: RankOptions,
-    source: ModelOptions,
-    text: TextOptions,
+    inputs: Inputs,
     stack: choices.Stack | None,
     format: str,
     output: Path,
@@ -144,16 +140,16 @@ def _prune_in_memory(
 
     mend = removal.mend
     if mend and "text" not in given:  # see experiments/6_recovery
-        text = replace(text, text=SELF)
+        inputs = replace(inputs, text=SELF)
     given_plan = None if removal.plan_file is None else read_plan(removal.plan_file)
-    loaded, batch = load_inputs(model, source, text, stack=stack, plan=given_plan)
+    loaded, batch = load_inputs(model, inputs, stack=stack, plan=given_plan)
     require_weights(loaded.model, "unquantised")  # before anything is measured
     require_whole(loaded.model)
     period = find_kinds(loaded.structure).require_period() if removal.keep_period else 1
     narrower = "width" in by.what or (isinstance(given_plan, PruningPlan) and bool(given_plan.channels))
     if not (mend or narrower):
         given.refuse(UNJUDGED, "judge")
-    judged = load_judge(removal.judge, loaded, batch, text) if mend or narrower else None
+    judged = load_judge(removal.judge, loaded, batch, inputs) if mend or narrower else None
     if removal.layers is not None:
         named: dict[str, Any] = {FIELDS[by.what]: layer_indices("--layers", removal.layers)}
         plan = PruningPlan.given(loaded, **named, reduction=removal.reduction)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli.inputs import begun_run, draw_report, jobs_folder, load_beside, windows_at_once
-from lyapunov_prune.cli.options import ABOVE_ZERO, Judge, Model, ModelOptions, Target, TextOptions, counted, what_option
+from lyapunov_prune.cli.options import ABOVE_ZERO, Inputs, Judge, Model, Target, counted, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
@@ -57,8 +57,7 @@ def shrink(
     minutes: Annotated[
         float | None, ABOVE_ZERO, what_option(help="Minutes for the whole run; default: 100 steps of healing.")
     ] = None,
-    source: ModelOptions = ModelOptions(),
-    text: TextOptions = TextOptions(text="self", tokens=25600, context=256),
+    inputs: Inputs = Inputs(text="self", tokens=25600, context=256),
     judge: Judge = None,
     output: Target,
     given: Given = Given(),
@@ -70,7 +69,7 @@ def shrink(
     from. If the run is interrupted, the same command continues. If --output ends in .gguf, MODEL's GGUF file is copied
     without the layers and only changed tensors are written again; the report goes to runs/MODEL.
     """
-    source.require_loaded("shrink", one_place=True)
+    inputs.require_loaded("shrink", one_place=True)
 
     from lyapunov_prune.evaluation.tasks import halves
     from lyapunov_prune.forward.own_text import SELF
@@ -84,27 +83,27 @@ def shrink(
     require_output(model, output, goal.what)
     report = begun_run(None, model, REPORT, "eval.json") if is_gguf(output) else output
     folder = jobs_folder("shrink", model, output)
-    own = text.text == SELF
-    _require_texts(text, judge)
+    own = inputs.text == SELF
+    _require_texts(inputs, judge)
     items = None if wanted.task is None else halves(wanted.task)
     if items is not None and not items[0].generates:
         note(
             f"{items[0].name} is multiple choice, which hides losses in arithmetic and free answers; a task with "
             "generated answers, such as gsm8k, shows them"
         )
-    _require_fits(model, source)
-    loaded = source.load(model)
+    _require_fits(model, inputs)
+    loaded = inputs.load(model)
     request = Request(
         loaded.model,
         loaded.tokenizer,
         wanted,
-        _texts(loaded, text, judge),
+        _texts(loaded, inputs, judge),
         items=items,
         minutes=minutes,
-        batch_size=windows_at_once(loaded, text.context),
+        batch_size=windows_at_once(loaded, inputs.context),
         folder=folder,
-        words=_words(text, judge, own),
-        source=_source(source),
+        words=_words(inputs, judge, own),
+        source=_source(inputs),
     )
     done = carry_out(request, output, lambda expected: note("\n".join(expected.answer())))
     if report != output:
@@ -115,58 +114,58 @@ def shrink(
     say(f"Report: {report / 'report.html'}")
 
 
-def _require_texts(text: TextOptions, judge: str | None) -> None:
+def _require_texts(inputs: Inputs, judge: str | None) -> None:
     """Raise LyapunovPruneError for texts that cannot be, before minutes of loading."""
     from lyapunov_prune.data.text import require_source
     from lyapunov_prune.forward.own_text import SELF
 
-    if text.text != SELF:
-        require_source(text.text)
+    if inputs.text != SELF:
+        require_source(inputs.text)
     elif judge == SELF:
         raise LyapunovPruneError(
             "the model writes the text to learn from, so it cannot also judge; give another text as --judge"
         )
 
 
-def _require_fits(model: str, source: ModelOptions) -> None:
+def _require_fits(model: str, inputs: Inputs) -> None:
     """Raise LyapunovPruneError for a model that is too large for the memory."""
     from lyapunov_prune.export.copied import too_large
     from lyapunov_prune.models.device import resolve_device
 
-    if why := too_large(model, resolve_device(source.device)):
+    if why := too_large(model, resolve_device(inputs.device)):
         raise LyapunovPruneError(
             f"shrink needs the model in memory ({why}); rank --device disk --criterion angular --remove N and prune "
             "--device disk --plan FILE remove layers without it, but heal nothing"
         )
 
 
-def _texts(loaded: Decoder, text: TextOptions, judge: str | None) -> Texts:
+def _texts(loaded: Decoder, inputs: Inputs, judge: str | None) -> Texts:
     """The texts that are named; the model writes the others."""
     from lyapunov_prune.forward.own_text import SELF
     from lyapunov_prune.shrinking.texts import Texts, wide_context
 
     learn = held_out = choose = second = None
-    if text.text != SELF:
-        learn = text.load(loaded, "calibration")
-        wide = loaded.structure.at_most(TextOptions.context)
-        held_out = text.as_eval(wide).load(loaded, "evaluation")
+    if inputs.text != SELF:
+        learn = inputs.batch(loaded, "calibration")
+        wide = loaded.structure.at_most(Inputs.context)
+        held_out = inputs.as_eval(wide).batch(loaded, "evaluation")
         width = wide_context(loaded.structure, learn.tokens, learn.context)
         if width != learn.context:
-            choose = replace(text, context=width).load(loaded, "calibration")
-    texts = Texts(learn, None, held_out, text.tokens, text.context, choose)
+            choose = replace(inputs, context=width).batch(loaded, "calibration")
+    texts = Texts(learn, None, held_out, inputs.tokens, inputs.context, choose)
     if judge is not None and judge != SELF:
         texts.require(loaded.model)
         windows, width = texts.searched(loaded.model)
-        second = load_beside(judge, loaded, windows // 2, replace(text, context=width))
+        second = load_beside(judge, loaded, windows // 2, replace(inputs, context=width))
     return replace(texts, judge=second)
 
 
-def _words(text: TextOptions, judge: str | None, own: bool) -> tuple[str, ...]:
+def _words(inputs: Inputs, judge: str | None, own: bool) -> tuple[str, ...]:
     """The options that name the texts, as they would be given to `prune`."""
-    words = [] if own else ["--text", text.text]
+    words = [] if own else ["--text", inputs.text]
     return (*words, *([] if judge is None else ["--judge", judge]))
 
 
-def _source(source: ModelOptions) -> tuple[str, ...]:
+def _source(inputs: Inputs) -> tuple[str, ...]:
     """The options that say which numbers are loaded."""
-    return () if source.dtype is None else ("--dtype", source.dtype)
+    return () if inputs.dtype is None else ("--dtype", inputs.dtype)
