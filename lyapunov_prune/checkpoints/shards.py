@@ -72,7 +72,7 @@ class Shards:
         except LyapunovPruneError as error:
             wrong = str(error).replace(str(self._folder), "what was written").rpartition(";")[0]
         else:
-            wrong = changed_setting(self._structure.layers, found.structure.layers) or wrong_packed_keys(
+            wrong = changed_setting(self._structure.layers, found.decoder.structure.layers) or wrong_packed_keys(
                 self._folder, found.model.config
             )
             if found.identity.weights != combined(self._digests):

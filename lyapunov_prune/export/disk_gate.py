@@ -144,7 +144,7 @@ def _keys_check(written: Outline, pruned: Decoder, folder: Path) -> GateCheck:
     extra = sorted(read_tensors(folder).keys() - written.stored.keys())
     wrong = (
         (f"{extra[0]} is no tensor of the model" if extra else None)
-        or changed_setting(pruned.layers, written.structure.layers)
+        or changed_setting(pruned.layers, written.decoder.layers)
         or wrong_packed_keys(folder, written.model.config)
     )
     return GateCheck(KEYS, not wrong, float(bool(wrong)), 0.0, wrong or "names, shapes and settings on plain loading")
@@ -161,7 +161,7 @@ def _places_check(
     left = parts_left(outline.decoder, plan, width)
     olds, news = (o.model.state_dict() if left else {} for o in (outline, written))
     for name, parts in left.items():
-        new = outline.structure.renamed(name, plan.kept)
+        new = outline.decoder.structure.renamed(name, plan.kept)
         assert new is not None
         old_tensor, new_tensor = (torch.empty_like(t, device="cpu") for t in (olds[name], news[new]))
         outline.fill(old_tensor, name)
@@ -189,5 +189,5 @@ def _by_layer(outline: Outline) -> dict[int | None, dict[str, dict[str, str]]]:
 
 def _within(name: str, outline: Outline) -> tuple[int | None, str]:
     """The layer of a tensor and its name in it; None and the full name outside the layers."""
-    layer = outline.structure.layer_of(name)
-    return layer, name if layer is None else name.removeprefix(f"{outline.structure.layers_path}.{layer}.")
+    layer = outline.decoder.structure.layer_of(name)
+    return layer, name if layer is None else name.removeprefix(f"{outline.decoder.structure.layers_path}.{layer}.")
