@@ -4,6 +4,8 @@ from .contraction_profile import ContractionProfile as ContractionProfile
 from .expert_use import ExpertUse as ExpertUse
 from .expert_use import expert_use as expert_use
 from .influence import InfluenceProfile as InfluenceProfile
+from .influence import SublayerInfluence as SublayerInfluence
+from .influence import sublayer_influence as sublayer_influence
 from .jacobian import JacobianNorms as JacobianNorms
 from .jacobian import sublayer_jacobians as sublayer_jacobians
 from .persistence import measure_persistence as measure_persistence
@@ -12,5 +14,3 @@ from .profile import LayerProfile as LayerProfile
 from .profile import profile_layers as profile_layers
 from .sublayer_growth import SublayerGrowth as SublayerGrowth
 from .sublayer_growth import sublayer_growth as sublayer_growth
-from .sublayer_influence import SublayerInfluence as SublayerInfluence
-from .sublayer_influence import sublayer_influence as sublayer_influence

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.models.experts import Routing, unweighted
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.mixtures import Mixtures
+from lyapunov_prune.models.mixtures import Router
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.frames import pd
@@ -86,7 +86,7 @@ def expert_use(model: Streamable, batch: Readable, *, batch_size: Count = 1) -> 
     mixtures = reading.decoder.mixtures
     sums = {i: torch.zeros(3, mixtures.router.experts, dtype=torch.float64) for i in mixtures.layers}
     modules = {i: structure.layers[i].get_submodule(mixture.experts) for i, mixture in mixtures.layers.items()}
-    with hooked(before=[(module, _added(i, mixtures, sums[i])) for i, module in modules.items()]):
+    with hooked(before=[(module, partial(_add, i, mixtures.router, sums[i])) for i, module in modules.items()]):
         for ids in track(reading.windows(batch_size), "experts"):
             run_backbone(structure, ids)
     values = np.full((structure.num_layers, 3, mixtures.router.experts), np.nan)
@@ -97,24 +97,21 @@ def expert_use(model: Streamable, batch: Readable, *, batch_size: Count = 1) -> 
     return ExpertUse(tokens, weight, output / np.maximum(tokens, 1), reading.measured_on())
 
 
-def _added(layer: int, mixtures: Mixtures, sums: torch.Tensor) -> Callable[..., None]:
-    """A hook on the experts of `layer` that adds the tokens, weights and weighted norms of each to `sums` (3, E)."""
-    router = mixtures.router
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        routing = Routing.of(args, kwargs)
-        if routing is None or routing.experts.shape[-1] != router.chosen:
-            raise LyapunovPruneError(
-                f"the experts of layer {layer} are not called with tokens, the experts chosen for each and their "
-                "weights; what each of them does is not seen, remove whole layers instead"
-            )
-        states = routing.tokens.repeat_interleave(router.chosen, 0)
-        chosen, weights = routing.experts.reshape(-1, 1), routing.weights.reshape(-1)
-        norms = torch.linalg.vector_norm(lift(unweighted(module, states, chosen)), dim=-1).cpu()
-        weight, expert = lift(weights).cpu(), chosen.flatten().cpu()
-        real = (expert < router.experts) & (weight != 0)
-        norms, weight, expert = norms[real], weight[real], expert[real]
-        for row, values in enumerate((torch.ones_like(weight), weight, weight * norms)):
-            sums[row].index_add_(0, expert, values)
-
-    return hook
+def _add(
+    layer: int, router: Router, sums: torch.Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Before a call of the experts of `layer`: add the tokens, weights and weighted norms of each to `sums` (3, E)."""
+    routing = Routing.of(args, kwargs)
+    if routing is None or routing.experts.shape[-1] != router.chosen:
+        raise LyapunovPruneError(
+            f"the experts of layer {layer} are not called with tokens, the experts chosen for each and their "
+            "weights; what each of them does is not seen, remove whole layers instead"
+        )
+    states = routing.tokens.repeat_interleave(router.chosen, 0)
+    chosen, weights = routing.experts.reshape(-1, 1), routing.weights.reshape(-1)
+    norms = torch.linalg.vector_norm(lift(unweighted(module, states, chosen)), dim=-1).cpu()
+    weight, expert = lift(weights).cpu(), chosen.flatten().cpu()
+    real = (expert < router.experts) & (weight != 0)
+    norms, weight, expert = norms[real], weight[real], expert[real]
+    for row, values in enumerate((torch.ones_like(weight), weight, weight * norms)):
+        sums[row].index_add_(0, expert, values)

@@ -1,18 +1,25 @@
-"""Block Influence: by how much a layer turns the residual stream."""
+"""Block Influence: by how much a layer, or its attention or MLP alone, turns the residual stream."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from lyapunov_prune.arguments import Count
-from lyapunov_prune.forward.hooks import require_finite_layers, residual_stream, run_backbone
+from lyapunov_prune.forward.hooks import hidden_of, layer_input, require_finite_layers, residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.forward.sublayers import KINDS, Sublayers, require_some
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.decoder import StreamableText, runs_model
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
@@ -76,15 +83,20 @@ def block_influence(model: StreamableText, batch: Readable, *, batch_size: Count
     values = turns(reading.structure, reading.windows(batch_size))
     finite = np.isfinite(values).all((-2, -1))
     require_finite_layers(finite, reading.batch.text)
-    windows = values.shape[-1]
     influence, change = values[:, 0], values[:, 1]
     return InfluenceProfile(
         influence=influence.mean(-1),
-        spread=influence.std(-1, ddof=1) / np.sqrt(windows) if windows > 1 else np.full(len(values), np.nan),
+        spread=_standard_error(influence),
         change=change.mean(-1),
         measured_on=reading.measured_on(),
         windows=influence,
     )
+
+
+def _standard_error(values: np.ndarray) -> np.ndarray:
+    """The standard error of the mean over windows, the last axis; NaN for one window."""
+    windows = values.shape[-1]
+    return values.std(-1, ddof=1) / np.sqrt(windows) if windows > 1 else np.full(values.shape[:-1], np.nan)
 
 
 UnitAndNorm = tuple[torch.Tensor, torch.Tensor]
@@ -125,3 +137,116 @@ def turns(structure: Structure, inputs: Sequence[torch.Tensor]) -> np.ndarray:
             run_backbone(structure, part)
         rows.append(torch.stack([s.cpu() for s in sums]).numpy())
     return np.concatenate(rows, axis=-1)
+
+
+@dataclass(frozen=True)
+class SublayerInfluence(Result):
+    """`1 − mean_t cos(h_t, h_t + b(h)_t)` of both sublayers `b` of every layer, float64, (L,).
+
+    `h` is the residual stream before the sublayer (LLM-Drop, arXiv:2406.15786); cosines of zero states count as in
+    `InfluenceProfile`. The spreads are standard errors over windows (NaN for one window). A missing sublayer is NaN.
+    `windows` holds the values per window by sublayer, (L, W); None in old files.
+    """
+
+    attention: np.ndarray
+    mlp: np.ndarray
+    attention_spread: np.ndarray
+    mlp_spread: np.ndarray
+    measured_on: MeasuredOn
+    windows: dict[str, np.ndarray] | None = None
+
+    def __post_init__(self) -> None:
+        shape = (self.measured_on.model.num_layers,)
+        for name in ("attention", "mlp", "attention_spread", "mlp_spread"):
+            require_array(f"Block Influence, {name}", getattr(self, name), shape, finite=False)
+        if self.windows is not None:
+            for name in KINDS:
+                values = self.windows.get(name, np.empty(0))
+                require_array(f"Block Influence, windows of {name}", values, (*shape, values.shape[-1]), finite=False)
+
+    def drawn(self, what: str) -> np.ndarray | None:
+        """Bootstrap samples of the influence of `what` over windows, (draws, L); None for a single window."""
+        return None if self.windows is None else drawn_means(self.windows[what])
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            {
+                "layer": np.arange(len(self.attention)),
+                "attention": self.attention,
+                "attention_error": self.attention_spread,
+                "mlp": self.mlp,
+                "mlp_error": self.mlp_spread,
+            }
+        )
+
+    def headline(self) -> str:
+        return f"Block Influence of attention and MLP\n{self.measured_on.line()}"
+
+
+@runs_model
+def sublayer_influence(model: StreamableText, batch: Readable, *, batch_size: Count = 1) -> SublayerInfluence:
+    """Measure both sublayers of every layer in one forward per window.
+
+    The stream after the first sublayer is read at the input of the second, so residual multipliers are included;
+    parallel sublayers are both measured from the layer's input. `1 − cos` is computed as in `block_influence`. Raises
+    NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for weights that are
+    not plain matrices in memory, and if no layer has an attention or MLP that can be told apart.
+    """
+    reading = read(model, batch)
+    structure = reading.structure
+    sublayers = reading.sublayers
+    require_some(reading.decoder, sublayers)
+    rows: list[np.ndarray] = []
+    for ids in track(reading.windows(batch_size), "sublayer influence"):
+        unseen = torch.full((2, len(ids)), torch.nan, dtype=torch.float64)  # for layers that text does not run
+        by_layer = dict.fromkeys(sublayers, unseen)
+        with ExitStack() as hooks:
+            for index, of_layer in sublayers.items():
+                hooks.enter_context(_watched(structure.layers[index], index, of_layer, by_layer))
+            run_backbone(structure, ids)
+        rows.append(torch.stack([by_layer[i] for i in range(structure.num_layers)]).numpy())
+    values = np.concatenate(rows, axis=-1)  # (L, 2, windows)
+    missing = np.array([[kind not in sublayers[i].branches for kind in KINDS] for i in range(len(values))])
+    finite = (np.isfinite(values) | missing[..., None]).all((-2, -1))
+    require_finite_layers(finite, reading.batch.text)
+    (attention, mlp), (attention_spread, mlp_spread) = values.mean(-1).T, _standard_error(values).T
+    by_window = dict(zip(KINDS, values.transpose(1, 0, 2), strict=True))
+    return SublayerInfluence(attention, mlp, attention_spread, mlp_spread, reading.measured_on(), by_window)
+
+
+def _watched(
+    layer: nn.Module, index: int, sublayers: Sublayers, by_layer: dict[int, torch.Tensor]
+) -> AbstractContextManager[None]:
+    """Store in `by_layer[index]` by how much attention and MLP of `layer` turn the stream: (2, windows)."""
+    branches = list(sublayers.branches.values())
+    # One entry per piece of the batch, which a streamed layer may split:
+    between: list[torch.Tensor] = []  # the stream at the input of the second sublayer
+    added: list[list[torch.Tensor]] = [[] for _ in branches]  # the output of each sublayer
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        between.append(layer_input(args, kwargs))
+
+    def leave(branch: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        added[branch].append(hidden_of(output))
+
+    def finish(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        before = layer_input(args, kwargs).to(hidden_of(output).device)  # the layer before may be on another device
+        if sublayers.parallel:
+            steps = [(before, before + torch.cat(pieces).view_as(before)) for pieces in added if pieces]
+        else:
+            stream = [before, *([torch.cat(between).view_as(before)] if between else []), hidden_of(output)]
+            steps = list(pairwise(stream))
+        rows = dict(zip(sublayers.branches, (_turn(*step) for step in steps), strict=False))
+        nothing = torch.full(before.shape[:1], torch.nan, dtype=torch.float64)
+        by_layer[index] = torch.stack([rows.get(kind, nothing) for kind in KINDS])
+        for pieces in (between, *added):
+            pieces.clear()
+
+    if sublayers.parallel:
+        return hooked(after=[*((branch.exit, partial(leave, i)) for i, branch in enumerate(branches)), (layer, finish)])
+    return hooked(before=[(branch.entry, enter) for branch in branches[1:]], after=[(layer, finish)])
+
+
+def _turn(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """`mean_t 1 − cos` of each window, float64, on the CPU."""
+    return turned(unit_and_norm(widen(before)), unit_and_norm(widen(after))).mean(-1).cpu()

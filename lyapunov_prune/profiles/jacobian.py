@@ -18,13 +18,13 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lyapunov_prune.arguments import Count, Range, Seed
-from lyapunov_prune.errors import reported
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.forward.hooks import layer_input, require_finite_layers, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.kernels import eager_experts
+from lyapunov_prune.profiles.propagation import forward_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -115,9 +115,8 @@ def sublayer_jacobians(
             require_finite_layers(np.array([np.isfinite(row).all()]), text, index + 1)
             rows.append([*row, *[np.nan] * (6 - len(row))])
 
-        what = f"{type(reading.model).__name__} has an operation without a forward-mode derivative"
         with (
-            reported(what, "load it with attn_implementation eager, or give a model without it", NotImplementedError),
+            forward_mode(structure),
             eager_experts(structure.backbone),
             hooked(before=[(layer, measure) for layer in structure.layers]),
         ):

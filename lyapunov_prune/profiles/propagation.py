@@ -7,6 +7,7 @@ depth.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
@@ -260,6 +261,12 @@ def _run_dual(
         assert tangent is not None, "the tangent was lost"
         visit(layer, primal, tangent)
 
-    what = f"{type(structure.backbone).__name__} has an operation without a forward-mode derivative"
-    with reported(what, "use method difference", NotImplementedError), forward_ad.dual_level():
+    with forward_mode(structure), forward_ad.dual_level():
         _run(structure, ids, unpacked, inject)
+
+
+def forward_mode(structure: Structure) -> AbstractContextManager[None]:
+    """Inside the block, an operation without a forward-mode derivative raises LyapunovPruneError."""
+    what = f"{type(structure.backbone).__name__} has an operation without a forward-mode derivative"
+    remedy = "load it with attn_implementation eager, use method difference, or give a model without it"
+    return reported(what, remedy, NotImplementedError)

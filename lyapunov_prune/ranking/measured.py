@@ -10,8 +10,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.sublayers import Kind
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
-from lyapunov_prune.profiles.influence import InfluenceProfile
-from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
+from lyapunov_prune.profiles.influence import InfluenceProfile, SublayerInfluence
 from lyapunov_prune.ranking.criterion import Scored
 from lyapunov_prune.ranking.ranking import LayerRanking
 from lyapunov_prune.ranking.table import CRITERIA, DEFAULT, require_ranks

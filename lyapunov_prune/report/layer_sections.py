@@ -5,11 +5,10 @@ from __future__ import annotations
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
 from lyapunov_prune.profiles.activations import ActivationStatistics
-from lyapunov_prune.profiles.influence import InfluenceProfile
+from lyapunov_prune.profiles.influence import InfluenceProfile, SublayerInfluence
 from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.persistence_profile import PersistenceProfile
 from lyapunov_prune.profiles.profile import LayerProfile
-from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
 from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.ranking.angular import AngularDistance
 from lyapunov_prune.ranking.budget import BudgetedRemoval

@@ -10,10 +10,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from lyapunov_prune.profiles.activations import ActivationStatistics
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
-from lyapunov_prune.profiles.influence import InfluenceProfile
+from lyapunov_prune.profiles.influence import InfluenceProfile, SublayerInfluence
 from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.persistence_profile import PersistenceProfile
-from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
 from lyapunov_prune.report.drawing import (
     COLOURS,
     GREY,

@@ -23,14 +23,14 @@ def require_array(
     NaN (and infinity, where `most` allows it) is only allowed if not `finite`.
     """
     wanted, given = (" × ".join(map(str, s)) or "no array" for s in (shape, np.shape(values)))
-    require_fitting(np.shape(values) == shape, f"{name}: {given} numbers where the model has {wanted}")
-    flat = np.ravel(values)
-    wrong = (flat < least) | (flat > most) | (~np.isfinite(flat) & finite)
-    if wrong.any():
-        place = int(np.argmax(wrong))
-        require_fitting(
-            False, f"{name}: {flat[place]:g} at place {place} is not {'finite ' * finite}from {least:g} to {most:g}"
-        )
+    why = f"{given} numbers where the model has {wanted}" if np.shape(values) != shape else ""
+    if not why:
+        flat = np.ravel(values)
+        wrong = (flat < least) | (flat > most) | (~np.isfinite(flat) & finite)
+        if wrong.any():
+            place = int(np.argmax(wrong))
+            why = f"{flat[place]:g} at place {place} is not {'finite ' * finite}from {least:g} to {most:g}"
+    require_fitting(not why, f"{name}: {why}")
 
 
 def require_fitting(fits: bool, what: str) -> None:

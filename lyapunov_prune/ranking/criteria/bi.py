@@ -22,8 +22,7 @@ class BlockInfluence(Scored):
     profiled = True
 
     def rank(self, asked: Asked) -> LayerRanking:
-        from lyapunov_prune.profiles.influence import block_influence
-        from lyapunov_prune.profiles.sublayer_influence import sublayer_influence
+        from lyapunov_prune.profiles.influence import block_influence, sublayer_influence
         from lyapunov_prune.ranking.measured import rank_sublayers
 
         model, reading = asked.reading.decoder, asked.reading
