@@ -3,10 +3,10 @@
 - `bound_check`: the result of one check; `checkers`, `probability`, `decision`, `choice`: one checker per theorem;
 - `approximation`, `approx_linear`, `approximate`, `trajectory`: matrices that check themselves on every forward, and
   the dense and the approximated states side by side;
-- `growth`, `phases`: what the theorems allow an error that grows as measured; the composed bound with one factor before
-  a layer and another behind it;
+- `growth`: what the theorems allow an error that grows as measured; the composed bound with one factor before a layer
+  and another behind it;
 - `check`, `written`, `report`: check a model under a grid of settings, or a checkpoint made from it; the result, with
-  `distribution` and `alignment`;
+  `alignment`;
 - `matrix_errors`: compressed matrices each on its own, on the inputs of the dense model;
 - `theorems`: the registry of what is proven in `lean/`.
 

@@ -23,8 +23,7 @@ from lyapunov_prune.arguments import SOME, Count, Share
 from lyapunov_prune.bounds.approx_linear import Record
 from lyapunov_prune.bounds.approximate import Radius, Records
 from lyapunov_prune.bounds.approximation import Approximation, approximation, certify_difference
-from lyapunov_prune.bounds.distribution import RatioDistribution
-from lyapunov_prune.bounds.report import WRITTEN, BoundsReport, Seen, Setting, Violation
+from lyapunov_prune.bounds.report import WRITTEN, BoundsReport, RatioDistribution, Seen, Setting, Violation
 from lyapunov_prune.bounds.trajectory import Followed, followed_on
 from lyapunov_prune.bounds.written import read_written
 from lyapunov_prune.errors import LyapunovPruneError

@@ -1,4 +1,4 @@
-"""How an error grows along one trajectory, and what the theorems on growth allow (estimates)."""
+"""How an error grows along one trajectory, and what the theorems on growth allow, in one or two phases (estimates)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,63 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lyapunov_prune.bounds.bound_check import BoundCheck
+from lyapunov_prune.bounds.bound_check import BoundCheck, Numbers, as_array
 from lyapunov_prune.bounds.checkers import lyapunov_contraction_bound, residual_growth_contraction, trajectory_error_le
-from lyapunov_prune.bounds.phases import TwoPhases, relative_phases
+
+
+@dataclass(frozen=True)
+class TwoPhases:
+    """A corollary of `trajectory_error_le`, derived on paper (docs/proofs.md), for the relative error `r_n`.
+
+    From `r_{n+1} ≤ G_n r_n + δ_n`, with `G_n ≤ before` for the first `split` of N layers, `G_n ≤ behind` for the others
+    and every `δ_n ≤ added`:
+
+    `r_N ≤ behind^(N−split) (before^split r_0 + added S_split(before)) + added S_(N−split)(behind)`, where
+    `S_m(x) = 1 + x + … + x^(m−1)`.
+
+    `split` is the one that makes this `bound` smallest. `one_phase` is the same with the largest factor for all layers,
+    and `error` the measured `r_N`. Factors are measured along one trajectory, so both bounds are estimates. `first` is
+    the layer at which the count begins.
+    """
+
+    first: int
+    split: int
+    before: float
+    behind: float
+    added: float
+    bound: float
+    one_phase: float
+    error: float
+
+    def line(self) -> str:
+        """The bound in one sentence."""
+        grows = f"Relative error {self.error:.3g} after the last layer, bound in two phases {self.bound:.3g}"
+        if not self.bound < self.one_phase:
+            return f"{grows}, no less than in one (factor {self.behind:.3g} everywhere)"
+        return (
+            f"{grows}: factors at most {self.before:.3g} before layer {self.first + self.split} and {self.behind:.3g} "
+            f"from it on; in one phase {self.one_phase:.3g}, {self.one_phase / self.bound:.3g} times as much"
+        )
+
+
+def two_phases(errors: Numbers, growth: Numbers, local: Numbers, *, first: int = 0) -> TwoPhases:
+    """The split with the smallest bound: `errors` r (N + 1,), `growth` G (N,) and `local` δ (N,), all relative.
+
+    Raises LyapunovPruneError if their lengths do not match.
+    """
+    trajectory_error_le(errors, growth, local)  # checks the lengths
+    r, G, delta = as_array(errors), as_array(growth), as_array(local)
+    added, count = float(delta.max(initial=0.0)), len(G)
+    found = []
+    for split in range(count + 1):
+        before, behind = (float(part.max(initial=0.0)) for part in (G[:split], G[split:]))
+        bound = float(r[0])
+        with np.errstate(over="ignore"):
+            for n in range(count):
+                bound = (before if n < split else behind) * bound + added
+        found.append((bound, split, before, behind))
+    bound, split, before, behind = min(found)
+    return TwoPhases(first, split, before, behind, added, bound, found[0][0], float(r[-1]))
 
 
 @dataclass(frozen=True)
@@ -58,5 +112,11 @@ class ErrorGrowth:
         return checks
 
     def phases(self) -> TwoPhases | None:
-        """The bound in two phases on the relative error."""
-        return relative_phases(self.size, self.error, self.factors, self.local)
+        """`two_phases` of the relative error from the end of layer 0 on, before which it may be zero.
+
+        None for one layer.
+        """
+        if len(self.local) < 2:
+            return None
+        relative, factors = np.sqrt(self.error / self.size), self.factors * np.sqrt(self.size[:-1] / self.size[1:])
+        return two_phases(relative[1:], factors[1:], np.sqrt(self.local / self.size[1:])[1:], first=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -12,10 +13,16 @@ from transformers import PreTrainedModel
 from lyapunov_prune.calibration.lending import Lender
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.products import Product, watched_products
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import feature_energy, lift, require_numbers, token_energy
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.left_alone import why_unseen
 from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.streamed import layer_held
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.progress import track
 
 # The remedy if the inputs of a matrix cannot be recorded; more text would not help.
 _UNCALIBRATED = "use a method without calibration (--method magnitude, --allocation uniform)"
@@ -245,3 +252,19 @@ def _of_tokens(name: str, x: torch.Tensor, dense: torch.Tensor | None) -> torch.
 def _gram(x: torch.Tensor) -> torch.Tensor:
     rows = lift(x.detach().reshape(-1, x.shape[-1]))
     return rows.T @ rows
+
+
+@in_eval_mode
+def input_norms(model: PreTrainedModel, batch: Readable, projections: Sequence[Projection]) -> dict[str, torch.Tensor]:
+    """`‖x_j‖₂` over all tokens of `batch`, for each input feature j of each of `projections`, by name.
+
+    In float64, from one forward of the model. Tokens of an expert are weighted by the router (`Statistics`). Raises
+    LyapunovPruneError for a matrix that no token reaches, and for activations that are not finite.
+    """
+    reading = read(wrap(model), batch)
+    gathering = Gathering(model, projections, "norms")
+    with gathering.watching():
+        for ids in track(reading.windows(1), "calibration"):
+            run_backbone(reading.structure, ids)
+    found = gathering.statistics(partial(layer_held, model))
+    return {name: statistics.norms.cpu() for name, statistics in found.items()}

@@ -10,8 +10,7 @@ import torch
 from lyapunov_prune.forward.logits import require_one_vocabulary
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import require_numbers
-from lyapunov_prune.predictions.softmax import DENSE_LOGITS, log_softmax
-from lyapunov_prune.predictions.spaces import turn
+from lyapunov_prune.predictions.spaces import DENSE_LOGITS, log_softmax, turn
 from lyapunov_prune.predictions.tiles import measures
 
 _ENTRIES = 2**22  # positions × vocabulary at a time: enough rows for an efficient product with the head

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from lyapunov_prune.explaining.explanation import Explanation, blamed_layers
 from lyapunov_prune.explaining.pair import Side, pair_up
 from lyapunov_prune.explaining.sublayers import SublayerSums
 from lyapunov_prune.explaining.token_kinds import TokenSums
-from lyapunov_prune.forward.reading import Readable
+from lyapunov_prune.forward.hooks import final_state
+from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.states import predicting
@@ -27,7 +29,7 @@ from lyapunov_prune.models.decoder import Streamable, runs_models
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
-from lyapunov_prune.models.structure import identify
+from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import ModelIdentity
@@ -53,14 +55,14 @@ def explain(
     provenance of its checkpoint. `profile` is a contraction profile of the dense model, whose ρ is shown beside that of
     this error.
 
-    Cost: at most `cost.forwards(L)` forwards of every window, fewer if some layers are equal. Both models run once;
+    Cost: at most `forwards(L)` forwards of every window, fewer if some layers are equal. Both models run once;
     every layer of `compressed` runs on both states, and every layer of `dense` on the state of `compressed`; for each
     layer, two half forwards on average (with it alone compressed, and with all but it) begin at a kept state; every MLP
     of `compressed` runs on the dense state; `dense` runs once more for the matrices of the blamed layers. Memory: both
     models, the states of `batch_size` windows at all boundaries, and a block of logits.
 
     If both models are streamed, all windows pass through one layer of each while it is in memory, so that the files are
-    read a few times (`cost.READINGS`). Memory: one layer of each model, and the states of both at all boundaries and
+    read a few times (`READINGS`). Memory: one layer of each model, and the states of both at all boundaries and
     between all sublayers; if memory is short, the states are in a file in `folder` (`room_for`).
 
     Raises NonFiniteError naming the layer if a state of either model is not finite, and LyapunovPruneError for two
@@ -207,3 +209,51 @@ def _other_settings(dense: ModelIdentity, compressed: ModelIdentity) -> str:
         dense.weights[dtype] == compressed.weights[dtype] for dtype in common
     )
     return other and f"{'the weights are the same, and ' if same else ''}the settings differ{other}"
+
+
+_POSITIONS, _CHANGES = 32, 8  # positions and changed models whose predictions are timed
+# The most times that the files of a streamed model are read, including the checks and timing beforehand.
+READINGS = 16
+
+
+def forwards(layers: int) -> int:
+    """The most forwards that `explain` takes of each window: all layers and the embedding differ."""
+    return layers + 8
+
+
+@in_eval_mode
+def told_cost(reading: Reading) -> str:
+    """At most how many forwards, and about how many minutes, `explain` takes on this batch of the dense model.
+
+    Raises NonFiniteError naming the layer if a state of its first window is not finite.
+    """
+    layers, streamed = reading.structure.num_layers, reading.decoder.stream is not None
+    ids = reading.windows(1)[0]
+    Side(reading, tuple(range(layers)), layers).require_finite(ids)
+    scorer = reading.scorer
+    repeats = 1 if streamed else 3
+    state, forward = _timed(lambda: predicting(final_state(reading.structure, ids)), repeats)
+    some = state[:_POSITIONS]
+    changed = [(scorer, some.roll(1, 0))] * _CHANGES
+    _, compared = _timed(lambda: predictions((scorer, some), changed, ids[0, 1 : 1 + len(some)])[0], 3)
+    # The time to read the files of a streamed model: that of a forward of one token.
+    read = _timed(lambda: final_state(reading.structure, ids[:1, :1]), 1)[1] if streamed else 0.0
+    head = compared * len(state) / len(some) / _CHANGES
+    times = 2 * (layers + 2)
+    passes = forwards(layers) * max(0.0, forward - read) + times * head
+    minutes = (len(reading.windows(1)) * passes + 2 * READINGS * read) / 60
+    files = f"; the files of each are read up to {READINGS} times" if streamed else ""
+    return (
+        f"At most {forwards(layers)} forwards of {reading.batch.tokens:,} tokens, and their predictions {times} times: "
+        f"about {max(1, round(minutes))} minutes{files}; less where layers are equal"
+    )
+
+
+def _timed(run: Callable[[], torch.Tensor], repeats: int) -> tuple[torch.Tensor, float]:
+    """What `run` returns, and its seconds: the least of `repeats`, because the first run warms up."""
+    seconds = []
+    for _ in range(repeats):
+        start = perf_counter()
+        found = run()
+        seconds.append(perf_counter() - start)
+    return found, min(seconds)

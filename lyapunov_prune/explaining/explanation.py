@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lyapunov_prune.bounds.bound_check import BoundCheck
-from lyapunov_prune.bounds.growth import ErrorGrowth
+from lyapunov_prune.bounds.growth import ErrorGrowth, TwoPhases
 from lyapunov_prune.bounds.matrix_errors import MatrixErrors
-from lyapunov_prune.bounds.phases import TwoPhases
 from lyapunov_prune.explaining.decomposition import PARTS, Decomposed
 from lyapunov_prune.explaining.sublayers import SublayerErrors
 from lyapunov_prune.explaining.token_kinds import TokenKinds

@@ -3,7 +3,7 @@
 - `heal`: the run from end to end; `report`: what it did, and which weights were kept;
 - `learner`: the model that learns, and what judges it;
 - `rounds`: the next learning rate, when to go back, when to stop; `training`: the rounds, trained and judged;
-- `distillation`: the loss and one step; `sizes`: the sizes of parameters, to which learning rates are relative;
+- `distillation`: the loss, one step, and the sizes of parameters, to which learning rates are relative;
 - `low_rank`: low-rank updates trained beside the weights; `sharded`: sharded layers;
 - `trained`: which parameters are trained, and the order of the data;
 - `state`: the training state on disk, resumed after `kill -9`.

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.forward.scoring import next_token_loss
-from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.distillation import Distillation, update_sizes
 from lyapunov_prune.healing.sharded import gathered_into, sharded
-from lyapunov_prune.healing.sizes import update_sizes
 from lyapunov_prune.healing.trained import beside, recomputed, trained
 from lyapunov_prune.healing.training import Budget
 from lyapunov_prune.models.decoder import wrap

@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.errors import named
-from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.distillation import Distillation, update_sizes
 from lyapunov_prune.healing.heal import LOW_RANK_RATE, RATE
 from lyapunov_prune.healing.rounds import schedule
-from lyapunov_prune.healing.sizes import update_sizes
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import trained
 from lyapunov_prune.merging.unmerged import Unmerged

@@ -1,8 +1,8 @@
 """How a change of a model affects the hidden state, the logits and the probabilities.
 
 - `divergence`: skipping one layer; `tiles`: the same measures, one block of the vocabulary at a time;
-- `softmax`, `spaces`: measures of whole rows;
-- `hierarchy`: h → z → p at each decoding step, kept in `hierarchy_probe`; `exits`: where h is read;
+- `spaces`: the measures of whole rows;
+- `hierarchy`: h → z → p at each decoding step, kept in `hierarchy_probe`;
 - `remainders`: error bounds of the second-order estimates of the angles;
 - `generation`, `attention_paths`: both models write their own text; `history`: one reads the other's text;
 - `expectation`: perplexity and generated text predicted from a measured divergence;

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lyapunov_prune.predictions.softmax import divergences
+from lyapunov_prune.predictions.spaces import divergences
 from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 

@@ -23,8 +23,7 @@ from lyapunov_prune.models.decoder import InMemory, runs_models
 from lyapunov_prune.models.positions import alike, rotation
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.predictions.choice_comparison import ChoiceComparison
-from lyapunov_prune.predictions.softmax import divergences
-from lyapunov_prune.predictions.spaces import turn
+from lyapunov_prune.predictions.spaces import divergences, turn
 from lyapunov_prune.progress import track
 
 

@@ -24,8 +24,7 @@ from lyapunov_prune.forward.logits import (
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import InMemory, runs_models
-from lyapunov_prune.predictions.softmax import divergences
-from lyapunov_prune.predictions.spaces import turn
+from lyapunov_prune.predictions.spaces import divergences, turn
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result

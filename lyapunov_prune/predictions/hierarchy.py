@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -16,19 +17,26 @@ from lyapunov_prune.bounds.probability import kl_softmax_le_range, kl_softmax_le
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.changes import WHAT, What, compact_layers, compressed_layers, dropped_layers
 from lyapunov_prune.forward.decoding import greedy_text
-from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.forward.hooks import layer_input, require_finite, residual_stream, run_backbone
+from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.sublayers import between_branches
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import InMemory, runs_model
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.positions import stretches
 from lyapunov_prune.models.structure import Structure, identify
-from lyapunov_prune.predictions.exits import ReadAt, changed_state, dense_states
 from lyapunov_prune.predictions.hierarchy_probe import HierarchyProbe
 from lyapunov_prune.predictions.remainders import ROUNDING, angle_bounds, probability_angle_bounds
-from lyapunov_prune.predictions.softmax import prediction_blocks
-from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS, PROBABILITIES, prediction_measures, turn
+from lyapunov_prune.predictions.spaces import (
+    HIDDEN,
+    LOGITS,
+    PROBABILITIES,
+    prediction_blocks,
+    prediction_measures,
+    turn,
+)
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -179,3 +187,48 @@ def _result(
         exceeded=sum(int((angle > bound * (1 + ROUNDING)).sum()) for angle, bound in angles),
         measured_on=measured_on,
     )
+
+
+ReadAt = Literal["layer", "branch"]
+
+
+def dense_states(
+    prefix: Prefix, ids: torch.Tensor, text: str, places: dict[int, nn.Module]
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """The dense state at every layer boundary (windows × tokens × width), and the input of each of `places`."""
+    states: list[torch.Tensor] = []
+    with ExitStack() as stack:
+        between = {layer: stack.enter_context(_entering(module, ids)) for layer, module in places.items()}
+        stack.enter_context(residual_stream(prefix.structure, lambda boundary, hidden: states.append(hidden)))
+        run_backbone(prefix.structure, ids)
+    require_finite(prefix.structure, ids, text, states[-1])
+    return states, {layer: found[-1] for layer, found in between.items()}
+
+
+def changed_state(
+    prefix: Prefix,
+    ids: torch.Tensor,
+    states: list[torch.Tensor],
+    layer: int,
+    change: AbstractContextManager[None],
+    place: nn.Module | None,
+) -> torch.Tensor:
+    """The output of `layer` (or the input of `place`) when the layer runs changed on its dense input."""
+    with ExitStack() as stack:
+        entering = None if place is None else stack.enter_context(_entering(place, ids))
+        stack.enter_context(change)
+        start = prefix.entry(layer)
+        end = prefix.advance(ids, start, states[start], layer + 1)
+    return end if entering is None else entering[-1]
+
+
+@contextmanager
+def _entering(module: nn.Module, ids: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Record the inputs (windows × tokens × width) of `module` inside the block."""
+    found: list[torch.Tensor] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(layer_input(args, kwargs).view(*ids.shape, -1))  # OPT flattens all tokens into one row
+
+    with hooked(before=[(module, note)]):
+        yield found

@@ -16,8 +16,7 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.models.decoder import InMemory, runs_models
 from lyapunov_prune.predictions.generation import end_tokens, some_steps
-from lyapunov_prune.predictions.softmax import log_softmax
-from lyapunov_prune.predictions.spaces import PROBABILITIES, prediction_measures, turn
+from lyapunov_prune.predictions.spaces import PROBABILITIES, log_softmax, prediction_measures, turn
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result

@@ -11,7 +11,7 @@ import torch
 
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift, require_numbers
-from lyapunov_prune.predictions.softmax import DENSE_LOGITS, divergences, log_softmax, squared, variance_r
+from lyapunov_prune.predictions.spaces import DENSE_LOGITS, divergences, log_softmax, squared, variance_r
 
 # Columns of a tile, rows per call of exp, and the largest number of entries of one product:
 # one product serves all changes of these rows, because products of few rows are slow.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from lyapunov_prune.bounds.distribution import EDGES, RatioDistribution
-from lyapunov_prune.bounds.report import BoundsReport
+from lyapunov_prune.bounds.report import EDGES, BoundsReport, RatioDistribution
 from lyapunov_prune.report.drawing import COLOURS, INK, SMALL, depth_axis, one_panel, svg
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.table import METHODS

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.schedules.owl import OWL, outlier_share
-from lyapunov_prune.calibration import norms as module
+from lyapunov_prune.calibration import gathering as module
 from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load

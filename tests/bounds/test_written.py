@@ -19,8 +19,7 @@ from lyapunov_prune.bounds import approximation as approx_module
 from lyapunov_prune.bounds import check as checks
 from lyapunov_prune.bounds.approximation import Approximation, approximation
 from lyapunov_prune.bounds.check import check_written
-from lyapunov_prune.bounds.distribution import RatioDistribution
-from lyapunov_prune.bounds.report import BoundsReport
+from lyapunov_prune.bounds.report import BoundsReport, RatioDistribution
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.errors import LyapunovPruneError

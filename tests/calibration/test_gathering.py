@@ -11,7 +11,7 @@ from helpers import as_batch, hooks_of
 from helpers.unfused import LAYER, mixture, reference, unfused
 
 from lyapunov_prune import LyapunovPruneError, compress
-from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.table import METHODS

@@ -9,7 +9,7 @@ import torch
 from helpers import moe
 
 from lyapunov_prune import compress
-from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.plain import find_projections
 

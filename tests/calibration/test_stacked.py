@@ -14,7 +14,7 @@ from torch import nn
 
 from lyapunov_prune import check_bounds, compress
 from lyapunov_prune.bounds.approximate import approximate
-from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.table import METHODS

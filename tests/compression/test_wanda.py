@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.calibration import norms as module
-from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.calibration import gathering as module
+from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.methods.wanda import Wanda

@@ -23,8 +23,7 @@ from lyapunov_prune.checkpoints import layer_stream
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.explaining import Explanation
 from lyapunov_prune.explaining import explain as module
-from lyapunov_prune.explaining.cost import READINGS, forwards, told_cost
-from lyapunov_prune.explaining.explain import explain
+from lyapunov_prune.explaining.explain import READINGS, explain, forwards, told_cost
 from lyapunov_prune.explaining.pair import Side
 from lyapunov_prune.explaining.sublayers import SublayerErrors
 from lyapunov_prune.forward import states

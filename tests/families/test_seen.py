@@ -13,7 +13,7 @@ from helpers import hooks_of
 from torch import nn
 
 from lyapunov_prune import LyapunovPruneError, check_bounds, compress
-from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.models import experts, left_alone
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.left_alone import CONVOLUTIONS, EMBEDDINGS, ROUTERS, STREAMS, UNKNOWN

@@ -13,7 +13,7 @@ from transformers.models.mamba import modeling_mamba
 
 from lyapunov_prune import LyapunovPruneError, compress
 from lyapunov_prune.allocation.schedules.owl import OWL
-from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.forward.hooks import run_backbone

@@ -12,8 +12,8 @@ from helpers import hooks_of, make_tiny
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.healing.distillation import update_sizes
 from lyapunov_prune.healing.low_rank import low_rank_updates
-from lyapunov_prune.healing.sizes import update_sizes
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.plain import find_projections
 

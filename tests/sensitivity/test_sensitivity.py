@@ -19,7 +19,7 @@ from helpers import LAYERS, as_batch, assert_same, bits, computed, hooks_of, inp
 from scipy import stats
 from transformers import PreTrainedModel
 
-from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.compression.methods.rtn import RoundToNearest

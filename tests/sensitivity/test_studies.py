@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.method import rank_for

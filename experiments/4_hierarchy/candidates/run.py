@@ -24,7 +24,7 @@ from experiments.common import Model, draw, read_text, run_command
 from experiments.hierarchies import PROMPTS, as_json, cell, interval, kept, makers, opened, percent, records
 from experiments.statements import short, span, table
 from lyapunov_prune.data.choices import tokenize
-from lyapunov_prune.predictions.softmax import log_softmax
+from lyapunov_prune.predictions.spaces import log_softmax
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, GREY, log_axis, one_panel, panels, svg
 from lyapunov_prune.results.files import write_whole

@@ -42,8 +42,7 @@ from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import walk
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.predictions.softmax import divergences, log_softmax
-from lyapunov_prune.predictions.spaces import turn
+from lyapunov_prune.predictions.spaces import divergences, log_softmax, turn
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, log_axis, one_panel, panels, svg
 from lyapunov_prune.results.files import write_whole
 

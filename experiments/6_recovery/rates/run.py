@@ -27,9 +27,8 @@ from lyapunov_prune.data.batch import Split
 from lyapunov_prune.errors import Diverged
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import read
-from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.distillation import Distillation, update_sizes
 from lyapunov_prune.healing.rounds import schedule
-from lyapunov_prune.healing.sizes import update_sizes
 from lyapunov_prune.healing.trained import drawn_order, trained
 
 HERE = Path(__file__).parent

@@ -15,8 +15,7 @@ import numpy as np
 import lyapunov_prune as lp
 from experiments.common import Again, Model, draw, run, texts
 from experiments.statements import bullets, percent, runs, span, table
-from lyapunov_prune.bounds.distribution import EDGES
-from lyapunov_prune.bounds.report import BoundsReport
+from lyapunov_prune.bounds.report import EDGES, BoundsReport
 from lyapunov_prune.report.drawing import COLOURS, panels, svg
 from lyapunov_prune.results.files import write_whole
 

@@ -51,7 +51,7 @@ class OWL(Schedule):
 
 def outlier_share(model: PreTrainedModel, batch: Readable, matrices: Matrices, outlier: float) -> np.ndarray:
     """`D_l` of the layer of every matrix, (M,) float64: share of its scores above `outlier` × their mean."""
-    from lyapunov_prune.calibration.norms import input_norms
+    from lyapunov_prune.calibration.gathering import input_norms
     from lyapunov_prune.models.streamed import layer_held
 
     norms = input_norms(model, batch, matrices.projections)

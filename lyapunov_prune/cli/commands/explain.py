@@ -38,8 +38,8 @@ def explain(
     explanation.json. The exit code is 1 if the parts do not add up or a bound is violated.
     """
     from lyapunov_prune.data.unseen import require_unseen
-    from lyapunov_prune.explaining.cost import told_cost
     from lyapunov_prune.explaining.explain import explain as measured
+    from lyapunov_prune.explaining.explain import told_cost
     from lyapunov_prune.explaining.explanation import EXPLANATION
     from lyapunov_prune.explaining.kv_cache import with_rounded_cache
     from lyapunov_prune.forward.reading import read

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lyapunov_prune.bounds.phases import two_phases
+from lyapunov_prune.bounds.growth import two_phases
 from lyapunov_prune.errors import LyapunovPruneError
 
 LAYERS = st.lists(st.tuples(st.floats(0, 4), st.floats(0, 2), st.floats(0, 1)), min_size=1, max_size=12)
