@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -26,7 +25,7 @@ from filelock import FileLock
 
 from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.progress import warn
-from lyapunov_prune.results.files import halves, release_lock, whole_folder
+from lyapunov_prune.results.files import delete, halves, release_lock, whole_folder
 
 BUILTIN, BUILTIN_VERSION = "smollm2-135m", "0.1.2"
 PLACE, LIMIT = "LYAPUNOV_PRUNE_CACHE", "LYAPUNOV_PRUNE_CACHE_GB"
@@ -34,7 +33,6 @@ _GIGABYTES = 20.0
 _SEAL = "cached.json"
 _ENTRY = "[0-9a-f]{64}-[0-9][^-]*-[0-9][^-]*"  # SHA-256 of a file, versions of transformers and gguf
 _VERSION = "[0-9.]+"
-_CHUNK = 2**24
 T = TypeVar("T")
 
 
@@ -112,7 +110,7 @@ class Entry:
     def keep(self, save: Callable[[Path], None]) -> bool:
         """Let `save` write the checkpoint into the cache, whole; if that fails, warn and return False."""
         with suppress(OSError):
-            _delete(self.folder)
+            delete(self.folder)
         try:
             with whole_folder(self.folder) as folder:
                 save(folder)
@@ -164,7 +162,7 @@ def clear_cache() -> None:
     left = [*halves(place, _ENTRY), *halves(cache_folder(), f"{re.escape(BUILTIN)}-{_VERSION}")]
     with reported(f"cannot empty {cache_folder()}", "delete it by hand"):
         for path in [*_folders(), *left, *locks, builtin_place()]:
-            _delete(path)
+            delete(path)
     with suppress(OSError):  # missing, or holds other files
         place.rmdir()
 
@@ -174,20 +172,13 @@ def _folders() -> list[Path]:
     return [folder for folder in place.glob("*") if re.fullmatch(_ENTRY, folder.name) and folder.is_dir()]
 
 
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def _make_room(newest: Path, left: float) -> None:
     for each in cached():
         if each.folder != builtin_place():
             left -= each.size
             if left < 0 and each.folder != newest:
                 with suppress(OSError):
-                    _delete(each.folder)
+                    delete(each.folder)
                 left += each.size
 
 
@@ -206,8 +197,5 @@ def _is_sound(folder: Path) -> bool:
 
 
 def _sha256(path: Path) -> str:
-    digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(chunk):
-            digest.update(chunk[:size])
-    return digest.hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

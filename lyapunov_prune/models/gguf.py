@@ -90,21 +90,16 @@ def load_gguf(path: Path, options: dict[str, Any]) -> Decoder:
 
 def _load_whole(path: Path, options: dict[str, Any]) -> Decoder:
     entry, read = Entry(path), partial(load_folder, options=options)
-    found = entry.read(read)
-    if found is None:
-        with status(f"dequantising {path.name}, once"), entry.alone():
-            found = entry.read(read)  # another process may have made it meanwhile
-            if found is None:
-                found = _made_anew(path, entry, read)
-    return found
-
-
-def _made_anew(path: Path, entry: Entry, read: Callable[[Path], Decoder]) -> Decoder:
-    dense = _dequantise(path)
-    if entry.keep(partial(_save, dense)):
-        del dense
-        return read(entry.folder)
-    return _reread(dense, read)
+    if (found := entry.read(read)) is not None:
+        return found
+    with status(f"dequantising {path.name}, once"), entry.alone():
+        if (found := entry.read(read)) is not None:  # another process has made it meanwhile
+            return found
+        dense = _dequantise(path)
+        if entry.keep(partial(_save, dense)):
+            del dense
+            return read(entry.folder)
+        return _reread(dense, read)
 
 
 def read_gguf(path: Path, options: dict[str, Any]) -> Decoder:

@@ -104,11 +104,11 @@ def stored_tensors(model: PreTrainedModel, family: GGUFFamily, quantisation: str
         name = names.get_name(own, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise LyapunovPruneError(f"llama.cpp has no tensor for {own} in {family.architecture}; write it plain")
-        values = _to_file(name, tensor.detach().float().cpu(), config, family)
+        values = _laid_out(name, tensor.detach().float().cpu(), config, family, into_file=True)
         kind, data = _quantised(values.numpy(), _kind_of(name, values, quantisation))
         again = torch.from_numpy(gguf.quants.dequantize(data, kind).reshape(values.shape).astype(np.float32))
         before = tensor.detach().float().clone()
-        tensor.copy_(_from_file(name, again, config, family))
+        tensor.copy_(_laid_out(name, again, config, family, into_file=False))
         moved = float((tensor.float() - before).norm() / values.norm().clamp_min(1e-30).to(tensor.device))
         yield _piece(name, values, kind, data), moved / _MOVES[_bits(kind) < 16]
     for name, values in rope_tensors(config).items():
@@ -133,22 +133,15 @@ def _bits(kind: gguf.GGMLQuantizationType) -> float:
     return 8 * size / items
 
 
-def _to_file(name: str, values: torch.Tensor, config: PretrainedConfig, family: GGUFFamily) -> torch.Tensor:
-    """The model's numbers in llama.cpp's layout: rotary halves become pairs, and norms gain one."""
+def _laid_out(
+    name: str, values: torch.Tensor, config: PretrainedConfig, family: GGUFFamily, *, into_file: bool
+) -> torch.Tensor:
+    """The model's numbers in llama.cpp's layout, or back: rotary halves become pairs, and norms gain one."""
     if family.shifted and name.endswith("norm.weight"):
-        return values + 1
-    return _turned(name, values, config, (2, -1)) if family.permuted else values
-
-
-def _from_file(name: str, values: torch.Tensor, config: PretrainedConfig, family: GGUFFamily) -> torch.Tensor:
-    if family.shifted and name.endswith("norm.weight"):
-        return values - 1
-    return _turned(name, values, config, (-1, 2)) if family.permuted else values
-
-
-def _turned(name: str, values: torch.Tensor, config: PretrainedConfig, split: tuple[int, int]) -> torch.Tensor:
+        return values + 1 if into_file else values - 1
     heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads}
-    for part, count in heads.items():
-        if part in name:
-            return values.reshape(count, *split, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
-    return values
+    count = next((count for part, count in heads.items() if family.permuted and part in name), None)
+    if count is None:
+        return values
+    split = (2, -1) if into_file else (-1, 2)
+    return values.reshape(count, *split, *values.shape[1:]).transpose(1, 2).reshape(values.shape)

@@ -162,15 +162,19 @@ def _fill(temporary: Path, target: Path) -> None:
     require_empty(target)
     with ExitStack() as undo:
         for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
-            undo.callback(_delete, moved := target / path.name)
+            undo.callback(delete, moved := target / path.name)
             shutil.move(path, moved)
             _sync(moved)
         _sync(target)
         undo.pop_all()
 
 
-def _delete(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+def delete(path: Path) -> None:
+    """Delete the file or folder at `path`; of a link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def halves(folder: Path, name: str) -> list[Path]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import VOCABULARY, make_small, make_tiny, make_tokenizer, write_gguf
 from transformers import PreTrainedModel
 
@@ -119,8 +120,13 @@ def test_what_transformers_does_not_read_llama_cpp_does(name: str, changes: dict
 def test_numbers_in_a_wrong_place_fail_the_gate(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not permuted, as llama.cpp wants queries and keys, or norms without the one that it wants: both load."""
     name = "llama" if fault == "queries" else "gemma3"
-    for way in ("_to_file",) if fault == "shifted back" else ("_to_file", "_from_file"):
-        monkeypatch.setattr(gguf_tensors, way, lambda name, values, config, family: values)
+    laid_out = gguf_tensors._laid_out
+
+    def wrong(name: str, values: torch.Tensor, *args: Any, into_file: bool) -> torch.Tensor:
+        right = fault == "shifted back" and not into_file
+        return laid_out(name, values, *args, into_file=into_file) if right else values
+
+    monkeypatch.setattr(gguf_tensors, "_laid_out", wrong)
     with pytest.raises(CheckFailed, match=ROUNDED if fault == "shifted back" else RELOADED):
         export(wrap(tiny(name)), make_tokenizer(), tmp_path / "x.gguf")
     if fault == "queries" and installed():  # llama.cpp sees it too
