@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 
 
 def printable(text: str) -> str:
@@ -64,6 +65,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in known}
     close = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.75)
     return f" (did you mean {by_lower[close[0]]}?)" if close else ""
+
+
+def like_named(path: str | Path) -> str:
+    """` (did you mean X?)` if nothing is at `path` and a similar name is beside it; else ""."""
+    path = Path(path)
+    if path.exists() or not path.parent.is_dir():
+        return ""
+    return did_you_mean(str(path), [str(path.parent / file.name) for file in path.parent.iterdir()])
 
 
 def first_of(faults: Mapping[str, object]) -> str | None:

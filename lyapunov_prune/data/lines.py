@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lyapunov_prune.arguments import fits
-from lyapunov_prune.errors import LyapunovPruneError, reported
-from lyapunov_prune.results.files import like_named, parsed, require_file
+from lyapunov_prune.errors import LyapunovPruneError, like_named, reported
+from lyapunov_prune.results.files import parsed, require_file
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 

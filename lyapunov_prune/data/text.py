@@ -19,9 +19,8 @@ from lyapunov_prune.data.batch import Split, TokenBatch, whole_windows
 from lyapunov_prune.data.documents import Chats, Plain, documents
 from lyapunov_prune.data.lines import text_of
 from lyapunov_prune.data.rows import ENCODING, file_rows, holds_rows, hub_rows, require_reader
-from lyapunov_prune.errors import LyapunovPruneError, first_of
+from lyapunov_prune.errors import LyapunovPruneError, first_of, like_named
 from lyapunov_prune.models.tokenizers import token_ids
-from lyapunov_prune.results.files import like_named
 
 # A sample of this length that occurs again is a repeat, not chance.
 SAMPLE_CHARACTERS = 256

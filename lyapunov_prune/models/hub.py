@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lyapunov_prune.errors import LyapunovPruneError, first_line
+from lyapunov_prune.errors import LyapunovPruneError, first_line, like_named
 from lyapunov_prune.models.cache import BUILTIN
-from lyapunov_prune.results.files import like_named
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Files of a checkpoint besides weights; none of these can hold code.

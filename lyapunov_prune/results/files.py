@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from lyapunov_prune.errors import LyapunovPruneError, did_you_mean, reason_of, reported
+from lyapunov_prune.errors import LyapunovPruneError, reason_of, reported
 
 RETRY = "free space and retry"
 _PARTIAL = ".partial-"
@@ -41,14 +41,6 @@ def require_file(path: str | Path) -> None:
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise LyapunovPruneError(f"{path} is a pipe or a device; give a file")
-
-
-def like_named(path: str | Path) -> str:
-    """` (did you mean X?)` if nothing is at `path` and a similar name is beside it; else ""."""
-    path = Path(path)
-    if path.exists() or not path.parent.is_dir():
-        return ""
-    return did_you_mean(str(path), [str(path.parent / file.name) for file in path.parent.iterdir()])
 
 
 def write_whole(path: str | Path, text: str) -> Path:
@@ -240,26 +232,24 @@ def folder_digest(folder: str | Path) -> str:
 
 def require_absent(target: str | Path) -> None:
     """Raise LyapunovPruneError unless `target` is absent and a file can be put there."""
-    _require_free(Path(target), lambda target: "exists" if os.path.lexists(target) else None)
+    _require_free(Path(target), folder=False)
 
 
 def require_empty(target: str | Path) -> None:
     """Raise LyapunovPruneError unless `target` is absent or an empty folder, and a folder can be put there."""
-
-    def taken(target: Path) -> str | None:
-        os.fspath(target.resolve()).encode()  # libraries need a decodable path
-        if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-            return None
-        return "is a file, and a folder is written" if target.is_file() else "exists and is not empty"
-
-    _require_free(Path(target), taken)
+    _require_free(Path(target), folder=True)
 
 
-def _require_free(target: Path, taken: Callable[[Path], str | None]) -> None:
-    """Raise LyapunovPruneError where nothing can be written at `target`, or `taken` says what is there."""
+def _require_free(target: Path, *, folder: bool) -> None:
     require_writable(target.parent)
+    why = ""
     try:
-        why = taken(target)
+        if not folder:
+            why = "exists" if os.path.lexists(target) else ""
+        elif os.fspath(target.resolve()).encode() and target.is_file():  # libraries need a decodable path
+            why = "is a file, and a folder is written"
+        elif target.exists() and (not target.is_dir() or any(target.iterdir())):
+            why = "exists and is not empty"
         if not why and len(target.resolve().name.encode("utf-8", "replace")) > _LONGEST_NAME:
             why = "is too long a name"
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, undecodable
