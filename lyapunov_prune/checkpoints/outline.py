@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +18,22 @@ from lyapunov_prune.models.loading import load_outline
 from lyapunov_prune.models.stored_names import Target, targets_of
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.progress import status
-from lyapunov_prune.results.result import ModelIdentity
 
 
-@dataclass(frozen=True)
 class Outline:
     """The model of `decoder` is on `meta`; `stored` and `targets` are keyed by the names of tensors in the files.
 
-    They omit tensors that the model does not use, such as another program's or those of training.
+    They omit tensors that the model does not use, such as another program's or those of training. `sources` are the
+    file tensors that each tensor of the model is made of, and `digests` those of `tensor_digests`, for a shared tensor
+    under its first name; all numbers are read for them, one tensor after another.
     """
 
-    decoder: Decoder
-    stored: dict[str, Stored]
-    targets: dict[str, Target]
-    sources: dict[str, tuple[str, ...]]  # by tensor name in the model: the file tensors it is made of
-    digests: dict[str, dict[str, str]]  # by tensor in the model, under its first name
-    identity: ModelIdentity
+    def __init__(self, decoder: Decoder, stored: dict[str, Stored], targets: dict[str, Target]) -> None:
+        self.decoder, self.stored, self.targets = decoder, stored, targets
+        self.sources = _sources(decoder.model, targets)
+        with status("reading the weights"), reading(stored.values()):
+            self.digests = digests_of(dict(saved_tensors(decoder.model)), self._tensor)
+        self.identity = identify(decoder.model, combined(self.digests))
 
     @property
     def model(self) -> PreTrainedModel:
@@ -57,10 +55,22 @@ class Outline:
             if as_it_is and memory.device.type == "cpu" and stored.shape == memory.shape:
                 read_into(memory, stored)
                 return
-            tensor = _read(self.model, self.sources[name], self.stored, self.targets)
+            tensor = self._tensor(name)
             if tensor.shape != memory.shape:
                 raise LyapunovPruneError(f"the checkpoint has {name} in another shape; fetch it again")
             memory.copy_(tensor)  # the mapped file is read here
+
+    def _tensor(self, own: str) -> torch.Tensor:
+        """The model's tensor `own`, made of those in the files as loading makes it."""
+        keys = self.sources[own]
+        name, rule = self.targets[keys[0]].name, copy.deepcopy(self.targets[keys[0]].converter)
+        if rule is None:
+            return _stored_tensor(self.stored[keys[0]])
+        for key in keys:
+            tensor: Any = _stored_tensor(self.stored[key])  # the loader itself reads in threads
+            rule.add_tensor(name, key, self.targets[key].pattern, tensor)
+        value = rule.convert(name, model=self.model, config=self.model.config)[name]
+        return value[0] if isinstance(value, list) else value
 
 
 def read_outline(
@@ -78,11 +88,7 @@ def read_outline(
     with reading(()):
         stored = read_tensors(folder, getattr(loaded.model.config, "transformers_weights", None))
     targets, _ = targets_of(loaded.model, stored)
-    stored = {key: stored[key] for key in targets}
-    sources = _sources(loaded.model, targets)
-    digests = _digests(loaded.model, stored, targets, sources)
-    identity = identify(loaded.model, combined(digests))
-    return Outline(loaded, stored, targets, sources, digests, identity)
+    return Outline(loaded, {key: stored[key] for key in targets}, targets)
 
 
 def _sources(model: PreTrainedModel, targets: dict[str, Target]) -> dict[str, tuple[str, ...]]:
@@ -101,34 +107,6 @@ def _sources(model: PreTrainedModel, targets: dict[str, Target]) -> dict[str, tu
             raise LyapunovPruneError(f"the checkpoint has no tensor for {name} alone; take it in memory")
         sources[name] = tuple(keys[source])
     return sources
-
-
-def _digests(
-    model: PreTrainedModel,
-    stored: dict[str, Stored],
-    targets: dict[str, Target],
-    sources: dict[str, tuple[str, ...]],
-) -> dict[str, dict[str, str]]:
-    """`tensor_digests` of every tensor of the model, read from the files one after another."""
-
-    def read(name: str) -> torch.Tensor:
-        return _read(model, sources[name], stored, targets)
-
-    with status("reading the weights"), reading(stored.values()):
-        return digests_of(dict(saved_tensors(model)), read)
-
-
-def _read(
-    model: PreTrainedModel, keys: Sequence[str], stored: dict[str, Stored], targets: dict[str, Target]
-) -> torch.Tensor:
-    name, rule = targets[keys[0]].name, copy.deepcopy(targets[keys[0]].converter)
-    if rule is None:
-        return _stored_tensor(stored[keys[0]])
-    for key in keys:
-        tensor: Any = _stored_tensor(stored[key])  # the loader itself reads in threads
-        rule.add_tensor(name, key, targets[key].pattern, tensor)
-    value = rule.convert(name, model=model, config=model.config)[name]
-    return value[0] if isinstance(value, list) else value
 
 
 def _stored_tensor(stored: Stored) -> torch.Tensor:
