@@ -116,9 +116,9 @@ def test_what_is_decoded_has_to_fit_the_context_too(run_bad: Callable[..., str])
     assert "context 128 and 1 more tokens are longer than the model's 128" in line
 
 
-def test_an_unknown_split(run_bad: Callable[..., str]) -> None:
-    told = run_bad(*COMMANDS["eval"], "--split", "test")
-    assert "'test' is not one of 'evaluation', 'all', 'calibration'" in told
+def test_an_unknown_choice(run_bad: Callable[..., str]) -> None:
+    told = run_bad(*COMMANDS["profile"], "--along", "width")
+    assert "'width' is not one of 'depth', 'sublayers', 'time'" in told
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def hooked(reader: PreTrainedModel, merged: tuple[Merged, ...]) -> Iterator[PreT
 def test_eval_gives_the_perplexity_of_the_hooked_original(
     small: Path, hooked: PreTrainedModel, run: Callable[..., Done], tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    done = run("eval", "small", "--against", "tiny", *TEXT, "--split", "evaluation")
+    done = run("eval", "small", "--against", "tiny", *TEXT)
     assert done.code == 0, done.err
     text = load_text("builtin", tokenizer, tokens=256, context=64, split="evaluation")
     wanted = lp.perplexity(hooked, text).value

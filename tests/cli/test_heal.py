@@ -48,7 +48,6 @@ def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
     assert Provenance.load("healed/provenance.json").plan.remove == (1, 3)
     AutoModelForCausalLM.from_pretrained("healed")
     assert "--teacher" in run("heal", "tiny", "-o", "again", "--steps", "1", *TEXT).err
-    assert run("eval", "healed", "--split", "calibration", *TEXT).code == 2
 
 
 def test_where_nothing_beats_the_pruned_model_nothing_is_written(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_an_item_that_is_no_text_is_refused(item: Any, checkpoint: Path, run_bad
 
 def test_a_pair_of_surrogates_is_one_character(checkpoint: Path, run: Callable[..., Done]) -> None:
     (checkpoint.parent / "t.jsonl").write_text(json.dumps({"text": "whole \U0001f407 pairs, one by one; " * 99}))
-    assert run("eval", "tiny", "--text", "t.jsonl", "--split", "all", *TEXT).code == 0
+    assert run("profile", "tiny", "--text", "t.jsonl", *TEXT).code == 0
 
 
 @pytest.mark.parametrize("content", [DEEP, '{"kind":' * 100_000 + "1" + "}" * 100_000], ids=["list", "object"])

@@ -72,7 +72,7 @@ def test_every_command_takes_what_comes_out(run: Callable[..., Done]) -> None:
     assert provenance.plan.to_json() == PruningPlan.load("out/plan.json").to_json()
     assert (provenance.source, provenance.format, provenance.gate.passed) == ("tiny", "compact", True)
     few = ("--tokens", "128", "--context", "32")
-    assert run("eval", "out", *few, "--split", "evaluation").code == 0
+    assert run("eval", "out", *few).code == 0
     assert run("profile", "out", *few).code == 0
     assert run("hierarchy", "tiny", "out", *few, "--new-tokens", "2").code == 0
     heal = ("heal", "out", "-o", "healed", "--steps", "1", *few)

@@ -14,6 +14,10 @@ from helpers import COMMANDS, TEXT, Done
 from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.results.history import History
 
+LONGER = ["--tokens", "512", "--context", "64"]
+COMPRESS = ["compress", "--method", "magnitude", "--sparsity", "0.3"]
+PRUNE = ["prune", "--remove", "1"]
+
 # The text that a model was chosen on.
 
 
@@ -24,15 +28,22 @@ def text(checkpoint: Path) -> str:
     return "own.txt"
 
 
-@pytest.mark.parametrize("split", ["calibration", "all"])
-@pytest.mark.parametrize("spelling", ["own.txt", "./own.txt", "tiny/../own.txt"])
+def turned(text: str) -> str:
+    """A file of `text` with the other half first, so that what is scored is what others calibrate on."""
+    path = Path(text).with_name("turned.txt")
+    path.write_text("".join(Path(text).read_text().partition("Line 100 ")[::2][::-1]))
+    return str(path)
+
+
+@pytest.mark.parametrize("spelling", ["turned.txt", "./turned.txt", "tiny/../turned.txt"])
 def test_a_pruned_model_is_not_scored_on_its_calibration_text(
-    split: str, spelling: str, text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+    spelling: str, text: str, run: Callable[..., Done], run_bad: Callable[..., str]
 ) -> None:
-    run(*COMMANDS["prune"], "--text", text)
-    line = run_bad("eval", "out", *TEXT, "--text", spelling, "--split", split)
+    turned(text)
+    run(*PRUNE, "tiny", "-o", "out", *LONGER, "--text", text)
+    line = run_bad("eval", "out", *LONGER, "--text", spelling)
     assert f"out was made with {text} (calibration; step 1 of its history, prune), which holds about" in line
-    assert f"tokens of {spelling} ({split}) to score; take its evaluation half, or another text" in line
+    assert f"tokens of {spelling} (evaluation) to score; give another text" in line
 
 
 def test_the_evaluation_half_is_not_offered_where_it_is_what_was_seen(
@@ -45,19 +56,10 @@ def test_the_evaluation_half_is_not_offered_where_it_is_what_was_seen(
     assert line.rstrip().endswith("(evaluation) to score; give another text")
 
 
-@pytest.mark.parametrize("options", [["--text", "own.txt"], ["--split", "all"]], ids=["other half", "other text"])
-def test_a_pruned_model_is_scored_on_other_text(options: list[str], text: str, run: Callable[..., Done]) -> None:
+@pytest.mark.parametrize("other", ["own.txt", "builtin"], ids=["other half", "other text"])
+def test_a_pruned_model_is_scored_on_other_text(other: str, text: str, run: Callable[..., Done]) -> None:
     run(*COMMANDS["prune"], "--text", text)
-    assert run("eval", "out", *TEXT, *options).code == 0
-
-
-LONGER = ["--tokens", "512", "--context", "64"]
-
-
-COMPRESS = ["compress", "--method", "magnitude", "--sparsity", "0.3"]
-
-
-PRUNE = ["prune", "--remove", "1"]
+    assert run("eval", "out", *TEXT, "--text", other).code == 0
 
 
 def elsewhere() -> tuple[str, str]:
@@ -83,9 +85,9 @@ def test_the_calibration_text_is_known_by_its_content(
 ) -> None:
     assert run(*PRUNE, "tiny", "-o", "out", *LONGER, "--text", text).code == 0
     model, where = moved()
-    line = run_bad("eval", model, *LONGER, "--text", where, "--split", "calibration")
+    line = run_bad("eval", model, *LONGER, "--text", turned(where))
     assert f"{model} was made with {text} (calibration; step 1" in line
-    assert f"{where} (calibration)" in line
+    assert "turned.txt (evaluation)" in line
     assert run("eval", model, *LONGER, "--text", where).code == 0
 
 
@@ -95,7 +97,7 @@ def test_what_an_allocation_was_measured_on_was_seen(
 ) -> None:
     run(*COMPRESS, "tiny", "--allocation", allocation, "-o", "out", *LONGER, "--text", text)
     assert CompressionReport.load("out/compression.json").calibration is None
-    assert "history, compress" in run_bad("eval", "out", *LONGER, "--text", text, "--split", "calibration")
+    assert "history, compress" in run_bad("eval", "out", *LONGER, "--text", turned(text))
     assert f"Allocation: by tiny, float32 on cpu; 512 tokens of {text}" in Path("out/README.md").read_text()
     assert run("eval", "out", *LONGER, "--text", text).code == 0
 
@@ -117,7 +119,7 @@ def test_the_text_of_a_budget_was_seen(
 ) -> None:
     compress = ["compress", "tiny", "--max-kl", "0.5", "-o", "out", *LONGER, "--text", text, *how]
     assert run(*compress).code == 0
-    assert "history, compress" in run_bad("eval", "out", *LONGER, "--text", text, "--split", "calibration")
+    assert "history, compress" in run_bad("eval", "out", *LONGER, "--text", turned(text))
     card = Path("out/README.md").read_text()
     assert re.search(rf"Allocation: by tiny, float32 on cpu; \d+ tokens of {re.escape(text)}", card)
     assert run("eval", "out", *LONGER, "--text", text).code == 0
@@ -125,7 +127,7 @@ def test_the_text_of_a_budget_was_seen(
 
 def test_weights_alone_see_no_text(text: str, run: Callable[..., Done]) -> None:
     run(*COMPRESS, "tiny", "-o", "out")
-    assert run("eval", "out", *LONGER, "--text", text, "--split", "calibration").code == 0
+    assert run("eval", "out", *LONGER, "--text", turned(text)).code == 0
 
 
 @pytest.mark.parametrize(
@@ -147,14 +149,13 @@ def test_a_second_step_keeps_what_the_first_saw(
     reads = [] if "disk" in second or second == COMPRESS else LONGER
     assert run(*second, "out", "-o", "again", *reads).code == 0
     assert [step.kind for step in History.load("again/history.json").steps] == [first[0], second[0]]
-    line = run_bad("eval", "again", *LONGER, "--text", text, "--split", "calibration")
+    line = run_bad("eval", "again", *LONGER, "--text", turned(text))
     assert f"made with own.txt (calibration; step 1 of its history, {first[0]})" in line
     assert run("eval", "again", *LONGER, "--text", text).code == 0
 
 
 def test_what_measures_on_held_out_text_asks_the_history_too(text: str, run: Callable[..., Done]) -> None:
-    halves = "".join(Path(text).read_text().partition("Line 100 ")[::2][::-1])  # the other half first
-    Path("turned.txt").write_text(halves)
+    turned(text)
     run(*PRUNE, "tiny", "-o", "out", *LONGER, "--text", text)
     for command in (
         ["hierarchy", "tiny", "out", "--new-tokens", "1"],

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, require_retrieval, windows_at_once
-from lyapunov_prune.cli.options import IN_MEMORY, Inputs, Items, Model, Output, model_option, text_option, what_option
+from lyapunov_prune.cli.options import IN_MEMORY, Inputs, Items, Model, Output, model_option, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
@@ -51,7 +50,6 @@ def evaluate(
         str | None, model_option(help="A reference model to measure in the same run, usually the dense one.")
     ] = None,
     inputs: Inputs = Inputs(),
-    split: Annotated[choices.Split, text_option(help="Which half of the text to score.")] = "evaluation",
     output: Output = None,
     given: Given = Given(),
 ) -> None:
@@ -71,7 +69,7 @@ def evaluate(
     run = begun_run(output, model, "eval.json")
     chosen = load_tasks(tasks.split(","), few_shot=few_shot) if tasks is not None else None
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
-    first, batch = load_inputs(names[0], inputs, split)
+    first, batch = load_inputs(names[0], inputs, "evaluation")
     batch_size = windows_at_once(first, inputs.context)
     prompt = prompt_for(first.structure)
     models = _models(first, names, inputs, batch)
