@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from lyapunov_prune.cli import choices
-from lyapunov_prune.cli.options import DISK, Inputs, Judge, TextOptions, counted, one_of, what_option
+from lyapunov_prune.cli.options import DISK, Inputs, Judge, TextOptions, counted, what_option
 from lyapunov_prune.cli.ranked import MaxKL, RankOptions
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.ranking.counts import SPLITS, require_share
 from lyapunov_prune.ranking.table import require_ranks
 
@@ -36,9 +34,6 @@ class Removal:
     keep_period: Annotated[
         bool, what_option("--keep-period", help="Remove whole periods of a hybrid model, which some engines need.")
     ] = False
-    reduction: Annotated[
-        choices.Reduction | None, what_option(help=one_of(REDUCTIONS, "With --what activation: what replaces it."))
-    ] = None
     search: Annotated[
         float | None,
         what_option(
@@ -95,9 +90,6 @@ def settled(removal: Removal, by: RankOptions, given: Given) -> RankOptions:
         given.refuse("cannot be combined with --max-kl; give one of the two", "keep_period")
     if what != "width" and (remove is not None or max_kl is not None):
         require_ranks(by.goes_by, "layers" if together else what, remove=remove, periods=removal.keep_period)
-    if (what == "activation") != (removal.reduction is not None):
-        given.refuse("and --what activation need each other; give both or neither", "reduction")
-        given.refuse("activation and --reduction need each other; give both or neither", "what")
     if what != "layers":
         given.refuse(f"applies to whole layers only, not to --what {what}; leave it out", "keep_period")
     return by

@@ -145,8 +145,7 @@ def test_what_is_gone_is_refused_in_one_line(small: Path, run: Callable[..., Don
         "activation": "layer 3 is merged",
     }
     for what, message in again.items():
-        reduction = ("--reduction", "affine") if what == "activation" else ()
-        options = ("--what", what, "--layers", "2,3", *reduction, "--format", "compact")
+        options = ("--what", what, "--layers", "2,3", "--format", "compact")
         done = run("prune", "small", *options, "-o", "again", *TEXT)
         assert (done.code, done.changed) == (2, set())
         assert message in done.err

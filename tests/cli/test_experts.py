@@ -77,7 +77,6 @@ def test_as_many_as_a_divergence_allows(mixture: str, run: Callable[..., Done]) 
         (["--remove", "1", "--keep-period"], "--keep-period"),
         (["--remove", "1", "--mend"], "--mend closes the gaps"),
         (["--remove", "1", "--format", "compact"], "leave out --format"),
-        (["--remove", "1", "--reduction", "mean-gate"], "--what activation"),
         (["--remove", "1", "--device", "disk"], "--device disk"),
     ],
 )

@@ -289,24 +289,22 @@ def test_a_reduction_needs_a_text(reader: PreTrainedModel, tokenizer: PreTrained
 
 @pytest.mark.usefixtures("_here_alone")
 def test_prune_by_hand_and_by_plan(run: Callable[..., Done]) -> None:
-    hand = ("--what", "activation", "--layers", "1,4", "--reduction", "scaled", "--format", "compact")
+    hand = ("--what", "activation", "--layers", "1,4", "--format", "compact")
     done = run("prune", "tiny", *hand, "-o", "small", *TEXT)
     assert done.code == 0, done.err
-    assert "(reduction scaled) of 2 of 6" in done.out + done.err
+    assert "(reduction affine) of 2 of 6" in done.out + done.err
     assert Path("small", MODULE).is_file()
     assert isinstance(find_layers(load("small").model).layers[1].mlp, nn.Linear)
-    PruningPlan.given(load("tiny").model, **GOES).save(Path("plan.json"))
+    PruningPlan.given(load("tiny").model, **{**GOES, "reduction": "scaled"}).save(Path("plan.json"))
     assert run("prune", "tiny", "--plan", "plan.json", "--format", "compact", "-o", "smaller", *TEXT).code == 0
-    assert Provenance.load(Path("smaller") / PROVENANCE).plan.reduction == "affine"
+    assert Provenance.load(Path("smaller") / PROVENANCE).plan.reduction == "scaled"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--what", "activation", "--layers", "1"], "--what activation and --reduction"),
-        (["--layers", "1", "--reduction", "affine"], "--reduction and --what activation"),
-        (["--what", "activation", "--remove", "1", "--reduction", "affine"], "orders activations"),
-        (["--what", "activation", "--layers", "1", "--reduction", "affine"], "gated, .*--format"),
+        (["--what", "activation", "--remove", "1"], "orders activations"),
+        (["--what", "activation", "--layers", "1"], "gated, .*--format"),
         (["--what", "attention", "--layers", "0,1,2,3,4,5", "--format", "compact"], "no attention is left"),
         (["--layers", "1", "--format", "compact"], "leave out --format"),
         (["--layers", "1", "--format", "compact", "--device", "disk"], "--format .*in memory"),

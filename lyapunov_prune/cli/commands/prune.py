@@ -23,6 +23,7 @@ from lyapunov_prune.cli.removal import (
 )
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.export.table import FORMATS
+from lyapunov_prune.merging.table import DEFAULT
 from lyapunov_prune.ranking.counts import count_of
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _prune_in_memory(
     judged = load_judge(removal.judge, loaded, batch, inputs) if mend or narrower else None
     if removal.layers is not None:
         named: dict[str, Any] = {FIELDS[by.what]: layer_indices("--layers", removal.layers)}
-        plan = PruningPlan.given(loaded, **named, reduction=removal.reduction)
+        plan = PruningPlan.given(loaded, **named, reduction=DEFAULT if by.what == "activation" else None)
     elif given_plan is not None:
         plan = plan_for(loaded, given_plan)
     else:
