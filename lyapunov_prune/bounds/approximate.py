@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -18,13 +19,12 @@ from lyapunov_prune.arguments import Range
 from lyapunov_prune.bounds.approx_linear import ApproxLinear, Record, Residuals
 from lyapunov_prune.bounds.approximation import Approximation, approximation
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.prefix import restore
 from lyapunov_prune.forward.products import Product, watched_products
-from lyapunov_prune.forward.replacement import Replacement
+from lyapunov_prune.forward.replacement import exchanged, with_parts
 from lyapunov_prune.linalg import require_numbers, token_energy, widen
 from lyapunov_prune.models.decoder import Decoder, InMemory, Streamable, takes_model
 from lyapunov_prune.models.held import held
-from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.hooked import hooked, overridden
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
 
@@ -55,8 +55,7 @@ class Records(dict[str, Record]):
         """`approximate`, for approximations by matrix."""
         with ExitStack() as stack:
             for swap in self.swaps:
-                swap.install()
-                stack.callback(swap.remove)
+                stack.enter_context(swap.installed())
             with self._watching_uncalled(exact=False):
                 yield self
             self._take_probes()
@@ -80,8 +79,7 @@ class Records(dict[str, Record]):
             stack.callback(setattr, self, "watched", self.watched)
             self.watched = False
             for swap in self.swaps:
-                swap.remove()
-                stack.callback(swap.install)
+                stack.enter_context(swap.suspended())
             yield
 
     def _watching_uncalled(self, exact: bool) -> AbstractContextManager[None]:
@@ -174,17 +172,19 @@ class _Forward:
         self.name, self.module, self.replacement = name, module, replacement
         self.by_product = {name: replacement.residuals}
 
-    def install(self) -> None:
-        self.before = self.module.__dict__.get("forward")
-        if isinstance(self.before, ApproxLinear):
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        self.exact: Any = self.module.forward, self.module._parameters["weight"]
+        if isinstance(self.module.forward, ApproxLinear):
             raise LyapunovPruneError(f"{self.name} is approximated already; leave the other block first")
-        self.exact = self.module._parameters["weight"]
-        self.module.forward = self.replacement
-        self.module._parameters["weight"] = self.replacement.parameter
+        with overridden(self.module, self.replacement), exchanged(self.module, "weight", self.replacement.parameter):
+            yield
 
-    def remove(self) -> None:
-        self.module._parameters["weight"] = self.exact
-        restore(self.module, self.before)
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        forward, weight = self.exact
+        with overridden(self.module, forward), exchanged(self.module, "weight", weight):
+            yield
 
     def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
         """A hook after the exact module: record what the approximation would have done, and the size of `W x`."""
@@ -197,13 +197,14 @@ class _Forward:
             record.output += float(token_energy(product[..., record.projection.start : record.projection.stop]).sum())
 
 
-class _Bare(Replacement):
+class _Bare:
     """Approximates the matrices stacked in a bare parameter; `by_product` holds the residual of each, by name."""
 
     def __init__(self, module: nn.Module, key: str, records: list[Record]) -> None:
-        super().__init__(module, key, {r.projection: r.approximation.weight for r in records})
-        before, after = self.before.detach(), self.after.detach()
+        exact: Any = module._parameters[key]
+        after = with_parts(module, key, {r.projection: r.approximation.weight for r in records})
+        self.installed, self.suspended = (partial(exchanged, module, key, stored) for stored in (after, exact))
         self.by_product = {
-            r.projection.name: Residuals(r.projection.rows(before), r.projection.rows(after), [r], cached=False)
-            for r in records
+            p.name: Residuals(p.rows(exact.detach()), p.rows(after.detach()), [r], cached=False)
+            for p, r in ((r.projection, r) for r in records)
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from itertools import groupby
 from typing import Any, TextIO
 
@@ -22,7 +22,7 @@ from lyapunov_prune.evaluation.harness_tasks import SEED, quietly
 from lyapunov_prune.forward.continuations import Continuations
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.hooked import hooked, overridden
 from lyapunov_prune.models.positions import rotation, switches
 from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import Structure, in_eval_mode
@@ -192,8 +192,7 @@ def _greedy(model: PreTrainedModel) -> Iterator[None]:
         model.generation_config = kept
 
 
-@contextmanager
-def _fresh_cache(model: Any, config: Any) -> Iterator[None]:
+def _fresh_cache(model: Any, config: Any) -> AbstractContextManager[None]:
     """Let `generate` drop a cache made stale by length-dependent positions; transformers only does so for Phi-3."""
     prepare = model.prepare_inputs_for_generation
 
@@ -203,14 +202,4 @@ def _fresh_cache(model: Any, config: Any) -> Iterator[None]:
             past_key_values, kwargs["next_sequence_length"] = None, None
         return prepare(input_ids, past_key_values=past_key_values, **kwargs)
 
-    if not switches(config):
-        yield
-        return
-    before = model.__dict__.get("prepare_inputs_for_generation")
-    model.prepare_inputs_for_generation = prepared
-    try:
-        yield
-    finally:
-        del model.prepare_inputs_for_generation
-        if before is not None:
-            model.prepare_inputs_for_generation = before
+    return overridden(model, prepared, "prepare_inputs_for_generation") if switches(config) else nullcontext()

@@ -14,7 +14,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.attentions import find_attentions, standing_in
 from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.reading import Reading
-from lyapunov_prune.forward.replacement import replaced
+from lyapunov_prune.forward.replacement import exchanged, replaced
 from lyapunov_prune.forward.sublayers import silent
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import find_projections
@@ -84,8 +84,11 @@ def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
         with ExitStack() as stack:
             stack.enter_context(replaced(model, {p: p.weight(compressed) for p in chosen}))
             for name in {p.module for p in chosen} & gone.keys():
+                module = model.get_submodule(name)
                 for key in gone[name]:
-                    stack.enter_context(_zero(model.get_submodule(name), key))
+                    bias = module.get_parameter(key)
+                    zeros = nn.Parameter(torch.zeros_like(bias), bias.requires_grad)
+                    stack.enter_context(exchanged(module, key, zeros))
             yield
 
     return change
@@ -111,17 +114,6 @@ def compact_layers(reading: Reading, compact: PreTrainedModel) -> Changes:
         return standing_in(mine, {name: theirs.get_submodule(name) for name in names})
 
     return change
-
-
-@contextmanager
-def _zero(module: nn.Module, key: str) -> Iterator[None]:
-    before = module._parameters[key]
-    assert before is not None
-    module._parameters[key] = nn.Parameter(torch.zeros_like(before), before.requires_grad)
-    try:
-        yield
-    finally:
-        module._parameters[key] = before
 
 
 def _children(branch: Branch) -> set[str]:

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lyapunov_prune.forward.prefix import restore
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.hooked import hooked, overridden
 from lyapunov_prune.models.mixtures import Mixture
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.units import Refits
@@ -98,8 +97,7 @@ def _mask(stack: ExitStack, layer: nn.Module, mixture: Mixture, gone: Sequence[i
         with _unchosen(layer, mixture, gone), _Masked(layer.get_parameter(mixture.scores), rows):
             return forward(*args, **kwargs)
 
-    stack.callback(restore, block, block.__dict__.get("forward"))
-    block.forward = masked
+    stack.enter_context(overridden(block, masked))
 
 
 @contextmanager

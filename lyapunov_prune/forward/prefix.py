@@ -19,7 +19,7 @@ from lyapunov_prune.forward.hooks import (
     run_up_to,
     skipped,
 )
-from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.hooked import hooked, overridden
 from lyapunov_prune.models.structure import Structure
 
 _TOKENS = 32
@@ -151,14 +151,5 @@ class Prefix:
                     hidden = answer(args, kwargs)
                     return (hidden, *[None] * (width - 1)) if width else hidden
 
-                stack.callback(restore, layer, layer.__dict__.get("forward"))
-                layer.forward = forward
+                stack.enter_context(overridden(layer, forward))
             yield
-
-
-def restore(module: nn.Module, before: Any) -> None:
-    """Restore `before`, the forward set on the instance; None means that of its class."""
-    if before is None:
-        del module.__dict__["forward"]
-    else:
-        module.forward = before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,26 +13,24 @@ from transformers import PreTrainedModel
 from lyapunov_prune.models.projections import Projection
 
 
-class Replacement:
-    """A parameter that replaces `module.key` while installed, with other matrices for some of its parts.
+def with_parts(module: nn.Module, key: str, parts: Mapping[Projection, torch.Tensor]) -> nn.Parameter:
+    """A new parameter like `module.key`, with other matrices (output × input) for some of its parts."""
+    before: Any = module._parameters[key]
+    stored = before.detach().clone()
+    for p, W in parts.items():
+        p.rows(stored).copy_(W)
+    return nn.Parameter(stored, requires_grad=before.requires_grad)
 
-    It is a new parameter, so a tensor tied to the old one elsewhere keeps its values.
-    """
 
-    def __init__(self, module: nn.Module, key: str, parts: Mapping[Projection, torch.Tensor]) -> None:
-        before = module._parameters[key]
-        assert before is not None
-        self.module, self.key, self.before = module, key, before
-        stored = before.detach().clone()
-        for p, W in parts.items():
-            p.rows(stored).copy_(W)
-        self.after = nn.Parameter(stored, requires_grad=before.requires_grad)
-
-    def install(self) -> None:
-        self.module._parameters[self.key] = self.after
-
-    def remove(self) -> None:
-        self.module._parameters[self.key] = self.before
+@contextmanager
+def exchanged(module: nn.Module, key: str, parameter: nn.Parameter) -> Iterator[None]:
+    """Inside the block `module.key` is `parameter`; a tensor tied to the old one elsewhere keeps its values."""
+    before = module._parameters[key]
+    module._parameters[key] = parameter
+    try:
+        yield
+    finally:
+        module._parameters[key] = before
 
 
 @contextmanager
@@ -44,8 +43,7 @@ def replaced(model: PreTrainedModel, weights: Mapping[Projection, torch.Tensor])
     for p, W in weights.items():
         by_parameter.setdefault((p.module, p.parameter), {})[p] = W
     with ExitStack() as stack:
-        for (module, key), parts in by_parameter.items():
-            replacement = Replacement(model.get_submodule(module), key, parts)
-            replacement.install()
-            stack.callback(replacement.remove)
+        for (name, key), parts in by_parameter.items():
+            module = model.get_submodule(name)
+            stack.enter_context(exchanged(module, key, with_parts(module, key, parts)))
         yield

@@ -14,10 +14,9 @@ from transformers.utils import ModelOutput
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state
-from lyapunov_prune.forward.prefix import restore
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.hooked import hooked, overridden
 from lyapunov_prune.models.two_stacks import decoder_call
 
 # A block of logits of this size stays in the cache between the product and the exponentials.
@@ -196,16 +195,11 @@ class Scorer:
 
     def own(self, state: torch.Tensor) -> torch.Tensor:
         """The logits of the model's own forward if its decoder returns `state` (tokens × width); needs `enters`."""
-        decoder = self.decoder
-        before = decoder.__dict__.get("forward")
         answer = type(self._answer)(**{**self._answer, next(iter(self._answer)): state[None]})
-        ids = torch.zeros(1, len(state), dtype=torch.int64, device=next(decoder.parameters()).device)
-        decoder.forward = lambda *args, **kwargs: answer
-        try:
+        ids = torch.zeros(1, len(state), dtype=torch.int64, device=next(self.decoder.parameters()).device)
+        with overridden(self.decoder, lambda *args, **kwargs: answer):
             call, _ = decoder_call(self.model, ids.new_zeros(1, 2))
             return call(ids, use_cache=False).logits[0]
-        finally:
-            restore(decoder, before)
 
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.prefix import restore
 from lyapunov_prune.healing.low_rank import low_rank_updates
 from lyapunov_prune.models.dispatched import is_dispatched
+from lyapunov_prune.models.hooked import overridden
 from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.structure import find_layers
 
@@ -57,15 +57,11 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
 
     The gradients are bit for bit the same if the layers are deterministic.
     """
-    layers = {id(layer): layer for layer in find_layers(model).layers}  # one may occur several times
-    before = {key: layer.__dict__.get("forward") for key, layer in layers.items()}
-    for layer in layers.values():
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    try:
+    with ExitStack() as stack:
+        for layer in dict.fromkeys(find_layers(model).layers):  # one may occur several times
+            again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            stack.enter_context(overridden(layer, again))
         yield
-    finally:
-        for key, layer in layers.items():
-            restore(layer, before[key])
 
 
 def require_trainable(model: PreTrainedModel, called: str, rank: int | None = None) -> None:

@@ -49,6 +49,20 @@ def hooked(*, before: Hooks = (), after: Hooks = ()) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def overridden(module: nn.Module, method: Callable[..., Any], name: str = "forward") -> Iterator[None]:
+    """Inside the block, `method` is the one of this name; after it, the one before, of the module or of its class."""
+    before = module.__dict__.get(name)
+    module.__dict__[name] = method
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = before
+
+
 def keep_hooked(after: Hooks) -> None:
     """Run hooks after the forwards of their modules, as in `hooked`, for as long as the modules live.
 
