@@ -19,8 +19,8 @@ from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.decoder import is_wrapped
 from lyapunov_prune.models.encoders import has_two_stacks
 from lyapunov_prune.models.gguf import BUILTIN_CARD
-from lyapunov_prune.models.hub import HUB_ID
 from lyapunov_prune.models.left_out import left_out
+from lyapunov_prune.models.loading import HUB_ID
 from lyapunov_prune.models.wrappers import loading_class
 
 CARD = "README.md"

@@ -6,7 +6,7 @@
 4. The same holds in a process that cannot import this package and runs the module beside the weights.
 5. Parameters and bytes on disk fell by exactly what was cut.
 
-If the map of the hidden vector is known, a sixth check compares each merged matrix with it (`merge_gate`).
+If the map of the hidden vector is known, a sixth check compares each merged matrix with it (`merged_check`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.pruning.counting import COUNTED, fallen_check, held_by, place, sizes_in_memory
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED, Check, Gate, GateReport, OnFiles, bytes_in
-from lyapunov_prune.pruning.merge_gate import MERGED, merged_blocks, merged_check
+from lyapunov_prune.pruning.removal_gate import MERGED, merged_blocks, merged_check
 
 
 @runs_models

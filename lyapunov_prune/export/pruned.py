@@ -44,9 +44,9 @@ def write_pruned(
 
     `format` is a name in `table.FORMATS`. Whole layers, channels and experts are removed. A removed attention, MLP or
     activation of a kept layer keeps its full size in `plain`, which saves no time or memory: output projections become
-    zero, and an activation is cancelled (`mirroring`). In `compact`, attentions are gone and blocks without activation
-    are one matrix (`make_compact`). A reduction is fitted on `batch` in the unchanged `model`, so both formats hold the
-    same maps.
+    zero, and an activation is cancelled (`mirroring`). In `compact`, attentions are gone and blocks without
+    activation are one matrix (`make_compact`). A reduction is fitted on `batch` in the unchanged `model`, so both
+    formats hold the same maps.
 
     With `mend`, maps that close the gaps of whole layers are fitted on every second window of `batch`. They add no
     parameter, and are kept if the other windows and the text `judge` say that they pay (`mending.judge.judged_mends`);

@@ -3,11 +3,10 @@
 - `decoder`: the handle that every room takes; `structure`: where a decoder keeps its layers, and which model it is;
 - `encoders`: which models read a text in both directions, and by which class they are loaded; `two_stacks`: the layers
   of the encoder or of the decoder of a model that has both, and what each of them reads;
-- `loading`: a model in memory by any name, through `from_folder`, `hub` and `gguf` (which has the built-in model);
-  `folder`, `weight_files`, `expansion`: checks of a checkpoint, its weights and a tokenizer before transformers reads
-  them; `cache`: dequantised GGUF files; `packed`: packed integers that are
-  unpacked on loading; `quantised`: weights that stay packed, and what they can be used for; `quantised_names`: the
-  layers named in quantisation settings;
+- `loading`: a model in memory by any name, from the hub, through `from_folder` and `gguf` (which has the built-in
+  model); `folder`, `weight_files`, `expansion`: checks of a checkpoint, its weights and a tokenizer before transformers
+  reads them; `cache`: dequantised GGUF files; `packed`: packed integers that are unpacked on loading; `quantised`:
+  weights that stay packed, and what they can be used for; `quantised_names`: the layers named in quantisation settings;
 - `gguf_header`, `gguf_layers`: the header of a GGUF file, and its parts about single layers; `gguf_copy`,
   `gguf_tensors`: writing such a file, from another one's bytes or from tensors; `gguf_metadata`, `gguf_vocabulary`: the
   model and the tokenizer in its header;

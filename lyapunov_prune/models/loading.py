@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
+from lyapunov_prune.errors import LyapunovPruneError, did_you_mean, first_line, like_named
 from lyapunov_prune.models.adapters import attach_adapters, base_of, holds_adapters, merge_adapters
 from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.models.compact import family_of
@@ -20,7 +21,6 @@ from lyapunov_prune.models.encoders import Stack
 from lyapunov_prune.models.families import JUDGED
 from lyapunov_prune.models.from_folder import load_bare, load_folder, quiet
 from lyapunov_prune.models.gguf import builtin_folder, load_gguf
-from lyapunov_prune.models.hub import HUB_ID, download
 from lyapunov_prune.models.plain import require_weights
 from lyapunov_prune.models.structure import require_causal, settle
 from lyapunov_prune.progress import status, warn
@@ -165,3 +165,43 @@ def known_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if name not in _DTYPES:
         raise LyapunovPruneError(f"unknown dtype {name}{did_you_mean(name, _DTYPES)}; give one of {', '.join(_DTYPES)}")
     return getattr(torch, name)
+
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# Files of a checkpoint besides weights; none of these can hold code.
+_FILES = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "README.md"]
+_FILES += ["LICENSE*", "LICENCE*", "NOTICE*"]
+_PARTS = ["[0-9]_*/*.json", "[0-9]_*/*.safetensors"]  # parts of an embedding model, listed in its modules.json
+
+
+def download(name: str, offline: bool) -> Path:
+    """The folder of a hub model, from the cache or the network; only safetensors weights are downloaded."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"], local_files_only=offline)
+        if Path(folder, "modules.json").is_file():
+            snapshot_download(name, allow_patterns=_PARTS, local_files_only=offline)
+        return Path(folder)
+    except Exception as error:  # disk errors, the hub's own, a proxy's, those of the HTTP library
+        raise LyapunovPruneError(_diagnosis(name, error, offline)) from None
+
+
+def _diagnosis(name: str, error: Exception, offline: bool) -> str:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"the hub has no model {name} that you may read{like_named(name)}; check the name, or log in with "
+            "`hf auth login`"
+        )
+    if isinstance(error, LocalEntryNotFoundError):
+        asked = "offline was given" if offline else "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+        return (
+            f"{name} is neither a local folder{like_named(name)} nor in the hub cache, and "
+            f"{asked or 'the hub could not be reached'}; download it first, give a folder, or use {BUILTIN}"
+        )
+    if isinstance(error, HFValidationError):
+        return f"no model at {name}, and it is no hub id ({first_line(error)}); give a folder, a hub id or {BUILTIN}"
+    return f"the hub did not provide {name}: {first_line(error)}; try again later"

@@ -1,11 +1,10 @@
 """Remove layers or hidden channels, and show that it is right.
 
-- `plan`: the decision; `removed`: what follows from its lists; `plan_fields`: the checks of its fields; `mergekit`: a
-  plan from a mergekit file; `operation`: what a plan removes and what replaces it;
+- `plan`: the decision; `removed`: its lists, what they have to fulfil and what follows from them; `mergekit`: a plan
+  from a mergekit file; `operation`: what a plan removes and what replaces it;
 - `width`: which hidden channels are removed;
-- `surgery`, `zeroing`, `mirroring`: the cut, not checked yet;
-- `gate`: compares a reference with a result; `removal_gate`: the four checks of a removal, with `counting` and
-  `merge_gate` (merged and mended matrices);
+- `surgery`: the cut, not checked yet; `mirroring`: what stands in a plain checkpoint in place of parts;
+- `gate`: compares a reference with a result; `removal_gate`: the four checks of a removal, with `counting`;
 - `removal`: cut and check in memory; `provenance`: the record of a pruned checkpoint, `stored`: the words of its
   format;
 - `curve`: perplexity over layers removed.

@@ -1,9 +1,13 @@
-"""Store a merged feed-forward block in a plain checkpoint, by `σ(x) − σ(−x) = x` for GELU, SiLU and ReLU.
+"""What a plain checkpoint holds in place of a part of a layer: zeros, or a block whose activation cancels.
 
-A plain transformers checkpoint cannot say that a block is one matrix M. But a plain block whose activation has this
-identity can compute it: with `W₁ = [I; −I]` and `W₂ = [M, −M]`, `W₂ σ(W₁ x) = M (σ(x) − σ(−x)) = M x`. The rest of both
-matrices is zero. Everything is stored and multiplied, so this saves no time or memory; in a compact checkpoint the
-block is the matrix alone (`export.compact`). Gated blocks multiply two such maps, which no identity makes linear.
+A plain transformers checkpoint cannot say that a layer lacks its attention or its MLP. With a zero output projection
+the sublayer adds nothing to the residual stream, which computes the same. Nor can it say that a block is one matrix M.
+But `σ(x) − σ(−x) = x` for GELU, SiLU and ReLU, so a plain block computes it with `W₁ = [I; −I]` and `W₂ = [M, −M]`:
+`W₂ σ(W₁ x) = M (σ(x) − σ(−x)) = M x`. The rest of both matrices is zero. Gated blocks multiply two such maps, which no
+identity makes linear.
+
+All numbers are stored and multiplied, so this shows what a part is worth but saves no time or memory. In a compact
+checkpoint attentions are gone, and a merged block is the matrix alone (`export.compact`).
 """
 
 from __future__ import annotations
@@ -16,9 +20,12 @@ import torch
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.outputs import zero_outputs
+from lyapunov_prune.forward.sublayers import find_sublayers, named_branches
 from lyapunov_prune.merging.merge import Merged
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.feedforward import Affine, FeedForward, find_feedforward
-from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.models.structure import Structure, in_eval_mode
 
 _REMEDY = "give --format compact"
 _POINTS = 4097
@@ -88,3 +95,30 @@ def _not_plain(layer: int, why: str) -> LyapunovPruneError:
     return LyapunovPruneError(
         f"the feed-forward block of layer {layer} {why}, so a plain checkpoint cannot hold it merged; {_REMEDY}"
     )
+
+
+@in_eval_mode
+def zero_sublayers(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> None:
+    """Set the output projections of these sublayers of `decoder` to zero: weight, bias, every expert.
+
+    Trial forwards find which matrices they are (`forward.outputs`). Raises LyapunovPruneError if a layer has no such
+    sublayer, if something after the projection adds to the output (a norm with a bias), and if another layer uses the
+    same matrix.
+    """
+    if not (attention or mlp):
+        return
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in decoder.model.named_parameters(remove_duplicate=False):
+        users.setdefault(parameter, []).append(name)
+    sublayers = find_sublayers(decoder, sorted({*attention, *mlp}))
+    for index, kind, branch in named_branches(sublayers, attention, mlp):
+        needed = zero_outputs(branch)
+        shared = (users[parameter] for parameter in needed or () if len(users[parameter]) > 1)
+        why = next((f"{names[0]}, which is also {names[1]}" for names in shared), None)
+        if needed is None:
+            why = (
+                f"a {type(branch.exit).__name__} that adds a bias or the residual stream, which zeroing the output "
+                "projection does not remove"
+            )
+        if why:
+            raise LyapunovPruneError(f"the {kind} of layer {index} ends in {why}; remove the whole layer")

@@ -11,8 +11,7 @@ import numpy as np
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.models.decoder import Decoder, Identified, takes_identity
 from lyapunov_prune.profiles.contraction_profile import dtype_note, floor_note
-from lyapunov_prune.pruning.plan_fields import require_channels, require_experts, require_reduction
-from lyapunov_prune.pruning.removed import Removed
+from lyapunov_prune.pruning.removed import Removed, require_channels, require_experts, require_reduction
 from lyapunov_prune.results.arrays import each_once, require_array, require_fitting, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ROWS, MeasuredOn, ModelIdentity, Result

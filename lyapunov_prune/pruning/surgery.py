@@ -28,18 +28,17 @@ from lyapunov_prune.models.units import Refits
 from lyapunov_prune.models.width import find_width, narrow
 from lyapunov_prune.models.wrappers import require_text_alone
 from lyapunov_prune.progress import warn
-from lyapunov_prune.pruning.mirroring import mirror, require_plain_block
+from lyapunov_prune.pruning.mirroring import mirror, require_plain_block, zero_sublayers
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.zeroing import zero_sublayers
 from lyapunov_prune.results.history import add_step
 
 
 def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Decoder:
     """`without_parts` for the plan of `operation`, with what stands in for the parts; it is not checked yet.
 
-    If the plan drops an activation, the block computes its merged matrix (`mirroring`). The layers before gaps absorb
-    their maps. A plain checkpoint can express no more, and a merged block saves no time or memory.
+    If the plan drops an activation, the block computes its merged matrix (`mirroring`). The layers before gaps
+    absorb their maps. A plain checkpoint can express no more, and a merged block saves no time or memory.
 
     Raises LyapunovPruneError for a block that cannot hold a merged matrix, and as `without_parts`.
     """
@@ -63,7 +62,7 @@ def without_parts(
     One rule serves every decoder: drop the layers, renumber every nested `layer_idx` (caches are indexed by it), slice
     everything in the config that describes single layers (some models read it while they run), and set the layer
     count. `models/families.py` holds what a family needs beyond that. Removed layers are not copied. If the plan drops
-    a sublayer alone, its output projection becomes zero (`zeroing`), which saves no time or memory. Hidden channels
+    a sublayer alone, its output projection becomes zero (`mirroring`), which saves no time or memory. Hidden channels
     leave the matrices of blocks and experts (`models/width.py`), whose last ones become the `refits` (`Operation`).
     Experts leave with their rows of the router (`models/mixtures.py`). With `shared`, unchanged tensors share the
     memory of `decoder`; use it for a result that is only read and saved, because a later in-place change would affect

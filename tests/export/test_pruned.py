@@ -39,7 +39,7 @@ from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.influence import block_influence
-from lyapunov_prune.pruning import surgery, zeroing
+from lyapunov_prune.pruning import mirroring, surgery
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
@@ -439,7 +439,7 @@ def test_a_cut_that_writes_into_what_both_share_is_not_written(
             parameter.data = shared[parameter].zero_()
         return needed
 
-    monkeypatch.setattr(zeroing, "zero_outputs", zero_in_place)
+    monkeypatch.setattr(mirroring, "zero_outputs", zero_in_place)
     with pytest.raises(LyapunovPruneError, match="this plan is of"):
         write_pruned(model, tokenizer, PruningPlan.given(model, drop_attention=[1]), target, batch)
     assert os.listdir(target.parent) == []

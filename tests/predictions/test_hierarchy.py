@@ -36,7 +36,7 @@ from lyapunov_prune.predictions import HierarchyProbe
 from lyapunov_prune.predictions import hierarchy as module
 from lyapunov_prune.predictions import spaces as softmax_module
 from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS
-from lyapunov_prune.pruning.zeroing import zero_sublayers
+from lyapunov_prune.pruning.mirroring import zero_sublayers
 
 STEPS, LAYER, T = 5, 2, 1.7
 # Where each model keeps its layers, its final norm, and the ends of both branches.

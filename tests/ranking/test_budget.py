@@ -20,8 +20,8 @@ from lyapunov_prune.models.structure import identify
 from lyapunov_prune.predictions import skip_divergence
 from lyapunov_prune.predictions import tiles as tiles_module
 from lyapunov_prune.predictions.divergence import sublayer_divergence
+from lyapunov_prune.pruning.mirroring import zero_sublayers
 from lyapunov_prune.pruning.plan import FIELDS
-from lyapunov_prune.pruning.zeroing import zero_sublayers
 from lyapunov_prune.ranking import BudgetedRemoval, rank_by_divergence, remove_under_budget
 from lyapunov_prune.ranking import budget as module
 from lyapunov_prune.ranking.ranking import LayerRanking
