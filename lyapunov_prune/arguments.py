@@ -63,8 +63,10 @@ class Parsed(NamedTuple):
 
 MOST_SEED = 2**32 - 1  # torch and numpy accept it, even multiplied by a window's number
 Seed = Annotated[int, Range(0, MOST_SEED)]
+Seeds = Iterable[Seed]
 Count = Annotated[int, Range(1)]
 Positive = Annotated[float, Range(above=True)]
+NonNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 Part = Annotated[float, Range(0, 1, above=True, below=True)]
 Amount = Count | Part  # so many, or such a share of all

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
-from lyapunov_prune.arguments import Count, Range
+from lyapunov_prune.arguments import Count, NonNegative, Range
 from lyapunov_prune.calibration.gram import damped
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.method import Method
@@ -30,7 +30,7 @@ class SecondOrder(Method):
     """
 
     block: Count = 128
-    damping: Annotated[float, Range(0)] = 0.01
+    damping: NonNegative = 0.01
     weighted: bool = False
     correction: Annotated[float, Range(0, 1)] = 0.0
 

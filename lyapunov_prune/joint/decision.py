@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 from scipy import stats
 
-from lyapunov_prune.arguments import Count, Range, Seed, checked
+from lyapunov_prune.arguments import Count, NonNegative, Range, Seed, checked
 from lyapunov_prune.bounds.choice import argmax_of_noise_lt_half_gap
 from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.joint.map import JointMap, coefficients, design, first_of_least, left_two_out
@@ -133,7 +133,7 @@ def decide(
     seconds: Sequence[Sequence[float]] | None = None,
     most: tuple[int, int] | None = None,
     repeats: Sequence[Sequence[float]] = (),
-    selection_error: Annotated[float, Range(0)],
+    selection_error: NonNegative,
 ) -> JointDecision:
     """The pair of largest P within the budget: `n_a + n_g = remove`, or all pairs with `seconds ≤ dense/speedup`.
 
@@ -189,7 +189,7 @@ def over_seeds(repeats: Sequence[Sequence[float]]) -> tuple[float, int]:
 def noisy_choices(
     fitted: JointMap,
     decision: JointDecision,
-    deviation: Annotated[float, Range(0)],
+    deviation: NonNegative,
     *,
     refits: Count = 500,
     seed: Seed = 0,

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from lyapunov_prune.arguments import Count, Positive, Seed
+from lyapunov_prune.arguments import Count, Positive, Seeds
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.rounding import roughness
@@ -35,7 +35,7 @@ def measure_contraction(
     batch: Readable,
     *,
     epsilon: Positive = 1e-2,
-    seeds: Iterable[Seed] = range(4),
+    seeds: Seeds = range(4),
     method: Derivative = "difference",
     pooling: Pooling = "energy",
     batch_size: Count = 1,

@@ -6,14 +6,14 @@ All rows of a batch read the same tokens from the same cache; they differ in how
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from lyapunov_prune.arguments import Count, Positive, Seed
+from lyapunov_prune.arguments import Count, Positive, Seeds
 from lyapunov_prune.forward.hooks import hidden_of, require_finite
 from lyapunov_prune.forward.logits import cache_of, only_last
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -32,12 +32,7 @@ STEPS = 64
 
 @runs_model
 def measure_persistence(
-    model: InMemory,
-    batch: Readable,
-    *,
-    epsilon: Positive = 1e-2,
-    seeds: Iterable[Seed] = range(4),
-    batch_size: Count = 1,
+    model: InMemory, batch: Readable, *, epsilon: Positive = 1e-2, seeds: Seeds = range(4), batch_size: Count = 1
 ) -> PersistenceProfile:
     """Measure how long an error in the recurrent state of each layer lasts, and ρ along depth on the same text.
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
-from lyapunov_prune.arguments import Count, Seed
+from lyapunov_prune.arguments import Count, Seeds
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import Model, StreamableText, takes_model
-from lyapunov_prune.profiles.contraction import Derivative, measure_contraction
+from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling, dtype_note
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
 from lyapunov_prune.profiles.propagation import listed
@@ -142,22 +142,11 @@ class LayerProfile(Result):
 
 
 @takes_model
-def profile_layers(
-    model: StreamableText,
-    batch: Readable,
-    *,
-    epsilon: float = 1e-2,
-    seeds: Iterable[Seed] = range(4),
-    method: Derivative = "difference",
-    pooling: Pooling = "energy",
-    batch_size: Count = 1,
-) -> LayerProfile:
-    """`measure_contraction` and `block_influence` on the same tokens."""
+def profile_layers(model: StreamableText, batch: Readable, *, batch_size: Count = 1, **how: Any) -> LayerProfile:
+    """`measure_contraction`, whose other options are `how`, and `block_influence` on the same tokens."""
     reading = read(model, batch)
     return LayerProfile(
-        contraction=measure_contraction(
-            model, reading, epsilon=epsilon, seeds=seeds, method=method, pooling=pooling, batch_size=batch_size
-        ),
+        contraction=measure_contraction(model, reading, batch_size=batch_size, **how),
         influence=block_influence(model, reading, batch_size=batch_size),
     )
 
@@ -172,7 +161,7 @@ def kept_profile(
     batch: TokenBatch,
     *,
     how: Mapping[str, Any] = HOW,
-    seeds: Iterable[Seed] = range(2),
+    seeds: Seeds = range(2),
     batch_size: Count = 1,
 ) -> LayerProfile:
     """Measure a profile once and keep it at `path`; `how` are the parameters of `profile_layers` besides its seeds.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from lyapunov_prune.arguments import Count, Positive, Seed
+from lyapunov_prune.arguments import Count, Positive, Seeds
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, between_branches, require_some
@@ -81,12 +80,7 @@ class SublayerGrowth(Result):
 
 @runs_model
 def sublayer_growth(
-    model: InMemory,
-    batch: Readable,
-    *,
-    epsilon: Positive = 1e-2,
-    seeds: Iterable[Seed] = range(4),
-    batch_size: Count = 1,
+    model: InMemory, batch: Readable, *, epsilon: Positive = 1e-2, seeds: Seeds = range(4), batch_size: Count = 1
 ) -> SublayerGrowth:
     """Follow the perturbation of `measure_contraction` through the sublayers of every layer.
 

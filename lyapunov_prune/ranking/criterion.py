@@ -70,6 +70,19 @@ class Criterion(Choice):
         """Measure, rank, and save what was measured."""
 
 
+class Together(Criterion):
+    """A criterion that chooses layers together; its ranking is saved under its name."""
+
+    def rank(self, asked: Asked) -> Ranking:
+        ranking = self.chosen(asked)
+        asked.keep(self.name, ranking)
+        return ranking
+
+    @abstractmethod
+    def chosen(self, asked: Asked) -> Ranking:
+        """The ranking; `asked.remove` is the number of layers."""
+
+
 class Scored(Criterion):
     """A criterion that scores every layer from the values that it `needs`; the smallest is removed first."""
 

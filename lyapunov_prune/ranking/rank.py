@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from lyapunov_prune.arguments import Amount, Count, Positive, Seed
+from lyapunov_prune.arguments import Amount, Count, Positive, Seed, Seeds
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import StreamableText, runs_model
@@ -26,7 +26,7 @@ def rank(
     what: What = "layers",
     alpha: float = 0.5,
     remove: Amount | None = None,
-    seeds: Iterable[Seed] = range(4),
+    seeds: Seeds = range(4),
     seed: Seed = 0,
     batch_size: Count = 1,
     protect: Sequence[int] = (),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
-from lyapunov_prune.arguments import Range
+from lyapunov_prune.arguments import NonNegative, Range
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import np
 
@@ -50,7 +50,7 @@ class Guidelines(Schedule):
     """
 
     ceiling: Annotated[float, Range(0, SPARSEST, above=True)] | Catastrophe = 0.9
-    extra: Annotated[float, Range(0)] = 0.1
+    extra: NonNegative = 0.1
     protected: Annotated[int, Range(0)] = 2
 
     help = "early MLP inputs dense, keys and values sparser, with an upper limit"

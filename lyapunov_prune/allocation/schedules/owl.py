@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
-from lyapunov_prune.arguments import Positive, Range
+from lyapunov_prune.arguments import NonNegative, Positive
 from lyapunov_prune.lazy import np, torch
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.progress import track
@@ -33,7 +33,7 @@ class OWL(Schedule):
     """
 
     outlier: Positive = 5.0
-    width: Annotated[float, Range(0)] = 0.08
+    width: NonNegative = 0.08
 
     help = "layers with more outliers among Wanda scores are kept denser"
     reference = "Yin et al., ICML 2024, arXiv:2310.05175, §3.2"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.ranking.criterion import Asked, Criterion
+from lyapunov_prune.ranking.criterion import Asked, Together
 
 if TYPE_CHECKING:
     from lyapunov_prune.ranking.angular import AngularDistance
 
 
-class Angular(Criterion):
+class Angular(Together):
     """The run of n layers with the least `1 − E_t cos(h_l,t, h_{l+n,t})` (`angular_distance`)."""
 
     help = "the consecutive layers that rotate the hidden state least"
@@ -18,15 +18,13 @@ class Angular(Criterion):
     streamed = ("layers",)
     chooses = "removes a run of layers"
 
-    def rank(self, asked: Asked) -> AngularDistance:
+    def chosen(self, asked: Asked) -> AngularDistance:
         from lyapunov_prune.ranking.angular import angular_distance
 
-        ranking = angular_distance(
+        return angular_distance(
             asked.reading.decoder,
             asked.reading,
             batch_size=asked.batch_size,
             protect=asked.protect,
             folder=asked.folder,
         )
-        asked.keep("angular", ranking)
-        return ranking

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.ranking.criterion import Asked, Criterion
+from lyapunov_prune.ranking.criterion import Asked, Together
 
 if TYPE_CHECKING:
     from lyapunov_prune.ranking.tried import BestRemoval
 
 
-class Best(Criterion):
+class Best(Together):
     """A search among sets of layers that may spend `search` forwards (`best_removal`).
 
     With `mend` it also compares the sets with their gaps mended, on the text `judge` too.
@@ -25,11 +25,11 @@ class Best(Criterion):
     next_token = True
     chooses = "searches among sets"
 
-    def rank(self, asked: Asked) -> BestRemoval:
+    def chosen(self, asked: Asked) -> BestRemoval:
         from lyapunov_prune.ranking.best import best_removal
 
         assert asked.remove is not None  # `chooses`
-        ranking = best_removal(
+        return best_removal(
             asked.reading.decoder,
             asked.reading,
             asked.remove,
@@ -37,8 +37,6 @@ class Best(Criterion):
             protect=asked.protect,
             mend=self.mend,
             judge=self.judge,
-            folder=asked.jobs("best"),
+            folder=asked.jobs(self.name),
             batch_size=asked.batch_size,
         )
-        asked.keep("best", ranking)
-        return ranking

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.ranking.counts import free_layers
-from lyapunov_prune.ranking.criterion import Asked, Criterion
+from lyapunov_prune.ranking.criterion import Asked, Together
 
 if TYPE_CHECKING:
     from lyapunov_prune.ranking.oracle import GreedyRemoval
 
 
-class Oracle(Criterion):
+class Oracle(Together):
     """Greedy search by the loss on the text itself (`greedy_removal`), as SLEB does it."""
 
     help = "greedy: at each step the layer whose removal raises the loss least"
@@ -19,18 +19,16 @@ class Oracle(Criterion):
     next_token = True
     chooses = "searches step by step"
 
-    def rank(self, asked: Asked) -> GreedyRemoval:
+    def chosen(self, asked: Asked) -> GreedyRemoval:
         from lyapunov_prune.ranking.oracle import greedy_removal
 
         assert asked.remove is not None  # `chooses`
         free = free_layers(asked.reading.structure.num_layers, asked.protect)
-        ranking = greedy_removal(
+        return greedy_removal(
             asked.reading.decoder,
             asked.reading,
             asked.remove,
-            folder=asked.jobs("oracle"),
+            folder=asked.jobs(self.name),
             batch_size=asked.batch_size,
             candidates=lambda removed: set(free) - set(removed),
         )
-        asked.keep("oracle", ranking)
-        return ranking
