@@ -112,7 +112,7 @@ MEASUREMENTS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "rank": lambda m: lp.rank(m, IDS, criterion="random"),
     "remove_layers": lambda m: lp.remove_layers(m, [1]),
     "skip_divergence": lambda m: lp.predictions.skip_divergence(m, IDS),
-    "sublayer_influence": lambda m: lp.profiles.influence(m, IDS),
+    "sublayer_influence": lambda m: lp.profiles.sublayer_influence(m, IDS),
     "sublayer_jacobians": lambda m: lp.profiles.sublayer_jacobians(m, IDS),
     "verify_removal": lambda m: lp.verify_removal(m, m, [1]),
 }

@@ -73,7 +73,7 @@ def test_attention_and_mlp_by_one_call(
 ) -> None:
     ranking = lp.rank(llama, ids, criterion=criterion, what=what, remove=2, seed=5, folder=tmp_path)
     scores = {
-        "bi": lambda: getattr(lp.profiles.influence(llama, ids), what),
+        "bi": lambda: getattr(lp.profiles.sublayer_influence(llama, ids), what),
         "kl": lambda: sublayer_divergence(llama, ids, what).variance,
         "cosine": lambda: sublayer_divergence(llama, ids, what).variance_r,
         "from-end": lambda: np.arange(LAYERS)[::-1],

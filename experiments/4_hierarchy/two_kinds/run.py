@@ -40,7 +40,7 @@ def main(
     folder = model.folder(HERE)
     loaded = model.load()
     calibration, _ = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
-    influence = lp.profiles.influence(loaded.model, calibration)
+    influence = lp.profiles.sublayer_influence(loaded.model, calibration)
     models = {"dense": loaded.model}
     for kind in KINDS:
         for count in COUNTS[1:]:
