@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,15 +50,12 @@ def token_weights(
         if product.routed is None:
             note(product.name, product.output, product.rows_are_features)
 
-    def leave(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
-            if Routing.of(args, kwargs) is not None:
-                note(name, output)
-
-        return hook
+    def leave(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if Routing.of(args, kwargs) is not None:
+            note(name, output)
 
     experts = {p.routed for p in projections if p.routed}
-    leaving = [(model.get_submodule(name), leave(name)) for name in experts]
+    leaving = [(model.get_submodule(name), partial(leave, name)) for name in experts]
     windows = reading.windows(batch_size)
     for number, ids in enumerate(track(windows, "weights of tokens")):
         with torch.enable_grad(), watched_products(model, projections, seen), hooked(after=leaving):

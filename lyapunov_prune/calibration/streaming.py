@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,9 @@ def stream(
             change(here, _gathered(reading.model, here, needs, outputs, each_call, None, relative))
             return
         beside = _Beside(dense.model, here)
-        with hooked(before=[(reading.model.get_submodule(name), beside.reroute(name)) for name in beside.experts]):
+        with hooked(
+            before=[(reading.model.get_submodule(name), partial(beside.reroute, name)) for name in beside.experts]
+        ):
             both = beside.outputs(next(runs)[1], outputs)
             statistics = _gathered(reading.model, here, needs, both, each_call, beside.inputs, relative)
         change(here, statistics)
@@ -111,7 +114,7 @@ class _Beside:
 
     def outputs(self, ahead: Iterator[torch.Tensor], outputs: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
         """`outputs` of the compressed layer; before each, the dense layer runs while `ahead` is consumed."""
-        hooks = [(self.dense.get_submodule(name), self._note(name)) for name in self.experts]
+        hooks = [(self.dense.get_submodule(name), partial(self._note, name)) for name in self.experts]
         while True:
             self.inputs.clear()
             with hooked(before=hooks), watched_products(self.dense, self.here, self._keep):
@@ -119,27 +122,20 @@ class _Beside:
                     return
             yield next(outputs)
 
-    def reroute(self, name: str) -> Callable[..., Any]:
-        """A hook on the experts of the compressed model that sends them what the dense router chose for this call."""
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            routings = self._routings.get(name)
-            return routings.pop(0).sent(args, kwargs) if routings else None  # a call with lent tokens stays as it is
-
-        return hook
+    def reroute(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a call of experts of the compressed model: send them what the dense router chose for this call."""
+        routings = self._routings.get(name)
+        return routings.pop(0).sent(args, kwargs) if routings else None  # a call with lent tokens stays as it is
 
     def _keep(self, product: Product) -> None:
         if product.x.numel():
             self.inputs.setdefault(product.name, []).append(product.x.detach())
 
-    def _note(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            routing = Routing.of(args, kwargs)
-            if routing is None:
-                raise LyapunovPruneError(
-                    f"the router of {name} acts outside it, so that the compressed model cannot be made to send its "
-                    "experts the tokens that the dense model sends; leave out correction"
-                )
-            self._routings.setdefault(name, []).append(routing)
-
-        return hook
+    def _note(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        routing = Routing.of(args, kwargs)
+        if routing is None:
+            raise LyapunovPruneError(
+                f"the router of {name} acts outside it, so that the compressed model cannot be made to send its "
+                "experts the tokens that the dense model sends; leave out correction"
+            )
+        self._routings.setdefault(name, []).append(routing)

@@ -174,6 +174,15 @@ def _ids_of(batch: Any) -> Any:
     return None
 
 
+def filled(rows: Sequence[Sequence[int]], least: int = 1) -> torch.Tensor:
+    """The `rows` of ids as one int64 matrix of `least` columns or more, short ones filled with their last id.
+
+    This needs no padding mask: in a causal model no position attends to a later one.
+    """
+    width = max(least, *map(len, rows))
+    return torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows], dtype=torch.int64)
+
+
 def whole_windows(tokens: int, context: int) -> int:
     """How many windows of `context` tokens are cut from so many. Raises LyapunovPruneError if there are none."""
     if tokens < context:

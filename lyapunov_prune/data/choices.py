@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
+from lyapunov_prune.data.batch import filled
 from lyapunov_prune.data.lines import items_of, text_of
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
@@ -64,7 +65,7 @@ def lettered(item: ChoiceItem) -> ChoiceItem:
 def tokenize(item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, list[int], int]:
     """Ids (choices × tokens), the length of each row, and the number of tokens that all rows share at the start.
 
-    Short rows are filled with their last token. It needs no padding mask: no position attends to a later one.
+    Short rows are filled with their last token (`batch.filled`).
     """
     texts = [item.stem + choice for choice in item.choices]
     start = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
@@ -76,9 +77,7 @@ def tokenize(item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> tuple[torc
         raise LyapunovPruneError(
             f"the item {item.query[:40]!r} gives no tokens to tell its choices by; give choices of different tokens"
         )
-    lengths = [len(row) for row in rows]
-    ids = [row + [row[-1]] * (max(lengths) - len(row)) for row in rows]
-    return torch.tensor(ids, dtype=torch.int64), lengths, context
+    return filled(rows), [len(row) for row in rows], context
 
 
 def shared_start(rows: Sequence[Sequence[int]]) -> int:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.batch import TokenBatch, filled
 from lyapunov_prune.data.documents import Message, columns_of, messages_of, require_template
 from lyapunov_prune.data.lines import numbered, text_of
 from lyapunov_prune.data.rows import file_rows, holds_rows
@@ -103,7 +103,7 @@ def load_prompts(
             assert isinstance(asked, str)  # chats are not given with chat=False
             text = asked
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        rows.append(torch.tensor([tokenizer.bos_token_id] * begins + ids, dtype=torch.int64))
+        rows.append([tokenizer.bos_token_id] * begins + ids)
         said.append((asked,) if isinstance(asked, str) else tuple(message["content"] for message in asked))
     short = next((where for (where, _), row in zip(prompts, rows, strict=True) if len(row) < 2), None)
     if short or not rows:
@@ -112,8 +112,7 @@ def load_prompts(
     if chat:
         begins = tokenizer.bos_token_id is not None and all(row[0] == tokenizer.bos_token_id for row in rows)
     lengths = tuple(map(len, rows))
-    ids = torch.stack([torch.cat([row, row[-1:].repeat(max(lengths) - len(row))]) for row in rows])
-    return Prompts(ids, text=str(path), split="all", bos=begins, lengths=lengths, said=tuple(said))
+    return Prompts(filled(rows), text=str(path), split="all", bos=begins, lengths=lengths, said=tuple(said))
 
 
 def _read(path: Path) -> list[tuple[str, str | list[Message]]]:

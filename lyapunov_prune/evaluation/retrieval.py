@@ -13,7 +13,7 @@ from scipy import stats
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import Count, Range, checked
-from lyapunov_prune.data.batch import checked_batch, require_context, rows_measured_on
+from lyapunov_prune.data.batch import checked_batch, filled, require_context, rows_measured_on
 from lyapunov_prune.data.retrieval import RetrievalTask
 from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.data.unseen import require_unseen_items
@@ -225,9 +225,7 @@ def _embed(model: PreTrainedModel, rows: list[list[int]], skipped: int, batch_si
     groups = alike(structure.config, list(map(len, rows)))
     batches = [group[k : k + batch_size] for group in groups for k in range(0, len(group), batch_size)]
     for some in track(batches, f"embeddings of {name}"):
-        width = max(2, len(rows[some[-1]]))
-        # Pads by repeating at the end without a mask: in a causal model no position sees a later one.
-        ids = torch.tensor([rows[i] + rows[i][-1:] * (width - len(rows[i])) for i in some])
+        ids = filled([rows[i] for i in some], least=2)
         state = final_state(structure, checked_batch(structure, ids).ids.to(model.device))
         require_finite(structure, ids, "a text", state)
         found |= {i: lift(row[skipped : len(rows[i])]).mean(0).cpu() for i, row in zip(some, state, strict=True)}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -46,9 +47,11 @@ def with_rounded_cache(model: InMemory, bits: CacheBits) -> Decoder:
     shared = {id(tensor): tensor for tensor in chain(model.model.parameters(), model.model.buffers())}
     changed = copy.deepcopy(model.model, shared)
     changed.config._name_or_path = f"{model.model.config._name_or_path or type(changed).__name__}, cache of {bits} bits"
-    size = _head_size(model.structure.config)
+    config: Any = model.structure.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     modules = dict.fromkeys(p.module for p in held)
-    keep_hooked((changed.get_submodule(m), _rounding([p for p in held if p.module == m], size, bits)) for m in modules)
+    for m in modules:
+        keep_hooked([(changed.get_submodule(m), partial(_round, [p for p in held if p.module == m], size, bits))])
     return wrap(changed, model.tokenizer)
 
 
@@ -61,17 +64,12 @@ def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (((wide - low) / step).round() * step + low).to(x.dtype)
 
 
-def _rounding(parts: Sequence[Projection], size: int, bits: int) -> Callable[..., torch.Tensor]:
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
-        output = output.clone()
-        for p in parts:
-            part = output[..., p.start : p.stop]
-            width = size if (p.stop - p.start) % size == 0 else p.stop - p.start
-            part.copy_(rounded(part.unflatten(-1, (-1, width)), bits).flatten(-2))
-        return output
-
-    return hook
-
-
-def _head_size(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _round(
+    parts: Sequence[Projection], size: int, bits: int, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor
+) -> torch.Tensor:
+    output = output.clone()
+    for p in parts:
+        part = output[..., p.start : p.stop]
+        width = size if (p.stop - p.start) % size == 0 else p.stop - p.start
+        part.copy_(rounded(part.unflatten(-1, (-1, width)), bits).flatten(-2))
+    return output

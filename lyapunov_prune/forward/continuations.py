@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lyapunov_prune.data.batch import filled
 from lyapunov_prune.data.choices import shared_start
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT, deviation
@@ -90,7 +91,7 @@ class Continuations:
         return self._picked(self._continued(texts, shared), texts, scored, shared)
 
     def _whole(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-        return final_state(self.structure, _padded(texts).to(self.device))
+        return final_state(self.structure, filled(texts).to(self.device))
 
     def _continued(self, texts: Sequence[Sequence[int]], shared: int) -> torch.Tensor:
         """The states after the first `shared` tokens, which all texts have in common and run once."""
@@ -98,7 +99,7 @@ class Continuations:
         beginning = torch.tensor([list(texts[0][:shared])], device=self.device)
         cache = backbone(input_ids=beginning, use_cache=True).past_key_values
         cache.batch_repeat_interleave(len(texts))
-        ids = _padded([text[shared:] for text in texts]).to(self.device)
+        ids = filled([text[shared:] for text in texts]).to(self.device)
         # Without positions, some forwards count from zero again.
         positions = torch.arange(shared, shared + ids.shape[1], device=self.device).expand_as(ids)
         return backbone(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)[0]
@@ -108,9 +109,3 @@ class Continuations:
     ) -> list[torch.Tensor]:
         ends = [len(text) - before for text in texts]
         return [row[end - count : end] for row, end, count in zip(states, ends, scored, strict=True)]
-
-
-def _padded(texts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Texts × tokens, padded with each text's last token; no position attends to a later one."""
-    width = max(map(len, texts))
-    return torch.tensor([[*text, *[text[-1]] * (width - len(text))] for text in texts], dtype=torch.int64)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
                     runs = model.get_submodule(user.routed or user.module)
                     stack.enter_context(_updated(runs, module, user, weight, A, B))
                 else:
-                    stack.enter_context(hooked(after=[(module, _adding(A, B))]))
+                    stack.enter_context(hooked(after=[(module, partial(_add, A, B))]))
         yield factors
     for weight, (name, p) in weights.items():
         left, right = (lift(factors[f"{name}.{side}"].detach()) for side in "BA")
@@ -112,8 +113,6 @@ def _updated(
         restore()  # in case a forward raised
 
 
-def _adding(A: torch.Tensor, B: torch.Tensor) -> Callable[..., torch.Tensor]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
-        return (widen(output) + linear(linear(args[0].to(A.dtype), A), B)).to(output.dtype)
-
-    return hook
+def _add(A: torch.Tensor, B: torch.Tensor, module: nn.Module, args: Any, kwargs: Any, output: Any) -> torch.Tensor:
+    """The output of a matrix plus that of `B A` on the same input."""
+    return (widen(output) + linear(linear(args[0].to(A.dtype), A), B)).to(output.dtype)

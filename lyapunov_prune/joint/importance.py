@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -176,7 +177,7 @@ def mixed(student: Unmerged, weights: Callable[[], torch.Tensor]) -> Iterator[No
     after: list[tuple[nn.Module, Callable[..., Any]]] = []
     affines = student.merged(range(len(student.blocks)))
     for index, attention in find_attentions(student.decoder, range(len(student.blocks))).items():
-        after += [(branch.exit, _scaled(index, weights)) for branch in attention.branches]
+        after += [(branch.exit, partial(_scale, index, weights)) for branch in attention.branches]
     for index, norms in _following(student).items():
         layer, block = student.layers[index], student.blocks[index]
         note, mix = _mixing(block, norms, affines[index], weights)
@@ -186,11 +187,10 @@ def mixed(student: Unmerged, weights: Callable[[], torch.Tensor]) -> Iterator[No
         yield
 
 
-def _scaled(index: int, weights: Callable[[], torch.Tensor]) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return with_hidden(output, weights()[0, index] * hidden_of(output))
-
-    return hook
+def _scale(
+    index: int, weights: Callable[[], torch.Tensor], module: nn.Module, args: Any, kwargs: Any, output: Any
+) -> Any:
+    return with_hidden(output, weights()[0, index] * hidden_of(output))
 
 
 def _mixing(
@@ -216,12 +216,9 @@ def _following(student: Unmerged) -> dict[int, list[nn.Module]]:
     """By layer: the norms through which the output of the feed-forward block passes before it is added to the state."""
     found: dict[int, list[nn.Module]] = {}
 
-    def note(block: FeedForward) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            found[block.layer] = fed_alone(layer, args, kwargs, block.block or block.out.module)
+    def note(block: FeedForward, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        found[block.layer] = fed_alone(layer, args, kwargs, block.block or block.out.module)
 
-        return hook
-
-    with hooked(after=[(student.layers[block.layer], note(block)) for block in student.blocks]):
+    with hooked(after=[(student.layers[block.layer], partial(note, block)) for block in student.blocks]):
         uncached_logits(student.model, sample_inputs(student.decoder, None)[0])
     return found

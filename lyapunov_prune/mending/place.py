@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -123,15 +124,12 @@ class _Layer:
         stream = layer_input(self.args, self.kwargs)
         ended: list[tuple[str, torch.Tensor]] = []
 
-        def note(path: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-                hidden = output[0] if isinstance(output, tuple) and output else output
-                if isinstance(hidden, torch.Tensor) and hidden.numel() == stream.numel():
-                    ended.append((path, hidden))
+        def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(hidden, torch.Tensor) and hidden.numel() == stream.numel():
+                ended.append((path, hidden))
 
-            return hook
-
-        inner = [(module, note(path)) for path, module in self.layer.named_modules() if path]
+        inner = [(module, partial(note, path)) for path, module in self.layer.named_modules() if path]
         with hooked(after=inner):
             whole = self.run()
         paths = [path for path, _ in ended]

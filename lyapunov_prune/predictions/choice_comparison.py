@@ -58,13 +58,7 @@ class ChoiceComparison(Result):
 
     def chosen(self, which: str, *, per_character: bool = False) -> np.ndarray:
         """(items,) index of the choice that `dense` or `compressed` takes; the first one on a tie."""
-        scores: Scores = getattr(self, which)
-        return np.array(
-            [
-                int(np.argmax(np.array(row) / (np.array(length) if per_character else 1)))
-                for row, length in zip(scores, self.characters, strict=True)
-            ]
-        )
+        return np.array([int(np.argmax(row)) for row in self._scores(which, per_character)])
 
     def accuracy(self, which: str, *, per_character: bool = False) -> float:
         """`acc` of lm-evaluation-harness; with `per_character` its `acc_norm`, if no query ends in white space."""
@@ -77,29 +71,29 @@ class ChoiceComparison(Result):
 
     def text_kl(self, *, per_character: bool = False) -> np.ndarray:
         """(items,) nats: KL divergence between the softmax of the scores of both models over the choices."""
-        pairs = zip(self.dense, self.compressed, self.characters, strict=True)
         found = []
-        for first, second, length in pairs:
-            by = np.array(length) if per_character else 1
-            log_p, log_q = (torch.from_numpy(np.array(row) / by).log_softmax(-1) for row in (first, second))
+        for pair in zip(*(self._scores(which, per_character) for which in ("dense", "compressed")), strict=True):
+            log_p, log_q = (torch.from_numpy(row).log_softmax(-1) for row in pair)
             found.append(float(divergences(log_p[None], log_q[None])[1]))
         return np.array(found)
 
     def lead(self) -> np.ndarray:
         """(items,) margin of the largest over the second log-likelihood per character of the dense model."""
-        return np.array([np.subtract(*np.sort(row)[:-3:-1]) for row in self._per_character("dense")])
+        return np.array([np.subtract(*np.sort(row)[:-3:-1]) for row in self._scores("dense", per_character=True)])
 
     def shift(self) -> np.ndarray:
         """(items,) range over the choices of the change of the log-likelihood per character.
 
         Below `lead`, the choice stays.
         """
-        pairs = zip(*(self._per_character(which) for which in ("dense", "compressed")), strict=True)
+        pairs = zip(*(self._scores(which, per_character=True) for which in ("dense", "compressed")), strict=True)
         return np.array([np.ptp(second - first) for first, second in pairs])
 
-    def _per_character(self, which: str) -> list[np.ndarray]:
+    def _scores(self, which: str, per_character: bool) -> list[np.ndarray]:
+        """The scores of every item's choices, divided by their lengths with `per_character`."""
         scores: Scores = getattr(self, which)
-        return [np.array(row) / np.array(length) for row, length in zip(scores, self.characters, strict=True)]
+        pairs = zip(scores, self.characters, strict=True)
+        return [np.array(row) / (np.array(length) if per_character else 1) for row, length in pairs]
 
     def favourite(self, which: str) -> tuple[int, float]:
         """The position that the model chooses most often, and the share of items in which it does."""

@@ -70,7 +70,7 @@ def compare_choices(
     tokenized = fitting(items, tokenizer, models, limit)
     readings = [read(decoder, tokenized[0][0]) for decoder in (dense, compressed)]
     scorers = [reading.scorer for reading in readings]
-    provable = _same_heads(*scorers)
+    provable = scorers[0].reads_as(scorers[1])  # the theorem assumes one linear head
     likelihoods: tuple[list[tuple[float, ...]], list[tuple[float, ...]]] = ([], [])
     rows: list[list[float]] = []
     for ids, lengths, context in track(tokenized, "multiple choice"):
@@ -161,12 +161,3 @@ def _moved(z: torch.Tensor, z2: torch.Tensor, options: torch.Tensor) -> list[flo
     if z.shape != z2.shape:
         return [*among, float("nan")]
     return [*among, float(divergences(z.log_softmax(-1)[None], z2.log_softmax(-1)[None])[1])]
-
-
-def _same_heads(first: Scorer, second: Scorer) -> bool:
-    """Whether both models have the same linear head and nothing after it, as the theorem assumes."""
-    a, b = ([scorer.head.weight, scorer.head.bias] for scorer in (first, second))
-    return (first.blockwise and second.blockwise) and all(
-        (x is None) == (y is None) and (x is None or (x.shape == y.shape and torch.equal(x.cpu(), y.cpu())))
-        for x, y in zip(a, b, strict=True)
-    )

@@ -6,7 +6,7 @@ All rows of a batch read the same tokens from the same cache; they differ in how
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -118,7 +118,7 @@ class _Run:
             select_rows(structure, cache, torch.arange(len(self._ids)).repeat(self._blocks))
             self._move(states)
             hold = [(layer, self._hold) for layer in structure.layers]
-            note = [(structure.layers[index], self._note(at)) for at, index in enumerate(states)]
+            note = [(structure.layers[index], partial(self._note, at)) for at, index in enumerate(states)]
             for k in range(1, self._steps + 1):
                 with hooked(before=hold, after=note):
                     logits = self._step(carried, start + k - 1)
@@ -181,15 +181,12 @@ class _Run:
 
         return tuple(map(held, args)), {name: held(value) for name, value in kwargs.items()}
 
-    def _note(self, at: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            windows, seeds = len(self._ids), len(self._seeds)
-            blocks = widen(hidden_of(output)).flatten(1).split(windows)
-            clean = token_energy(blocks[0])
-            moved = torch.stack([token_energy(block - blocks[0]) for block in blocks[1 : 1 + seeds]])
-            self._leaving[at] = torch.where(clean > 0, moved / clean, 0).cpu().numpy()
-
-        return hook
+    def _note(self, at: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        windows, seeds = len(self._ids), len(self._seeds)
+        blocks = widen(hidden_of(output)).flatten(1).split(windows)
+        clean = token_energy(blocks[0])
+        moved = torch.stack([token_energy(block - blocks[0]) for block in blocks[1 : 1 + seeds]])
+        self._leaving[at] = torch.where(clean > 0, moved / clean, 0).cpu().numpy()
 
     def _look(self, k: int, states: dict[int, Carried], logits: torch.Tensor) -> None:
         windows = len(self._ids)
