@@ -71,9 +71,8 @@ def stream(
             change(here, _gathered(reading.model, here, needs, outputs, each_call, None, relative))
             return
         beside = _Beside(dense.model, here)
-        with hooked(
-            before=[(reading.model.get_submodule(name), partial(beside.reroute, name)) for name in beside.experts]
-        ):
+        given = [(reading.model.get_submodule(name), partial(beside.reroute, name)) for name in beside.experts]
+        with hooked(before=given):
             both = beside.outputs(next(runs)[1], outputs)
             statistics = _gathered(reading.model, here, needs, both, each_call, beside.inputs, relative)
         change(here, statistics)

@@ -84,11 +84,8 @@ class TokenBatch:
 
     def measured_on(self, model: Model, seed: int | None = None) -> MeasuredOn:
         """The record of a measurement of a model; one with two stacks is given as the handle of one."""
-        plain = model_of(model)
         return MeasuredOn(
-            model=model.identity if isinstance(model, Decoder) else identify(plain),
-            dtype=str(plain.dtype).removeprefix("torch."),
-            device=plain.device.type,
+            **about(model),
             text=self.text,
             split=self.split,
             text_hash=self.text_hash,
@@ -96,10 +93,20 @@ class TokenBatch:
             context=self.context,
             bos=self.bos,
             seed=seed,
-            versions=versions(),
             fingerprint=fingerprint(self.stream, LEAK_TOKENS),
             short=fingerprint(self.stream, ITEM_TOKENS),
         )
+
+
+def about(model: Model) -> dict[str, Any]:
+    """The fields of MeasuredOn that describe the model and the software."""
+    plain = model_of(model)
+    return {
+        "model": model.identity if isinstance(model, Decoder) else identify(plain),
+        "dtype": str(plain.dtype).removeprefix("torch."),
+        "device": plain.device.type,
+        "versions": versions(),
+    }
 
 
 def rows_measured_on(

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.data.batch import about
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.classifiers import image_shape
-from lyapunov_prune.models.decoder import Model, model_of
-from lyapunov_prune.models.structure import identify
+from lyapunov_prune.models.decoder import Model
 from lyapunov_prune.results.overlap import Fingerprint
-from lyapunov_prune.results.result import MeasuredOn, versions
+from lyapunov_prune.results.result import MeasuredOn
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,8 @@ class ImageBatch:
 
     def measured_on(self, model: Model, seed: int | None = None) -> MeasuredOn:
         hashes = base64.b64encode(self.image_hashes.tobytes()).decode()
-        plain = model_of(model)
         return MeasuredOn(
-            model=identify(plain),
-            dtype=str(plain.dtype).removeprefix("torch."),
-            device=plain.device.type,
+            **about(model),
             text=self.source,
             split=self.split,
             text_hash=self.text_hash,
@@ -97,7 +94,6 @@ class ImageBatch:
             context=self.pixels.shape[-1],
             bos=None,
             seed=seed,
-            versions=versions(),
             fingerprint=Fingerprint(1, 1, hashes),
             images=True,
         )

@@ -151,20 +151,21 @@ class _Walks:
     ) -> None:
         self.reading, self.removed = reading, removed
         self.prefix, self.scorer = reading.prefix, reading.scorer
-        self.fitted, self.held = _Both(reading, fitted), _Both(reading, held)
+        # Of both kinds of windows, the walk through the dense model, and that through the mended one.
+        self.fitted, self.held = ((_Walk(reading, some), _Walk(reading, some)) for some in (fitted, held))
 
-    def sums(self, some: _Both, place: Place, mends: Sequence[Mend], before: int, behind: int) -> Sums:
+    def sums(self, some: tuple[_Walk, _Walk], place: Place, mends: Sequence[Mend], before: int, behind: int) -> Sums:
         """Sums for the layer before boundary `before`, whose state should become the dense one at boundary `behind`."""
-        begin = self.prefix.entry(place.layer)
-        some.dense.to(behind)
+        begin, (dense, pruned) = self.prefix.entry(place.layer), some
+        dense.to(behind)
         module = self.reading.structure.layers[place.layer].get_submodule(place.module)
         outputs: list[torch.Tensor] = []
         note = (module, lambda module, args, kwargs, output: outputs.append(hidden_of(output).clone()))
         with self._cut(mends):
-            self.fitted.pruned.to(begin)
-            self.held.pruned.to(begin)
+            self.fitted[1].to(begin)
+            self.held[1].to(begin)
             sums: Sums | None = None
-            for ids, start, y in zip(some.windows, some.pruned.states, some.dense.states, strict=True):
+            for ids, start, y in zip(pruned.windows, pruned.states, dense.states, strict=True):
                 outputs.clear()
                 with hooked(after=[note]):
                     h = self.prefix.advance(ids, begin, start, before)
@@ -179,7 +180,8 @@ class _Walks:
         """Mean loss of the held-out windows, continued from `layer`."""
         begin = self.prefix.entry(layer)
         losses: list[float] = []
-        for ids, start in zip(self.held.windows, self.held.pruned.states, strict=True):
+        held = self.held[1]
+        for ids, start in zip(held.windows, held.states, strict=True):
             with self._cut(mends), self.prefix.entered(begin, start if begin else torch.empty(0)):
                 losses += self.scorer(ids)[0]
         return float(np.mean(losses))
@@ -189,13 +191,6 @@ class _Walks:
         stack.enter_context(self.prefix.without(self.removed))
         stack.enter_context(mapped(self.reading.structure.layers, mends))
         return stack
-
-
-class _Both:
-    """Windows, and their walks through both models."""
-
-    def __init__(self, reading: Reading, windows: list[torch.Tensor]) -> None:
-        self.windows, self.dense, self.pruned = windows, _Walk(reading, windows), _Walk(reading, windows)
 
 
 class _Walk:
