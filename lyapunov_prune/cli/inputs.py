@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lyapunov_prune.cli.choices import Split, Stack
 from lyapunov_prune.cli.options import Inputs
 from lyapunov_prune.cli.records import Given
+from lyapunov_prune.cli.terminal import show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.profiles.contraction_profile import ContractionProfile
     from lyapunov_prune.pruning.mergekit import MergekitSlices
     from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.results.result import Result
     from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 _AT_ONCE = 4096  # tokens of a forward on a GPU
@@ -253,6 +255,14 @@ def folder_name(name: str) -> str:
     if plain == name and not re.search(r"(^|-)[0-9a-f]{8}$", name):
         return name
     return f"{plain[-100:]}-{hashlib.sha256(name.encode(errors='backslashreplace')).hexdigest()[:8]}".lstrip("-.")
+
+
+def conclude(run: Path, file: str, result: Result) -> Path:
+    """Save `result` as `file` in `run`, draw the report of the run, and show the result; returns the path."""
+    written = result.save(run / file)
+    draw_report(run)
+    show(result, written)
+    return written
 
 
 def draw_report(run: Path) -> None:

@@ -171,6 +171,15 @@ class Inputs(TextOptions, ModelOptions):
     """Where the model comes from and where it runs, and the text."""
 
 
+@dataclass(frozen=True)
+class RunOptions(Inputs):
+    """The same, and where results go."""
+
+    output: Annotated[Path | None, output_option("--output", "-o", help="Folder for results; default: runs/MODEL.")] = (
+        None
+    )
+
+
 IN_MEMORY = f"needs the model in memory; leave it out, or --device {DISK}"
 Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in).")]
 Format = Annotated[choices.Format, output_option(help=one_of(formats_of("prune"), "Format of the checkpoint."))]
@@ -221,7 +230,6 @@ Stored = Annotated[
     choices.Stored, output_option("--format", help=one_of(formats_of("compress"), "Format of the checkpoint."))
 ]
 
-Output = Annotated[Path | None, output_option("--output", "-o", help="Folder for results; default: runs/MODEL.")]
 Written = Annotated[
     choices.Written, output_option("--format", help=one_of(formats_of("export"), "Format of the checkpoint."))
 ]

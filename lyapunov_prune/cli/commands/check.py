@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, require_bounds
-from lyapunov_prune.cli.options import Inputs, Model, Output, what_option
+from lyapunov_prune.cli.inputs import begun_run, conclude, load_inputs, require_bounds
+from lyapunov_prune.cli.options import Model, RunOptions, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import CheckFailed
@@ -22,8 +22,7 @@ def check(
     engines: Annotated[
         bool, what_option("--engines", help="Only compare the config with known shortcuts of inference engines.")
     ] = False,
-    inputs: Inputs = Inputs(tokens=512, context=128),
-    output: Output = None,
+    inputs: RunOptions = RunOptions(tokens=512, context=128),
     given: Given = Given(),
 ) -> None:
     """Approximate every matrix and check its error bound in every forward pass; writes bounds.json.
@@ -35,8 +34,8 @@ def check(
     """
     if engines:
         alone = "applies to bounds, and --engines reads the config alone; leave it out"
-        given.refuse(alone, "compressed", "output")
-        given.refuse_record(alone, Inputs)
+        given.refuse(alone, "compressed")
+        given.refuse_record(alone, RunOptions)
         _check_engines(model)
         return
 
@@ -45,7 +44,7 @@ def check(
     from lyapunov_prune.models.tokenizers import require_same_ids
 
     inputs.require_loaded("check")
-    run = begun_run(output, model, "bounds.json")
+    run = begun_run(inputs.output, model, "bounds.json")
     loaded, batch = load_inputs(model, inputs)
     if compressed is not None:
         other = inputs.load(compressed)
@@ -54,9 +53,7 @@ def check(
         result = check_written(loaded, other.model, reading)
     else:
         result = check_grid(loaded.model, batch, folder=run / "jobs" / "check")
-    written = result.save(run / "bounds.json")
-    draw_report(run)
-    show(result, written)
+    written = conclude(run, "bounds.json", result)
     require_bounds(result.passed, len(result.violations), written)
 
 

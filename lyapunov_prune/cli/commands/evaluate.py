@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, require_retrieval, windows_at_once
-from lyapunov_prune.cli.options import IN_MEMORY, Inputs, Items, Model, Output, model_option, what_option
+from lyapunov_prune.cli.inputs import begun_run, conclude, load_inputs, require_retrieval, windows_at_once
+from lyapunov_prune.cli.options import IN_MEMORY, Inputs, Items, Model, RunOptions, model_option, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
@@ -49,8 +49,7 @@ def evaluate(
     against: Annotated[
         str | None, model_option(help="A reference model to measure in the same run, usually the dense one.")
     ] = None,
-    inputs: Inputs = Inputs(),
-    output: Output = None,
+    inputs: RunOptions = RunOptions(),
     given: Given = Given(),
 ) -> None:
     """Measure perplexity, and on request speed, tasks and retrieval; writes eval.json."""
@@ -66,7 +65,7 @@ def evaluate(
     if inputs.disk:
         given.refuse(IN_MEMORY, "speed", "tasks", "retrieval")
     names = [against, model] if against else [model]
-    run = begun_run(output, model, "eval.json")
+    run = begun_run(inputs.output, model, "eval.json")
     chosen = load_tasks(tasks.split(","), few_shot=few_shot) if tasks is not None else None
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
     first, batch = load_inputs(names[0], inputs, "evaluation")
@@ -89,11 +88,9 @@ def evaluate(
         retrieval=found,
         engine=_in_llama_cpp(names, perplexities, batch, prompt) if speed else None,
     )
-    result.save(run / "eval.json")
-    draw_report(run)
-    show(result, run / "eval.json")
+    written = conclude(run, "eval.json", result)
     for part in result.further():
-        show(part, None, kept=run / "eval.json", answered=True)
+        show(part, None, kept=written, answered=True)
     if speed:
         _say_unpacked(models)
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, require_bounds, windows_at_once
-from lyapunov_prune.cli.options import IN_MEMORY, Inputs, Model, Output, what_option
+from lyapunov_prune.cli.inputs import begun_run, conclude, load_inputs, require_bounds, windows_at_once
+from lyapunov_prune.cli.options import IN_MEMORY, Model, RunOptions, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -26,8 +26,7 @@ def explain(
     kv_bits: Annotated[
         int | None, what_option(help="Instead of COMPRESSED: DENSE with keys and values rounded to 8, 4 or 2 bits.")
     ] = None,
-    inputs: Inputs = Inputs(tokens=2048, context=256),
-    output: Output = None,
+    inputs: RunOptions = RunOptions(tokens=2048, context=256),
     given: Given = Given(),
 ) -> None:
     """Show where the error of COMPRESSED comes from: what each layer inherits, adds and amplifies.
@@ -50,7 +49,7 @@ def explain(
         raise LyapunovPruneError("give COMPRESSED, or --kv-bits instead")
     if inputs.disk:
         given.refuse(IN_MEMORY, "kv_bits")
-    run = begun_run(output, dense, EXPLANATION)
+    run = begun_run(inputs.output, dense, EXPLANATION)
     profile = run / "profile.json"
     known = LayerProfile.load(profile).contraction if profile.is_file() else None
     loaded, batch = load_inputs(dense, inputs, "evaluation")
@@ -63,9 +62,7 @@ def explain(
     result = measured(
         loaded, other, reading, profile=known, batch_size=windows_at_once(loaded, inputs.context), folder=run
     )
-    written = result.save(run / EXPLANATION)
-    draw_report(run)
-    show(result, written)
+    written = conclude(run, EXPLANATION, result)
     for part in result.further():
         show(part, None, kept=written)
     if not (result.adds_up and (result.sublayers is None or result.sublayers.adds_up)):

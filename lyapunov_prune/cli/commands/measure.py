@@ -10,6 +10,7 @@ import typer
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import (
     begun_run,
+    conclude,
     draw_report,
     explain,
     explain_drift,
@@ -23,7 +24,7 @@ from lyapunov_prune.cli.options import (
     Inputs,
     Method,
     Model,
-    Output,
+    RunOptions,
     Seeds,
     Stack,
     counted,
@@ -53,8 +54,7 @@ def profile(
     seeds: Seeds = 4,
     epsilon: Annotated[float, what_option(help="Relative size of the perturbation.")] = 1e-2,
     stack: Stack = None,
-    inputs: Inputs = Inputs(),
-    output: Output = None,
+    inputs: RunOptions = RunOptions(),
     given: Given = Given(),
 ) -> None:
     """Measure the contraction and Block Influence of every layer; writes profile.json and figures.
@@ -68,13 +68,11 @@ def profile(
 
         from lyapunov_prune.profiles.persistence import measure_persistence
 
-        run = begun_run(output, model, "persistence.json")
+        run = begun_run(inputs.output, model, "persistence.json")
         loaded, batch = load_inputs(model, inputs)
         at_once = windows_at_once(loaded, inputs.context)
         found = measure_persistence(loaded.model, batch, epsilon=epsilon, seeds=range(seeds), batch_size=at_once)
-        written = found.save(run / "persistence.json")
-        draw_report(run)
-        show(found, written)
+        conclude(run, "persistence.json", found)
         return
     by_sublayer = along == "sublayers"
     if by_sublayer:
@@ -85,7 +83,7 @@ def profile(
     from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.profiles.sublayer_growth import sublayer_growth
 
-    run = begun_run(output, model, "profile.json", *(["sublayer-growth.json"] if by_sublayer else []))
+    run = begun_run(inputs.output, model, "profile.json", *(["sublayer-growth.json"] if by_sublayer else []))
     loaded, batch = load_inputs(model, inputs, stack=stack)
     batch_size = windows_at_once(loaded, inputs.context)
     drawn, path = range(seeds), run / "profile.json"
@@ -122,8 +120,7 @@ def rank(
     max_kl: MaxKL = None,
     by: RankOptions = RankOptions(),
     stack: Stack = None,
-    inputs: Inputs = Inputs(),
-    output: Output = None,
+    inputs: RunOptions = RunOptions(),
     given: Given = Given(),
 ) -> None:
     """Rank the layers, or parts of them, for removal; with --remove or --max-kl writes plan.json."""
@@ -151,11 +148,11 @@ def rank(
     ranking: Ranking
     if profile_file is not None:
         measured = LayerProfile.load(profile_file)
-        run = output or profile_file.parent
+        run = inputs.output or profile_file.parent
         require_writable(run)
         ranking = rank_layers(measured.contraction, measured.influence, criterion=by.goes_by, protect=by.protected())
     else:
-        run = run_folder(output, model)
+        run = run_folder(inputs.output, model)
         require_writable(run)
         loaded, batch = load_inputs(model, inputs, stack=stack)
         by = by.of_model(loaded, given)
@@ -198,8 +195,7 @@ def sensitivity(
     why: Annotated[
         bool, what_option("--why", help="Also measure possible causes: rank, tails, sparsity, Jacobian norms, drift.")
     ] = False,
-    inputs: Inputs = Inputs(tokens=1024, context=256),
-    output: Output = None,
+    inputs: RunOptions = RunOptions(tokens=1024, context=256),
     given: Given = Given(),
 ) -> None:
     """Change one thing at a time and measure the loss: which matrices and layers are sensitive.
@@ -222,7 +218,7 @@ def sensitivity(
     if base.rounds:
         given.refuse(f"has no effect on --method {method}; give --bits", "sparsity")
     explained = ["activations.json", "jacobian.json", *(["drift.json"] if "group" in studies else [])] if why else []
-    run = begun_run(output, model, "sensitivity.json", "sensitivity/profile.json", *explained)
+    run = begun_run(inputs.output, model, "sensitivity.json", "sensitivity/profile.json", *explained)
     loaded, calibration = load_inputs(model, inputs)
     batch = inputs.batch(loaded, "evaluation")
     batch_size = windows_at_once(loaded, inputs.context)

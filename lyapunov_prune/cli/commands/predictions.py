@@ -16,7 +16,7 @@ from lyapunov_prune.cli.inputs import (
     require_retrieval,
     windows_at_once,
 )
-from lyapunov_prune.cli.options import Inputs, Model, Output, text_option, what_option
+from lyapunov_prune.cli.options import Inputs, Model, RunOptions, text_option, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import keep, note
 from lyapunov_prune.errors import LyapunovPruneError
@@ -49,8 +49,7 @@ def hierarchy(
             "conversations go through the chat template.",
         ),
     ] = None,
-    inputs: Inputs = Inputs(tokens=128, context=32),
-    output: Output = None,
+    inputs: RunOptions = RunOptions(tokens=128, context=32),
     given: Given = Given(),
 ) -> None:
     """Follow a change from hidden state to logits to probabilities; writes hierarchy.json and more.
@@ -75,7 +74,7 @@ def hierarchy(
     items = load_items(choices) if choices else ()
     of_two = ("generation", "paths", "diverged-history", "verdict") if compressed else ()
     asked = [name for name, wanted in (("choices", choices), ("retrieval", retrieval)) if wanted]
-    run = begun_run(output, dense, *(f"{name}.json" for name in ("hierarchy", *of_two, *asked)))
+    run = begun_run(inputs.output, dense, *(f"{name}.json" for name in ("hierarchy", *of_two, *asked)))
     loaded, batch = load_prompted(dense, inputs, prompts, given)
     batch_size = windows_at_once(loaded, batch.context)
     reading = read(loaded, batch, new_tokens - (compressed is None))
