@@ -15,8 +15,8 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import combined, digests_of, saved_tensors
 from lyapunov_prune.models.loading import load_outline
-from lyapunov_prune.models.stored_names import Target, targets_of
 from lyapunov_prune.models.structure import identify
+from lyapunov_prune.models.weight_files import Target, targets_of
 from lyapunov_prune.progress import status
 
 

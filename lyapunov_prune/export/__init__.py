@@ -6,8 +6,8 @@
 - `gguf`: layers removed from a GGUF file into another, which `llama_cpp` holds against the model;
   `gguf_whole`: a model in memory as one; `exported`: what that says;
 - `streamed`: a compressed model larger than memory, a layer read, compressed and written at a time;
-- `compact`: attentions gone and feed-forward blocks merged, in a format of its own, with `compact_gate`;
-  `compact_checkpoint`: such a cut that no plan tells, written, and plain models made compact;
+- `compact`: attentions gone and feed-forward blocks merged, in a format of its own; `compact_gate`: its gate, and its
+  folder, also of such a cut that no plan tells and of plain models made compact;
 - `factors`: a matrix of low rank as two, in a compact model; `factored`: its checkpoint and gate;
 - `packed`: rounded weights as packed integers; `recipes`: their bits as other quantisers take them.
 

@@ -35,7 +35,7 @@ from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.checkpoints.shards import size_of
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
-from lyapunov_prune.export.compact_checkpoint import GATE
+from lyapunov_prune.export.compact_gate import GATE
 from lyapunov_prune.export.factors import (
     Factored,
     Factors,

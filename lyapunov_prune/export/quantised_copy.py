@@ -28,9 +28,8 @@ from lyapunov_prune.models.loading import checkpoint_folder, load_bare_outline
 from lyapunov_prune.models.packed import is_unpacked
 from lyapunov_prune.models.quantised import stored_quantisation
 from lyapunov_prune.models.quantised_names import FILES, Layers, follow_layers, layers_in, settings_of
-from lyapunov_prune.models.stored_names import Target, targets_of
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.models.weight_files import require_every_layer
+from lyapunov_prune.models.weight_files import Target, require_every_layer, targets_of
 from lyapunov_prune.models.wrappers import require_levels_stay
 from lyapunov_prune.progress import status, warn
 from lyapunov_prune.pruning.counting import shares_leaving

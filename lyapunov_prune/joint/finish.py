@@ -14,7 +14,7 @@ from lyapunov_prune.errors import CheckFailed, printable
 from lyapunov_prune.evaluation.judging import Comparison, compare
 from lyapunov_prune.evaluation.score import paired_error, score
 from lyapunov_prune.export.compact import Cuts, make_compact
-from lyapunov_prune.export.compact_checkpoint import save_compact
+from lyapunov_prune.export.compact_gate import save_compact
 from lyapunov_prune.export.formats.compact import COMPACT
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.healing.state import KEPT

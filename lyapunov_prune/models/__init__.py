@@ -4,19 +4,19 @@
 - `encoders`: which models read a text in both directions, and by which class they are loaded; `two_stacks`: the layers
   of the encoder or of the decoder of a model that has both, and what each of them reads;
 - `loading`: a model in memory by any name, from the hub, through `from_folder` and `gguf` (which has the built-in
-  model); `folder`, `weight_files`, `expansion`: checks of a checkpoint, its weights and a tokenizer before transformers
-  reads them; `cache`: dequantised GGUF files; `packed`: packed integers that are unpacked on loading; `quantised`:
-  weights that stay packed, and what they can be used for; `quantised_names`: the layers named in quantisation settings;
+  model); `folder`: checks of a checkpoint before transformers reads it; `cache`: dequantised GGUF files; `packed`:
+  packed integers that are unpacked on loading; `quantised`: weights that stay packed, and what they can be used for;
+  `quantised_names`: the layers named in quantisation settings;
 - `gguf_header`, `gguf_layers`: the header of a GGUF file, and its parts about single layers; `gguf_copy`,
   `gguf_tensors`: writing such a file, from another one's bytes or from tensors; `gguf_metadata`, `gguf_vocabulary`: the
   model and the tokenizer in its header;
 - `device`: the CPU or a GPU, and its memory; `dispatched`: several devices, and the disk; `launched`: several
   processes; `kernels`: the kernels for attention and experts;
 - `digest`, `settings`: identify a model by its weights and by the settings of its forward; `tokenizers`: whether two
-  models tokenise alike;
+  models tokenise alike, and how far a text can grow;
 - `adapters`: LoRA adapters in a folder, and merged; `plain`, `wrappers`: conditions for changing a model's weights;
   `pictures`: a prompt with a picture, for a model that reads them;
-- `stored_names`, `left_out`: which tensor in the files fills which one of the model, and which ones were left out;
+- `weight_files`, `left_out`: which tensor in the files fills which one of the model, and which ones were left out;
 - `projections`, `roles`: the matrices of a model, and what each does; `experts`: those stacked in one parameter, and
   the tokens that the router sends them; `left_alone`: other weights in the layers, and why no method takes them;
   `mixtures`: experts and router of every layer, and removing some; `feedforward`: the feed-forward block of a layer,
@@ -31,7 +31,7 @@
 - `recurrence`: the states that layers carry from token to token, in a cache or in modules;
 - `classifiers`, `classifier_loading`: image classifiers;
 - `engines`: what serving engines would do wrong with its layers;
-- `layer_settings`, `adaptations`, `held_together`, `families`: what removing layers requires of a config and a family.
+- `settings`, `adaptations`, `held_together`, `families`: what removing layers requires of a config and a family.
 
 A new family usually needs nothing. If the gate refuses it, add its row to `families` and its rule to `adaptations`, or
 to `held_together` if layers read from one another; tests/families puts every family through every contract.

@@ -1,7 +1,7 @@
 """One table of what families need for layer removal beyond the general rule, and the list of families that are judged.
 
 The general rule renumbers every `layer_idx` (pruning/surgery.py) and slices everything in the config that describes
-single layers (layer_settings.py). An entry here holds only what that rule cannot know; most families need none.
+single layers (settings.py). An entry here holds only what that rule cannot know; most families need none.
 """
 
 from __future__ import annotations

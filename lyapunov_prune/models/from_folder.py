@@ -19,16 +19,15 @@ from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.dispatched import bring_weights, offload_folder, require_placed
 from lyapunov_prune.models.encoders import Stack, is_encoder
-from lyapunov_prune.models.expansion import require_bounded, require_bounded_file
 from lyapunov_prune.models.folder import loading_errors, require_loadable
 from lyapunov_prune.models.left_out import find_left_out, keep_left_out
 from lyapunov_prune.models.packed import is_loadable, is_unpacked, require_scales, unpacked_by_group, unpacking
 from lyapunov_prune.models.quantised import is_packed, quantisation, remedy, require_kernels
 from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
-from lyapunov_prune.models.stored_names import targets_of
 from lyapunov_prune.models.structure import Structure, find_layers, find_structure
+from lyapunov_prune.models.tokenizers import require_bounded, require_bounded_file
 from lyapunov_prune.models.two_stacks import stack_structure
-from lyapunov_prune.models.weight_files import stored_names, weight_files
+from lyapunov_prune.models.weight_files import stored_names, targets_of, weight_files
 from lyapunov_prune.models.wrappers import auto_class
 from lyapunov_prune.progress import warn
 from lyapunov_prune.results.history import keep_history, read_history

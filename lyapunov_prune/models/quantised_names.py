@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.quantised import SETTINGS
-from lyapunov_prune.models.stored_names import Target, stored_path
+from lyapunov_prune.models.weight_files import Target, stored_path
 
 # Files of several programs that repeat these settings beside the config.
 FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quantization_config.json")

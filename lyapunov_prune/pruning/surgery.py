@@ -18,9 +18,9 @@ from lyapunov_prune.models.compact import renumber_compact
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, POSITION_ATTRIBUTES
 from lyapunov_prune.models.held import held
-from lyapunov_prune.models.layer_settings import lost_attention, slice_settings
 from lyapunov_prune.models.left_out import forget_heads
 from lyapunov_prune.models.mixtures import drop_experts
+from lyapunov_prune.models.settings import lost_attention, slice_settings
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.models.two_stacks import rebuilt, renew_configs

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import Done, make_classifier
 
-from lyapunov_prune.export import compact_checkpoint
+from lyapunov_prune.export import compact_gate
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.joint import points
 from lyapunov_prune.joint import search as module
@@ -33,9 +33,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LAST_STEPS", 1)
     monkeypatch.setattr(module, "_selection_error", lambda *_: 0.0)
     monkeypatch.setattr(points, "_warn_of_noise", lambda *_: None)
-    verify = compact_checkpoint.verify_compact
+    verify = compact_gate.verify_compact
     monkeypatch.setattr(
-        compact_checkpoint, "verify_compact", lambda *args, **options: verify(*args, **options, elsewhere=False)
+        compact_gate, "verify_compact", lambda *args, **options: verify(*args, **options, elsewhere=False)
     )
 
 

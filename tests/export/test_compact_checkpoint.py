@@ -19,9 +19,9 @@ import lyapunov_prune
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
-from lyapunov_prune.export import compact_checkpoint
+from lyapunov_prune.export import compact_gate
 from lyapunov_prune.export.compact import Cuts, make_compact
-from lyapunov_prune.export.compact_checkpoint import GATE, write_compact
+from lyapunov_prune.export.compact_gate import GATE, write_compact
 from lyapunov_prune.models import modeling_compact
 from lyapunov_prune.models.compact import MODULE, register
 from lyapunov_prune.models.decoder import wrap
@@ -107,7 +107,7 @@ def test_a_failed_gate_writes_nothing(
     reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Cuts(merged={2: CUTS.merged[1]})
-    monkeypatch.setattr(compact_checkpoint, "make_compact", lambda model, cuts: make_compact(model, other))
+    monkeypatch.setattr(compact_gate, "make_compact", lambda model, cuts: make_compact(model, other))
     passed = GateCheck("reloads without this package", True, 0.0, 1.0, "not run: it takes seconds")
     monkeypatch.setattr("lyapunov_prune.export.compact_gate.elsewhere_check", lambda *_: passed)
     with pytest.raises(CheckFailed, match="same as skipping"):
@@ -223,7 +223,7 @@ def test_the_card_names_what_is_gone_and_nothing_else(
     cuts: Cuts, told: str, untold: str, reader: PreTrainedModel, tmp_path: Path
 ) -> None:
     made = make_compact(reader, cuts)
-    compact_checkpoint._describe(tmp_path, wrap(reader), made, cuts, GateReport(()))
+    compact_gate._describe(tmp_path, wrap(reader), made, cuts, GateReport(()))
     card = (tmp_path / "README.md").read_text()
     assert told in card
     assert untold not in card

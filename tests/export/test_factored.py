@@ -20,7 +20,7 @@ from lyapunov_prune.compression.report import REPORT, CompressionReport
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.export import factored
 from lyapunov_prune.export.compact import Cuts, make_compact
-from lyapunov_prune.export.compact_checkpoint import GATE
+from lyapunov_prune.export.compact_gate import GATE
 from lyapunov_prune.export.factored import verify_factored, write_factored
 from lyapunov_prune.export.factors import Factored, find_factored, with_factors
 from lyapunov_prune.export.format import Asked

@@ -29,7 +29,7 @@ from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.export import factored
-from lyapunov_prune.export.compact_checkpoint import GATE
+from lyapunov_prune.export.compact_gate import GATE
 from lyapunov_prune.export.factored import write_factored
 from lyapunov_prune.export.packed import Packing, write_packed
 from lyapunov_prune.export.streamed import compress_on_disk

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.export import compact_checkpoint
+from lyapunov_prune.export import compact_gate
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.compact_gate import verify_compact
 from lyapunov_prune.joint import search
@@ -69,7 +69,7 @@ def _joint(model: PreTrainedModel) -> bool:
         tempfile.TemporaryDirectory() as place,
         # Of a model that was never trained the selection set can tell nothing apart.
         mock.patch.object(search, "_selection_error", return_value=0.0),
-        mock.patch.object(compact_checkpoint, "verify_compact", alone),
+        mock.patch.object(compact_gate, "verify_compact", alone),
     ):
         quick: dict[str, Any] = {"steps": 1, "recover_steps": 1, "recipe": Recipe(rank=2), "seeds": 1}
         slices: Any = tuple(parts)

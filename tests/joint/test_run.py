@@ -55,11 +55,11 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the process that takes seconds to start: `test_compact_checkpoint` has it."""
-    from lyapunov_prune.export import compact_checkpoint
+    from lyapunov_prune.export import compact_gate
 
-    verify = compact_checkpoint.verify_compact
+    verify = compact_gate.verify_compact
     monkeypatch.setattr(
-        compact_checkpoint, "verify_compact", lambda *args, **options: verify(*args, **options, elsewhere=False)
+        compact_gate, "verify_compact", lambda *args, **options: verify(*args, **options, elsewhere=False)
     )
 
 

@@ -14,7 +14,7 @@ from transformers import DeiTForImageClassificationWithTeacher, PreTrainedModel,
 from lyapunov_prune import LyapunovPruneError, load
 from lyapunov_prune.evaluation import score
 from lyapunov_prune.export.compact import Cuts
-from lyapunov_prune.export.compact_checkpoint import write_compact
+from lyapunov_prune.export.compact_gate import write_compact
 from lyapunov_prune.models import load_classifier
 from lyapunov_prune.models.classifier_loading import Normalisation
 from lyapunov_prune.models.compact import MODULE, is_compact

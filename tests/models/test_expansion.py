@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.expansion import LIMIT, expansion, require_bounded, require_bounded_file
+from lyapunov_prune.models.tokenizers import GROWTH_LIMIT, expansion, require_bounded, require_bounded_file
 
 LETTERS = st.text("abİﷺ", max_size=4)
 REPLACED = st.builds(
@@ -69,8 +69,8 @@ BOMBS = {
     "in reading": {"normalizer": sequence("normalizers", sequence("normalizers", BOMB, BOMB), BOMB)},
     "in writing": {"decoder": sequence("decoders", BOMB, BOMB, BOMB)},
     "in words": {"pre_tokenizer": sequence("pretokenizers", *[{"type": "ByteLevel"}] * 8)},
-    "in front": {"normalizer": {"type": "Prepend", "prepend": "a" * LIMIT}},
-    "said again": {"post_processor": template(LIMIT + 1)},
+    "in front": {"normalizer": {"type": "Prepend", "prepend": "a" * GROWTH_LIMIT}},
+    "said again": {"post_processor": template(GROWTH_LIMIT + 1)},
     "decomposed": {"normalizer": sequence("normalizers", *[{"type": "NFKD"}] * 4)},
 }
 

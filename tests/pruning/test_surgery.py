@@ -13,7 +13,7 @@ from transformers import FalconH1Config, LlamaConfig, PreTrainedModel, ProphetNe
 from lyapunov_prune import LyapunovPruneError, remove_layers, verify_removal
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.families import FAMILIES, TRUSTED, Family
-from lyapunov_prune.models.layer_settings import slice_settings
+from lyapunov_prune.models.settings import slice_settings
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import share_memory

@@ -52,7 +52,7 @@ class Compact(Format):
 
     def save(self, folder: Path, made: Removed) -> GateReport:
         from lyapunov_prune.export.compact import Cuts
-        from lyapunov_prune.export.compact_checkpoint import save_compact
+        from lyapunov_prune.export.compact_gate import save_compact
 
         cuts = Cuts.of(made.operation.plan, made.operation.merged)
         return save_compact(folder, made.decoder, made.pruned.model, made.tokenizer, cuts, made.batch)
@@ -68,6 +68,6 @@ class Compact(Format):
         return write_factored(made.done, made.tokenizer, target, made.title, made.results)
 
     def export(self, decoder: Decoder, target: Path) -> Exported:
-        from lyapunov_prune.export.compact_checkpoint import export_compact
+        from lyapunov_prune.export.compact_gate import export_compact
 
         return export_compact(decoder, decoder.tokenizer, target, self.name)
