@@ -29,7 +29,7 @@ from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
 from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.cache import BUILTIN, Entry, builtin_place
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, gguf_file, read_gguf, stored_history
+from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, read_gguf, source_file, stored_history
 from lyapunov_prune.models.gguf_copy import Anew, Piece, pieces_of, rewrite_text, same_bytes, write_pieces
 from lyapunov_prune.models.gguf_header import Header, Value, read_header, text
 from lyapunov_prune.models.gguf_layers import full_attention, values_without
@@ -43,23 +43,12 @@ from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal_gate import removal_gate
-from lyapunov_prune.results.files import flushing, require_absent, require_disk, whole_file
+from lyapunov_prune.results.files import flushing, require_disk, require_empty, whole_file
 from lyapunov_prune.results.history import History, Step, history_of
 from lyapunov_prune.results.result import ModelIdentity, Result, versions
 
 SUFFIX = ".gguf"
 _ROOM = 8192  # bytes reserved for the results of the file's checks
-
-
-def source_file(name: str) -> Path:
-    """The GGUF file that the model `name` is read from; raises LyapunovPruneError for one of another kind of file."""
-    source = gguf_file(name)
-    if source is None:
-        raise LyapunovPruneError(
-            f"{name} was not read from a GGUF file, which is needed to copy header and tensors; give a .gguf file, or "
-            "write it plain and export that"
-        )
-    return source
 
 
 def require_gguf(name: str, plan: PruningPlan) -> Header:
@@ -82,7 +71,7 @@ def require_file(target: str | Path) -> None:
     """Raise LyapunovPruneError unless a GGUF file can be written to `target`."""
     if not str(target).endswith(SUFFIX):
         raise LyapunovPruneError(f"{target} is not the name of a GGUF file; end --output in {SUFFIX}")
-    require_absent(target)
+    require_empty(target, folder=False)
 
 
 def gguf_identity(name: str, *, planned: bool) -> ModelIdentity:
@@ -124,10 +113,10 @@ def prune_gguf(name: str, plan: PruningPlan, target: str | Path) -> Provenance:
     Raises as `save_gguf`. The provenance names the checks of logits, which are not made.
     """
     require_file(target)
-    header = require_gguf(name, plan)
-    history = History((*stored_history(header).steps, Step("prune", name, plan.measured_on)))
+    original = Original(require_gguf(name, plan), plan.kept, {})
+    history = History((*stored_history(original.header).steps, Step("prune", name, plan.measured_on)))
     provenance = _provenance(plan, GateReport(()), (SKIPPED, CACHED, RELOADED, ENGINE), None)
-    written = _written(target, header, plan.kept, {}, history, provenance, {})
+    written = _written(target, original, {}, history, provenance, {})
     assert written is not None
     return written
 
@@ -193,13 +182,12 @@ def save_changed(target: str | Path, original: Original, made: Decoder, draft: P
     anew = _anew(original, made)
     checks: dict[str, OnFiles] = {RELOADED: partial(file_reloads, made)}
     if installed():
-        ids = compared_text(made, made.tokenizer)
-        checks[ENGINE] = lambda file: engine_check(file, made, ids)
+        checks[ENGINE] = partial(engine_check, decoder=made, ids=compared_text(made, made.tokenizer))
     else:
         warn(f"not tried in llama.cpp: {INSTALL}")
-    left = () if installed() else (ENGINE,)
-    draft = None if draft is None else replace(draft, not_run=left, format="gguf")
-    return _written(target, original.header, original.kept, anew, history_of(made.model), draft, checks)
+    if draft is not None:
+        draft = replace(draft, not_run=() if installed() else (ENGINE,), format="gguf")
+    return _written(target, original, anew, history_of(made.model), draft, checks)
 
 
 def _provenance(plan: PruningPlan, gate: GateReport, not_run: tuple[str, ...], mended: MendReport | None) -> Provenance:
@@ -208,30 +196,30 @@ def _provenance(plan: PruningPlan, gate: GateReport, not_run: tuple[str, ...], m
 
 def _written(
     target: str | Path,
-    header: Header,
-    kept: tuple[int, ...],
+    original: Original,
     anew: Mapping[str, Anew],
     history: History,
     draft: Provenance | None,
     checks: Mapping[str, OnFiles],
 ) -> Provenance | None:
     """Write `target`, put the file through its own checks and the given ones, and record their results in it."""
+    header, kept = original.header, original.kept
     values = values_without(header, kept) | {HISTORY_KEY: text(as_json(history))}
     values.pop(PROVENANCE_KEY, None)
     if draft is not None:  # filled in after the checks
         values[PROVENANCE_KEY] = text(" " * (len(as_json(draft)) + _ROOM))
     pieces = pieces_of(header, kept, anew)
-    size = sum(piece.size for piece in pieces)
-    require_disk(Path(target).parent, size, "the tensors of the pruned model")
+    require_disk(Path(target).parent, sum(piece.size for piece in pieces), "the tensors of the pruned model")
     with whole_file(target) as file:
         places = write_pieces(file, values, pieces, header.alignment)
         read = cache(read_header)
-        own: dict[str, OnFiles] = {
+        every: dict[str, OnFiles] = {
             KEYS: lambda file: _keys_check(read(file), values),
-            PLACED: lambda file: _places_check(header, read(file), kept, anew),
+            PLACED: lambda file: _places_check(original, read(file), anew),
+            **checks,
         }
         with flushing(file):
-            found = [attempt(name, partial(check, file)) for name, check in (own | dict(checks)).items()]
+            found = [attempt(name, partial(check, file)) for name, check in every.items()]
         GateReport(tuple(found)).require_passed()
         if draft is None:
             return None
@@ -286,9 +274,9 @@ def _keys_check(written: Header, values: Mapping[str, Value]) -> GateCheck:
     return GateCheck(KEYS, not wrong, len(wrong), 0.0, detail)
 
 
-def _places_check(header: Header, written: Header, kept: tuple[int, ...], anew: Mapping[str, Anew]) -> GateCheck:
+def _places_check(original: Original, written: Header, anew: Mapping[str, Anew]) -> GateCheck:
     """Whether every written tensor holds the bytes of its layer in the original, and none is missing."""
-    was = {tensor.name: tensor for tensor in header.tensors}
+    was, kept = {tensor.name: tensor for tensor in original.header.tensors}, original.kept
     stay = {name for name, tensor in was.items() if tensor.layer is None or tensor.layer in kept}
     wrong, found = [], set()
     for tensor in written.tensors:
@@ -299,7 +287,6 @@ def _places_check(header: Header, written: Header, kept: tuple[int, ...], anew: 
     if wrong or found != stay:
         lacks = min(wrong or stay - found)
         return GateCheck(PLACED, False, len(wrong), 0.0, f"{lacks} does not hold the bytes of the original")
-    size = sum(was[name].size for name in stay)
-    detail = f"{len(stay) - len(anew)} tensors byte for byte, {len(anew)} written anew"
-    total = sum(tensor.size for tensor in was.values())
-    return GateCheck(PLACED, True, 0.0, 0.0, f"{detail}; {1 - size / total:.0%} of all bytes went")
+    went = 1 - sum(was[name].size for name in stay) / sum(tensor.size for tensor in was.values())
+    detail = f"{len(stay) - len(anew)} tensors byte for byte, {len(anew)} written anew; {went:.0%} of all bytes went"
+    return GateCheck(PLACED, True, 0.0, 0.0, detail)

@@ -40,6 +40,17 @@ def gguf_file(name: str) -> Path | None:
     return Path(name) if name.endswith(".gguf") else None
 
 
+def source_file(name: str) -> Path:
+    """The GGUF file that the model `name` is read from; raises LyapunovPruneError for one of another kind of file."""
+    source = gguf_file(name)
+    if source is None:
+        raise LyapunovPruneError(
+            f"{name} was not read from a GGUF file, which is needed to copy header and tensors; give a .gguf file, or "
+            "write it plain and export that"
+        )
+    return source
+
+
 def builtin_folder() -> Path:
     """The built-in model as float32 safetensors in the user's cache, dequantised on first use.
 

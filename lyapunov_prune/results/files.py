@@ -89,13 +89,13 @@ def whole_file(target: str | Path) -> Iterator[Path]:
 
     Raises LyapunovPruneError if the target exists or the disk refuses.
     """
-    require_absent(target)
+    require_empty(target, folder=False)
     target = Path(target).absolute()
     with _partial(target, RETRY) as temporary:
         yield temporary / target.name
         _open_as_folder(temporary)
         _sync(temporary / target.name)
-        require_absent(target)  # another process may have written it
+        require_empty(target, folder=False)  # another process may have written it
         os.replace(temporary / target.name, target)
         _sync(target.parent)
 
@@ -178,15 +178,12 @@ def halves(folder: Path, name: str) -> list[Path]:
 def _remove_dead(target: Path) -> None:
     """Remove leftovers of dead processes next to `target`, whose locks are free."""
     for path in halves(target.parent, re.escape(target.name)):
-        if not path.is_dir():
-            continue
         lock = FileLock(f"{path}.lock", timeout=0)
-        if not Path(lock.lock_file).exists():  # from an older version: unknown owner
-            continue
-        with suppress(Timeout, OSError, NotImplementedError):
-            lock.acquire()
-            shutil.rmtree(path, ignore_errors=True)
-            release_lock(lock)
+        if path.is_dir() and Path(lock.lock_file).exists():  # without a lock the owner is unknown
+            with suppress(Timeout, OSError, NotImplementedError):
+                lock.acquire()
+                shutil.rmtree(path, ignore_errors=True)
+                release_lock(lock)
 
 
 def release_lock(lock: FileLock) -> None:
@@ -230,17 +227,12 @@ def folder_digest(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def require_absent(target: str | Path) -> None:
-    """Raise LyapunovPruneError unless `target` is absent and a file can be put there."""
-    _require_free(Path(target), folder=False)
+def require_empty(target: str | Path, *, folder: bool = True) -> None:
+    """Raise LyapunovPruneError unless `target` is absent or an empty folder, and a folder can be put there.
 
-
-def require_empty(target: str | Path) -> None:
-    """Raise LyapunovPruneError unless `target` is absent or an empty folder, and a folder can be put there."""
-    _require_free(Path(target), folder=True)
-
-
-def _require_free(target: Path, *, folder: bool) -> None:
+    Without `folder`, unless it is absent and a file can be put there.
+    """
+    target = Path(target)
     require_writable(target.parent)
     why = ""
     try:

@@ -64,12 +64,12 @@ def heal(
 
     from lyapunov_prune.checkpoints.shards import size_of
     from lyapunov_prune.data.text import require_source
-    from lyapunov_prune.export.gguf import source_file
     from lyapunov_prune.export.table import FORMATS
     from lyapunov_prune.healing.heal import heal as heal_model
     from lyapunov_prune.healing.sharded import sharing
     from lyapunov_prune.healing.state import require_idle
     from lyapunov_prune.healing.trained import require_few, require_trainable
+    from lyapunov_prune.models.gguf import source_file
     from lyapunov_prune.pruning.surgery import share_memory
     from lyapunov_prune.results.files import require_disk
 

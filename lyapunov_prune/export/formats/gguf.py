@@ -34,7 +34,7 @@ class GGUF(Plain):
         require_file(target)
 
     def require_names(self, source: str, target: Path) -> None:
-        from lyapunov_prune.export.gguf import source_file
+        from lyapunov_prune.models.gguf import source_file
 
         source_file(source)
         self.require_target(target)
