@@ -15,8 +15,8 @@ from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.projections import Projection
-from lyapunov_prune.results.arrays import require_array, require_fitting
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.arrays import require_fields, require_fitting
+from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import ROWS, Result
 
 
@@ -38,8 +38,8 @@ class MatrixErrors(Result):
 
     def __post_init__(self) -> None:
         count = (len(self.names),)
-        require_array("matrix errors, error", self.error, count, finite=False)
-        require_array("matrix errors, norm", self.norm, count)
+        require_fields("matrix errors", self, count, "error", finite=False)
+        require_fields("matrix errors", self, count, "norm")
         fits = len(self.layers) == len(self.checks) == count[0] and all(self.checks)
         require_fitting(fits, "matrix errors: every matrix has a layer and a check")
 
@@ -54,8 +54,7 @@ class MatrixErrors(Result):
             {
                 "matrix": self.names,
                 "layer": self.layers,
-                "error": self.error,
-                "norm": self.norm,
+                **columns(self, "error", "norm"),
                 "ratio": [c[0].ratio if s else np.nan for c, s in zip(self.checks, seen, strict=True)],
                 "attained": [checks[-1].ratio for checks in self.checks],
                 "violations": [sum(not c.holds for c in checks) for checks in self.checks],

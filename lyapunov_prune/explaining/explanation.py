@@ -12,7 +12,7 @@ from lyapunov_prune.bounds.matrix_errors import MatrixErrors
 from lyapunov_prune.explaining.decomposition import PARTS, Decomposed
 from lyapunov_prune.explaining.sublayers import SublayerErrors
 from lyapunov_prune.explaining.token_kinds import TokenKinds
-from lyapunov_prune.results.arrays import require_array, require_layers
+from lyapunov_prune.results.arrays import require_fields, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, ROWS, MeasuredOn, ModelIdentity, Result
 
@@ -71,13 +71,13 @@ class Explanation(Decomposed, Result):
     def __post_init__(self) -> None:
         L = self.measured_on.model.num_layers
         require_layers("explanation, kept", self.kept, L)
-        for name, shape in (("size", (L + 1,)), ("error", (L + 1,)), ("energy", (3, L)), ("passed", (L,))):
-            require_array(f"explanation, {name}", getattr(self, name), shape)
-        require_array("explanation, off", self.off, (L,))
-        require_array("explanation, along", self.along, (3, L), least=-np.inf)
-        require_array("explanation, rho", self.rho, (L,), finite=False)
-        for name in ("kl_only", "kl_but", "loss_only", "loss_but"):
-            require_array(f"explanation, {name}", getattr(self, name), (L + 2,), least=-1e-9, finite=False)
+        of, costs = "explanation", ("kl_only", "kl_but", "loss_only", "loss_but")
+        require_fields(of, self, (L + 1,), "size", "error")
+        require_fields(of, self, (3, L), "energy")
+        require_fields(of, self, (L,), "passed", "off")
+        require_fields(of, self, (3, L), "along", least=-np.inf)
+        require_fields(of, self, (L,), "rho", finite=False)
+        require_fields(of, self, (L + 2,), *costs, least=-1e-9, finite=False)
 
     @property
     def differs(self) -> bool:

@@ -19,7 +19,7 @@ from lyapunov_prune.forward.hooks import hidden_of, layer_input, with_hidden
 from lyapunov_prune.forward.states import KeptStates
 from lyapunov_prune.forward.sublayers import Sublayers
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.arrays import require_fields
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result
 
@@ -46,10 +46,11 @@ class SublayerErrors(Decomposed, Result):
     rounding: float
 
     def __post_init__(self) -> None:
-        steps = 2 * len(self.kinds)
-        for name, shape in (("size", (steps + 1,)), ("error", (steps + 1,)), ("energy", (3, steps)), ("off", (steps,))):
-            require_array(f"errors of sublayers, {name}", getattr(self, name), shape)
-        require_array("errors of sublayers, along", self.along, (3, steps), least=-np.inf)
+        of, steps = "errors of sublayers", 2 * len(self.kinds)
+        require_fields(of, self, (steps + 1,), "size", "error")
+        require_fields(of, self, (3, steps), "energy")
+        require_fields(of, self, (steps,), "off")
+        require_fields(of, self, (3, steps), "along", least=-np.inf)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per sublayer of the layers that have two."""

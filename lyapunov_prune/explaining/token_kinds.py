@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lyapunov_prune.forward.reading import Reading
-from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.arrays import require_fields
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result
 
@@ -33,9 +33,9 @@ class TokenKinds(Result):
     kl: np.ndarray
 
     def __post_init__(self) -> None:
-        require_array("kinds of token, positions", self.positions, (len(KINDS),))
-        require_array("kinds of token, turned", self.turned, (3, len(KINDS)), least=-1e-9, finite=False)
-        require_array("kinds of token, kl", self.kl, (len(KINDS),), least=-1e-9, finite=False)
+        require_fields("kinds of token", self, (len(KINDS),), "positions")
+        require_fields("kinds of token", self, (3, len(KINDS)), "turned", least=-1e-9, finite=False)
+        require_fields("kinds of token", self, (len(KINDS),), "kl", least=-1e-9, finite=False)
 
     def to_frame(self) -> pd.DataFrame:
         """`head` and `softmax` are ratios of `1 − cos` after to that before; below 1 the error gets smaller there."""

@@ -13,7 +13,7 @@ from lyapunov_prune.arguments import Count, NonNegative, Range, Seed, checked
 from lyapunov_prune.bounds.choice import argmax_of_noise_lt_half_gap
 from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.joint.map import JointMap, coefficients, design, first_of_least, left_two_out
-from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.arrays import require_fields
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -50,9 +50,8 @@ class JointDecision(Result):
 
     def __post_init__(self) -> None:
         count = len(self.pairs)
-        require_array("decision, pairs", self.pairs, (count, 2), most=self.layers)
-        for name in ("predicted", "low", "high"):
-            require_array(f"decision, {name}", getattr(self, name), (count,), least=-np.inf)
+        require_fields("decision", self, (count, 2), "pairs", most=self.layers)
+        require_fields("decision", self, (count,), "predicted", "low", "high", least=-np.inf)
 
     @property
     def best(self) -> int:

@@ -28,7 +28,7 @@ from lyapunov_prune.models.feedforward import Affine, FeedForward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.arrays import require_fields
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -55,9 +55,7 @@ class Importance(Result):
     measured_on: tuple[MeasuredOn, ...] = ()
 
     def __post_init__(self) -> None:
-        count = len(self.attention)
-        for name in ("attention", "activation"):
-            require_array(f"importance, {name}", getattr(self, name), (count,), least=-np.inf)
+        require_fields("importance", self, (len(self.attention),), "attention", "activation", least=-np.inf)
 
     def first(self, attention: int, activation: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The layers that lose their attention first and those that lose their activation first, this many of each."""

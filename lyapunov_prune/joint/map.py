@@ -11,7 +11,7 @@ from scipy import stats
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.results.arrays import require_array, require_fitting
+from lyapunov_prune.results.arrays import require_array, require_fields, require_fitting
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -40,10 +40,10 @@ class JointMap(Result):
 
     def __post_init__(self) -> None:
         points = len(self.scores)
-        require_array("map, removed", self.removed, (points, 2), most=1.0)
-        require_array("map, scores", self.scores, (points,), least=-np.inf)
+        require_fields("map", self, (points, 2), "removed", most=1.0)
+        require_fields("map", self, (points,), "scores", least=-np.inf)
         require_fitting(self.degree in self.errors, f"map: degree {self.degree} was not tried")
-        require_array("map, coefficients", self.coefficients, (len(terms(self.degree)),), least=-np.inf)
+        require_fields("map", self, (len(terms(self.degree)),), "coefficients", least=-np.inf)
 
     @property
     def error(self) -> float:

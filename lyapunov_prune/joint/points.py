@@ -24,7 +24,7 @@ from lyapunov_prune.joint.recovery import Lesson, Recipe, inherit, recover
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.recurrence import forget_states
 from lyapunov_prune.progress import track, warn
-from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.arrays import require_fields
 from lyapunov_prune.results.files import require_disk
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -54,10 +54,10 @@ class Points(Result):
 
     def __post_init__(self) -> None:
         count = len(self.scores)
-        require_array("points, pairs", self.pairs, (count, 2), most=self.layers)
-        require_array("points, scores", self.scores, (count,), least=-np.inf)
-        require_array("points, losses", self.losses, (count, 2), least=-np.inf)
-        require_array("points, seconds", self.seconds, (count,))
+        require_fields("points", self, (count, 2), "pairs", most=self.layers)
+        require_fields("points", self, (count,), "scores", least=-np.inf)
+        require_fields("points", self, (count, 2), "losses", least=-np.inf)
+        require_fields("points", self, (count,), "seconds")
 
     @property
     def first(self) -> np.ndarray:

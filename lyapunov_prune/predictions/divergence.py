@@ -16,7 +16,7 @@ from lyapunov_prune.forward.states import Change, changed_finals, finals_without
 from lyapunov_prune.forward.sublayers import Kind, silent
 from lyapunov_prune.models.decoder import InMemory, StreamableText, runs_model
 from lyapunov_prune.predictions.tiles import MEASURES, measures
-from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.arrays import require_fields
 from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -50,9 +50,8 @@ class SkipDivergence(Result):
     measured_on: MeasuredOn
 
     def __post_init__(self) -> None:
-        for name in ("variance", "kl", "reverse_kl", "flipped", "variance_r"):
-            shape = (self.measured_on.model.num_layers,)
-            require_array(f"divergence, {name}", getattr(self, name), shape, least=-_ROUNDING, finite=False)
+        shape, names = (self.measured_on.model.num_layers,), ("variance", "kl", "reverse_kl", "flipped", "variance_r")
+        require_fields("divergence", self, shape, *names, least=-_ROUNDING, finite=False)
 
     def to_frame(self) -> pd.DataFrame:
         measured = columns(self, "variance", "variance_r", "kl", "reverse_kl", "flipped")

@@ -26,7 +26,7 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import InMemory, runs_models
 from lyapunov_prune.predictions.spaces import divergences, turn
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 
@@ -76,16 +76,11 @@ class GenerationDivergence(Result):
         return (np.array(self.first_difference) > np.arange(len(self.kl))[:, None]).mean(-1)
 
     def to_frame(self) -> pd.DataFrame:
+        similarities = columns(
+            self, state="state_similarity", logits="logit_similarity", probabilities="probability_similarity"
+        )
         return pd.DataFrame(
-            {
-                "step": np.arange(len(self.kl)),
-                "state": self.state_similarity,
-                "logits": self.logit_similarity,
-                "probabilities": self.probability_similarity,
-                "kl": self.kl,
-                "same_text": self.same_text,
-                "running": self.running,
-            }
+            {"step": np.arange(len(self.kl)), **similarities, **columns(self, "kl", "same_text", "running")}
         )
 
     def summary(self) -> pd.DataFrame:

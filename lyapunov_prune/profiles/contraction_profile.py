@@ -11,8 +11,8 @@ import numpy as np
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.propagation import Energies
-from lyapunov_prune.results.arrays import require_array, require_fitting
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.arrays import require_array, require_fields, require_fitting
+from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 Pooling = Literal["energy", "token"]
@@ -62,20 +62,17 @@ class ContractionProfile(Result):
         for pooling in get_args(Pooling):
             require_array(f"{of}, {pooling} energies", self.energies[pooling], (L + 1,))
             require_array(f"{of}, {pooling} intervals", self.intervals[pooling], (L, 2), finite=False)
-        require_array(f"{of}, floor", self.floor, (L + 1,))
+        require_fields(of, self, (L + 1,), "floor")
         # NaN or infinite where no error is left to grow or to share.
-        require_array(f"{of}, error_growth", self.error_growth, (L,), finite=False)
-        require_array(f"{of}, state_growth", self.state_growth, (L,), finite=False)
-        require_array(f"{of}, sink_state_share", self.sink_state_share, (L + 1,), most=_WHOLE, finite=False)
-        require_array(f"{of}, sink_error_share", self.sink_error_share, (L + 1,), most=_WHOLE, finite=False)
+        require_fields(of, self, (L,), "error_growth", "state_growth", finite=False)
+        require_fields(of, self, (L + 1,), "sink_state_share", "sink_error_share", most=_WHOLE, finite=False)
         count = self.norm_growth.size
-        require_array(f"{of}, norm_growth", self.norm_growth, (count,), finite=False)
+        require_fields(of, self, (count,), "norm_growth", finite=False)
         if self.windows is not None:
-            shapes = {"state": (L + 1, count), **dict.fromkeys(("error", "relative"), (L + 1, len(self.seeds), count))}
-            for name, shape in shapes.items():
-                require_array(f"{of}, {name} of the windows", getattr(self.windows, name), shape)
+            require_fields(f"{of}, windows", self.windows, (L + 1, count), "state")
+            require_fields(f"{of}, windows", self.windows, (L + 1, len(self.seeds), count), "error", "relative")
         if self.linearity is not None:
-            require_array(f"{of}, linearity", self.linearity, (L,), finite=False)
+            require_fields(of, self, (L,), "linearity", finite=False)
 
     @property
     def relative_energy(self) -> np.ndarray:
@@ -160,8 +157,7 @@ class ContractionProfile(Result):
                 "low": self.rho_interval[:, 0],
                 "high": self.rho_interval[:, 1],
                 f"rho_{other}": self.pooled(other).rho,
-                "error_growth": self.error_growth,
-                "state_growth": self.state_growth,
+                **columns(self, "error_growth", "state_growth"),
                 "sink_share": self.sink_state_share[1:],
                 "above_floor": self.above_floor,
             }

@@ -20,7 +20,7 @@ from lyapunov_prune.models.experts import Routing, unweighted
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.mixtures import Router
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.arrays import require_fields
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -42,9 +42,8 @@ class ExpertUse(Result):
 
     def __post_init__(self) -> None:
         shape = (self.measured_on.model.num_layers, np.shape(self.tokens)[-1])
-        require_array("expert use, tokens", self.tokens, shape, finite=False)
-        require_array("expert use, weight", self.weight, shape, least=-np.inf, finite=False)
-        require_array("expert use, saliency", self.saliency, shape, least=-np.inf, finite=False)
+        require_fields("expert use", self, shape, "tokens", finite=False)
+        require_fields("expert use", self, shape, "weight", "saliency", least=-np.inf, finite=False)
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -23,8 +23,8 @@ from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.arrays import require_array
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.arrays import require_array, require_fields
+from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 
@@ -47,25 +47,18 @@ class InfluenceProfile(Result):
 
     def __post_init__(self) -> None:
         shape = (self.measured_on.model.num_layers,)
-        require_array("Block Influence, influence", self.influence, shape)
-        require_array("Block Influence, spread", self.spread, shape, finite=False)
-        require_array("Block Influence, change", self.change, shape)
+        require_fields("Block Influence", self, shape, "influence", "change")
+        require_fields("Block Influence", self, shape, "spread", finite=False)
         if self.windows is not None:
-            require_array("Block Influence, windows", self.windows, (*shape, self.windows.shape[-1]), least=-np.inf)
+            require_fields("Block Influence", self, (*shape, self.windows.shape[-1]), "windows", least=-np.inf)
 
     def drawn(self) -> np.ndarray | None:
         """Bootstrap samples of the influence over windows, (draws, L); None for a single window."""
         return None if self.windows is None else drawn_means(self.windows)
 
     def to_frame(self) -> pd.DataFrame:
-        return pd.DataFrame(
-            {
-                "layer": np.arange(len(self.influence)),
-                "block_influence": self.influence,
-                "standard_error": self.spread,
-                "relative_change": self.change,
-            }
-        )
+        measured = columns(self, block_influence="influence", standard_error="spread", relative_change="change")
+        return pd.DataFrame({"layer": np.arange(len(self.influence)), **measured})
 
     def headline(self) -> str:
         return f"Block Influence\n{self.measured_on.line()}"
@@ -157,8 +150,9 @@ class SublayerInfluence(Result):
 
     def __post_init__(self) -> None:
         shape = (self.measured_on.model.num_layers,)
-        for name in ("attention", "mlp", "attention_spread", "mlp_spread"):
-            require_array(f"Block Influence, {name}", getattr(self, name), shape, finite=False)
+        require_fields(
+            "Block Influence", self, shape, "attention", "mlp", "attention_spread", "mlp_spread", finite=False
+        )
         if self.windows is not None:
             for name in KINDS:
                 values = self.windows.get(name, np.empty(0))
@@ -169,15 +163,9 @@ class SublayerInfluence(Result):
         return None if self.windows is None else drawn_means(self.windows[what])
 
     def to_frame(self) -> pd.DataFrame:
-        return pd.DataFrame(
-            {
-                "layer": np.arange(len(self.attention)),
-                "attention": self.attention,
-                "attention_error": self.attention_spread,
-                "mlp": self.mlp,
-                "mlp_error": self.mlp_spread,
-            }
-        )
+        attention = columns(self, "attention", attention_error="attention_spread")
+        mlp = columns(self, "mlp", mlp_error="mlp_spread")
+        return pd.DataFrame({"layer": np.arange(len(self.mlp)), **attention, **mlp})
 
     def headline(self) -> str:
         return f"Block Influence of attention and MLP\n{self.measured_on.line()}"

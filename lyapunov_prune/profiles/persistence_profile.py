@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lyapunov_prune.profiles.contraction_profile import ABOVE_FLOOR, ContractionProfile
-from lyapunov_prune.results.arrays import require_array, require_fitting, require_layers
+from lyapunov_prune.results.arrays import require_array, require_fields, require_fitting, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ROWS, MeasuredOn, Result
 from lyapunov_prune.results.wording import bars, ranges
@@ -45,13 +45,12 @@ class PersistenceProfile(Result):
         n, after = len(self.layers), np.shape(self.left)[-1] if np.ndim(self.left) else 0
         require_fitting(n > 0 and after > 1, f"{of}: no layer, or no token to follow an error over")
         require_layers(f"{of}, layers", self.layers, self.measured_on.model.num_layers)
-        require_array(f"{of}, left", self.left, (n, after))
+        require_fields(of, self, (n, after), "left", "floor")
         require_array(f"{of}, left before any token", self.left[:, 0], (n,), least=1, most=1)
-        require_array(f"{of}, interval", self.interval, (n, after, 2), finite=False)
-        require_array(f"{of}, floor", self.floor, (n, after))
-        require_array(f"{of}, bound", self.bound, (n, after), finite=False)
-        require_array(f"{of}, output", self.output, (n, after - 1))
-        require_array(f"{of}, kl", self.kl, (n, after - 1), least=-np.inf)
+        require_fields(of, self, (n, after, 2), "interval", finite=False)
+        require_fields(of, self, (n, after), "bound", finite=False)
+        require_fields(of, self, (n, after - 1), "output")
+        require_fields(of, self, (n, after - 1), "kl", least=-np.inf)
         require_array(f"{of}, convolution", np.array(self.convolution), (n,))
 
     @property

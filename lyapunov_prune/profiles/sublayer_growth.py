@@ -13,7 +13,7 @@ from lyapunov_prune.forward.sublayers import KINDS, between_branches, require_so
 from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, listed, require_moved
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.arrays import require_fields
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -37,8 +37,7 @@ class SublayerGrowth(Result):
 
     def __post_init__(self) -> None:
         shape = (self.measured_on.model.num_layers, len(KINDS))
-        for name in ("error_growth", "state_growth", "token_rho"):
-            require_array(f"growth by sublayer, {name}", getattr(self, name), shape, finite=False)
+        require_fields("growth by sublayer", self, shape, "error_growth", "state_growth", "token_rho", finite=False)
 
     @property
     def rho(self) -> np.ndarray:

@@ -12,6 +12,6 @@ else:
     pd = Lazy("pandas")
 
 
-def columns(of: object, *names: str) -> dict[str, Any]:
-    """The attributes `names` of a result, each a column of that name."""
-    return {name: getattr(of, name) for name in names}
+def columns(of: object, *names: str, **renamed: str) -> dict[str, Any]:
+    """The attributes `names` of a result, each a column of that name; `renamed` gives attributes by another column."""
+    return {column: getattr(of, name) for column, name in (dict(zip(names, names, strict=True)) | renamed).items()}
