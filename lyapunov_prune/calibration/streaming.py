@@ -14,9 +14,9 @@ from lyapunov_prune.arguments import Count
 from lyapunov_prune.calibration.gathering import Gathering
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.layers import each_layer, in_order
 from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.forward.states import each_layer, in_order
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.experts import Routing
 from lyapunov_prune.models.hooked import hooked

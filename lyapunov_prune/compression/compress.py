@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.schedule import Cost, Score
 from lyapunov_prune.arguments import Count, Share
-from lyapunov_prune.compression.held_out import HeldOutLoss
+from lyapunov_prune.compression.held_out import HeldOutLoss, RoundingCost
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.recipe import recipe_for
 from lyapunov_prune.compression.report import CompressionReport
-from lyapunov_prune.compression.rounding_cost import RoundingCost
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, Reading

@@ -4,15 +4,14 @@
 - `hooks`: observe the residual stream, inject into it, skip layers; `prefix`: a forward that begins at any layer;
 - `products`: the input and output of a matrix, even if its module is not called;
 - `rounding`: the coarsest dtype that the layers compute in, and whether they select experts or tokens;
-- `branches`, `sublayers`: attention and MLP of a layer, run alone or silenced; `outputs`: the parameters that make
-  their output; `attentions`: the attention of a layer, and what stands in its place when it leaves;
+- `branches`, `sublayers`: attention and MLP of a layer, run alone or silenced, and the parameters that make their
+  output; `attentions`: the attention of a layer, and what stands in its place when it leaves;
 - `masking`: hidden channels of feed-forward blocks, and experts, masked;
 - `replacement`, `changes`: other weights, or a changed layer, inside a block;
 - `scoring`, `logits`, `decoding`: losses, logits and greedy tokens; `kept`: the logits of two models, compared a block
   of positions at a time;
-- `layers`: each layer run on the output of the changed layers before it;
-- `states`: the states of a text at all boundaries, on disk if they do not fit in memory, and final states of a changed
-  model;
+- `states`: each layer run on the output of the changed layers before it; the states of a text at all boundaries, on
+  disk if they do not fit in memory, and final states of a changed model;
 - `own_text`: text that the model writes itself, for calibration;
 - `continuations`: log-likelihoods of texts with a common beginning.
 

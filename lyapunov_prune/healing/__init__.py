@@ -1,8 +1,7 @@
 """Train a pruned model to predict what the dense model predicts.
 
 - `heal`: the run from end to end; `report`: what it did, and which weights were kept;
-- `learner`: the model that learns, and what judges it;
-- `rounds`: the next learning rate, when to go back, when to stop; `training`: the rounds, trained and judged;
+- `rounds`: the next learning rate, when to go back, when to stop; `training`: the learner, in judged rounds;
 - `distillation`: the loss, one step, and the sizes of parameters, to which learning rates are relative;
 - `low_rank`: low-rank updates trained beside the weights; `sharded`: sharded layers;
 - `trained`: which parameters are trained, and the order of the data;

@@ -19,12 +19,11 @@ from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward.logits import require_one_vocabulary
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.healing.learner import Way
 from lyapunov_prune.healing.report import Healed, Healing, HeldOut
 from lyapunov_prune.healing.sharded import of_main, require_shardable, sharing
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import require_few, require_trainable
-from lyapunov_prune.healing.training import Budget, Tensors, Training
+from lyapunov_prune.healing.training import Budget, Tensors, Training, Way
 from lyapunov_prune.models.decoder import Decoder, InMemory, runs_models
 from lyapunov_prune.models.launched import processes_of, require_same_models
 from lyapunov_prune.models.plain import Plain
@@ -155,18 +154,8 @@ def _trained(
     with way.learner(student.model, teacher.model) as (learner, run, finish):
         # All parameters: those of the student, which does not change. Low-rank factors: copies, which are small.
         start: Tensors = dict(student.layers.named_parameters()) if way.rank is None else run.copies()
-        training = Training(
-            run,
-            learnt.batch.ids,
-            way.judge(learner, judging),
-            start,
-            way.budget,
-            per_step=way.per_step,
-            seed=way.seed,
-            state=state,
-            tensors=of_main(tensors, way.processes),
-            processes=way.processes,
-        )
+        saved = of_main(tensors, way.processes)
+        training = Training(run, learnt.batch.ids, way.judge(learner, judging), start, way, state, saved)
         tensors.clear()
         training.finish()
         report = Healing(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -14,14 +16,19 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import Diverged
-from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.forward.logits import uncached_logits
+from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.forward.scoring import next_token_loss
+from lyapunov_prune.healing.distillation import Distillation, update_sizes
 from lyapunov_prune.healing.rounds import ROUNDS, TRIAL, Round, Stretch, best_of, next_stretch, rates
-from lyapunov_prune.healing.sharded import gathered, in_parts_like
+from lyapunov_prune.healing.sharded import gathered, gathered_into, in_parts_like, sharded
 from lyapunov_prune.healing.state import TrainingState
-from lyapunov_prune.healing.trained import drawn_order
+from lyapunov_prune.healing.trained import beside, drawn_order, recomputed, trained
 from lyapunov_prune.linalg import require_numbers
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.encoding import decode, encode
 
@@ -52,8 +59,52 @@ class Done:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a student is trained; `heal` describes the fields, and `processes` are those that share the windows."""
+
+    budget: Budget
+    per_step: int
+    rank: int | None
+    temperature: float
+    seed: int
+    checkpointing: bool
+    shard: bool
+    processes: PartialState
+
+    @contextmanager
+    def learner(
+        self, student: PreTrainedModel, teacher: PreTrainedModel
+    ) -> Iterator[tuple[PreTrainedModel, Distillation, Callable[[], PreTrainedModel]]]:
+        """The model to train, its Distillation, and a function that returns the whole model after the block."""
+        if self.shard:
+            learner, guide = sharded(student, self.processes), sharded(teacher, self.processes)
+        else:
+            learner, guide = copy.deepcopy(student) if self.rank is None else beside(student), teacher
+        lighter = recomputed(learner) if self.checkpointing else nullcontext()
+        with trained(learner, self.rank, self.seed) as parameters, lighter:
+            sizes = update_sizes(learner, parameters)
+            run = Distillation(learner, guide, parameters, self.temperature, processes=self.processes, sizes=sizes)
+            yield (learner, run, lambda: gathered_into(copy.deepcopy(student), learner) if self.shard else learner)
+
+    def judge(self, learner: PreTrainedModel, judging: Reading) -> Callable[[], np.ndarray]:
+        """A function for the mean next-token loss (nats) of each judging window of `learner`, (windows,) float64."""
+        if not self.shard:
+            judging = read(wrap(learner), judging.batch)
+            scorer, windows = judging.scorer, judging.windows(1)
+
+        @torch.no_grad()
+        def judged() -> np.ndarray:
+            if self.shard:  # calling a layer gathers it, so every process runs every window
+                each = (ids[None].to(learner.device) for ids in judging.batch.ids)
+                return np.array([next_token_loss(uncached_logits(learner, ids)[0], ids[0]) for ids in each])
+            return np.array([scorer(ids)[0][0] for ids in windows])
+
+        return judged
+
+
 class Training:
-    """Trains the parameters of `run` on the windows `ids`, `per_step` of them per step, in an order drawn from `seed`.
+    """Trains the parameters of `run` on the windows `ids`, as `way` says, in an order drawn from its seed.
 
     `judge` returns the mean loss of each judging window (nats per token) of the current model, and `start` holds the
     original parameters. `weights` are those of least judged loss so far. The run is saved in `state`, and continues
@@ -67,17 +118,12 @@ class Training:
         ids: torch.Tensor,
         judge: Callable[[], np.ndarray],
         start: Tensors,
-        budget: Budget,
-        *,
-        per_step: int,
-        seed: int,
+        way: Way,
         state: TrainingState,
         tensors: Iterable[tuple[str, torch.Tensor]],
-        processes: PartialState,
     ) -> None:
-        self.run, self.ids, self.start, self.weights, self.budget = run, ids, start, start, budget
-        self._judge, self._state, self._processes = judge, state, processes
-        self._per_step, self._seed = per_step, seed
+        self.run, self.ids, self.start, self.weights, self.way = run, ids, start, start, way
+        self._judge, self._state = judge, state
         self._durations: list[float] = []
         self._began = time.monotonic()
         told, best = None, dict[str, torch.Tensor]()
@@ -90,7 +136,7 @@ class Training:
             else:
                 run.go_on_from([(key, value)])
         if told is None:
-            self.done = Done(self._judged(), budget.steps)
+            self.done = Done(self._judged(), way.budget.steps)
             require_numbers(self.done.before, "losses of the judging windows")
         else:
             self.done = decode(Done, json.loads(told))
@@ -111,7 +157,7 @@ class Training:
             self._save()
 
     def _next(self) -> Stretch | None:
-        done, budget = self.done, self.budget
+        done, budget = self.done, self.way.budget
         between = self.run.step == sum(each.stretch.steps for each in done.rounds)
         if budget.minutes is not None and between:  # a started stretch is completed
             self._count_time()
@@ -127,7 +173,7 @@ class Training:
 
         Before the first trial, the steps of the budget, which may be None.
         """
-        budget, trials = self.budget, len(self.done.rounds)
+        budget, trials = self.way.budget, len(self.done.rounds)
         if not trials or budget.minutes is None:
             return budget.steps
         taken, seconds = TRIAL * trials, self.done.seconds
@@ -143,12 +189,12 @@ class Training:
 
     def _trained(self, stretch: Stretch) -> np.ndarray:
         """The judged losses after a stretch, of which some steps may have been taken already."""
-        run, rounds = self.run, self.done.rounds
+        run, rounds, per_step = self.run, self.done.rounds, self.way.per_step
         before = sum(each.stretch.steps for each in rounds)
         trials = sum(each.stretch.steps for each in rounds if each.stretch.trial)
         # Windows that the kept weights have not seen.
         first = stretch.taken + (0 if stretch.trial else min(trials, TRIAL))
-        order = drawn_order(len(self.ids), (first + stretch.steps) * self._per_step, self._seed)
+        order = drawn_order(len(self.ids), (first + stretch.steps) * per_step, self.way.seed)
         taken = run.step - before
         if not taken and stretch.begin != "here":
             run.begin_anew(self.start if stretch.begin == "start" else self.weights)
@@ -156,9 +202,9 @@ class Training:
         what = f"healing, trying rate {stretch.rate:.1g}" if stretch.trial else f"healing, round {len(rounds) + 1}"
         for k in track(range(taken, stretch.steps), what):
             began = time.monotonic()
-            at = (first + k) * self._per_step
+            at = (first + k) * per_step
             try:
-                run.take_step(self.ids[order[at : at + self._per_step]], rate[k])
+                run.take_step(self.ids[order[at : at + per_step]], rate[k])
             except Diverged:
                 if run.step == 0:  # not caused by the learning rate
                     raise
@@ -182,4 +228,4 @@ class Training:
         self._state.save(self.run.step, {**self.run.tensors(), **best, _DONE: told})
 
     def _of_main(self, value: Any) -> list[Any]:
-        return broadcast_object_list([value]) if self._processes.num_processes > 1 else [value]
+        return broadcast_object_list([value]) if self.way.processes.num_processes > 1 else [value]

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.branches import Branch
+from lyapunov_prune.forward.branches import Branch, zero_outputs
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, require_run, run_up_to, with_hidden
-from lyapunov_prune.forward.outputs import zero_outputs
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode

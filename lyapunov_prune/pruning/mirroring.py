@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.outputs import zero_outputs
+from lyapunov_prune.forward.branches import zero_outputs
 from lyapunov_prune.forward.sublayers import find_sublayers, named_branches
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.models.decoder import Decoder
@@ -101,7 +101,7 @@ def _not_plain(layer: int, why: str) -> LyapunovPruneError:
 def zero_sublayers(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> None:
     """Set the output projections of these sublayers of `decoder` to zero: weight, bias, every expert.
 
-    Trial forwards find which matrices they are (`forward.outputs`). Raises LyapunovPruneError if a layer has no such
+    Trial forwards find which matrices they are (`forward.branches`). Raises LyapunovPruneError if a layer has no such
     sublayer, if something after the projection adds to the output (a norm with a bias), and if another layer uses the
     same matrix.
     """

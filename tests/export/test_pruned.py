@@ -33,8 +33,7 @@ from lyapunov_prune.data.text import load_text
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.export import compact
 from lyapunov_prune.export.pruned import write_pruned
-from lyapunov_prune.forward.branches import Branch
-from lyapunov_prune.forward.outputs import zero_outputs
+from lyapunov_prune.forward.branches import Branch, zero_outputs
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction import measure_contraction

@@ -20,7 +20,7 @@ from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.rounds import FACTOR, TRIAL, best_of
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order, trained
-from lyapunov_prune.healing.training import Budget, Training
+from lyapunov_prune.healing.training import Budget, Training, Way
 
 IDS = torch.randint(97, (7, 12), generator=torch.Generator().manual_seed(5))
 BEFORE = np.array([4.0, 5.0, 4.5, 5.5])
@@ -55,12 +55,9 @@ def training(
         IDS,
         judge,
         start or run.copies(),
-        budget,
-        per_step=per_step,
-        seed=3,
-        state=state or TrainingState(None, {}),
-        tensors=list((tensors or {}).items()),
-        processes=PartialState(cpu=True),
+        Way(budget, per_step, None, 1.0, 3, checkpointing=False, shard=False, processes=PartialState(cpu=True)),
+        state or TrainingState(None, {}),
+        list((tensors or {}).items()),
     )
 
 

@@ -20,8 +20,8 @@ from experiments.divergences import divergences, finals
 from experiments.statements import ratio, short, table
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.bit_widths import BitWidths, evenly
+from lyapunov_prune.compression.held_out import RoundingCost
 from lyapunov_prune.compression.methods.rtn import RoundToNearest
-from lyapunov_prune.compression.rounding_cost import RoundingCost
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.results.result import MeasuredOn, Result
 

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from lyapunov_prune.allocation.allocation import Matrices
 from lyapunov_prune.allocation.bit_widths import evenly
 from lyapunov_prune.compression.compress import compress
+from lyapunov_prune.compression.held_out import RoundingCost
 from lyapunov_prune.compression.methods.gptq import GPTQ
 from lyapunov_prune.compression.methods.rtn import RoundToNearest
-from lyapunov_prune.compression.rounding_cost import RoundingCost
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import read
