@@ -83,11 +83,8 @@ def heat_map(s: Sensitivity) -> str:
 def layers_figure(s: Sensitivity) -> str:
     """Perplexity with one whole layer compressed, or removed, with paired intervals."""
     figure, axes = one_panel(9, 3.4)
-    for study, label, colour, marker in (
-        ("layer", f"compressed: {s.compression}", COLOURS["rho"], "o"),
-        ("removal", "removed", COLOURS["bi"], "s"),
-    ):
-        _line(axes, s.of(study), "layer", label, colour, marker)
+    _line(axes, s.of("layer"), "layer", f"compressed: {s.compression}", COLOURS["rho"], "o")
+    _line(axes, s.of("removal"), "layer", "removed", COLOURS["bi"], "s")
     return _over_depth(s, axes, figure)
 
 
@@ -108,19 +105,12 @@ def components_figure(s: Sensitivity) -> str:
 
 def cumulative_figure(s: Sensitivity) -> str:
     """Perplexity over the number of layers compressed, from the first on and from the last back."""
+    first, last = s.of("forward"), s.of("backward")
     figure, axes = one_panel(6.5, 3.6)
-    for study, label, colour, marker in (
-        ("forward", "from the first layer on", COLOURS["bi"], "o"),
-        ("backward", "from the last layer back", COLOURS["rho"], "s"),
-    ):
-        rows = s.of(study)
-        if len(rows):
-            rows = rows.assign(count=np.arange(1, len(rows) + 1))
-            _line(axes, rows, "count", label, colour, marker)
-    axes.axhline(1, color=GREY, linewidth=0.8)
-    log_axis(axes)
+    _line(axes, first.assign(count=_counted(first)), "count", "from the first layer on", COLOURS["bi"], "o")
+    _line(axes, last.assign(count=_counted(last)), "count", "from the last layer back", COLOURS["rho"], "s")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return labelled(figure, axes, f"layers compressed ({s.compression})", _RATIO)
+    return _ratios(figure, axes, f"layers compressed ({s.compression})")
 
 
 def levels_figure(s: Sensitivity) -> str:
@@ -146,10 +136,9 @@ def levels_figure(s: Sensitivity) -> str:
         if x == "rank":
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        axes.axhline(1, color=GREY, linewidth=0.8)
+        _even(axes)
         axes.set_ylabel(_RATIO)
         axes.legend(frameon=False, fontsize=SMALL)
-        log_axis(axes)
     return svg(figure)
 
 
@@ -166,18 +155,15 @@ def cliff_figure(s: Sensitivity) -> str:
 
 def greedy_figure(s: Sensitivity) -> str:
     """Perplexity over the share of multiplications saved, group after group; rounding saves none: over their number."""
+    once, again = (
+        rows.assign(taken=_counted(rows) if s.compression.rounds else 100 * rows.saved)
+        for rows in (s.of("greedy"), s.of("greedy-rescored"))
+    )
     figure, axes = one_panel(6.5, 3.6)
-    for study, label, colour, marker in (
-        ("greedy", "in the order of their own regret", COLOURS["rho"], "o"),
-        ("greedy-rescored", "scored again after each", COLOURS["bi"], "s"),
-    ):
-        rows = s.of(study)
-        taken = np.arange(1, len(rows) + 1) if s.compression.rounds else 100 * rows.saved
-        _line(axes, rows.assign(taken=taken), "taken", label, colour, marker)
-    axes.axhline(1, color=GREY, linewidth=0.8)
-    log_axis(axes)
+    _line(axes, once, "taken", "in the order of their own regret", COLOURS["rho"], "o")
+    _line(axes, again, "taken", "scored again after each", COLOURS["bi"], "s")
     taken = "groups rounded" if s.compression.rounds else "multiplications of the layers' matrices saved, %"
-    return labelled(figure, axes, taken, _RATIO)
+    return _ratios(figure, axes, taken)
 
 
 def predictors_figure(s: Sensitivity) -> str:
@@ -221,7 +207,21 @@ def _line(axes: Axes, rows: pd.DataFrame, x: str, label: str, colour: str, marke
         with_intervals(axes, places, rows.degradation.to_numpy(), ends, **style)
 
 
-def _over_depth(s: Sensitivity, axes: Axes, figure: Figure) -> str:
+def _counted(rows: pd.DataFrame) -> np.ndarray:
+    return np.arange(1, len(rows) + 1)
+
+
+def _even(axes: Axes) -> None:
+    """A logarithmic axis of ratios, with a line where nothing changed."""
     axes.axhline(1, color=GREY, linewidth=0.8)
     log_axis(axes)
+
+
+def _ratios(figure: Figure, axes: Axes, x: str) -> str:
+    _even(axes)
+    return labelled(figure, axes, x, _RATIO)
+
+
+def _over_depth(s: Sensitivity, axes: Axes, figure: Figure) -> str:
+    _even(axes)
     return over_depth(figure, axes, s.measured_on.model.num_layers, _RATIO)
