@@ -12,6 +12,10 @@ from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import CheckFailed
 
+Engines = Annotated[
+    bool, what_option("--engines", help="Only compare the config with known shortcuts of inference engines.")
+]
+
 
 def check(
     model: Model,
@@ -19,9 +23,7 @@ def check(
         str | None, typer.Argument(help="A model made from MODEL by changing only its matrices.")
     ] = None,
     *,
-    engines: Annotated[
-        bool, what_option("--engines", help="Only compare the config with known shortcuts of inference engines.")
-    ] = False,
+    engines: Engines = False,
     inputs: RunOptions = RunOptions(tokens=512, context=128),
     given: Given = Given(),
 ) -> None:
