@@ -10,13 +10,13 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from lyapunov_prune.checkpoints.tensor_files import BUFFER, DTYPES, Stored, read_into, read_tensors, reading
+from lyapunov_prune.checkpoints.tensor_files import DTYPES, Stored, read_into, read_tensors, reading
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import combined, digests_of, saved_tensors
 from lyapunov_prune.models.loading import load_outline
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.models.weight_files import Target, targets_of
+from lyapunov_prune.models.weight_files import BUFFER, Target, targets_of
 from lyapunov_prune.progress import status
 
 

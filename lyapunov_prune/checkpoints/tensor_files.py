@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ import torch
 from safetensors import SafetensorError
 
 from lyapunov_prune.errors import reported
-from lyapunov_prune.models.weight_files import INDEX, SINGLE, weight_files
+from lyapunov_prune.models.weight_files import BUFFER, INDEX, SINGLE, fill, read_parts, weight_files
 from lyapunov_prune.progress import track
 
-BUFFER = 2**18  # fits into the CPU cache: with 1 MB a copy takes at least twice as long
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -107,10 +105,10 @@ def read_header(path: Path) -> dict[str, Stored]:
         except (ValueError, OverflowError, MemoryError):
             raise OSError(f"{path} has no header of tensors") from None
     header.pop("__metadata__", None)
-    places = {key: (8 + length + entry["data_offsets"][0], _span(entry)) for key, entry in header.items()}
     return {
-        key: Stored(key, path, state, *places[key], entry["dtype"], tuple(entry["shape"]))
+        key: Stored(key, path, state, 8 + length + begin, end - begin, entry["dtype"], tuple(entry["shape"]))
         for key, entry in header.items()
+        for begin, end in [entry["data_offsets"]]
     }
 
 
@@ -147,21 +145,7 @@ def read_into(memory: torch.Tensor, stored: Stored) -> None:
     numbers: Any = memory.view(-1).view(torch.uint8).numpy()
     with stored.file.open("rb", buffering=0) as file:
         file.seek(stored.start)
-        _fill(memoryview(numbers), file)
-
-
-def _fill(memory: memoryview, file: FileIO) -> None:
-    """Read until `memory` is full; raises OSError if the file ends first."""
-    while len(memory):
-        count = file.readinto(memory)
-        if not count:
-            raise OSError(f"{file.name} became shorter while it was read")
-        memory = memory[count:]
-
-
-def _span(entry: Mapping[str, list[int]]) -> int:
-    begin, end = entry["data_offsets"]
-    return end - begin
+        fill(memoryview(numbers), file)
 
 
 def write_tensors(folder: Path, pieces: Mapping[str, Part], shard_bytes: int) -> None:
@@ -226,19 +210,8 @@ def parts_of(piece: Part) -> Iterator[Any]:
             yield from parts_of(each)
         return
     with reading([piece.stored]):
-        yield from _blocks(piece) if piece.total > 1 else _whole(piece.stored)
-
-
-def _whole(stored: Stored) -> Iterator[Any]:
-    left = stored.size
-    buffer: Any = np.empty(BUFFER, np.uint8)
-    with stored.file.open("rb", buffering=0) as source:
-        source.seek(stored.start)
-        while left:
-            part = buffer[:left]
-            _fill(memoryview(part), source)
-            yield part
-            left -= len(part)
+        stored = piece.stored
+        yield from _blocks(piece) if piece.total > 1 else read_parts(stored.file, stored.start, stored.size)
 
 
 def _blocks(piece: Piece) -> Iterator[Any]:
