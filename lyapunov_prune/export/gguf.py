@@ -21,9 +21,8 @@ from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, changed_setting
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.llama_cpp import INSTALL, installed
 from lyapunov_prune.export.disk_gate import KEYS, PLACED
-from lyapunov_prune.export.llama_cpp import ENGINE, compared_text, engine_check
+from lyapunov_prune.export.llama_cpp import ENGINE, engine_checks
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
 from lyapunov_prune.mending.report import MendReport
@@ -180,13 +179,9 @@ def save_changed(target: str | Path, original: Original, made: Decoder, draft: P
     """
     require_file(target)
     anew = _anew(original, made)
-    checks: dict[str, OnFiles] = {RELOADED: partial(file_reloads, made)}
-    if installed():
-        checks[ENGINE] = partial(engine_check, decoder=made, ids=compared_text(made, made.tokenizer))
-    else:
-        warn(f"not tried in llama.cpp: {INSTALL}")
+    checks: dict[str, OnFiles] = {RELOADED: partial(file_reloads, made), **engine_checks(made, made.tokenizer)}
     if draft is not None:
-        draft = replace(draft, not_run=() if installed() else (ENGINE,), format="gguf")
+        draft = replace(draft, not_run=() if ENGINE in checks else (ENGINE,), format="gguf")
     return _written(target, original, anew, history_of(made.model), draft, checks)
 
 

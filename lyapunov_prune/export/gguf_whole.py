@@ -16,11 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.llama_cpp import INSTALL, installed
 from lyapunov_prune.export.exported import Exported
 from lyapunov_prune.export.format import Quantisation
 from lyapunov_prune.export.gguf import as_json, file_reloads, require_file
-from lyapunov_prune.export.llama_cpp import ENGINE, compared_text, engine_check
+from lyapunov_prune.export.llama_cpp import ENGINE, engine_checks
 from lyapunov_prune.models.decoder import Decoder, runs_model, wrap_any
 from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, gguf_file
 from lyapunov_prune.models.gguf_copy import write_pieces
@@ -32,7 +31,7 @@ from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import model_name
 from lyapunov_prune.progress import warn
-from lyapunov_prune.pruning.gate import GateReport, attempt
+from lyapunov_prune.pruning.gate import GateReport, OnFiles, attempt
 from lyapunov_prune.pruning.provenance import made_by
 from lyapunov_prune.results.files import require_disk, whole_file
 from lyapunov_prune.results.history import history_of, history_with
@@ -67,23 +66,19 @@ def write_gguf(
     with whole_file(target) as file:
         write_pieces(file, values, pieces, gguf.GGUF_DEFAULT_ALIGNMENT)
         detail = "distance of the numbers in the file, over the most that rounding moves"
-        checks, not_run = [GateCheck(ROUNDED, moved <= 1, moved, 1.0, detail)], []
-        lost = unread(config, family)
-        if lost:
-            not_run.append(RELOADED)
+        on_file: dict[str, OnFiles] = {}
+        if lost := unread(config, family):
             warn(f"not read back by transformers: it does not read {lost} from a GGUF file")
         else:
-            checks.append(attempt(RELOADED, partial(file_reloads, result, file, within=1e-6)))
-        if installed():
-            context = values[f"{family.architecture}.context_length"].read()
-            ids = compared_text(result, tokenizer)[: max(2, context - GREEDY)]
-            checks.append(attempt(ENGINE, partial(engine_check, file, result, ids)))
-        else:
-            not_run.append(ENGINE)
-            warn(f"not tried in llama.cpp: {INSTALL}")
-        GateReport(tuple(checks)).require_passed("the file", CONVERT)
+            on_file[RELOADED] = partial(file_reloads, result, within=1e-6)
+        context = values[f"{family.architecture}.context_length"].read()
+        on_file |= engine_checks(result, tokenizer, max(2, context - GREEDY))
+        found = [attempt(name, partial(check, file)) for name, check in on_file.items()]
+        checks = GateCheck(ROUNDED, moved <= 1, moved, 1.0, detail), *found
+        GateReport(checks).require_passed("the file", CONVERT)
     kinds = Counter(gguf.GGMLQuantizationType(piece.kind).name for piece in pieces)
-    return Exported(name, "gguf", dict(kinds), size, tuple(checks), tuple(not_run))
+    not_run = tuple(name for name in (RELOADED, ENGINE) if name not in on_file)
+    return Exported(name, "gguf", dict(kinds), size, checks, not_run)
 
 
 def _origin(decoder: Decoder) -> Header | None:

@@ -21,14 +21,15 @@ from transformers.pytorch_utils import Conv1D
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.llama_cpp import BATCH, Predictions, ask
+from lyapunov_prune.evaluation.llama_cpp import BATCH, INSTALL, Predictions, ask, installed
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import WINDOW_LIMIT
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.progress import status
+from lyapunov_prune.progress import status, warn
+from lyapunov_prune.pruning.gate import OnFiles
 
 ENGINE = "same in llama.cpp"
 _TOP, _GREEDY = 64, 64
@@ -51,6 +52,20 @@ def compared_text(decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None) -
         vocabulary = decoder.structure.config.vocab_size
         return torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     return load_text("builtin", tokenizer, tokens=length, context=length).ids[0].tolist()
+
+
+def engine_checks(
+    decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, most: int | None = None
+) -> dict[str, OnFiles]:
+    """`engine_check` on at most `most` tokens of the built-in text, by its name; none if llama.cpp is not installed.
+
+    A line on stderr then says so.
+    """
+    if not installed():
+        warn(f"not tried in llama.cpp: {INSTALL}")
+        return {}
+    ids = compared_text(decoder, tokenizer)[:most]
+    return {ENGINE: lambda file: engine_check(file, decoder, ids)}
 
 
 @in_eval_mode

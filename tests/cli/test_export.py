@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from helpers import Done
 
-from lyapunov_prune.export import gguf_whole
+from lyapunov_prune.export import llama_cpp
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.loading import load
 
 
 @pytest.fixture(autouse=True)
 def _without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_whole, "installed", lambda: False)
+    monkeypatch.setattr(llama_cpp, "installed", lambda: False)
 
 
 def test_a_file_and_a_folder(run: Callable[..., Done]) -> None:

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import ask, installed
 from lyapunov_prune.export import gguf as exported
+from lyapunov_prune.export import llama_cpp
 from lyapunov_prune.export.gguf import gguf_identity, original_of, prune_gguf, save_changed
 from lyapunov_prune.export.llama_cpp import ENGINE
 from lyapunov_prune.export.pruned import write_pruned
@@ -69,7 +70,7 @@ GOES = {"gemma2": (2, 3), "gemma3": (0, 3)}
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(exported, "installed", lambda: False)
+    monkeypatch.setattr(llama_cpp, "installed", lambda: False)
 
 
 @pytest.fixture

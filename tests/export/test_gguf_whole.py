@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.checkpoints.reloading import RELOADED
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import installed
-from lyapunov_prune.export import gguf_whole
+from lyapunov_prune.export import gguf_whole, llama_cpp
 from lyapunov_prune.export.formats.gguf import GGUF
 from lyapunov_prune.export.formats.plain import Plain
 from lyapunov_prune.export.gguf_whole import ROUNDED
@@ -60,7 +60,7 @@ def tiny(name: str, **changes: Any) -> PreTrainedModel:
 
 @pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_whole, "installed", lambda: False)
+    monkeypatch.setattr(llama_cpp, "installed", lambda: False)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
