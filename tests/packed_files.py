@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from lyapunov_prune.compression.grids import Grid, stepped
 from lyapunov_prune.export.packed import Packing
-from lyapunov_prune.models.packed import PACK
+from lyapunov_prune.models.quantised import PACK
 
 Spoil = Callable[[dict[str, torch.Tensor]], None]
 

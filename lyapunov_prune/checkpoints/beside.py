@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.models.adapters import base_of, holds_adapters
-from lyapunov_prune.models.deci import as_served
+from lyapunov_prune.models.compact import as_served
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.left_out import require_whole, without_heads
 from lyapunov_prune.models.loading import checkpoint_folder
@@ -66,7 +66,8 @@ def save_files(
 
     `state` replaces the model's own tensors; if it is empty, no weights are written. The written config counts no
     prediction heads, since no model holds them (`models.left_out`), and a DeciLM's lists what its layers lack
-    (`models.deci`). Raises LyapunovPruneError if a part of the checkpoint was left out on loading without being asked.
+    (`models.compact`). Raises LyapunovPruneError if a part of the checkpoint was left out on loading without being
+    asked.
     """
     require_whole(model)
     bare = state is not None and not state  # before saving, which empties it

@@ -20,9 +20,8 @@ from lyapunov_prune.models.dispatched import bring_weights, offload_folder, plac
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.kernels import kernels
-from lyapunov_prune.models.packed import unlogged
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt
-from lyapunov_prune.models.quantised import quantisation
+from lyapunov_prune.models.quantised import quantisation, unlogged
 from lyapunov_prune.models.sharing import share_equal
 from lyapunov_prune.models.two_stacks import structure_like
 from lyapunov_prune.models.wrappers import auto_class, loading_class

@@ -23,8 +23,7 @@ from lyapunov_prune.forward.sublayers import find_sublayers
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.reduction import HiddenMap
-from lyapunov_prune.models.compact import NO_ATTENTION, compact_class, is_compact
-from lyapunov_prune.models.deci import not_deci
+from lyapunov_prune.models.compact import NO_ATTENTION, compact_class, is_compact, not_deci
 from lyapunov_prune.models.decoder import Decoder, takes_model
 from lyapunov_prune.models.feedforward import Affine, find_feedforward
 from lyapunov_prune.models.held import held

@@ -48,8 +48,7 @@ from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.forward.sublayers import find_sublayers, named_branches
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.replaced import hidden_replaced
-from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.deci import BLOCKS
+from lyapunov_prune.models.compact import BLOCKS, is_compact
 from lyapunov_prune.models.decoder import Decoder, InMemoryAny, runs_models, takes_model
 from lyapunov_prune.models.feedforward import Affine, FeedForward, find_feedforward
 from lyapunov_prune.models.hooked import hooked

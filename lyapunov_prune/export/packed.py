@@ -37,9 +37,9 @@ from lyapunov_prune.linalg import lift, row_blocks
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.from_folder import LOCAL, quiet
-from lyapunov_prune.models.packed import PACK, PACKER, unlogged
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.quantised import PACK, PACKER, unlogged
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.weight_files import SINGLE
 from lyapunov_prune.models.wrappers import loading_class

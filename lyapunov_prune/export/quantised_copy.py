@@ -25,8 +25,7 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.families import family_entry
 from lyapunov_prune.models.left_out import LeftOut, find_left_out, keep_left_out
 from lyapunov_prune.models.loading import checkpoint_folder, load_bare_outline
-from lyapunov_prune.models.packed import is_unpacked
-from lyapunov_prune.models.quantised import stored_quantisation
+from lyapunov_prune.models.quantised import is_unpacked, stored_quantisation
 from lyapunov_prune.models.quantised_names import FILES, Layers, follow_layers, layers_in, settings_of
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.models.weight_files import Target, require_every_layer, targets_of

@@ -4,9 +4,8 @@
 - `encoders`: which models read a text in both directions, and by which class they are loaded; `two_stacks`: the layers
   of the encoder or of the decoder of a model that has both, and what each of them reads;
 - `loading`: a model in memory by any name, from the hub, through `from_folder` and `gguf` (which has the built-in
-  model); `folder`: checks of a checkpoint before transformers reads it; `cache`: dequantised GGUF files; `packed`:
-  packed integers that are unpacked on loading; `quantised`: weights that stay packed, and what they can be used for;
-  `quantised_names`: the layers named in quantisation settings;
+  model); `folder`: checks of a checkpoint before transformers reads it; `cache`: dequantised GGUF files; `quantised`:
+  packed weights, unpacked on loading or left to their library; `quantised_names`: the layers that their settings name;
 - `gguf_header`, `gguf_layers`: the header of a GGUF file, and its parts about single layers; `gguf_copy`,
   `gguf_tensors`: writing such a file, from another one's bytes or from tensors; `gguf_metadata`, `gguf_vocabulary`: the
   model and the tokenizer in its header;
@@ -27,7 +26,6 @@
 - `held`, `hooked`: a model reserved for one thread, and hooks on it, inside a block; `sharing`: two models with equal
   weights share their memory;
 - `compact`, `modeling_compact`: models without some attentions, with merged blocks, or with matrices factored in two;
-  `deci`: those that engines know;
 - `recurrence`: the states that layers carry from token to token, in a cache or in modules;
 - `classifiers`, `classifier_loading`: image classifiers;
 - `engines`: what serving engines would do wrong with its layers;

@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lyapunov_prune.models.compact import PREFIX
-from lyapunov_prune.models.deci import BLOCKS
+from lyapunov_prune.models.compact import BLOCKS, PREFIX
 from lyapunov_prune.models.folder import read_config
 from lyapunov_prune.models.gguf_header import Header, read_header
 from lyapunov_prune.models.gguf_layers import wrong_arrays

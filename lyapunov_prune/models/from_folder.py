@@ -21,8 +21,17 @@ from lyapunov_prune.models.dispatched import bring_weights, offload_folder, requ
 from lyapunov_prune.models.encoders import Stack, is_encoder
 from lyapunov_prune.models.folder import loading_errors, require_loadable
 from lyapunov_prune.models.left_out import find_left_out, keep_left_out
-from lyapunov_prune.models.packed import is_loadable, is_unpacked, require_scales, unpacked_by_group, unpacking
-from lyapunov_prune.models.quantised import is_packed, quantisation, remedy, require_kernels
+from lyapunov_prune.models.quantised import (
+    is_loadable,
+    is_packed,
+    is_unpacked,
+    quantisation,
+    remedy,
+    require_kernels,
+    require_scales,
+    unpacked_by_group,
+    unpacking,
+)
 from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
 from lyapunov_prune.models.structure import Structure, find_layers, find_structure
 from lyapunov_prune.models.tokenizers import require_bounded, require_bounded_file

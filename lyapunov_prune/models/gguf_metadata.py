@@ -15,8 +15,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lyapunov_prune.errors import LyapunovPruneError, first_of
-from lyapunov_prune.models.compact import PREFIX, family_of
-from lyapunov_prune.models.deci import not_deci
+from lyapunov_prune.models.compact import PREFIX, family_of, not_deci
 from lyapunov_prune.models.gguf_header import FLOAT32, INT32, UINT32, Value, array, number, text
 from lyapunov_prune.models.gguf_layers import period_values, scaled_depth
 from lyapunov_prune.models.gguf_vocabulary import CONVERT

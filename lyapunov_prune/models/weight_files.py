@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from lyapunov_prune.errors import LyapunovPruneError, reported
-from lyapunov_prune.models.packed import DENSE, unpacker
+from lyapunov_prune.models.quantised import DENSE, unpacker
 from lyapunov_prune.models.structure import Structure
 
 BUFFER = 2**18  # fits into the CPU cache: with 1 MB a copy takes at least twice as long

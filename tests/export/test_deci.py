@@ -20,7 +20,7 @@ from lyapunov_prune.export.formats.deci import Deci
 from lyapunov_prune.export.formats.gguf import GGUF
 from lyapunov_prune.export.llama_cpp import ENGINE
 from lyapunov_prune.export.pruned import write_pruned
-from lyapunov_prune.models.deci import BLOCKS
+from lyapunov_prune.models.compact import BLOCKS
 from lyapunov_prune.models.engines import check_engines
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.pruning.plan import PruningPlan

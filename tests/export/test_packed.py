@@ -28,8 +28,8 @@ from lyapunov_prune.export import packed
 from lyapunov_prune.export.packed import Packing, require_packable, require_packed_options, write_packed
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
-from lyapunov_prune.models.packed import PACK
 from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.quantised import PACK
 from lyapunov_prune.results.history import HISTORY, read_history
 
 ROUNDED: dict[str, Any] = {"method": "rtn", "bits": 4, "symmetric": True}

@@ -9,7 +9,7 @@ import torch
 from helpers import make_tiny
 
 from lyapunov_prune.export.compact import Cuts, make_compact
-from lyapunov_prune.models.deci import BLOCKS, as_served, not_deci
+from lyapunov_prune.models.compact import BLOCKS, as_served, not_deci
 from lyapunov_prune.models.modeling_compact import CompactLlamaConfig
 
 

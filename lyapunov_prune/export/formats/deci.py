@@ -30,7 +30,7 @@ class Deci(Compact):
         require_deci(decoder, plan)
 
     def cut(self, decoder: Decoder, operation: Operation) -> Decoder:
-        from lyapunov_prune.models.deci import BLOCKS
+        from lyapunov_prune.models.compact import BLOCKS
 
         made = super().cut(decoder, operation)
         setattr(made.model.config, BLOCKS, [])  # filled when it is saved
