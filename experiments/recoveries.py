@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from experiments.common import Model, plain, read_text
 from experiments.compressions import ALIKE
+from lyapunov_prune.data.examples import Slices, slices
 from lyapunov_prune.data.image_files import MNIST, load_images
-from lyapunov_prune.data.slices import Slices, slices
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.score import ItemScores, score
 from lyapunov_prune.forward.hooks import run_through

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from experiments.common import Model
 from experiments.recoveries import subject
-from lyapunov_prune.data.slices import Slices
+from lyapunov_prune.data.examples import Slices
 from lyapunov_prune.joint import Importance, measure_importance
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.feedforward import find_feedforward

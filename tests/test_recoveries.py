@@ -17,7 +17,7 @@ import lyapunov_prune as lp
 from experiments import recoveries
 from experiments.recoveries import Subject, difference, finished, together, told
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.data.slices import slices
+from lyapunov_prune.data.examples import slices
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.joint.chains import chains

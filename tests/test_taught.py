@@ -15,7 +15,7 @@ from scipy import stats
 
 from experiments.taught import Taught, numbers
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.data.slices import slices
+from lyapunov_prune.data.examples import slices
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.merging.unmerged import Unmerged

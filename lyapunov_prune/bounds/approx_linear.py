@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from lyapunov_prune.bounds.approximation import Approximation
-from lyapunov_prune.bounds.bound_check import BoundCheck
+from lyapunov_prune.bounds.bound_check import BoundCheck, Seen
 from lyapunov_prune.bounds.checkers import (
     composition_bound,
     interpolation_bound,
@@ -39,29 +39,20 @@ def frobenius(A: torch.Tensor) -> float:
 
 
 @dataclass
-class Record:
+class Record(Seen):
     """Errors and bounds of one approximated matrix so far."""
 
     projection: Projection
     approximation: Approximation
-    check: BoundCheck | None = None  # the worst input of all forwards; None before the first
-    hits: int = 0  # inputs that the cache answered
     energy: float = 0.0  # Σ ‖error‖² over all inputs
     output: float = 0.0  # Σ ‖W x‖², recorded only while the exact model runs (`observe`)
     ratios: list[np.ndarray] = field(repr=False, default_factory=list)  # error / bound where the bound is above zero
-    probe: BoundCheck | None = None  # Theorem 2 on the top right singular vector of the residual
-    weight_probe: BoundCheck | None = None  # Theorem 1 on that of W, if there is a cache
     # The residual and W as installed (W only with a cache), and the relative rounding of their entries.
     residual: torch.Tensor = field(repr=False, default_factory=lambda: torch.zeros(0))
     exact: torch.Tensor | None = field(repr=False, default=None)
     unit: float = 2.0**-24
     residual_size: float = 0.0  # Frobenius norms of the two, for the margins
     exact_size: float = 0.0
-
-    @property
-    def checks(self) -> tuple[BoundCheck, ...]:
-        """The check of the worst actual input, and the probes. An expert that no token reached has probes only."""
-        return tuple(c for c in (self.check, self.probe, self.weight_probe) if c is not None)
 
     def take_probes(self) -> None:
         """Apply the installed matrices to their approximate top right singular vectors.

@@ -54,6 +54,24 @@ class BoundCheck:
         return replace(worst, inputs=self.inputs + other.inputs)
 
 
+@dataclass(kw_only=True)
+class Seen:
+    """What was recorded of one matrix under one setting: the worst input, two probes, and hits of the cache.
+
+    `check` is None where no input was recorded (an expert that no token reached). `probe` is Theorem 2 on the top right
+    singular vector of the residual, `weight_probe` Theorem 1 on that of W, if there is a cache.
+    """
+
+    check: BoundCheck | None = None
+    probe: BoundCheck | None = None
+    weight_probe: BoundCheck | None = None
+    hits: int = 0
+
+    @property
+    def checks(self) -> tuple[BoundCheck, ...]:
+        return tuple(c for c in (self.check, self.probe, self.weight_probe) if c is not None)
+
+
 def as_array(numbers: Numbers) -> np.ndarray:
     """A number or an array as (n,) float64."""
     return np.atleast_1d(np.asarray(numbers, dtype=np.float64))

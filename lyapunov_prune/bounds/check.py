@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -23,7 +23,8 @@ from lyapunov_prune.arguments import SOME, Count, Share
 from lyapunov_prune.bounds.approx_linear import Record
 from lyapunov_prune.bounds.approximate import Radius, Records
 from lyapunov_prune.bounds.approximation import Approximation, approximation, certify_difference
-from lyapunov_prune.bounds.report import WRITTEN, BoundsReport, RatioDistribution, Seen, Setting, Violation
+from lyapunov_prune.bounds.bound_check import Seen
+from lyapunov_prune.bounds.report import WRITTEN, BoundsReport, RatioDistribution, Setting, Violation
 from lyapunov_prune.bounds.trajectory import Followed, followed_on
 from lyapunov_prune.bounds.written import read_written
 from lyapunov_prune.errors import LyapunovPruneError
@@ -37,6 +38,7 @@ from lyapunov_prune.models.projections import Projection, shared_weights
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.encoding import decode, encode
+from lyapunov_prune.results.frames import columns
 from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.store import Store
 
@@ -173,7 +175,8 @@ def _outcome(reading: Reading, records: Records, batch_size: int) -> dict[str, S
 
 
 def _seen(records: Mapping[str, Record]) -> dict[str, Seen]:
-    return {name: Seen(r.check, r.probe, r.weight_probe, r.hits) for name, r in records.items()}
+    names = [field.name for field in fields(Seen)]
+    return {name: Seen(**columns(record, *names)) for name, record in records.items()}
 
 
 def _each(work: Callable[[A], B], items: Mapping[str, A], description: str) -> dict[str, B]:

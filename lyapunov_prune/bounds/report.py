@@ -78,20 +78,6 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The record of one matrix under one setting: the worst input, and the two probes (`approx_linear.Record`)."""
-
-    check: BoundCheck | None  # None where no input was recorded: an expert that no token reached
-    probe: BoundCheck | None
-    weight_probe: BoundCheck | None
-    hits: int
-
-    @property
-    def checks(self) -> tuple[BoundCheck, ...]:
-        return tuple(c for c in (self.check, self.probe, self.weight_probe) if c is not None)
-
-
-@dataclass(frozen=True)
 class Violation:
     setting: Setting | None  # None for a checkpoint
     check: BoundCheck

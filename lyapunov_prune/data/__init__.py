@@ -4,10 +4,10 @@
 - `rows`: rows of JSON files, tables and data sets; `documents`: the plain text or chats in them;
 - `batch`: the windows, checked against a model;
 - `images`: images with their classes, checked against a model; `image_files`: reading them;
-- `examples`: what text and images have in common; `slices`: three disjoint parts of either;
+- `examples`: what text and images have in common, and three disjoint parts of either;
 - `prompts`: the user's own prompts, each of its own length;
 - `unseen`: refuses to score a model on what it was made with;
-- `choices`, `tasks`: multiple-choice items and questions from JSONL files; `retrieval`: queries and documents;
+- `choices`: multiple-choice items and questions from JSONL files; `retrieval`: queries and documents;
 - `lines`: reading files and their lines.
 """
 

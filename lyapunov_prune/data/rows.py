@@ -83,24 +83,16 @@ def _table(path: Path) -> Rows:
         if separator is not None:
             frame = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)
             return _counted(path, list(map(str, frame.columns)), lambda names: frame[names].to_dict("records"))
-        table = _parquet(path) if kind == ".parquet" else _ipc(path)
+        from pyarrow import ArrowInvalid, ipc, memory_map, parquet
+
+        if kind == ".parquet":
+            table = parquet.read_table(path, memory_map=True)
+        else:  # Arrow's file format (also Feather), or its stream format, which `datasets` saves
+            try:
+                table = ipc.open_file(memory_map(str(path))).read_all()
+            except ArrowInvalid:
+                table = ipc.open_stream(memory_map(str(path))).read_all()
         return _counted(path, table.column_names, lambda names: table.select(names).to_pylist())
-
-
-def _parquet(path: Path) -> Any:
-    from pyarrow import parquet
-
-    return parquet.read_table(path, memory_map=True)
-
-
-def _ipc(path: Path) -> Any:
-    """Arrow's file format (also Feather), or its stream format, which `datasets` saves."""
-    from pyarrow import ArrowInvalid, ipc, memory_map
-
-    try:
-        return ipc.open_file(memory_map(str(path))).read_all()
-    except ArrowInvalid:
-        return ipc.open_stream(memory_map(str(path))).read_all()
 
 
 def _counted(path: Path, columns: list[str], read: Callable[[list[str]], list[dict[str, Any]]]) -> Rows:

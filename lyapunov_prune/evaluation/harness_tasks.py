@@ -14,7 +14,7 @@ import transformers
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 
-from lyapunov_prune.data.tasks import TaskFile
+from lyapunov_prune.data.choices import TaskFile
 from lyapunov_prune.errors import LyapunovPruneError, reported
 
 # Seed for the few-shot examples of the harness.

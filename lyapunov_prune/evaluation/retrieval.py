@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import Count, Range, checked
 from lyapunov_prune.data.batch import checked_batch, filled, require_context, rows_measured_on
 from lyapunov_prune.data.retrieval import RetrievalTask
-from lyapunov_prune.data.text import begins_with_bos
+from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.data.unseen import require_unseen_items
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
@@ -131,20 +131,19 @@ def evaluate_retrieval(
     task: RetrievalTask,
     *,
     context: Annotated[int, Range(2)] = 512,
-    bos: bool | None = None,
     batch_size: Count = 1,
 ) -> RetrievalScores:
     """Embed all texts with every model and score the rankings, see RetrievalScores.
 
-    A text is truncated to `context` tokens, after a BOS token if `bos` (None: the tokenizer's default). The BOS state
-    is left out of the mean, because it is the same for every text. A document with the query's own id is not ranked, as
+    A text is truncated to `context` tokens, after a BOS token if the tokenizer adds one. The BOS state is
+    left out of the mean, because it is the same for every text. A document with the query's own id is not ranked, as
     in BEIR. Memory: the float64 embeddings of all documents and the similarities of all queries.
 
     Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for texts that a
     recorded step of a model has seen, a text without tokens, a context longer than that of a model, and ids outside a
     vocabulary.
     """
-    begins = begins_with_bos(tokenizer, bos)
+    begins = adds_bos(tokenizer)
     texts = [*task.queries.values(), *task.documents.values()]
     require_unseen_texts(models, tokenizer, task)
     rows, cut = _tokens(texts, tokenizer, begins, context)
@@ -170,7 +169,7 @@ def evaluate_retrieval(
         documents=len(ids),
         cut=cut,
         ndcg=np.array(found),
-        overlap=np.array([[_shared(a, b) for a, b in zip(nearest[0], own, strict=True)] for own in nearest]),
+        overlap=np.array([[np.isin(a, b).mean() for a, b in zip(nearest[0], own, strict=True)] for own in nearest]),
         margin=_margin(scores[0]),
         shift=np.array([_ranges(scores[0], S, ~same) for S in scores]),
         turned=np.array([_turned(embedded[0], e, len(names)) for e in embedded]),
@@ -230,10 +229,6 @@ def _embed(model: PreTrainedModel, rows: list[list[int]], skipped: int, batch_si
         require_finite(structure, ids, "a text", state)
         found |= {i: lift(row[skipped : len(rows[i])]).mean(0).cpu() for i, row in zip(some, state, strict=True)}
     return torch.stack([found[i] for i in range(len(rows))]).numpy()
-
-
-def _shared(first: np.ndarray, own: np.ndarray) -> float:
-    return float(np.isin(first, own).mean())
 
 
 def _ranges(first: np.ndarray, own: np.ndarray, ranked: np.ndarray) -> list[float]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import SOME, Count, Range, checked
 from lyapunov_prune.data.batch import rows_measured_on
-from lyapunov_prune.data.tasks import read_task
+from lyapunov_prune.data.choices import read_task
 from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.data.unseen import require_unseen_items, strings_of
 from lyapunov_prune.errors import LyapunovPruneError, first_of, require_extra

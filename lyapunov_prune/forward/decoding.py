@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, require_finite
-from lyapunov_prune.forward.logits import carried_on, only_last
+from lyapunov_prune.forward.logits import carried_on, only_last, position
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.hooked import hooked
@@ -51,32 +50,22 @@ def draws_of(seed: int, places: Iterable[int], steps: int) -> torch.Tensor:
 def greedy_text(
     reading: Reading, windows: Sequence[torch.Tensor], steps: int, known: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`decode_greedily` for all prompts of the reading, one of its `windows` at a time: (prompts × steps), on the CPU.
+    """`continued` for all prompts of the reading, one of its `windows` at a time: (prompts × steps), on the CPU.
 
     A `known` text from an earlier call is returned instead. Raises LyapunovPruneError if it has another shape.
     """
     shape = (len(reading.batch), steps)
     if known is None:
         tracked = track(windows, "greedy text")
-        return torch.cat([decode_greedily(reading, ids, steps).cpu() for ids in tracked])
+        return torch.cat([continued(reading, ids, steps).cpu() for ids in tracked])
     if known.shape != shape:
         raise LyapunovPruneError(f"a written text of shape {tuple(known.shape)}; give prompts × steps, {shape}")
     return known.cpu()
 
 
 @torch.no_grad()
-def decode_greedily(reading: Reading, prompts: torch.Tensor, steps: int) -> torch.Tensor:
-    """The `steps` likeliest tokens, one after another: prompts (windows × tokens) to (windows × steps), int64."""
-    return _written(reading, prompts, steps, likeliest)
-
-
-@torch.no_grad()
-def sample(reading: Reading, prompts: torch.Tensor, draws: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Tokens sampled with `draws` (n × steps), one after another: prompts (n × tokens) to (n × steps), int64."""
-    return _written(reading, prompts, draws.shape[1], drawn(draws, temperature))
-
-
-def _written(reading: Reading, prompts: torch.Tensor, steps: int, choose: Choice) -> torch.Tensor:
+def continued(reading: Reading, prompts: torch.Tensor, steps: int, choose: Choice = likeliest) -> torch.Tensor:
+    """The next `steps` tokens, each by `choose`: prompts (windows × tokens) to (windows × steps), int64."""
     tokens = [token for *_, token in walk(reading, prompts, steps, told=True, choose=choose)]
     return torch.cat(tokens, 1).to(prompts)
 
@@ -97,7 +86,6 @@ def walk(
     Raises NonFiniteError naming the layer if the model is not finite.
     """
     model, structure = reading.model, reading.structure
-    taken = inspect.signature(model.forward).parameters
     states: list[torch.Tensor] = []
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -107,8 +95,8 @@ def walk(
     given = only_last(model, 1)
     carried: dict[str, Any] = {}
     for t in range(steps):
-        if carried and told and "position_ids" in taken:
-            carried["position_ids"] = torch.full_like(ids, text.shape[1] - 1)
+        if carried and told:
+            carried |= position(model, ids, text.shape[1] - 1)
         with hooked(after=[(structure.layers[-1], note)]):
             output = model(ids, **given, **carried, use_cache=True)
         logits = output.logits[:, -1]

@@ -121,6 +121,12 @@ def only_last(model: PreTrainedModel, positions: int) -> dict[str, int]:
     return {"logits_to_keep": positions} if "logits_to_keep" in taken else {}
 
 
+def position(model: PreTrainedModel, ids: torch.Tensor, t: int) -> dict[str, torch.Tensor]:
+    """The argument that gives all of `ids` the position `t`; empty for a forward that takes none."""
+    taken = inspect.signature(model.forward).parameters
+    return {"position_ids": torch.full_like(ids, t)} if "position_ids" in taken else {}
+
+
 def carried_on(model: PreTrainedModel, output: Any, length: int) -> dict[str, Any]:
     """The cache after `length` tokens as arguments for the next forward, under whatever name the model uses.
 
@@ -142,7 +148,6 @@ def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool 
     `positions` passes the position of each step, as `generate` does; some forwards count from zero at each call without
     it. None for a decoder that returns no cache.
     """
-    taken = inspect.signature(model.forward).parameters
     call, ids = decoder_call(model, ids)
     start = _prefix(ids)
     output = call(ids[:, :start], use_cache=True, **only_last(model, 1), **empty_cache(model))
@@ -151,8 +156,8 @@ def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool 
     steps = [output.logits[:, -1:]]
     for t in range(start, ids.shape[1]):
         carried = carried_on(model, output, t)
-        if carried and positions and "position_ids" in taken:
-            carried["position_ids"] = torch.full_like(ids[:, :1], t)
+        if carried and positions:
+            carried |= position(model, ids[:, :1], t)
         output = call(ids[:, t if carried else 0 : t + 1], **carried, use_cache=True)
         steps.append(output.logits[:, -1:])
     return torch.cat(steps, dim=1)

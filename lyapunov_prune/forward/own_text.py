@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import Count, Positive, Range, Seed
 from lyapunov_prune.data.batch import Split, TokenBatch, whole_windows
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.decoding import draws_of, sample
+from lyapunov_prune.forward.decoding import continued, drawn, draws_of
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.models.structure import model_name
@@ -77,7 +77,8 @@ def self_generated(
         for first in track(range(0, len(missing), batch_size), "writing text"):
             some = missing[first : first + batch_size]
             prompts, draws = torch.full((len(some), 1), begin), draws_of(seed, some, steps)
-            for window, row in zip(some, sample(reading, prompts, draws, temperature).tolist(), strict=True):
+            written = continued(reading, prompts, steps, drawn(draws, temperature)).tolist()
+            for window, row in zip(some, written, strict=True):
                 store.add(str(window), row)
         rows = [[begin, *store[str(window)]] for window in range(windows)]
     weights = next(iter(known.weights.values()))[:12]

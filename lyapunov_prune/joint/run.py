@@ -9,8 +9,7 @@ from typing import Annotated
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import Count, Range, Seed
-from lyapunov_prune.data.examples import Examples
-from lyapunov_prune.data.slices import NAMES
+from lyapunov_prune.data.examples import NAMES, Examples
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import run_through

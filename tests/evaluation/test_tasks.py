@@ -29,7 +29,7 @@ from lyapunov_prune.evaluation.repetition import repetition
 from lyapunov_prune.evaluation.task_scores import TaskScore
 from lyapunov_prune.evaluation.tasks import halves
 from lyapunov_prune.forward import reading
-from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.decoding import continued
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.predictions import compare_choices
 from lyapunov_prune.report.evaluation import _interval, tasks_figure
@@ -153,7 +153,7 @@ def test_answers_are_greedy_and_no_penalty_hides_a_repetition(
         prompt = tokenizer(f"Question: {row['question']}\nAnswer:")["input_ids"]
         assert read[i] == prompt
         ids = torch.tensor([prompt])
-        tokens = decode_greedily(reading.read(wrap(model), ids), ids, STEPS)[0].tolist()
+        tokens = continued(reading.read(wrap(model), ids), ids, STEPS)[0].tolist()
         tokens = tokens[: tokens.index(2)] if 2 in tokens else tokens
         assert samples[i]["resps"][0][0] == tokenizer.decode(tokens, skip_special_tokens=True)
     assert model.generation_config is kept

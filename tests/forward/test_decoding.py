@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.data.prompts import Prompts
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.decoding import decode_greedily, greedy_text
+from lyapunov_prune.forward.decoding import continued, greedy_text
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 
@@ -26,14 +26,14 @@ def whole(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 def test_every_family_decodes_as_without_a_cache(family: str, ids: torch.Tensor) -> None:
     model = make_tiny(family)
-    assert torch.equal(decode_greedily(read(wrap(model), ids), ids[:, :6], STEPS), whole(model, ids[:, :6]))
+    assert torch.equal(continued(read(wrap(model), ids), ids[:, :6], STEPS), whole(model, ids[:, :6]))
 
 
 def test_a_decoder_without_a_cache_runs_on_the_whole_text(ids: torch.Tensor) -> None:
     model = make_tiny("llama")
     wanted = whole(model, ids)
     model.register_forward_hook(lambda module, args, output: output | {"past_key_values": None})
-    assert torch.equal(decode_greedily(read(wrap(model), ids), ids, STEPS), wanted)
+    assert torch.equal(continued(read(wrap(model), ids), ids, STEPS), wanted)
 
 
 def test_the_generation_config_has_no_say(ids: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ def test_the_generation_config_has_no_say(ids: torch.Tensor) -> None:
     wanted = whole(model, ids)
     model.generation_config.eos_token_id = int(wanted[0, 2])
     model.generation_config.repetition_penalty = 5.0
-    assert torch.equal(decode_greedily(read(wrap(model), ids), ids, STEPS), wanted)
+    assert torch.equal(continued(read(wrap(model), ids), ids, STEPS), wanted)
 
 
 def test_the_text_of_every_prompt_is_decoded_once(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

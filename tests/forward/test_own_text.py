@@ -73,16 +73,16 @@ def test_finished_windows_are_not_written_again(
     writer: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = write_text(writer, tokens=48, context=8)
-    drawn = module.sample
+    drawn = module.continued
     calls: list[int] = []
 
-    def dies(reading: object, prompts: torch.Tensor, draws: torch.Tensor, temperature: float) -> torch.Tensor:
+    def dies(reading: object, prompts: torch.Tensor, steps: int, choose: object) -> torch.Tensor:
         calls.append(len(prompts))
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return drawn(reading, prompts, draws, temperature)
+        return drawn(reading, prompts, steps, choose)
 
-    monkeypatch.setattr(module, "sample", dies)
+    monkeypatch.setattr(module, "continued", dies)
     with pytest.raises(KeyboardInterrupt):
         write_text(writer, tokens=48, context=8, batch_size=4, folder=tmp_path)
     again = write_text(writer, tokens=48, context=8, batch_size=4, folder=tmp_path)

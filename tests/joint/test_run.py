@@ -17,8 +17,8 @@ from helpers import interrupted_after, make_classifier, make_mixture, make_tiny
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.examples import slices as cut_in_three
 from lyapunov_prune.data.images import ImageBatch
-from lyapunov_prune.data.slices import slices as cut_in_three
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.score import score
 from lyapunov_prune.forward.logits import uncached_logits

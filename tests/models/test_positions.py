@@ -28,7 +28,7 @@ from lyapunov_prune.evaluation.retrieval import _embed
 from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.evaluation.tasks import load_tasks
 from lyapunov_prune.forward.continuations import Continuations
-from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.decoding import continued
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import cached_logits, deviation, last_logits
 from lyapunov_prune.forward.own_text import self_generated
@@ -114,7 +114,7 @@ def plain(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:
     return model(text, use_cache=False).logits[:, -1]
 
 
-def continued(model: PreTrainedModel, text: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
+def extended(model: PreTrainedModel, text: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
     for _ in range(steps):
         text = torch.cat([text, plain(model, text).argmax(-1, keepdim=True)], dim=1)
     return text
@@ -134,15 +134,15 @@ def kl(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
 @torch.no_grad()
 def test_the_switch_is_one(kind: str, model: PreTrainedModel, prompts: torch.Tensor) -> None:
     """What lies behind the switch is no continuation of what lies before it, or these tests would see nothing."""
-    text = continued(model, prompts)
+    text = extended(model, prompts)
     before = model(text[:, :SWITCH], use_cache=False).logits
     after = model(text, use_cache=False).logits[:, :SWITCH]
     assert (deviation(after, before) > 1e-3) == kind.startswith("longrope")
 
 
 def test_greedy_text(kind: str, model: PreTrainedModel, prompts: torch.Tensor) -> None:
-    wanted = continued(model, prompts)[:, PROMPT:]
-    assert torch.equal(decode_greedily(read(wrap(model), prompts), prompts, STEPS), wanted)
+    wanted = extended(model, prompts)[:, PROMPT:]
+    assert torch.equal(continued(read(wrap(model), prompts), prompts, STEPS), wanted)
     if kind in OWN_SWITCH or not kind.startswith("longrope"):
         mask = torch.ones_like(prompts)
         own = model.generate(prompts, attention_mask=mask, max_new_tokens=STEPS, do_sample=False)[:, PROMPT:]
@@ -160,7 +160,7 @@ def test_self_generated_text(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("positions", [False, True])
 def test_cached_logits(model: PreTrainedModel, prompts: torch.Tensor, positions: bool) -> None:
-    ids = continued(model, prompts, 10)
+    ids = extended(model, prompts, 10)
     wanted = log_p(model, torch.cat([ids, ids[:, :1]], 1), 9)
     with torch.no_grad():
         for found in (cached_logits(model, ids, positions=positions), last_logits(model, ids)):
@@ -171,7 +171,7 @@ def test_cached_logits(model: PreTrainedModel, prompts: torch.Tensor, positions:
 def test_the_gate(model: PreTrainedModel, other: PreTrainedModel, prompts: torch.Tensor) -> None:
     with torch.no_grad():
         assert (
-            Gate(wrap(model), wrap(other), [continued(other, prompts, 10)], lambda decoder: nullcontext())
+            Gate(wrap(model), wrap(other), [extended(other, prompts, 10)], lambda decoder: nullcontext())
             .cached()
             .passed
         )
@@ -179,7 +179,7 @@ def test_the_gate(model: PreTrainedModel, other: PreTrainedModel, prompts: torch
 
 def test_generation(model: PreTrainedModel, other: PreTrainedModel, prompts: torch.Tensor) -> None:
     found = compare_generation(model, other, prompts, steps=STEPS)
-    texts = [continued(m, prompts) for m in (model, other)]
+    texts = [extended(m, prompts) for m in (model, other)]
     assert [found.dense_tokens, found.compressed_tokens] == [
         tuple(map(tuple, text[:, PROMPT:].tolist())) for text in texts
     ]
@@ -188,7 +188,7 @@ def test_generation(model: PreTrainedModel, other: PreTrainedModel, prompts: tor
 
 def test_history(model: PreTrainedModel, other: PreTrainedModel, prompts: torch.Tensor) -> None:
     found = history_divergence(model, other, prompts, steps=STEPS)
-    texts = [continued(m, prompts) for m in (model, other)]
+    texts = [extended(m, prompts) for m in (model, other)]
     p = log_p(model, texts[0])
     for row, text in enumerate(texts):
         np.testing.assert_allclose(found.kl[row], kl(p, log_p(other, text)), rtol=1e-5, atol=1e-9)
@@ -197,7 +197,7 @@ def test_history(model: PreTrainedModel, other: PreTrainedModel, prompts: torch.
 def test_hierarchy(model: PreTrainedModel, prompts: torch.Tensor) -> None:
     """Without the last layer the rest is a forward of its own, which can be held against."""
     found = probe_layers(model, prompts, steps=STEPS, what=("layer",), batch_size=2)
-    text, last = continued(model, prompts), len(find_structure(model).layers) - 1
+    text, last = extended(model, prompts), len(find_structure(model).layers) - 1
     p = log_p(model, text)
     with skipped(find_structure(model), (last,)):
         q = log_p(model, text)
@@ -212,7 +212,7 @@ def test_attention_paths(kind: str, model: PreTrainedModel, prompts: torch.Tenso
         for layer in find_structure(near).layers:
             for parameter in layer.parameters():
                 parameter.mul_(1.02)
-    text = continued(model, prompts[:1])
+    text = extended(model, prompts[:1])
     found = attention_paths(model, near, prompts[:1], steps=STEPS, written=(text[:, PROMPT:],) * 2)
     for t in range(SWITCH - PROMPT - 1, SWITCH - PROMPT + 2):
         one = text[:, PROMPT + t : PROMPT + t + 1]
@@ -283,7 +283,7 @@ def test_items_and_answers_of_a_task(
     answers = {sample["doc_id"]: sample["resps"][0][0] for sample in found["samples"]["questions"]}
     for i, q in enumerate(asked):
         ids = torch.tensor([tokenizer(f"Question: {q}\nAnswer:")["input_ids"]])
-        tokens = continued(model, ids)[0, ids.shape[1] :].tolist()
+        tokens = extended(model, ids)[0, ids.shape[1] :].tolist()
         tokens = tokens[: tokens.index(2)] if 2 in tokens else tokens
         assert answers[i] == tokenizer.decode(tokens, skip_special_tokens=True)
     assert vars(model).keys() == before.keys()
@@ -314,8 +314,8 @@ def test_dynamic_ntk_begins_where_the_context_ends(prompts: torch.Tensor) -> Non
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model = made("llama", {"rope_parameters": rope, "max_position_embeddings": SWITCH})
     steps = SWITCH - PROMPT
-    wanted = continued(model, prompts, steps)[:, PROMPT:]
-    assert torch.equal(decode_greedily(read(wrap(model), prompts), prompts, steps), wanted)
+    wanted = extended(model, prompts, steps)[:, PROMPT:]
+    assert torch.equal(continued(read(wrap(model), prompts), prompts, steps), wanted)
     asked: list[Callable[[], Any]] = [
         lambda: self_generated(model, tokens=SWITCH + 1, context=SWITCH + 1),
         lambda: compare_generation(model, model, prompts, steps=STEPS),

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, compress, remove_layers
-from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.decoding import continued
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.predictions import AttentionPaths, attention_paths
@@ -43,7 +43,7 @@ def changed(model: PreTrainedModel, name: str) -> PreTrainedModel:
 @torch.no_grad()
 def outputs(model: PreTrainedModel, prompt: torch.Tensor) -> list[torch.Tensor]:
     """What enters every output projection at the decoding positions, float64."""
-    ids = torch.cat([prompt, decode_greedily(read(wrap(model), prompt), prompt, STEPS)], 1)[:, :-1]
+    ids = torch.cat([prompt, continued(read(wrap(model), prompt), prompt, STEPS)], 1)[:, :-1]
     twin, found = copy.deepcopy(model).double().eval(), []
     names = [
         n for n, _ in twin.named_modules() if n.endswith(("self_attn.o_proj", "attn.c_proj", "self_attn.out_proj"))

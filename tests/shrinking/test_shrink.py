@@ -22,7 +22,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.forward import own_text
-from lyapunov_prune.forward.decoding import sample
+from lyapunov_prune.forward.decoding import continued, drawn
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.healing.heal import heal
 from lyapunov_prune.healing.report import Healing
@@ -179,7 +179,7 @@ def test_half_precision_is_healed_by_updates_of_low_rank(
 def timed_alone(reading: Reading, prompts: torch.Tensor, draws: torch.Tensor, temperature: float) -> torch.Tensor:
     """The few tokens by which the time of writing is told; no window of the text."""
     assert draws.shape[1] < SMALL["context"] - 1, "written again"
-    return sample(reading, prompts, draws, temperature)
+    return continued(reading, prompts, draws.shape[1], drawn(draws, temperature))
 
 
 @pytest.mark.parametrize("asked", [{"remove": 2}, {"remove": 0.3, "what": "layers,width"}])

@@ -32,7 +32,7 @@ from experiments.statements import bullets, percent, ratio, table
 from experiments.statements import interval as said
 from lyapunov_prune.data.choices import ChoiceItem, load_items
 from lyapunov_prune.data.text import adds_bos
-from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.decoding import continued
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Decoder, wrap
@@ -134,7 +134,7 @@ def measured(
         logits = lift(model(ids).logits[0, len(begun) - 1 : -1])
         losses.append(float(cross_entropy(logits, ids[0, len(begun) :])))
         prompt = torch.tensor([begun])
-        texts.append(decode_greedily(read(wrap(model), prompt), prompt, steps)[0].tolist())
+        texts.append(continued(read(wrap(model), prompt), prompt, steps)[0].tolist())
     chosen = [taken(model, item, tokenizer) for item in items]
     return Row(name, np.array(chosen), np.array(losses), np.array(texts))
 

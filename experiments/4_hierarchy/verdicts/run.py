@@ -44,7 +44,7 @@ from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.data.choices import ChoiceItem, load_items
 from lyapunov_prune.data.retrieval import RetrievalTask
 from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
-from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.decoding import continued
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.predictions.choices import compare_choices
@@ -195,7 +195,7 @@ def decided(loaded: Decoder, model: PreTrainedModel, asked: Asked, steps: int) -
     texts = []
     for batch in asked.prompts[1:]:
         reading = read(lp.wrap(model), batch)
-        texts.append(tuple(map(tuple, decode_greedily(reading, batch.ids, steps).tolist())))
+        texts.append(tuple(map(tuple, continued(reading, batch.ids, steps).tolist())))
     return Decisions(chosen, tuple(texts))
 
 

@@ -25,7 +25,7 @@ from experiments.common import Model, draw, read_text, run_command
 from experiments.hierarchies import makers
 from experiments.statements import bullets, interval, table
 from lyapunov_prune.data.text import adds_bos
-from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.decoding import continued
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.tokenizers import token_ids
@@ -115,7 +115,7 @@ def answered(loaded: Decoder, model: PreTrainedModel, asked: Sequence[tuple[str,
     for length in sorted({len(ids) for ids in prompts}):
         here = [i for i, ids in enumerate(prompts) if len(ids) == length]
         ids = torch.tensor([prompts[i] for i in here])
-        for i, written in zip(here, decode_greedily(read(wrap(model), ids), ids, steps).tolist(), strict=True):
+        for i, written in zip(here, continued(read(wrap(model), ids), ids, steps).tolist(), strict=True):
             line = str(loaded.tokenizer.decode(written)).strip().split("\n")[0].strip()
             right[i] = line == asked[i][1]
     return right

@@ -22,7 +22,7 @@ import lyapunov_prune as lp
 from experiments.common import draw, run_command
 from experiments.statements import bullets, table
 from lyapunov_prune.data import ImageBatch, load_images
-from lyapunov_prune.data.slices import slices
+from lyapunov_prune.data.examples import slices
 from lyapunov_prune.evaluation import ItemScores, paired_error, score
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.linalg import lift

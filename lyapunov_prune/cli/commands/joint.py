@@ -57,7 +57,7 @@ def joint(
     if (remove is None) == (speedup is None):
         raise LyapunovPruneError("give one budget, --remove K or --speedup S")
 
-    from lyapunov_prune.data.slices import slices
+    from lyapunov_prune.data.examples import slices
     from lyapunov_prune.joint.recovery import Recipe
     from lyapunov_prune.joint.run import remove_jointly
     from lyapunov_prune.models.structure import find_layers
