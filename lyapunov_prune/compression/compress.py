@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from lyapunov_prune.allocation.schedule import Cost, Score
 from lyapunov_prune.arguments import Count, Share
 from lyapunov_prune.compression.held_out import HeldOutLoss, RoundingCost
 from lyapunov_prune.compression.masks import Pattern
-from lyapunov_prune.compression.recipe import recipe_for
+from lyapunov_prune.compression.recipe import Asked, recipe_for
 from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data.batch import TokenBatch
@@ -74,27 +74,15 @@ def compress(
     of the windows (`held_out.py`). Raises LyapunovPruneError for amounts and options that the method does not have, a
     missing text or profile, and matrices shared between layers.
     """
-    also = {"group_size": group_size, "symmetric": symmetric, "weighted": weighted}
-    recipe = recipe_for(
-        model,
-        batch,
-        method=method,
-        sparsity=sparsity,
-        rank=rank,
-        bits=bits,
-        allocation=allocation,
-        profile=profile,
-        schedule_options=schedule_options,
-        pattern=pattern,
-        group_size=group_size,
-        symmetric=symmetric,
-        weighted=weighted,
-        correction=correction,
-        measured={
-            "score": partial(_held_out, method, also | {"correction": correction}, batch_size),
-            "cost": partial(_rounding, method, also, batch_size),
-        },
+    also: dict[str, Any] = {"group_size": group_size, "symmetric": symmetric, "weighted": weighted}
+    asked = Asked(
+        method, sparsity, rank, bits, allocation, profile, schedule_options, pattern, correction=correction, **also
     )
+    measured: dict[str, Callable[[Reading], Any]] = {
+        "score": partial(_held_out, method, also | {"correction": correction}, batch_size),
+        "cost": partial(_rounding, method, also, batch_size),
+    }
+    recipe = recipe_for(model, batch, asked, measured)
     small = copy.deepcopy(model.model)
     report = recipe.apply(small, batch_size=batch_size)
     add_step(small, "compress", report.saw, model.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -144,39 +145,49 @@ class Recipe:
         )
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The options of `compress`, which says what they mean."""
+
+    method: str
+    sparsity: float | None = None
+    rank: int | None = None
+    bits: float | None = None
+    allocation: str | Allocation = "uniform"
+    profile: ContractionProfile | None = None
+    schedule_options: Mapping[str, Any] | None = None
+    pattern: Pattern | str | None = None
+    group_size: int | None = None
+    symmetric: bool = False
+    weighted: bool = False
+    correction: float = 0.0
+
+    def made(self, pattern: Pattern | None) -> Method:
+        """The method with its options and this parsed `pattern`; raises LyapunovPruneError for one it does not have."""
+        names = ("group_size", "symmetric", "weighted", "correction")
+        options = {"pattern": pattern, **{name: getattr(self, name) for name in names}}
+        return METHODS.make(self.method, **{name: each for name, each in options.items() if each not in (None, False)})
+
+
 @runs_model
 def recipe_for(
     model: Streamable,
-    batch: Readable | None = None,
-    *,
-    method: str,
-    sparsity: float | None = None,
-    rank: int | None = None,
-    bits: float | None = None,
-    allocation: str | Allocation = "uniform",
-    profile: ContractionProfile | None = None,
-    schedule_options: Mapping[str, Any] | None = None,
-    pattern: Pattern | str | None = None,
-    group_size: int | None = None,
-    symmetric: bool = False,
-    weighted: bool = False,
-    correction: float = 0.0,
-    measured: Mapping[str, Callable[[Reading], Any]] | None = None,
+    batch: Readable | None,
+    asked: Asked,
+    measured: Mapping[str, Callable[[Reading], Any]] = MappingProxyType({}),
 ) -> Recipe:
-    """The Recipe for the arguments of `compress`; `measured` makes what a schedule `needs` (score, cost) from the text.
+    """The Recipe for the options of `compress`; `measured` makes what a schedule `needs` (score, cost) from the text.
 
     Raises LyapunovPruneError for amounts and options that the method does not have, a rank that changes no matrix, a
     missing text or profile, and matrices shared between layers.
     """
     require_weights(model.model, "unquantised")
-    pattern = as_pattern(pattern)
+    pattern, allocation, sparsity, rank = as_pattern(asked.pattern), asked.allocation, asked.sparsity, asked.rank
     if pattern is not None and sparsity is None and isinstance(allocation, str):
         sparsity = 1 - pattern[0] / pattern[1]
-    kind = require_amount(method, sparsity, rank, bits, allocation)
-    options: dict[str, Any] = {"pattern": pattern, "group_size": group_size, "symmetric": symmetric}
-    options |= {"weighted": weighted, "correction": correction}
-    made = METHODS.make(method, **{option: value for option, value in options.items() if value not in (None, False)})
-    require_options(allocation, schedule_options, bits)
+    kind = require_amount(asked.method, sparsity, rank, asked.bits, allocation)
+    made = asked.made(pattern)
+    require_options(allocation, asked.schedule_options, asked.bits)
     schedule = allocation.schedule if isinstance(allocation, Allocation) else allocation
     wrong = {
         "keeps the same share of every matrix by a pattern; give allocation uniform with it": (
@@ -185,23 +196,23 @@ def recipe_for(
         "needs calibration text; give a batch, or method magnitude": made.needs != "nothing" and batch is None,
     }
     if why := first_of(wrong):
-        raise LyapunovPruneError(f"method {method} {why}")
+        raise LyapunovPruneError(f"method {asked.method} {why}")
     given = None if batch is None else read(model, batch)
     if isinstance(allocation, Allocation):
         allocation.require_model(model.model)
     else:
-        amount = next(x for x in (sparsity, rank, bits) if x is not None)
+        amount = next(x for x in (sparsity, rank, asked.bits) if x is not None)
         needs = SCHEDULES[allocation].needs
-        known: dict[str, Any] = {"batch": given, "profile": profile}
-        if given is not None and needs in (measured or {}):
-            known[needs] = measured[needs](given)  # type: ignore[index]
-        allocation = _allocated(model.model, kind, amount, allocation, schedule_options or {}, **known)
+        known: dict[str, Any] = {"batch": given, "profile": asked.profile}
+        if given is not None and needs is not None and needs in measured:
+            known[needs] = measured[needs](given)
+        allocation = _allocated(model.model, kind, amount, allocation, asked.schedule_options or {}, **known)
     projections = find_projections(model)
     _require_apart(model.model, projections)
     shapes = [p.weight(model.model).shape for p in projections]
     highest = max(map(min, shapes))
     for _, inputs in shapes:
-        require_groups(group_size, inputs)
+        require_groups(asked.group_size, inputs)
     if rank is not None and rank >= highest:
         raise LyapunovPruneError(f"rank {rank} leaves every matrix as it is; give one below {highest}")
     return Recipe(made, allocation, projections, None if made.needs == "nothing" else given)

@@ -34,6 +34,7 @@ from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.checkpoints.shards import size_of
 from lyapunov_prune.compression.compress import Compressed
+from lyapunov_prune.compression.recipe import Asked
 from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
 from lyapunov_prune.export.compact_gate import GATE
 from lyapunov_prune.export.factors import (
@@ -45,7 +46,6 @@ from lyapunov_prune.export.factors import (
     with_factors,
     with_places,
 )
-from lyapunov_prune.export.format import Asked
 from lyapunov_prune.export.table import FORMATS
 from lyapunov_prune.forward.logits import cached_logits, deviation, sample_inputs
 from lyapunov_prune.linalg import lift

@@ -14,8 +14,8 @@ from lyapunov_prune.registry import Choice
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lyapunov_prune.allocation.allocation import Allocation
     from lyapunov_prune.compression.compress import Compressed
+    from lyapunov_prune.compression.recipe import Asked
     from lyapunov_prune.compression.report import CompressionReport
     from lyapunov_prune.data.examples import Examples
     from lyapunov_prune.export.exported import Exported
@@ -30,19 +30,6 @@ if TYPE_CHECKING:
 
 # The types that the gguf package rounds to; llama-quantize makes others of an f16 file.
 Quantisation = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The options of `compress` that a format depends on."""
-
-    method: str
-    allocation: str | Allocation = "uniform"
-    rank: int | None = None
-    bits: float | None = None
-    pattern: tuple[int, int] | None = None
-    group_size: int | None = None
-    symmetric: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,12 +13,11 @@ from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.shards import Shards, size_of
-from lyapunov_prune.compression.recipe import recipe_for
+from lyapunov_prune.compression.recipe import Asked, recipe_for
 from lyapunov_prune.compression.report import REPORT, CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.factored import FORMAT as COMPACT
 from lyapunov_prune.export.factored import NOT_STREAMED, Factoring
-from lyapunov_prune.export.format import Asked
 from lyapunov_prune.export.packed import FORMAT as PACKED
 from lyapunov_prune.export.packed import LOADING, Packing, packed_in, require_packable, require_packed_options
 from lyapunov_prune.export.table import FORMATS, require_streamed_format
@@ -72,13 +71,14 @@ def compress_on_disk(
     if decoder.stream is None:
         raise LyapunovPruneError("compress_on_disk takes a streamed model; give one of load_streamed, or use compress")
     require_whole(model)
-    require_streamed(how.get("allocation", "uniform"))
+    asked = checked(Asked)(**how)
+    require_streamed(asked.allocation)
     require_empty(target)
-    packing = _packing(model, **how) if format == PACKED else None
+    packing = _packing(model, asked) if format == PACKED else None
     if format == COMPACT:
-        FORMATS.make(format).require_method(Asked(how["method"]))
+        FORMATS.make(format).require_method(asked)
     require_disk(target, packing.size(model) if packing else size_of(model), "the compressed files")
-    recipe = recipe_for(model, batch, **how)
+    recipe = recipe_for(model, batch, asked)
     factoring = Factoring(decoder, recipe.ranks(model)) if format == COMPACT else None
     small = factoring.small if factoring else decoder
     with whole_folder(target) as folder:
@@ -97,8 +97,8 @@ def compress_on_disk(
             report, sections = replace(report, packed=packed_in(folder, model)), LOADING
         if factoring:
             gate, stored = factoring.finish(folder, reloaded)
-            checked = "layer by layer and on the files: no logits of this model have been computed"
-            report, sections = replace(report, packed=stored), {"Gate": gate_table(gate, checked, NOT_STREAMED)}
+            seen = "layer by layer and on the files: no logits of this model have been computed"
+            report, sections = replace(report, packed=stored), {"Gate": gate_table(gate, seen, NOT_STREAMED)}
         history_with("compress", report.saw, model).save(folder / HISTORY)
         report.save(folder / REPORT)
         title = f"{Path(model.config._name_or_path).name}, compressed"
@@ -106,21 +106,13 @@ def compress_on_disk(
     return report
 
 
-def _packing(
-    model: PreTrainedModel,
-    *,
-    method: str,
-    bits: float | None = None,
-    group_size: int | None = None,
-    symmetric: bool = False,
-    allocation: str | Allocation = "uniform",
-    **others: Any,
-) -> Packing:
-    require_packed_options(method, bits, symmetric, allocation)
-    if allocation != "uniform":
+def _packing(model: PreTrainedModel, asked: Asked) -> Packing:
+    require_packed_options(asked.method, asked.bits, asked.symmetric, asked.allocation)
+    if asked.allocation != "uniform":
         raise LyapunovPruneError(
             f"layer by layer all matrices are packed alike ({PACKED}); leave out --allocation, or load the model whole"
         )
+    bits, group_size = asked.bits, asked.group_size
     assert bits is not None
     projections = require_packable(model, group_size)
     for p in projections:
@@ -130,4 +122,4 @@ def _packing(
                 f"the {n} inputs of {p.module} at {bits:g} bits do not fill words of 32 bits, in which packed rows "
                 "are read layer by layer; give --group-size, or load the model whole"
             )
-    return Packing(method, {p.module: int(bits) for p in projections}, group_size)
+    return Packing(asked.method, {p.module: int(bits) for p in projections}, group_size)

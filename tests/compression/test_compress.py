@@ -21,7 +21,7 @@ from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.method import rank_for
-from lyapunov_prune.compression.recipe import _amount, recipe_for
+from lyapunov_prune.compression.recipe import Asked, _amount, recipe_for
 from lyapunov_prune.compression.report import CompressionReport, Packed
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
@@ -347,7 +347,7 @@ def test_each_layer_is_handed_back_when_its_matrices_are_compressed(method: str,
         weights = [each.mlp.up_proj.weight for each in find_structure(model).layers]
         given.append((layer, sum(bool((W == 0).any()) for W in weights)))
 
-    recipe_for(model, ids, method=method, sparsity=0.5).apply(model, put)
+    recipe_for(model, ids, Asked(method, 0.5)).apply(model, put)
     assert given == [(layer, layer + 1) for layer in range(len(given))]
     assert len(given) == find_structure(model).num_layers
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lyapunov_prune import compress
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.compression.compress import Compressed
+from lyapunov_prune.compression.recipe import Asked
 from lyapunov_prune.compression.report import REPORT, CompressionReport
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.export import factored
@@ -23,7 +24,6 @@ from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.compact_gate import GATE
 from lyapunov_prune.export.factored import verify_factored, write_factored
 from lyapunov_prune.export.factors import Factored, find_factored, with_factors
-from lyapunov_prune.export.format import Asked
 from lyapunov_prune.export.table import FORMATS
 from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.loading import load

@@ -10,9 +10,10 @@ import pytest
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.compression.method import Method
+from lyapunov_prune.compression.recipe import Asked
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.export.format import Asked, Format
+from lyapunov_prune.export.format import Format
 from lyapunov_prune.export.table import FORMATS, formats_of, require_streamed_format
 from lyapunov_prune.pruning.plan import FIELDS
 

@@ -68,8 +68,9 @@ def compress(
     """
     from lyapunov_prune.compression.amount import compress_under_budget
     from lyapunov_prune.compression.compress import compress as compress_model
+    from lyapunov_prune.compression.recipe import Asked
     from lyapunov_prune.compression.report import REPORT
-    from lyapunov_prune.export.format import Asked, Finished
+    from lyapunov_prune.export.format import Finished
     from lyapunov_prune.export.streamed import compress_on_disk
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_weights
@@ -87,22 +88,21 @@ def compress(
     stored = FORMATS.make(format)
     if inputs.disk:
         _require_streamed(schedule, format, given)
-    asked = Asked(method, schedule, None, bits, keep_of, group_size, stored.symmetric)
+    how: dict[str, Any] = {
+        "method": method,
+        "allocation": schedule,
+        "group_size": group_size,
+        "symmetric": stored.symmetric,
+    }
+    amount: dict[str, Any] = {"sparsity": share, "bits": bits, "pattern": keep_of}
+    asked = Asked(**how, **amount)
     stored.require_method(asked)
     loaded, batch = load_inputs(model, inputs) if reads else (inputs.load(model), None)
     batch_size = windows_at_once(loaded, inputs.context)
     require_weights(loaded.model, "unquantised")  # before anything is measured
     require_whole(loaded.model)
     stored.require_model(loaded.model, asked)
-    profile = profile_for(schedule, loaded, batch, batch_size) if batch is not None else None
-    how: dict[str, Any] = {
-        "method": method,
-        "allocation": schedule,
-        "profile": profile,
-        "group_size": group_size,
-        "symmetric": stored.symmetric,
-    }
-    amount: dict[str, Any] = {"sparsity": share, "bits": bits, "pattern": keep_of}
+    how["profile"] = profile_for(schedule, loaded, batch, batch_size) if batch is not None else None
     if inputs.disk:
         report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, format=format, **how, **amount)
         show(report, output, kept=output / REPORT)

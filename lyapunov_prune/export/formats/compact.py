@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from lyapunov_prune.export.format import Asked, Finished, Format, Removed
+from lyapunov_prune.export.format import Finished, Format, Removed
 from lyapunov_prune.pruning.stored import Stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from lyapunov_prune.compression.recipe import Asked
     from lyapunov_prune.compression.report import CompressionReport
     from lyapunov_prune.export.exported import Exported
     from lyapunov_prune.models.decoder import Decoder

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.export.format import Asked, Finished, Format
+from lyapunov_prune.export.format import Finished, Format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from lyapunov_prune.compression.recipe import Asked
     from lyapunov_prune.compression.report import CompressionReport
 
 
