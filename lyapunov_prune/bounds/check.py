@@ -76,7 +76,12 @@ def check_bounds(
     projections = find_projections(model)
     left = left_alone(model.structure, projections)
     weights = shared_weights(model.model, projections)
-    chosen = _each(partial(_approximate_one, setting=setting), weights, "certified norms")
+
+    def approximated(W: torch.Tensor) -> Approximation:
+        stage = _sparse_stage((W, certify(W)), setting.sparsity, with_basis=rank is not None)
+        return _approximate(stage, rank)
+
+    chosen = _each(approximated, weights, "certified norms")
     records = Records(reading.model, {p: chosen[p.name] for p in projections}, setting.cache_radius)
     followed = followed_on(reading, records, batch_size)
     report = _report(projections, [setting], [_seen(records)], reading.measured_on(), left)
@@ -216,11 +221,6 @@ def _approximate(stage: _Stage, rank: int | None) -> Approximation:
     if rank is not None and stage.basis is not None:
         L = truncate(stage.S, rank, stage.basis)
     return approximation(stage.W, L, sparse=stage.S, weight=stage.norm, sparse_residual=stage.removed)
-
-
-def _approximate_one(W: torch.Tensor, setting: Setting) -> Approximation:
-    stage = _sparse_stage((W, certify(W)), setting.sparsity, with_basis=setting.rank is not None)
-    return _approximate(stage, setting.rank)
 
 
 def _report(

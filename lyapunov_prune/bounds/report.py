@@ -192,7 +192,6 @@ class BoundsReport(Result):
             f"Bounds: {subject}, {len(self.violations)} violations ({', '.join(self.theorems)})",
             self.measured_on.line(),
         ]
-        lines += left_alone_lines(self.left_alone)
         if self.shared:
             lines.append(f"Both models run with {' and '.join(self.shared)} of the compressed one")
         lines += map(str, self.violations)

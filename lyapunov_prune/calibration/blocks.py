@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,43 +32,38 @@ class Passed:
 
 
 Visit = Callable[[FeedForward, Passed], None]
+Seen = dict[str, torch.Tensor]  # activations of a block that has not ended
 
 
 def watched_blocks(layers: nn.ModuleList, blocks: Sequence[FeedForward], visit: Visit) -> AbstractContextManager[None]:
     """Call `visit` with every block and its activations, in every forward inside the with block."""
     after: list[tuple[nn.Module, Callable[..., None]]] = []
     before: list[tuple[nn.Module, Callable[..., None]]] = []
-    for block in blocks:
-        on_up, on_gate, on_out = _hooks(block, visit)
-        layer = layers[block.layer]
-        after.append((layer.get_submodule(block.up.module), on_up))
-        if block.gated:
-            after.append((layer.get_submodule(block.activation), on_gate))
-        before.append((layer.get_submodule(block.out.module), on_out))
-    return hooked(before=before, after=after)
-
-
-def _hooks(block: FeedForward, visit: Visit) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
-    seen: dict[str, torch.Tensor] = {}
 
     def flat(x: torch.Tensor) -> torch.Tensor:
         return x.detach().reshape(-1, x.shape[-1])
 
-    def on_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+    def on_up(block: FeedForward, seen: Seen, module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         seen["x"] = flat(args[0])
         if block.gated:
             seen["up"] = flat(output)[:, block.up.start : block.up.stop]
 
-    def on_gate(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+    def on_gate(seen: Seen, module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         seen["gate"] = flat(output)
 
-    def on_out(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_out(block: FeedForward, seen: Seen, module: Any, args: Any, kwargs: Any) -> None:
         hidden = flat(args[0])
         require_numbers(hidden, f"activations in the feed-forward block of layer {block.layer}")
         visit(block, Passed(seen["x"], hidden, seen.get("gate"), seen.get("up")))
         seen.clear()
 
-    return on_up, on_gate, on_out
+    for block in blocks:
+        layer, seen = layers[block.layer], Seen()
+        after.append((layer.get_submodule(block.up.module), partial(on_up, block, seen)))
+        if block.gated:
+            after.append((layer.get_submodule(block.activation), partial(on_gate, seen)))
+        before.append((layer.get_submodule(block.out.module), partial(on_out, block, seen)))
+    return hooked(before=before, after=after)
 
 
 # The sums over tokens that can be requested: name -> sum over one forward, float64.

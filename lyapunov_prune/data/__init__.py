@@ -1,14 +1,13 @@
 """Texts as batches of tokens, and images as batches of pixels.
 
 - `text`: a text, cut into calibration and evaluation halves, as windows of tokens;
-- `rows`: rows of JSON files, tables and data sets; `documents`: the plain text or chats in them;
+- `rows`: lines of files, rows of JSON files, tables and data sets; `documents`: the plain text or chats in them;
 - `batch`: the windows, checked against a model;
 - `images`: images with their classes, checked against a model; `image_files`: reading them;
 - `examples`: what text and images have in common, and three disjoint parts of either;
 - `prompts`: the user's own prompts, each of its own length;
 - `unseen`: refuses to score a model on what it was made with;
-- `choices`: multiple-choice items and questions from JSONL files; `retrieval`: queries and documents;
-- `lines`: reading files and their lines.
+- `choices`: multiple-choice items and questions from JSONL files; `retrieval`: queries and documents.
 """
 
 import lazy_loader

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import filled
-from lyapunov_prune.data.lines import items_of, numbered, text_of
+from lyapunov_prune.data.rows import items_of, numbered, text_of
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.tokenizers import token_ids

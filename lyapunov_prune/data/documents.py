@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lyapunov_prune.data.lines import parsed_line
-from lyapunov_prune.data.rows import Rows
+from lyapunov_prune.data.rows import Rows, parsed_line
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.tokenizers import chat_text
 

@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch, filled
 from lyapunov_prune.data.documents import Message, columns_of, messages_of, require_template
-from lyapunov_prune.data.lines import numbered, text_of
-from lyapunov_prune.data.rows import file_rows, holds_rows
+from lyapunov_prune.data.rows import file_rows, holds_rows, numbered, text_of
 from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.tokenizers import chat_text

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.lines import numbered, parsed_line, text_of
+from lyapunov_prune.data.rows import numbered, parsed_line, text_of
 from lyapunov_prune.errors import LyapunovPruneError
 
 

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lyapunov_prune.arguments import Range, checked
 from lyapunov_prune.data.batch import Split, TokenBatch, whole_windows
 from lyapunov_prune.data.documents import Chats, Plain, documents
-from lyapunov_prune.data.lines import text_of
-from lyapunov_prune.data.rows import ENCODING, file_rows, holds_rows, hub_rows, require_reader
+from lyapunov_prune.data.rows import ENCODING, file_rows, holds_rows, hub_rows, require_reader, text_of
 from lyapunov_prune.errors import LyapunovPruneError, first_of, like_named
 from lyapunov_prune.models.tokenizers import token_ids
 

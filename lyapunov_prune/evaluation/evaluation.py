@@ -79,14 +79,7 @@ class Evaluation(Result):
         return [*lines[: LINES - 1], reference.measured_on.line()]
 
     def headline(self) -> str:
-        line = self.perplexities[0].headline()
-        if max(self.zeros) < SPARSE:
-            return line
-        speed = "" if self.speed else "; --speed measures it"
-        return (
-            f"{line}\n{max(self.zeros):.0%} of the entries are zero. They are stored and multiplied like the others: "
-            f"neither memory nor time is saved{speed}"
-        )
+        return self.perplexities[0].headline()
 
 
 def zero_share(model: PreTrainedModel) -> float:

@@ -113,19 +113,7 @@ def remove_jointly(
 def _require_slices(
     model: Decoder, slices: tuple[Examples, Examples, Examples], origins: tuple[MeasuredOn, ...]
 ) -> None:
-    """Raise LyapunovPruneError if slices share data, the model has seen the final one, or few items select."""
-    _require_apart(slices, origins)
-    _, select, final = slices
-    require_unseen(model.model, final)
-    if len(select) < _LEAST_SELECTED:
-        raise LyapunovPruneError(
-            f"{len(select)} items to select by are too few to estimate an error; give {_LEAST_SELECTED} or more (for a "
-            "text raise --tokens or lower --context)"
-        )
-
-
-def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[MeasuredOn, ...]) -> None:
-    """Raise LyapunovPruneError when two of the three slices (train, select, final) share data.
+    """Raise LyapunovPruneError if slices share data, the model has seen the final one, or few items select.
 
     Tokens are compared by runs of 64, images one by one.
     """
@@ -136,6 +124,13 @@ def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[M
             raise LyapunovPruneError(
                 f"the {name} and the {other} slice share {shared} {what} of {seen.text}; give three slices apart"
             )
+    _, select, final = slices
+    require_unseen(model.model, final)
+    if len(select) < _LEAST_SELECTED:
+        raise LyapunovPruneError(
+            f"{len(select)} items to select by are too few to estimate an error; give {_LEAST_SELECTED} or more (for a "
+            "text raise --tokens or lower --context)"
+        )
 
 
 def _clear(course: Course) -> None:

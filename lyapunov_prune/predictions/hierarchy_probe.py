@@ -134,10 +134,4 @@ class HierarchyProbe(Result):
             f"{self.exceeded} of {self.derived} angles above the bounds derived in docs/remainders.md (not proven)",
             self.measured_on.line(),
         ]
-        if self.beside is not None:
-            lines.insert(
-                1,
-                f"{self.beside.name} has {self.beside.num_layers} of {self.measured_on.model.num_layers} layers: "
-                "its layers are not probed here; its predictions follow",
-            )
         return "\n".join([*lines, *map(str, self.violations)])
