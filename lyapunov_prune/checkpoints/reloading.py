@@ -20,6 +20,7 @@ from lyapunov_prune.models.dispatched import bring_weights, offload_folder, plac
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.kernels import kernels
+from lyapunov_prune.models.kinds import plain_attributes
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt
 from lyapunov_prune.models.quantised import quantisation, unlogged
 from lyapunov_prune.models.sharing import share_equal
@@ -90,17 +91,13 @@ def reload_check(
     with quiet():  # the first forward of packed weights shows a progress bar
         kept = KeptLogits(again, inputs)
         wanted = KeptLogits(decoder, inputs) if logits is None else logits()
-    worst = max(kept.deviation(wanted), _picture_deviation(pruned, reloaded))
+    worst = kept.deviation(wanted)
+    if (prompt := picture_prompt(pruned)) is not None:
+        worst = max(worst, deviation(picture_logits(reloaded, prompt), picture_logits(pruned, prompt)))
     wrong = changed(reloaded)
     if wrong:
         return GateCheck(RELOADED, False, worst, limit, wrong)
     return GateCheck(RELOADED, worst <= limit, worst, limit, "logits after plain from_pretrained")
-
-
-def _picture_deviation(pruned: PreTrainedModel, reloaded: PreTrainedModel) -> float:
-    """The deviation of the logits with a picture in the prompt, if the model reads pictures; else 0."""
-    prompt = picture_prompt(pruned)
-    return 0.0 if prompt is None else deviation(picture_logits(reloaded, prompt), picture_logits(pruned, prompt))
 
 
 def wrong_packed_keys(folder: Path, config: PreTrainedConfig) -> str | None:
@@ -132,8 +129,8 @@ def changed_setting(layers: nn.ModuleList, again: nn.ModuleList, within: float =
     """
     for index, (a, b) in enumerate(zip(layers, again, strict=True)):
         for (name, before), (_, after) in zip(a.named_modules(), b.named_modules(), strict=True):
-            settings = _settings(after)
-            for key, value in _settings(before).items():
+            settings = plain_attributes(after)
+            for key, value in plain_attributes(before).items():
                 other = settings.get(key)
                 if other != value and not (isinstance(value, float) and _close(value, other, within)):
                     return f"layer {index} came back with {name + '.' if name else ''}{key} = {other!r}, not {value!r}"
@@ -143,14 +140,6 @@ def changed_setting(layers: nn.ModuleList, again: nn.ModuleList, within: float =
                         f"layer {index} holds {key} {getattr(before, key)}, and {getattr(after, key)} after reloading"
                     )
     return None
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if isinstance(value, bool | int | float | str | None) and key not in POSITION_ATTRIBUTES and key[0] != "_"
-    }
 
 
 def _close(a: float, b: Any, within: float) -> bool:

@@ -162,7 +162,9 @@ def verify_factored(
     gate = Gate(reference, result, sample_inputs(reference, None), standing_in)
     detail = "logits against the dense model given products by hooks"
     checks: dict[str, Check] = {
-        FACTORS: lambda: _within_rounding(_errors_of(gate, factored)),
+        FACTORS: lambda: _within_rounding(
+            error for each in factored for error in _beyond_rounding(reference.model, each, _stored(result.model, each))
+        ),
         PRODUCTS: lambda: gate.same(detail, name=PRODUCTS),
         CACHED: lambda: _decoded(gate),
     }
@@ -183,11 +185,6 @@ def _stored(small: PreTrainedModel, each: Factored) -> list[Factors]:
 def _pairs(tensors: Mapping[str, torch.Tensor], each: Factored) -> list[Factors]:
     rights = tensors["right.weight"].split(each.ranks)
     return [(tensors[f"left.{i}.weight"], R) for i, R in enumerate(rights)]
-
-
-def _errors_of(gate: Gate, factored: Sequence[Factored]) -> Iterator[tuple[float, str]]:
-    dense, small = gate.reference.model, gate.result.model
-    return (error for each in factored for error in _beyond_rounding(dense, each, _stored(small, each)))
 
 
 def _beyond_rounding(dense: PreTrainedModel, each: Factored, pairs: Sequence[Factors]) -> Iterator[tuple[float, str]]:

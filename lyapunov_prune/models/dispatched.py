@@ -51,7 +51,7 @@ class Held(AlignDevicesHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         self._put_back()  # weights left there by a forward that raised
-        for slots, name in _slots(module, self.place_submodules):
+        for slots, name, _ in _slots(module, self.place_submodules):
             tensor = slots[name]
             there = tensor.detach().to(self.execution_device)
             if there.device != tensor.device:
@@ -82,24 +82,23 @@ def bring_weights(model: nn.Module) -> None:
     if not hooks:
         return
     files = _Files()
-    for module, hook in hooks:
-        for slots, name, path in _elsewhere(module, hook.place_submodules):
-            files.want(slots[name], hook.weights_map, path)
+    # Each with the tensor on `meta`, which has to live on, so that no id is reused.
+    places = [
+        (slots, name, slots[name], hook.weights_map, path)
+        for module, hook in hooks
+        for slots, name, path in _slots(module, hook.place_submodules)
+        if slots[name].is_meta
+    ]
+    for _, _, before, weights, path in places:
+        files.want(before, weights, path)
     files.require_disk()
     found: dict[int, torch.Tensor] = {}  # by id, so that tied tensors stay tied
-    kept: list[Any] = []  # keeps replaced tensors alive, so that no id is reused
-    for module, hook in hooks:
-        for slots, name, path in _elsewhere(module, hook.place_submodules):
-            before = slots[name]
-            if id(before) not in found:
-                kept.append(before)
-                tensor = files.read(hook.weights_map, path, before)
-                found[id(before)] = (
-                    nn.Parameter(tensor, requires_grad=before.requires_grad)
-                    if isinstance(before, nn.Parameter)
-                    else tensor
-                )
-            slots[name] = found[id(before)]
+    for slots, name, before, weights, path in places:
+        if id(before) not in found:
+            tensor = files.read(weights, path, before)
+            own = isinstance(before, nn.Parameter)
+            found[id(before)] = nn.Parameter(tensor, requires_grad=before.requires_grad) if own else tensor
+        slots[name] = found[id(before)]
     for module, hook in hooks:
         _put_hook(module, hook, Held(hook))
     _tie(model)
@@ -172,18 +171,12 @@ def _put_hook(module: Any, before: AlignDevicesHook, after: Held) -> None:
         module._hf_hook = after
 
 
-def _slots(module: nn.Module, inside: bool) -> Iterator[tuple[Slots, str]]:
-    for each in module.modules() if inside else (module,):
-        for slots in (each._parameters, each._buffers):
-            yield from ((slots, name) for name, tensor in slots.items() if tensor is not None)
-
-
-def _elsewhere(module: nn.Module, inside: bool) -> Iterator[tuple[Slots, str, str]]:
-    """Parameters and buffers on `meta`, each with its key in the hook's weights map."""
+def _slots(module: nn.Module, inside: bool) -> Iterator[tuple[Slots, str, str]]:
+    """Parameters and buffers, each with its key in the hook's weights map."""
     for path, each in module.named_modules() if inside else (("", module),):
         for slots in (each._parameters, each._buffers):
             for name, tensor in slots.items():
-                if tensor is not None and tensor.is_meta:
+                if tensor is not None:
                     yield slots, name, f"{path}.{name}" if path else name
 
 

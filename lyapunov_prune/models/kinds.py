@@ -61,17 +61,22 @@ def _numbered(descriptions: Iterable[Hashable]) -> tuple[int, ...]:
     return tuple(seen.setdefault(description, len(seen)) for description in descriptions)
 
 
+def plain_attributes(module: nn.Module) -> dict[str, bool | int | float | str | None]:
+    """The numbers, words and None among a module's public attributes, without its position."""
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | None) and key not in POSITION_ATTRIBUTES and key[0] != "_"
+    }
+
+
 def _description(layer: nn.Module) -> Hashable:
     return tuple(
         (
             name,
             type(module).__name__,
             tuple((key, tuple(p.shape)) for key, p in module.named_parameters(recurse=False)),
-            tuple(
-                (key, value)
-                for key, value in sorted(vars(module).items())
-                if isinstance(value, bool | int | str | None) and key not in POSITION_ATTRIBUTES and key[0] != "_"
-            ),
+            tuple(item for item in sorted(plain_attributes(module).items()) if not isinstance(item[1], float)),
         )
         for name, module in layer.named_modules()
     )
