@@ -120,7 +120,7 @@ def certify(W: torch.Tensor) -> CertifiedNorm:
     """`certified_norm(W)` with the direction found on the way (theorem `opNorm_le_of_sq_le`)."""
     wide = W.ndim == 2 and W.shape[0] <= W.shape[1]
     A, exponent = _scaled(W)
-    if not _nonzero(A):
+    if not A.any():
         columns = W.shape[1]
         return CertifiedNorm(0.0, 0.0, torch.full((columns,), columns**-0.5 if columns else 0.0, dtype=torch.float64))
     bound = _entrywise_bound(A)
@@ -224,11 +224,6 @@ def _scaled(W: torch.Tensor) -> tuple[torch.Tensor, int]:
     exponent = math.frexp(largest)[1]
     half = -exponent // 2  # 2^1074 exceeds float64, but its root does not
     return (A * 2.0**half).mul_(2.0 ** (-exponent - half)), exponent
-
-
-def _nonzero(A: torch.Tensor) -> bool:
-    """Whether a scaled matrix has a nonzero entry; its largest is then in [1/2, 1)."""
-    return bool(A.any())
 
 
 def _unscaled(norm: float, exponent: int, up: bool) -> float:

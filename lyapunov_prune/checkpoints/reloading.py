@@ -132,7 +132,8 @@ def changed_setting(layers: nn.ModuleList, again: nn.ModuleList, within: float =
             settings = plain_attributes(after)
             for key, value in plain_attributes(before).items():
                 other = settings.get(key)
-                if other != value and not (isinstance(value, float) and _close(value, other, within)):
+                floats = isinstance(value, float) and isinstance(other, float)
+                if other != value and not (floats and abs(value - other) <= within * abs(value)):
                     return f"layer {index} came back with {name + '.' if name else ''}{key} = {other!r}, not {value!r}"
             for key in POSITION_ATTRIBUTES:
                 if getattr(before, key, None) != getattr(after, key, None):
@@ -140,10 +141,6 @@ def changed_setting(layers: nn.ModuleList, again: nn.ModuleList, within: float =
                         f"layer {index} holds {key} {getattr(before, key)}, and {getattr(after, key)} after reloading"
                     )
     return None
-
-
-def _close(a: float, b: Any, within: float) -> bool:
-    return isinstance(b, float) and abs(a - b) <= within * abs(a)
 
 
 def _share_rounded_tables(pruned: PreTrainedModel, reloaded: PreTrainedModel) -> None:

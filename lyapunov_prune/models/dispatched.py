@@ -99,8 +99,12 @@ def bring_weights(model: nn.Module) -> None:
             own = isinstance(before, nn.Parameter)
             found[id(before)] = nn.Parameter(tensor, requires_grad=before.requires_grad) if own else tensor
         slots[name] = found[id(before)]
-    for module, hook in hooks:
-        _put_hook(module, hook, Held(hook))
+    for module, before in hooks:
+        owner: Any = module
+        if isinstance(owner._hf_hook, SequentialHook):
+            owner._hf_hook.hooks = tuple(Held(before) if hook is before else hook for hook in owner._hf_hook.hooks)
+        else:
+            owner._hf_hook = Held(before)
     _tie(model)
 
 
@@ -162,13 +166,6 @@ def _offloading(module: nn.Module) -> Iterator[AlignDevicesHook]:
     for each in hook.hooks if isinstance(hook, SequentialHook) else (hook,):
         if isinstance(each, AlignDevicesHook) and each.offload and each.weights_map is not None:
             yield each
-
-
-def _put_hook(module: Any, before: AlignDevicesHook, after: Held) -> None:
-    if isinstance(module._hf_hook, SequentialHook):
-        module._hf_hook.hooks = tuple(after if hook is before else hook for hook in module._hf_hook.hooks)
-    else:
-        module._hf_hook = after
 
 
 def _slots(module: nn.Module, inside: bool) -> Iterator[tuple[Slots, str, str]]:

@@ -59,14 +59,14 @@ def write_pieces(path: Path, values: Mapping[str, Value], pieces: Sequence[Piece
     for piece in pieces:
         dims = piece.source.dims
         head += text(piece.name).raw + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, piece.kind, offset)
-        offset += piece.size + _padding(piece.size, alignment)
-    head += bytes(_padding(len(head), alignment))
+        offset += piece.size + -piece.size % alignment
+    head += bytes(-len(head) % alignment)
     with path.open("xb") as out:
         out.write(head)
         for piece in pieces:
             for part in _bytes_of(piece):
                 out.write(part)
-            out.write(bytes(_padding(piece.size, alignment)))
+            out.write(bytes(-piece.size % alignment))
     return places
 
 
@@ -98,7 +98,3 @@ def same_bytes(piece: Piece, written: Tensor) -> bool:
         return b"".join(read_parts(written.file, written.start, written.size)) == piece.anew.data
     pairs = zip(read_parts(written.file, written.start, written.size), _bytes_of(piece), strict=True)
     return all(now.tobytes() == was.tobytes() for now, was in pairs)
-
-
-def _padding(size: int, alignment: int) -> int:
-    return -size % alignment

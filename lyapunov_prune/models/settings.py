@@ -146,7 +146,9 @@ def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -
 
     Returns the deleted settings: those with layer numbers of unknown meaning (`unknown_layer_numbers`).
     """
-    overrides, others = _overrides(config), _other_lists(type(config), count)
+    # transformers' overrides of single layers, by index
+    overrides = config.to_dict()["per_layer_config"] if getattr(config, "is_heterogeneous", False) else None
+    others = _other_lists(type(config), count)
     gone = [name for name in unknown_layer_numbers(config, total) if name not in INDEX_LISTS]
     for name in gone:
         delattr(config, name)
@@ -175,7 +177,8 @@ def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -
         if getattr(config, name, None) == total and not elsewhere:
             setattr(config, name, len(kept))
     if overrides is not None:
-        config.per_layer_config = {new: overrides[old] for new, old in enumerate(kept) if old in overrides}
+        before = {int(index): values for index, values in overrides.items()}
+        config.per_layer_config = {new: before[old] for new, old in enumerate(kept) if old in before}
     return gone
 
 
@@ -187,11 +190,3 @@ def _other_lists(kind: Callable[[], Any], count: str) -> frozenset[str]:
         return frozenset()
     lists = {name: value for name, value in vars(default).items() if isinstance(value, list | tuple) and value}
     return frozenset(name for name, value in lists.items() if len(value) != getattr(default, count, None))
-
-
-def _overrides(config: Any) -> dict[int, dict[str, Any]] | None:
-    """transformers' overrides of single layers, by index; None if the config has none."""
-    if not getattr(config, "is_heterogeneous", False):
-        return None
-    written = config.to_dict()["per_layer_config"]
-    return {int(index): values for index, values in written.items()}

@@ -194,18 +194,15 @@ def _expansion(step: Mapping[str, Any]) -> tuple[float, float]:
     if kind == "Prepend":
         return 1.0, float(len(step["prepend"]))
     if kind == "Precompiled":
-        return float(_longest(base64.b64decode(step["precompiled_charsmap"]))), 0.0
+        # A SentencePiece map: the size of a trie, the trie, and zero-terminated texts, of which one may be put.
+        charsmap = base64.b64decode(step["precompiled_charsmap"])
+        texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
+        return float(max(1, *(len(text.decode(errors="replace")) for text in texts))), 0.0
     if kind == "TemplateProcessing":
         put = [part["SpecialToken"]["id"] for part in step["single"] if "SpecialToken" in part]
         tokens = sum(len(step["special_tokens"][name]["ids"]) for name in put)
         return float(len(step["single"]) - len(put)), float(tokens)
     return float(_GROWN.get(kind, 1)), 2.0  # a token at both ends, or a space at one
-
-
-def _longest(charsmap: bytes) -> int:
-    """Characters of the longest text in a SentencePiece map: size of a trie, the trie, zero-terminated texts."""
-    texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
-    return max(1, *(len(text.decode(errors="replace")) for text in texts.split(b"\0")))
 
 
 def _simple(step: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:

@@ -40,7 +40,11 @@ def weight_files(folder: Path, named: str | None) -> list[Path]:
         return []
     names = [name]
     if isinstance(name, str) and name.endswith(".safetensors.index.json"):
-        names = _indexed(_inside(folder, name, ".json"))
+        index = _inside(folder, name, ".json")
+        what = f"{index} is not an index of weights and may be truncated or corrupt"
+        failures = OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+        with reported(what, "fetch it again", *failures):
+            names = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     return [_inside(folder, name) for name in names]
 
 
@@ -96,14 +100,6 @@ def _inside(folder: Path, name: Any, suffix: str = ".safetensors") -> Path:
     if why:
         raise LyapunovPruneError(f"{folder} names {name} as weights, {why}")
     return folder / name
-
-
-def _indexed(index: Path) -> list[Any]:
-    what = f"{index} is not an index of weights and may be truncated or corrupt"
-    failures = OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
-    with reported(what, "fetch it again", *failures):
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted({*where.values()})
 
 
 @dataclass(frozen=True)

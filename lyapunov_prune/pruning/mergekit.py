@@ -38,7 +38,10 @@ class MergekitSlices:
         Raises LyapunovPruneError if the file is no mergekit file, merges several models, scales weights, or takes
         layers twice or out of order.
         """
-        content = _content(Path(path))
+        failures = OSError, yaml.YAMLError, ValueError, RecursionError
+        with reported(f"cannot read {path} as YAML", "give a plan.json or a mergekit file of slices", *failures):
+            require_file(path)
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
         if fault := next(_faults(content), ""):
             raise LyapunovPruneError(f"{path}: {fault}")
         sources = [piece["sources"][0] for piece in content["slices"]]
@@ -64,13 +67,6 @@ class MergekitSlices:
 def read_plan(path: Path) -> PruningPlan | MergekitSlices:
     """Read a plan.json or, by its suffix, a mergekit file."""
     return MergekitSlices.load(path) if path.suffix.lower() in SUFFIXES else PruningPlan.load(path)
-
-
-def _content(path: Path) -> Any:
-    failures = OSError, yaml.YAMLError, ValueError, RecursionError
-    with reported(f"cannot read {path} as YAML", "give a plan.json or a mergekit file of slices", *failures):
-        require_file(path)
-        return yaml.safe_load(path.read_text(encoding="utf-8-sig"))
 
 
 def _faults(content: Any) -> Iterator[str]:

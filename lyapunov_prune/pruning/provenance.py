@@ -25,6 +25,7 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, Result, versions
 
 PROVENANCE = "provenance.json"
+_BY_HAND = "Made by one command, which did what these do one after the other:"
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ def describe(
     )
     provenance.save(folder / PROVENANCE)
     kind, left = _kind(plan)
+    by_hand = "\n".join(f"    {printable(command)}" for command in commands)
     write_card(
         folder,
         f"{Path(plan.model.name).name} {left}",
@@ -152,7 +154,7 @@ def describe(
             "Removed": _removed(plan, stored),
             **({} if mended is None else {"Mended": _mended(mended)}),
             **(sections or {}),
-            **({"By hand": _by_hand(commands)} if commands else {}),
+            **({"By hand": f"{_BY_HAND}\n\n{by_hand}"} if commands else {}),
             **({"Engines": _engines(find_kinds(structure), plan.kept)} if stored.engines else {}),
             "Gate": _checked(provenance),
         },
@@ -174,11 +176,6 @@ def _kind(plan: PruningPlan) -> tuple[str, str]:
         kind, parts = "expert", f"without {len(next(iter(experts.values())))} experts a layer"
         parts = f", {parts}" if plan.remove else parts
     return kind, depth + parts if plan.remove or kind == "depth" else parts
-
-
-def _by_hand(commands: tuple[str, ...]) -> str:
-    lines = "\n".join(f"    {printable(command)}" for command in commands)
-    return f"Made by one command, which did what these do one after the other:\n\n{lines}"
 
 
 def _removed(plan: PruningPlan, stored: Stored) -> str:

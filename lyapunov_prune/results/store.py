@@ -51,7 +51,8 @@ class Store(Claimed):
         self._claim.hold()
         remedy = "free space and run again, which continues"
         with reported(f"cannot write {self._file}", remedy), self._file.open("ab") as file:
-            file.write(_line({"origin": self._claim.origin, "key": key, "value": value}))
+            line = json.dumps({"origin": self._claim.origin, "key": key, "value": value}, allow_nan=False)
+            file.write(f"{line}\n".encode())
             file.flush()
             os.fsync(file.fileno())
 
@@ -94,7 +95,3 @@ class Store(Claimed):
 def clear_results(folder: Path, kind: str) -> None:
     """Delete the finished jobs of this kind in `folder`, of any run. Raises like Store."""
     Store(folder, kind, None).close()
-
-
-def _line(content: Any) -> bytes:
-    return json.dumps(content, allow_nan=False).encode() + b"\n"
