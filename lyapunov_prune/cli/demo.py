@@ -70,7 +70,7 @@ def run_demo(
             search=SEARCH,
             steps=STEPS,
             folder=run / "jobs",
-            words=("--text", "builtin"),
+            text=("--text", "builtin"),
         )
         report = carry_out(request, run / SMALL, told).report
         write_whole(run / _RECORD, folder_digest(run / SMALL) + "\n")

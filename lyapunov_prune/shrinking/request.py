@@ -31,8 +31,8 @@ class Request:
 
     `items` are the items of the target's task: those that choose layers, and those that are held out. `search` is the
     number of forwards that the choice may spend, `steps` the number of healing steps; None derives both from the model
-    and the minutes. `words` are the command-line options that name the texts, `source` those that say how the model is
-    loaded.
+    and the minutes. `text`, `judge` and `source` are the command-line options that name the text to learn from and the
+    second text that judges, and that say how the model is loaded.
     """
 
     model: PreTrainedModel
@@ -46,7 +46,8 @@ class Request:
     seed: int = 0
     batch_size: int = 1
     folder: Path | None = None
-    words: tuple[str, ...] = ()
+    text: tuple[str, ...] = ()
+    judge: tuple[str, ...] = ()
     source: tuple[str, ...] = ()
 
     def require(self) -> None:

@@ -124,7 +124,7 @@ def by_hand(
 
     `healed` are the options of `heal`, None if healing was not kept. `texts` choose, teach and evaluate.
     """
-    plan, target, text, source = choice.plan, request.target, request.words, request.source
+    plan, target, text, source = choice.plan, request.target, request.text, request.source
     choose, learn, held_out = texts
     name, cut = plan.model.name, f"{output}-cut"
     chosen = ["--remove", f"{len(plan.remove)}", "--criterion", "best"]
@@ -137,24 +137,14 @@ def by_hand(
     else:
         chosen.append("--mend")
     first = output if healed is None else cut
-    commands = [["prune", name, *chosen, *source, *text, *_size(choose), "-o", first]]
+    commands = [["prune", name, *chosen, *source, *text, *request.judge, *_size(choose), "-o", first]]
     if healed is not None:
-        taught = _without_judge(text) or ["--text", "self"]
+        taught = text or ("--text", "self")
         commands.append(["heal", cut, "--teacher", name, *healed, *source, *taught, *_size(learn), "-o", output])
     asked = [] if target.task is None else ["--tasks", target.task]
-    commands.append(
-        ["eval", output, "--against", name, "--speed", *asked, *source, *_without_judge(text), *_size(held_out)]
-    )
+    commands.append(["eval", output, "--against", name, "--speed", *asked, *source, *text, *_size(held_out)])
     return tuple(printable(shlex.join(["lyapunov-prune", *words])) for words in commands)
 
 
 def _size(text: TokenBatch) -> list[str]:
     return ["--context", f"{text.context}", "--tokens", f"{text.tokens}"]
-
-
-def _without_judge(text: Sequence[str]) -> list[str]:
-    words = list(text)
-    if "--judge" in words:
-        place = words.index("--judge")
-        del words[place : place + 2]
-    return words

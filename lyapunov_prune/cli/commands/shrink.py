@@ -83,7 +83,6 @@ def shrink(
     require_output(model, output, goal.what)
     report = begun_run(None, model, REPORT, "eval.json") if is_gguf(output) else output
     folder = jobs_folder("shrink", model, output)
-    own = inputs.text == SELF
     _require_texts(inputs, judge)
     items = None if wanted.task is None else halves(wanted.task)
     if items is not None and not items[0].generates:
@@ -102,8 +101,9 @@ def shrink(
         minutes=minutes,
         batch_size=windows_at_once(loaded, inputs.context),
         folder=folder,
-        words=_words(inputs, judge, own),
-        source=_source(inputs),
+        text=() if inputs.text == SELF else ("--text", inputs.text),
+        judge=() if judge is None else ("--judge", judge),
+        source=() if inputs.dtype is None else ("--dtype", inputs.dtype),
     )
     done = carry_out(request, output, lambda expected: note("\n".join(expected.answer())))
     if report != output:
@@ -158,14 +158,3 @@ def _texts(loaded: Decoder, inputs: Inputs, judge: str | None) -> Texts:
         windows, width = texts.searched(loaded.model)
         second = load_beside(judge, loaded, windows // 2, replace(inputs, context=width))
     return replace(texts, judge=second)
-
-
-def _words(inputs: Inputs, judge: str | None, own: bool) -> tuple[str, ...]:
-    """The options that name the texts, as they would be given to `prune`."""
-    words = [] if own else ["--text", inputs.text]
-    return (*words, *([] if judge is None else ["--judge", judge]))
-
-
-def _source(inputs: Inputs) -> tuple[str, ...]:
-    """The options that say which numbers are loaded."""
-    return () if inputs.dtype is None else ("--dtype", inputs.dtype)
