@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.options import ABOVE_ZERO, layer_indices, one_of, what_option
@@ -58,13 +58,13 @@ class RankOptions:
     def protected(self) -> list[int]:
         return layer_indices("--protect", self.protect) if self.protect is not None else []
 
-    def settled(self, remove: float | None, *, periods: bool = False) -> RankOptions:
+    def settled(self, remove: float | None, *, periods: bool = False) -> Self:
         """These options with a criterion, the default if none is given; `remove` is None where no number is known."""
         return (
             self if self.criterion else replace(self, criterion=default_criterion(remove, self.what, periods=periods))
         )
 
-    def of_model(self, loaded: Decoder, given: Given) -> RankOptions:
+    def of_model(self, loaded: Decoder, given: Given) -> Self:
         """These options with the default of encoders and encoder-decoders, which `best` does not take."""
         if not loaded.causal and "criterion" not in given:
             return replace(self, criterion=default_criterion(None, self.what))

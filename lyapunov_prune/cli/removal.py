@@ -20,8 +20,8 @@ UNJUDGED = "names the text that judges --mend and --what width; give one of them
 
 
 @dataclass(frozen=True)
-class Removal:
-    """What is removed, and what is done about the gaps."""
+class Removal(RankOptions):
+    """What is removed, by what ranking, and what is done about the gaps."""
 
     remove: Annotated[
         float | None, what_option(help="Number or share of layers, channels, or experts per layer.", **counted)
@@ -65,9 +65,9 @@ def require_classifier_options(removal: Removal, inputs: Inputs, format: str) ->
         )
 
 
-def settled(removal: Removal, by: RankOptions, given: Given) -> RankOptions:
-    """`by` with its criterion. Raises LyapunovPruneError for options that do not go together."""
-    what, remove, max_kl = by.what, removal.remove, removal.max_kl
+def settled(removal: Removal, given: Given) -> Removal:
+    """`removal` with its criterion. Raises LyapunovPruneError for options that do not go together."""
+    what, remove, max_kl = removal.what, removal.remove, removal.max_kl
     together = what in SPLITS
     if together or what in ("width", "experts"):
         given.refuse(f"names whole layers, and --what {what} removes other parts; give --remove or --plan", "layers")
@@ -84,37 +84,35 @@ def settled(removal: Removal, by: RankOptions, given: Given) -> RankOptions:
         given.refuse_record(idle, RankOptions, but="what", also="keep_period")
         given.refuse(idle, "search")
     else:
-        by = by.settled(remove, periods=removal.keep_period)
-        by.require(given, removal.search)
+        removal = removal.settled(remove, periods=removal.keep_period)
+        removal.require(given, removal.search)
     if max_kl is not None:
         given.refuse("cannot be combined with --max-kl; give one of the two", "keep_period")
     if what != "width" and (remove is not None or max_kl is not None):
-        require_ranks(by.goes_by, "layers" if together else what, remove=remove, periods=removal.keep_period)
+        require_ranks(removal.goes_by, "layers" if together else what, remove=remove, periods=removal.keep_period)
     if what != "layers":
         given.refuse(f"applies to whole layers only, not to --what {what}; leave it out", "keep_period")
-    return by
+    return removal
 
 
-def require_format(by: RankOptions, stored: Stored, given: Given) -> None:
+def require_format(what: str, stored: Stored, given: Given) -> None:
     """Raise LyapunovPruneError for a format that cannot hold what is asked for."""
     plain = stored.name == "plain"
     held = ("layers", *(stored.card.parts if stored.card else ()), *(("width", "experts", *SPLITS) if plain else ()))
-    if by.what not in held:
+    if what not in held:
         given.refuse(
-            f"{by.what} leaves what --format {stored.name} does not hold; leave out --format, and convert the result "
+            f"{what} leaves what --format {stored.name} does not hold; leave out --format, and convert the result "
             "with export",
             "what",
         )
-    if by.what != "layers" or not stored.mends:
+    if what != "layers" or not stored.mends:
         given.refuse("closes the gaps of whole layers in a plain checkpoint; leave out --what and --format", "mend")
 
 
-def require_files(
-    removal: Removal, by: RankOptions, inputs: Inputs, stored: Stored, why: str, packed: str | None, given: Given
-) -> None:
+def require_files(removal: Removal, inputs: Inputs, stored: Stored, why: str, packed: str | None, given: Given) -> None:
     """Raise LyapunovPruneError for options that need a model in memory."""
-    measured = by.what == "width" and removal.remove is not None and inputs.disk and not packed
-    what = ["what"] if by.what != "layers" else []
+    measured = removal.what == "width" and removal.remove is not None and inputs.disk and not packed
+    what = ["what"] if removal.what != "layers" else []
     held = "prune" in stored.streamed
     given.refuse(
         f"needs {'plain weights' if packed else 'the model in memory'} ({why}); give --layers 3,7 or a --plan FILE of "

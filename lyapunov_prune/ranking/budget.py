@@ -72,10 +72,14 @@ class BudgetedRemoval(Result):
             columns["predicted"] = self.predicted
         return pd.DataFrame({**columns, "kl": self.kl, "flipped": self.flipped, "within": self.kl <= self.max_kl})
 
+    @property
+    def parts(self) -> str:
+        """What is removed, in words."""
+        return {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[self.ranking.what]
+
     def headline(self) -> str:
-        parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[self.ranking.what]
         return (
-            f"{self.within} {parts} by {self.ranking.criterion} within {self.max_kl:g} nats a token, "
+            f"{self.within} {self.parts} by {self.ranking.criterion} within {self.max_kl:g} nats a token, "
             f"T = {self.temperature:g}{floor_note(self.ranking.below_floor)}\n{self.measured_on.line()}"
         )
 

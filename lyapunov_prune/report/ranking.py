@@ -41,8 +41,9 @@ def budget_figure(spent: BudgetedRemoval) -> str:
         axes.axhline(spent.max_kl, color=GREY, linewidth=0.8, label=f"budget, {spent.max_kl:g}")
     log_axis(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    part = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[spent.ranking.what]
-    return labelled(figure, axes, f"{part} removed, by {spent.ranking.criterion}", "KL(dense ‖ pruned), nats a token")
+    return labelled(
+        figure, axes, f"{spent.parts} removed, by {spent.ranking.criterion}", "KL(dense ‖ pruned), nats a token"
+    )
 
 
 def oracle_figure(search: GreedyRemoval) -> str:

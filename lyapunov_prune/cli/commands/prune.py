@@ -10,7 +10,6 @@ from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import format_for, load_examples, load_inputs, load_judge, windows_at_once
 from lyapunov_prune.cli.options import DISK, Format, Inputs, Model, Stack, Target, layer_indices
 from lyapunov_prune.cli.plans import plan_for, prune_files, read_plan, tell_written
-from lyapunov_prune.cli.ranked import RankOptions
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.removal import (
     UNJUDGED,
@@ -36,7 +35,6 @@ def prune(
     model: Model,
     *,
     removal: Removal = Removal(),
-    by: RankOptions = RankOptions(),
     format: Format = "plain",
     stack: Stack = None,
     inputs: Inputs = Inputs(),
@@ -67,23 +65,23 @@ def prune(
     if inputs.images:
         given.refuse("applies to an encoder-decoder, not to a classifier; leave it out", "stack")
         require_classifier_options(removal, inputs, format)
-    by = settled(removal, by, given)
+    removal = settled(removal, given)
     format = format_for(output, format, given)
     stored = FORMATS.make(format)
-    require_format(by, stored, given)
-    if not (removal.mend or "width" in by.what or removal.plan_file):
+    require_format(removal.what, stored, given)
+    if not (removal.mend or "width" in removal.what or removal.plan_file):
         given.refuse(UNJUDGED, "judge")
     stored.require_names(model, output)
     why, packed = _why_files(model, inputs, format)
     if why:
-        require_files(removal, by, inputs, stored, why, packed, given)
-        measured = _channels_on_disk(model, removal.remove, inputs) if by.what == "width" else None
+        require_files(removal, inputs, stored, why, packed, given)
+        measured = _channels_on_disk(model, removal.remove, inputs) if removal.what == "width" else None
         plan, keep_period = removal.plan_file, removal.keep_period
         prune_files(model, output, removal.layers, measured or plan, keep_period, why, inputs.disk, format)
     elif inputs.images:
         _prune_classifier(model, removal, inputs, format, output, given)
     else:
-        _prune_in_memory(model, removal, by, inputs, stack, format, output, given)
+        _prune_in_memory(model, removal, inputs, stack, format, output, given)
 
 
 def _why_files(model: str, inputs: Inputs, format: str) -> tuple[str | None, str | None]:
@@ -123,7 +121,6 @@ def _prune_classifier(model: str, removal: Removal, inputs: Inputs, format: str,
 def _prune_in_memory(
     model: str,
     removal: Removal,
-    by: RankOptions,
     inputs: Inputs,
     stack: choices.Stack | None,
     format: str,
@@ -147,24 +144,24 @@ def _prune_in_memory(
     require_weights(loaded.model, "unquantised")  # before anything is measured
     require_whole(loaded.model)
     period = find_kinds(loaded.structure).require_period() if removal.keep_period else 1
-    narrower = "width" in by.what or (isinstance(given_plan, PruningPlan) and bool(given_plan.channels))
+    narrower = "width" in removal.what or (isinstance(given_plan, PruningPlan) and bool(given_plan.channels))
     if not (mend or narrower):
         given.refuse(UNJUDGED, "judge")
     judged = load_judge(removal.judge, loaded, batch, inputs) if mend or narrower else None
     if removal.layers is not None:
-        named: dict[str, Any] = {FIELDS[by.what]: layer_indices("--layers", removal.layers)}
-        plan = PruningPlan.given(loaded, **named, reduction=DEFAULT if by.what == "activation" else None)
+        named: dict[str, Any] = {FIELDS[removal.what]: layer_indices("--layers", removal.layers)}
+        plan = PruningPlan.given(loaded, **named, reduction=DEFAULT if removal.what == "activation" else None)
     elif given_plan is not None:
         plan = plan_for(loaded, given_plan)
     else:
-        plan = _chosen(loaded, batch, by.of_model(loaded, given), removal, period, judged)
+        plan = _chosen(loaded, batch, removal.of_model(loaded, given), period, judged)
     plan.require_periods(period)
     written = write_pruned(loaded, loaded.tokenizer, plan, output, batch, format=format, mend=mend, judge=judged)
     tell_written(written, output, scored=loaded.causal)
 
 
 def _chosen(
-    loaded: Decoder, batch: TokenBatch, by: RankOptions, removal: Removal, period: int, judged: TokenBatch | None
+    loaded: Decoder, batch: TokenBatch, removal: Removal, period: int, judged: TokenBatch | None
 ) -> PruningPlan:
     """The plan that measurements on `batch` make; searches are shown."""
     from lyapunov_prune.pruning.width import choose_channels
@@ -176,51 +173,48 @@ def _chosen(
     remove, max_kl = removal.remove, removal.max_kl
     batch_size = windows_at_once(loaded, batch.context)
     weighed = None
-    if by.what in ("layers,width", "layers,experts"):
+    if removal.what in ("layers,width", "layers,experts"):
         assert remove is not None
         weighed = split_removal(
             loaded,
             batch,
             remove,
-            by.what,
-            criterion=by.goes_by,
-            protect=by.protected(),
+            removal.what,
+            criterion=removal.goes_by,
+            protect=removal.protected(),
             search=removal.search,
             batch_size=batch_size,
         )
-    elif max_kl is not None and by.what in ("width", "experts"):
-        weighed = most_within(loaded, batch, by.what, max_kl, criterion=by.criterion, batch_size=batch_size)
+    elif max_kl is not None and removal.what in ("width", "experts"):
+        weighed = most_within(loaded, batch, removal.what, max_kl, criterion=removal.criterion, batch_size=batch_size)
     if weighed is not None:
         show(weighed, None)
         return weighed.plan()
-    if by.what == "width":
+    if removal.what == "width":
         assert remove is not None
         return choose_channels(loaded, batch, remove, batch_size=batch_size)
-    if remove is not None and by.what != "experts":
+    if remove is not None and removal.what != "experts":
         remove = count_of(remove, loaded.structure.num_layers)
         if period > 1:
             require_periods(int(remove), loaded.structure.num_layers, period)
-    mend = removal.mend and by.goes_by == "best"
+    mend = removal.mend and removal.goes_by == "best"
     searched: dict[str, Any] = {"search": removal.search, "mend": mend, "judge": judged}
-    ranking = rank(loaded, batch, **by.how, **searched, remove=remove, batch_size=batch_size)
-    if by.goes_by == "best":
+    ranking = rank(loaded, batch, **removal.how, **searched, remove=remove, batch_size=batch_size)
+    if removal.goes_by == "best":
         show(ranking, None)
     if remove is not None:
         return ranking.plan(remove, period)
     assert max_kl is not None
-    return _within_budget(loaded, batch, by, ranking, max_kl, batch_size)
+    return _within_budget(loaded, batch, ranking, max_kl, batch_size)
 
 
-def _within_budget(
-    loaded: Decoder, batch: TokenBatch, by: RankOptions, ranking: Any, max_kl: float, batch_size: int
-) -> PruningPlan:
+def _within_budget(loaded: Decoder, batch: TokenBatch, ranking: Any, max_kl: float, batch_size: int) -> PruningPlan:
     """The plan of as many layers of `ranking` as stay within `max_kl` nats a token."""
     from lyapunov_prune.predictions.expectation import expectation
     from lyapunov_prune.ranking.budget import remove_under_budget
 
     spent = remove_under_budget(loaded, batch, ranking, max_kl, batch_size=batch_size)
     show(spent, None)
-    parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[by.what]
     if loaded.causal:
-        say(expectation().told(float(spent.kl[spent.within - 1]), parts))
+        say(expectation().told(float(spent.kl[spent.within - 1]), spent.parts))
     return spent.plan()
