@@ -76,8 +76,9 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def called(*, typer_context: typer.Context, **values: Any) -> None:
+        words = {p.name: p.opts[0] for p in typer_context.command.params}
         for name, value in values.items():
-            option, number, text = f"--{name.replace('_', '-')}", isinstance(value, int | float), str(value)
+            option, number, text = words[name], isinstance(value, int | float), str(value)
             wrong = {"not UTF-8, which libraries need for paths; rename it": not (number or _is_utf8(text))}
             for range in (_NUMBERS, ranges.get(name, _NUMBERS)):
                 wrong[f"{text[:40]}; give a number {range.words()}"] = number and not range.holds(value)
@@ -87,8 +88,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
             name: record(**{field.name: values.pop(field.name) for field in fields(record)})
             for name, record in records.items()
         }
-        options = (p for p in typer_context.command.params if _stands(typer_context, p.name))
-        given = Given({p.name: p.opts[0] for p in options})
+        given = Given({name: word for name, word in words.items() if _stands(typer_context, name)})
         try:
             with status("starting"):  # torch takes seconds to import
                 command(**values, **made, **dict.fromkeys(told, given))

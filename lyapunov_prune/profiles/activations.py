@@ -30,6 +30,8 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 NEGLIGIBLE = 0.01
 # Bytes of sums held at once; further layers take another forward.
 _BUDGET = 2 * 2**30
+# What `_Matrix.statistics` gives, in this order.
+_STATISTICS = ("width", "effective_rank", "token_rank", "participation_ratio", "peak_share", "kurtosis", "sparsity")
 
 
 @dataclass(frozen=True)
@@ -94,20 +96,12 @@ def activation_statistics(model: InMemory, batch: Readable, *, batch_size: Count
         for matrix in group:
             statistics[matrix.name] = matrix.statistics()
             require_finite(structure, batch.ids, f"{matrix.name} on {batch.text}", matrix.sums())
-    width, rank, token_rank, participation, share, kurtosis, sparsity = np.array(
-        [statistics[m.name] for m in matrices]
-    ).T
+    values = dict(zip(_STATISTICS, np.array([statistics[m.name] for m in matrices]).T, strict=True))
     return ActivationStatistics(
         names=tuple(m.name for m in matrices),
         components=tuple(m.component for m in matrices),
         layers=tuple(m.layer for m in matrices),
-        width=width,
-        effective_rank=rank,
-        token_rank=token_rank,
-        participation_ratio=participation,
-        peak_share=share,
-        kurtosis=kurtosis,
-        sparsity=sparsity,
+        **values,
         measured_on=reading.measured_on(),
     )
 

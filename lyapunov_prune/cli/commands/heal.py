@@ -31,8 +31,11 @@ class Training:
         int | None, what_option(min=1, help="Maximum number of training steps; default: 100 unless --minutes is given.")
     ] = None
     minutes: Annotated[float | None, ABOVE_ZERO, what_option(help="Maximum minutes of training.")] = None
-    update_rank: Annotated[
-        int | None, what_option(min=1, help="Train low-rank updates of this rank; default: all weights of the layers.")
+    rank: Annotated[
+        int | None,
+        what_option(
+            "--update-rank", min=1, help="Train low-rank updates of this rank; default: all weights of the layers."
+        ),
     ] = None
     checkpointing: Annotated[
         bool, what_option("--checkpointing", help="Recompute layers in the backward pass: less memory, more time.")
@@ -79,14 +82,14 @@ def heal(
     per_step = int(os.environ.get("WORLD_SIZE", "1"))  # each process of accelerate launch takes a window of a step
     require_few(per_step * (training.steps or 0))
     if training.shard:
-        sharing(per_step, training.update_rank)
+        sharing(per_step, training.rank)
     provenance, teacher = _origin(model, teacher)
     own = provenance is None or model.endswith(".gguf")  # the file that the healed one is made of
     if stored.name == "gguf":
         source_file(model if own else teacher)
     require_source(inputs.text)
     loaded, dense = _pair(model, teacher, inputs, provenance)
-    require_trainable(loaded.model, "the pruned model", training.update_rank)
+    require_trainable(loaded.model, "the pruned model", training.rank)
     require_disk(output, size_of(loaded.model), "the files of the healed model")
     if provenance is not None:
         share_memory(loaded.model, dense, provenance.plan)
@@ -100,14 +103,10 @@ def heal(
         loaded.model,
         dense.model,
         batch,
-        steps=training.steps,
-        minutes=training.minutes,
+        **vars(training),
         per_step=per_step,
-        rank=training.update_rank,
         folder=jobs,
         evaluation=held_out,
-        checkpointing=training.checkpointing,
-        shard=training.shard,
     )
     if not is_main():  # of the processes that shared the steps
         return

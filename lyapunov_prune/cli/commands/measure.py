@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -211,7 +211,8 @@ def sensitivity(
 
     inputs.require_loaded("sensitivity")
     studies = require_studies(study)
-    base = Compression(method, sparsity, None, bits)  # refused before anything is loaded
+    how: dict[str, Any] = {"method": method, "sparsity": sparsity, "bits": bits}
+    base = Compression(**how, rank=None)  # refused before anything is loaded
     for setting, option in (("method", "method"), ("amount", "sparsity"), ("amount", "bits")):
         if not any(setting in STUDIES[name].takes for name in studies):
             given.refuse(f"has no effect on {' and '.join(studies)}; leave it out", option)
@@ -230,9 +231,7 @@ def sensitivity(
         loaded.model,
         batch,
         studies=studies,
-        method=method,
-        sparsity=sparsity,
-        bits=bits,
+        **how,
         calibration=calibration,
         profile=profile,
         folder=run / "jobs" / "sensitivity",
