@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from lyapunov_prune.checkpoints.beside import source_folder
 from lyapunov_prune.errors import printable
 from lyapunov_prune.models.cache import BUILTIN
-from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.decoder import is_wrapped
 from lyapunov_prune.models.encoders import has_two_stacks
 from lyapunov_prune.models.gguf import BUILTIN_CARD
 from lyapunov_prune.models.left_out import left_out
 from lyapunov_prune.models.loading import HUB_ID
+from lyapunov_prune.models.pictures import looks_at_images
 from lyapunov_prune.models.wrappers import loading_class
 
 CARD = "README.md"

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, uncached_logits
+from lyapunov_prune.models.device import kernels
 from lyapunov_prune.models.dispatched import placement
-from lyapunov_prune.models.kernels import kernels
 from lyapunov_prune.models.wrappers import loading_class
 
 ELSEWHERE = "reloads without this package"

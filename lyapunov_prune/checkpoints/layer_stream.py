@@ -2,13 +2,15 @@
 
 A forward reads the files once for all its windows: all go through a layer together, in pieces of the batch. The other
 arguments of a layer (masks, positions) for the rows of a piece come from the model's own forward, run on a twin of the
-model whose layers compute nothing.
+model that shares everything with it except the layers, which compute nothing. The twin also finds what the model makes
+of the last layer's output, without running any layer.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
@@ -17,9 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.outline import Outline
-from lyapunov_prune.checkpoints.twin import Twin
 from lyapunov_prune.errors import LyapunovPruneError, in_short
-from lyapunov_prune.forward.hooks import hidden_of, layer_input, with_input
+from lyapunov_prune.forward.hooks import Enough, hidden_of, layer_input, with_input
 from lyapunov_prune.models.device import require_memory
 from lyapunov_prune.models.streamed import Visit
 from lyapunov_prune.models.structure import Structure
@@ -30,6 +31,77 @@ _BESIDE = 12
 # Largest relative deviation of a token's state between the whole batch and pieces. Kernels round differently by shape,
 # and some norms, softmax and scans of a float64 model run in float32.
 _SAME = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_HOOKS = [name for name in vars(nn.Module()) if "hooks" in name]
+
+
+class Twin:
+    """Twins of the modules on the path to the layers.
+
+    `pairs` are the modules of `model`, from the parent of the layers up to the model itself, each with its twin.
+    `widths` are the lengths of the tuples that layers return; whoever runs the layers fills it.
+    """
+
+    def __init__(self, model: PreTrainedModel, structure: Structure) -> None:
+        self.widths: dict[int, int] = {}
+        self.pairs: list[tuple[nn.Module, nn.Module]] = []
+        self._structure = structure
+        self._wanted = -1  # the layer whose arguments are wanted, and these
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        self._leaving: torch.Tensor | None = None  # replaces the state at the last layer
+        path = structure.layers_path.split(".")
+        modules = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
+        twin = _bare(modules.pop())
+        twin._modules = {str(i): self._stub(i, layer) for i, layer in enumerate(structure.layers)}
+        while modules:
+            module, inside, key = modules.pop(), twin, path[len(modules)]
+            twin = _bare(module)
+            twin._modules = {**module._modules, key: inside}
+            self.pairs.append((module, twin))
+
+    def arguments(
+        self, index: int, twin: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of layer `index` if `twin` is called with these; the state in them is meaningless."""
+        self._wanted = index
+        try:
+            with suppress(Enough):
+                twin(*args, **kwargs)
+        finally:
+            self._wanted = -1
+        return self._given
+
+    def finish(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The state that the head reads if `hidden` is the last layer's output in a forward of `ids`."""
+        (backbone,) = [twin for module, twin in self.pairs if module is self._structure.backbone]
+        self._leaving = hidden
+        try:
+            return backbone(input_ids=ids, use_cache=False)[0]
+        finally:
+            self._leaving = None
+
+    def _stub(self, index: int, layer: nn.Module) -> nn.Module:
+        """A layer that returns its input state, or records its arguments and stops."""
+        stub = _bare(layer)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if index == self._wanted:
+                self._given = args, kwargs
+                raise Enough
+            hidden, width = layer_input(args, kwargs), self.widths.get(index, 0)
+            if self._leaving is not None and index == self._structure.num_layers - 1:
+                hidden = self._leaving
+            return (hidden, *[None] * (width - 1)) if width else hidden
+
+        stub.forward = forward
+        return stub
+
+
+def _bare(module: nn.Module) -> Any:
+    """A shallow copy of `module` without its hooks."""
+    twin = copy.copy(module)
+    for name in _HOOKS:
+        vars(twin)[name] = type(vars(twin)[name])()
+    return twin
 
 
 class LayerStream:
@@ -147,7 +219,10 @@ class LayerStream:
             states[rows] = hidden_of(output)
             if not isinstance(output, torch.Tensor):
                 others.append(output[1:])
-        return (states, *map(_joined, zip(*others, strict=True))) if others else states
+        if not others:
+            return states
+        joined = (torch.cat(of) if isinstance(of[0], torch.Tensor) else of[0] for of in zip(*others, strict=True))
+        return (states, *joined)
 
     def _pieces(self, index: int, inner: Any, hidden: torch.Tensor, at_once: int) -> Iterator[tuple[slice, Any]]:
         for start in range(0, len(hidden), at_once):
@@ -222,7 +297,3 @@ def read_tensor(
 def _units(states: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     """`states` divided by the norms of the tokens `of`."""
     return states.double() / torch.linalg.vector_norm(of.double(), dim=-1, keepdim=True).clamp_min(1e-30)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    return torch.cat(list(parts)) if isinstance(parts[0], torch.Tensor) else parts[0]

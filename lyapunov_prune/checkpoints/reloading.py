@@ -16,10 +16,10 @@ from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.device import kernels
 from lyapunov_prune.models.dispatched import bring_weights, offload_folder, placement
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.from_folder import quiet
-from lyapunov_prune.models.kernels import kernels
 from lyapunov_prune.models.kinds import plain_attributes
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt
 from lyapunov_prune.models.quantised import quantisation, unlogged

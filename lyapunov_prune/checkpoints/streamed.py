@@ -20,9 +20,8 @@ from lyapunov_prune.checkpoints.layer_stream import LayerStream, read_tensor
 from lyapunov_prune.checkpoints.outline import Outline, read_outline
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder, wrap
-from lyapunov_prune.models.device import require_memory, resolve_device
+from lyapunov_prune.models.device import kernels, require_memory, resolve_device
 from lyapunov_prune.models.from_folder import quiet
-from lyapunov_prune.models.kernels import kernels
 from lyapunov_prune.models.left_out import copy_left_out
 from lyapunov_prune.models.loading import checkpoint_folder, known_dtype
 from lyapunov_prune.models.streamed import keep_stream

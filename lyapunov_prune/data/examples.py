@@ -14,8 +14,8 @@ from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.data.batch import TokenBatch, Tokens, checked_batch, require_disjoint
 from lyapunov_prune.data.images import ImageBatch, checked_images
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.pictures import looks_at_images
 
 # Both have `len`, `item(i)` (one model input without the batch dimension), `take(indices)`, `text_hash`, `shared_with`
 # and `measured_on`.

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from lyapunov_prune.data.batch import about
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import require_numbers
-from lyapunov_prune.models.classifiers import image_shape
 from lyapunov_prune.models.decoder import Model
+from lyapunov_prune.models.pictures import image_shape
 from lyapunov_prune.results.overlap import Fingerprint
 from lyapunov_prune.results.result import MeasuredOn
 

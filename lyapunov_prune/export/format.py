@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from lyapunov_prune.mending.report import MendReport
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.gate import GateReport
-    from lyapunov_prune.pruning.operation import Operation
     from lyapunov_prune.pruning.plan import PruningPlan
     from lyapunov_prune.pruning.provenance import Provenance
+    from lyapunov_prune.pruning.surgery import Operation
     from lyapunov_prune.results.result import Result
 
 

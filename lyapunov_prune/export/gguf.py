@@ -38,10 +38,10 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import warn
 from lyapunov_prune.pruning.counting import shares_leaving
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED, GateReport, OnFiles, attempt
-from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal_gate import removal_gate
+from lyapunov_prune.pruning.surgery import Operation
 from lyapunov_prune.results.files import flushing, require_disk, require_empty, whole_file
 from lyapunov_prune.results.history import History, Step, history_of
 from lyapunov_prune.results.result import ModelIdentity, Result, versions

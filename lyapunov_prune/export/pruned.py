@@ -22,10 +22,10 @@ from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import PlainAny
 from lyapunov_prune.models.units import Refits
-from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal import refits_of
+from lyapunov_prune.pruning.surgery import Operation
 
 
 @takes_model

@@ -12,8 +12,8 @@ from lyapunov_prune.data.examples import Examples, model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.classifiers import image_shape, looks_at_images
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.pictures import image_shape, looks_at_images
 from lyapunov_prune.models.positions import rotation, stretches
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.models.two_stacks import decoder_call, empty_cache

@@ -17,9 +17,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.device import eager_experts
 from lyapunov_prune.models.experts import Routing, stacks
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.kernels import eager_experts
 from lyapunov_prune.models.projections import Projection
 
 

@@ -15,9 +15,9 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch, find_branches, layer_children
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone, with_hidden
 from lyapunov_prune.forward.logits import random_images
-from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.pictures import looks_at_images
 from lyapunov_prune.models.plain import require_readable
 from lyapunov_prune.models.structure import in_eval_mode
 

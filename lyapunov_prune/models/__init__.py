@@ -9,25 +9,23 @@
 - `gguf_header`, `gguf_layers`: the header of a GGUF file, and its parts about single layers; `gguf_copy`,
   `gguf_tensors`: writing such a file, from another one's bytes or from tensors; `gguf_metadata`, `gguf_vocabulary`: the
   model and the tokenizer in its header;
-- `device`: the CPU or a GPU, and its memory; `dispatched`: several devices, and the disk; `launched`: several
-  processes; `kernels`: the kernels for attention and experts;
+- `device`: the CPU or a GPU, its memory, and the kernels for attention and experts; `dispatched`: several devices, and
+  the disk; `launched`: several processes;
 - `digest`, `settings`: identify a model by its weights and by the settings of its forward; `tokenizers`: whether two
   models tokenise alike, and how far a text can grow;
 - `adapters`: LoRA adapters in a folder, and merged; `plain`, `wrappers`: conditions for changing a model's weights;
-  `pictures`: a prompt with a picture, for a model that reads them;
 - `weight_files`, `left_out`: which tensor in the files fills which one of the model, and which ones were left out;
 - `projections`, `roles`: the matrices of a model, and what each does; `experts`: those stacked in one parameter, and
   the tokens that the router sends them; `left_alone`: other weights in the layers, and why no method takes them;
   `mixtures`: experts and router of every layer, and removing some; `feedforward`: the feed-forward block of a layer,
   `units`, `fused`, `width`: hidden channels of blocks and experts, how fused matrices come apart, and their setting;
-  `kinds`: which layers are alike;
-  `positions`: the lengths of a text at which its positions change;
+  `kinds`: which layers are alike; `positions`: the lengths of a text at which its positions change;
 - `streamed`: what other rooms need to know about a model whose layers are read from files one at a time;
 - `held`, `hooked`: a model reserved for one thread, and hooks on it, inside a block; `sharing`: two models with equal
   weights share their memory;
 - `compact`, `modeling_compact`: models without some attentions, with merged blocks, or with matrices factored in two;
 - `recurrence`: the states that layers carry from token to token, in a cache or in modules;
-- `classifiers`, `classifier_loading`: image classifiers;
+- `pictures`: models that look at images, and prompts with one; `classifier_loading`: image classifiers;
 - `engines`: what serving engines would do wrong with its layers;
 - `settings`, `adaptations`, `held_together`, `families`: what removing layers requires of a config and a family.
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError, first_of, reported, require_extra
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.classifiers import image_shape, looks_at_images
 from lyapunov_prune.models.folder import ADAPTER_CONFIG, loading_errors
+from lyapunov_prune.models.pictures import image_shape, looks_at_images
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import warn
 

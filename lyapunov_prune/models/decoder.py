@@ -12,12 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import Parsed, checked
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.dispatched import bring_all
 from lyapunov_prune.models.encoders import CAUSAL, Stack, is_encoder
 from lyapunov_prune.models.families import Family, family_entry
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.mixtures import Mixtures, find_mixtures
+from lyapunov_prune.models.pictures import looks_at_images
 from lyapunov_prune.models.quantised import is_packed
 from lyapunov_prune.models.streamed import Stream, require_not_streamed, stream_of
 from lyapunov_prune.models.structure import (

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.classifiers import looks_at_images
+from lyapunov_prune.models.pictures import looks_at_images
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.progress import warn
 

@@ -1,6 +1,7 @@
-"""A prompt with a picture for a vision-language model, used to show that its vision tower still works.
+"""Models that look at images: classifiers, and vision-language models, which read a prompt with a picture.
 
-No image processor is needed: the picture is noise of the shape that the tower takes.
+Such a prompt shows that a vision tower still works. No image processor is needed: the picture is noise of the shape
+that the tower takes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,19 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+
+
+def looks_at_images(model: PreTrainedModel) -> bool:
+    """Whether `model` takes pixels instead of token ids."""
+    return model.main_input_name == "pixel_values"
+
+
+def image_shape(model: PreTrainedModel) -> tuple[int, int, int]:
+    """Channels, height and width of a classifier's input images."""
+    size: Any = model.config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return model.config.num_channels, height, width
+
 
 _TEXT = 8  # tokens before and after the picture
 _SIDE = 4  # merged patches per side, for a tower that takes pictures of any size

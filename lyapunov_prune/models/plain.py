@@ -49,37 +49,25 @@ def require_weights(model: nn.Module, *kinds: Weights) -> None:
     it would be dense, but only as accurate as the integers were. They are "unpacked" if they are no integers, which
     must not be taken for a matrix, and "unadapted" if no adapters are attached.
     """
-    for kind in kinds:
-        if why := _FAULTS[kind](model):
-            raise LyapunovPruneError(why)
-
-
-def _quantised(model: nn.Module) -> str | None:
     method = quantisation(getattr(model, "config", None))
-    return f"the weights are {method}; {UNPACK}" if method else None
-
-
-def _packed(model: nn.Module) -> str | None:
-    method = quantisation(getattr(model, "config", None)) if is_packed(model) else None
-    return f"the weights are {method} and packed, and this needs their values; {UNPACK}" if method else None
-
-
-def _adapted(model: nn.Module) -> str | None:
-    adapted = [name for name, m in model.named_modules() if hasattr(m, "base_layer") and hasattr(m, "lora_A")]
-    if not adapted and not hasattr(model, "peft_config"):
-        return None
+    named = model.named_modules() if "unadapted" in kinds else ()
+    adapted = [name for name, m in named if hasattr(m, "base_layer") and hasattr(m, "lora_A")]
     where = f" to {len(adapted)} matrices ({adapted[0]}, …)" if adapted else ""
-    return (
-        f"adapters are attached{where}, which a plain checkpoint cannot hold; merge them first "
-        "(lyapunov_prune.models.merge_adapters)"
-    )
-
-
-_FAULTS: dict[Weights, Callable[[nn.Module], str | None]] = {
-    "unquantised": _quantised,
-    "unpacked": _packed,
-    "unadapted": _adapted,
-}
+    faults: dict[Weights, tuple[object, str]] = {
+        "unadapted": (
+            adapted or hasattr(model, "peft_config"),
+            f"adapters are attached{where}, which a plain checkpoint cannot hold; merge them first "
+            "(lyapunov_prune.models.merge_adapters)",
+        ),
+        "unquantised": (method, f"the weights are {method}; {UNPACK}"),
+        "unpacked": (
+            method and is_packed(model),
+            f"the weights are {method} and packed, and this needs their values; {UNPACK}",
+        ),
+    }
+    for kind, (faulty, why) in faults.items():
+        if kind in kinds and faulty:
+            raise LyapunovPruneError(why)
 
 
 def require_readable(decoder: Decoder) -> None:

@@ -16,7 +16,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.models.decoder import StreamableText, runs_model
-from lyapunov_prune.models.kernels import differentiable
+from lyapunov_prune.models.device import differentiable
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
 from lyapunov_prune.profiles.contraction_profile import ABOVE_FLOOR, ContractionProfile, Pooling, below_floor_error
 from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, jvp_moved, jvp_sums, listed, require_moved

@@ -22,8 +22,8 @@ from lyapunov_prune.forward.branches import Branch, find_branches, matrix_childr
 from lyapunov_prune.forward.hooks import layer_input, require_finite_layers, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import InMemory, runs_model
+from lyapunov_prune.models.device import eager_experts
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.kernels import eager_experts
 from lyapunov_prune.profiles.propagation import forward_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import columns, pd

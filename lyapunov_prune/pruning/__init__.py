@@ -1,9 +1,10 @@
 """Remove layers or hidden channels, and show that it is right.
 
 - `plan`: the decision; `removed`: its lists, what they have to fulfil and what follows from them; `mergekit`: a plan
-  from a mergekit file; `operation`: what a plan removes and what replaces it;
+  from a mergekit file;
 - `width`: which hidden channels are removed;
-- `surgery`: the cut, not checked yet; `mirroring`: what stands in a plain checkpoint in place of parts;
+- `surgery`: what a plan removes and what replaces it, and the cut, not checked yet; `mirroring`: what stands in a plain
+  checkpoint in place of parts;
 - `gate`: compares a reference with a result; `removal_gate`: the four checks of a removal, with `counting`;
 - `removal`: cut and check in memory; `provenance`: the record of a pruned checkpoint, `stored`: the words of its
   format;

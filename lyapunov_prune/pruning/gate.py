@@ -28,12 +28,11 @@ from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import in_short
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import CACHE_LIMIT, SAME_LIMIT, cached_logits, deviation, last_logits
-from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.dispatched import is_dispatched
 from lyapunov_prune.models.from_folder import quiet
-from lyapunov_prune.models.pictures import picture_logits
+from lyapunov_prune.models.pictures import looks_at_images, picture_logits
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 

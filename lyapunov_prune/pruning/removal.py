@@ -16,10 +16,9 @@ from lyapunov_prune.models.decoder import Decoder, takes_model
 from lyapunov_prune.models.families import TRUSTED
 from lyapunov_prune.models.plain import Plain, PlainText
 from lyapunov_prune.models.units import Refits
-from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.removal_gate import check_removal
-from lyapunov_prune.pruning.surgery import cut, without_parts
+from lyapunov_prune.pruning.surgery import Operation, cut, without_parts
 
 
 @takes_model

@@ -43,8 +43,8 @@ from lyapunov_prune.models.width import find_width
 from lyapunov_prune.pruning.counting import COUNTED, count_check, leaving
 from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Check, Gate, GateReport, OnFiles, bytes_in, crashed
 from lyapunov_prune.pruning.mirroring import mirrored
-from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
+from lyapunov_prune.pruning.surgery import Operation
 
 COPIED = "channels are the original's"
 

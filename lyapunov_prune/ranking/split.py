@@ -17,8 +17,8 @@ from lyapunov_prune.models.decoder import runs_model
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.progress import track
-from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.surgery import Operation
 from lyapunov_prune.ranking.best import clear_search
 from lyapunov_prune.ranking.counts import SPLITS, Split, free_layers, most_not_over
 from lyapunov_prune.ranking.parts import Parts, parts_of

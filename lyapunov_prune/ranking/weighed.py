@@ -13,8 +13,8 @@ from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.pruning.counting import held_by, shares_leaving
-from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.surgery import Operation
 from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result

@@ -8,8 +8,8 @@ from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import InMemory, runs_model
-from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.surgery import Operation
 from lyapunov_prune.ranking.counts import Part, most_not_over, nothing_within
 from lyapunov_prune.ranking.parts import parts_of
 from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of, leaving

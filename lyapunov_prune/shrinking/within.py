@@ -15,8 +15,7 @@ from lyapunov_prune.mending.mend import Mend, mapped
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
-from lyapunov_prune.pruning.operation import Operation
-from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.ranking.counts import most_not_over, nothing_within
 from lyapunov_prune.shrinking.choosing import Chooser, Chosen
 from lyapunov_prune.shrinking.report import main_score

@@ -9,7 +9,7 @@ import torch
 from helpers import make_tiny
 from torch import nn
 
-from lyapunov_prune.checkpoints.twin import Twin
+from lyapunov_prune.checkpoints.layer_stream import Twin
 from lyapunov_prune.forward.hooks import final_state, hidden_of
 from lyapunov_prune.models.structure import find_structure
 

@@ -11,7 +11,7 @@ from helpers import COMMANDS, QUICK, TEXT, VOCABULARY, Done, make_tiny, wrong_la
 
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.pruning import surgery
-from lyapunov_prune.pruning.operation import Operation
+from lyapunov_prune.pruning.surgery import Operation
 
 
 @pytest.mark.parametrize("cut", [10, -5])

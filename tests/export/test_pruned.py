@@ -39,10 +39,10 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.influence import block_influence
 from lyapunov_prune.pruning import mirroring, surgery
-from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import remove_layers
+from lyapunov_prune.pruning.surgery import Operation
 from lyapunov_prune.ranking.measured import rank_layers
 from lyapunov_prune.results.history import HISTORY
 from lyapunov_prune.results.result import versions

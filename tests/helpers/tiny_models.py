@@ -20,8 +20,8 @@ from lyapunov_prune.export.factors import with_factors
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning import surgery
-from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
+from lyapunov_prune.pruning.surgery import Operation
 
 LAYERS = 6
 

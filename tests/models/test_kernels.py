@@ -12,7 +12,7 @@ from families.zoo import make_zoo
 from helpers import make_tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lyapunov_prune.models.kernels import kernels
+from lyapunov_prune.models.device import kernels
 
 
 def test_a_plain_model_has_one_of_each() -> None:

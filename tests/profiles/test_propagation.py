@@ -8,7 +8,7 @@ import torch
 from helpers import make_tiny
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
-from lyapunov_prune.models.kernels import differentiable
+from lyapunov_prune.models.device import differentiable
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.propagation import (
     MOST_SEEDS,

@@ -30,8 +30,7 @@ from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.refit import refit_blocks
 from lyapunov_prune.predictions.spaces import divergences
-from lyapunov_prune.pruning.operation import Operation
-from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.pruning.width import DEFAULT, SCORES, choose_channels
 
 HERE = Path(__file__).parent

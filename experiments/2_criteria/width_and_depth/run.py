@@ -21,10 +21,9 @@ from experiments.common import Each, Inputs, Model, measure_each, run_command
 from experiments.statements import bullets, ratio, short, table
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.mending.judge import losses, second_text
-from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import refits_of
-from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.ranking.counts import Split
 from lyapunov_prune.ranking.split import split_removal
 from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of

@@ -22,8 +22,7 @@ from experiments.statements import bullets, counted, ratio, short, table
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.refit import refit_blocks
-from lyapunov_prune.pruning.operation import Operation
-from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.pruning.width import choose_channels
 from lyapunov_prune.ranking.counts import What
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from lyapunov_prune.export.exported import Exported
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.gate import GateReport
-    from lyapunov_prune.pruning.operation import Operation
     from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.pruning.surgery import Operation
 
 COMPACT: Final = Stored(
     "compact",

@@ -9,8 +9,8 @@ from lyapunov_prune.pruning.stored import Stored
 
 if TYPE_CHECKING:
     from lyapunov_prune.models.decoder import Decoder
-    from lyapunov_prune.pruning.operation import Operation
     from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.pruning.surgery import Operation
 
 
 class Deci(Compact):

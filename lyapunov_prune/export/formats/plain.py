@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from lyapunov_prune.export.exported import Exported
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.gate import GateReport
-    from lyapunov_prune.pruning.operation import Operation
     from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.pruning.surgery import Operation
 
 
 class Plain(Format):
@@ -31,7 +31,7 @@ class Plain(Format):
     exports = True
 
     def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
-        from lyapunov_prune.models.classifiers import looks_at_images
+        from lyapunov_prune.models.pictures import looks_at_images
         from lyapunov_prune.pruning.mirroring import require_mirrored
 
         if looks_at_images(decoder.model):
