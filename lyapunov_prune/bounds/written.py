@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
 from lyapunov_prune.forward.reading import Reading
-from lyapunov_prune.forward.replacement import replaced
+from lyapunov_prune.forward.replacement import replaced, with_data
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Decoder, in_memory, model_of
@@ -33,17 +33,10 @@ class Written:
     matrices: dict[str, torch.Tensor]
     embeddings: dict[str, torch.Tensor]
 
-    @contextmanager
-    def with_embeddings(self, model: PreTrainedModel) -> Iterator[None]:
+    def with_embeddings(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         """Inside the block `model` reads and predicts with these embeddings."""
-        before = {name: model.get_parameter(name).data for name in self.embeddings}
-        for name, tensor in self.embeddings.items():
-            model.get_parameter(name).data = tensor.to(before[name].device)
-        try:
-            yield
-        finally:
-            for name, tensor in before.items():
-                model.get_parameter(name).data = tensor
+        own = {model.get_parameter(name): tensor for name, tensor in self.embeddings.items()}
+        return with_data({parameter: tensor.to(parameter.device) for parameter, tensor in own.items()})
 
 
 @torch.no_grad()

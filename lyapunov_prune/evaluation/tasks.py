@@ -163,7 +163,11 @@ def _scores(
         error = results.get(f"{metric}_stderr,{chosen}", math.nan)
         label = metric if chosen == "none" else f"{metric}, {chosen}"
         told = {s["doc_id"]: s[metric] for s in samples if s["filter"] == chosen and metric in s}
-        items = tuple(float(told[i]) for i in sorted(told)) if all(map(_is_number, told.values())) else ()
+        items = (
+            tuple(float(told[i]) for i in sorted(told))
+            if all(isinstance(each, bool | int | float | np.number) for each in told.values())
+            else ()
+        )
         rows.append(TaskScore(model, task, label, float(value), error if isinstance(error, float) else math.nan, items))
     if harness_results["configs"][task]["output_type"] == "generate_until":
         answers = {sample["doc_id"]: sample["resps"][0][0] for sample in samples}.values()
@@ -176,10 +180,6 @@ def _scores(
             error = float(stats.sem(values)) if len(values) > 1 else math.nan
             rows.append(TaskScore(model, task, label, float(np.mean(values)), error, tuple(values)))
     return rows
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float | np.number)
 
 
 def _scored(task: Task, harness_results: Mapping[str, Any]) -> ScoredTask:

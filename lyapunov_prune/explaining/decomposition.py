@@ -13,7 +13,17 @@ PARTS = ("inherited", "added", "amplified")
 
 
 class Decomposed:
-    """Results of the sums of `ErrorSums` over N steps (layers or sublayers), which a subclass has as fields."""
+    """The error after N steps (layers or sublayers) as a sum, from sums over tokens, float64, which are its fields.
+
+    With the states `h_k` and `h'_k` of the dense and the compressed model before layer k, their layers `f_k` and `g_k`
+    (a removed layer passes on its input), and `e_k = h'_k − h_k`, exactly
+
+    `e_{k+1} = e_k + (g(h) − f(h)) + ((g(h') − g(h)) − e_k)`: inherited, added, amplified or damped.
+
+    `size` and `error` (N + 1,) are `Σ_t ‖h_k‖²` and `Σ_t ‖e_k‖²`; `energy` (3, N) is the same for the three parts,
+    `along` (3, N) is `Σ_t ⟨part, e_{k+1}⟩`; `passed` (N,) is `Σ_t ‖g(h') − g(h)‖²`; `off` (N,) is the distance of the
+    sum of the parts from `e_{k+1}`, divided by `√Σ_t ‖h_{k+1}‖²`, and `rounding` how much of it rounding can explain.
+    """
 
     size: np.ndarray
     error: np.ndarray
@@ -48,17 +58,10 @@ class Decomposed:
 
 
 class ErrorSums:
-    """Sums over tokens that decompose the error of every layer, float64.
+    """The sums of `Decomposed`, but `off` is the squared distance of the sum of the parts from `e_{k+1}`.
 
-    With the states `h_k` and `h'_k` of the dense and the compressed model before layer k, their layers `f_k` and `g_k`,
-    and `e_k = h'_k − h_k`:
-
-    `e_{k+1} = e_k + (g(h) − f(h)) + ((g(h') − g(h)) − e_k)`: inherited, added, amplified (or damped).
-
-    `size` and `error` (L + 1,) are `Σ_t ‖h_k‖²` and `Σ_t ‖e_k‖²`; `energy` (3, L) is the same for the three parts;
-    `along` (3, L) is `Σ_t ⟨part, e_{k+1}⟩`; `passed` (L,) is `Σ_t ‖g(h') − g(h)‖²`. `off` (L,) is the squared distance
-    of the sum of the parts from `e_{k+1}`: the states come from whole forwards and the parts from layers that ran
-    alone, so it is zero up to rounding, and large if a layer that runs alone computes something else than in its model.
+    The states come from whole forwards and the parts from layers that ran alone, so `off` is zero up to rounding, and
+    large if a layer that runs alone computes something else than in its model.
     """
 
     def __init__(self, layers: int) -> None:

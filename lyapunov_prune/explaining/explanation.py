@@ -24,15 +24,7 @@ _NAMED = 3  # the most layers that are blamed
 class Explanation(Decomposed, Result):
     """Where the error of `compressed` comes from, layer by layer, with the layer numbers of the dense model (L layers).
 
-    With the dense and the compressed state `h_k` and `h'_k` before layer k, the dense and the compressed layer `f_k`
-    and `g_k` (a removed layer passes on its input), and `e_k = h'_k − h_k`, exactly
-
-    `e_{k+1} = e_k + (g(h) − f(h)) + ((g(h') − g(h)) − e_k)`: inherited, added, amplified or damped.
-
-    Sums over all tokens, float64: `size` and `error` (L + 1,) are `Σ‖h_k‖²` and `Σ‖e_k‖²`; `energy` (3, L) is the same
-    for the three parts, `along` (3, L) is `Σ⟨part, e_{k+1}⟩`; `passed` (L,) is `Σ‖g(h') − g(h)‖²`; `off` (L,) is the
-    distance of the sum of the parts from `e_{k+1}`, divided by `√Σ‖h_{k+1}‖²`, and `rounding` how much of it rounding
-    can explain.
+    The error after every layer is a sum of three parts; the fields from `size` to `rounding` are those of `Decomposed`.
 
     At the prediction, in nats per token: `kl` and `loss` of the compressed model, and `dense_loss`; for the embedding,
     every layer, and final norm and head, (L + 2,): `kl_only` and `loss_only` with this part alone compressed, `kl_but`

@@ -32,7 +32,7 @@ class SublayerErrors(Decomposed, Result):
     """The error after each attention and each MLP as inherited + added + amplified: L layers, 2 L steps in order.
 
     `kinds` names both sublayers of a layer in the order in which they run; empty if no state lies between them
-    (parallel sublayers, or norms after the sum). The arrays are those of `ErrorSums` with steps in place of layers; the
+    (parallel sublayers, or norms after the sum). The arrays are those of `Decomposed`; the
     state between the sublayers is a boundary of its own. The compressed attention runs on the dense state that enters
     the layer, and the compressed MLP on the dense state between the sublayers.
     """

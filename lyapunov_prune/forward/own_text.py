@@ -26,21 +26,11 @@ _SEEDS = {"calibration": 0, "all": 0, "evaluation": 1}
 
 
 def written_by(
-    model: PreTrainedModel,
-    split: Split,
-    tokens: int,
-    context: int,
-    *,
-    folder: Path | None = None,
+    model: PreTrainedModel, split: Split, tokens: int, context: int, *, folder: Path | None = None
 ) -> TokenBatch:
     """The text `self` of a model: `self_generated` with the seed of a split."""
-    how: dict[str, Any] = {
-        "tokens": tokens,
-        "context": context,
-        "seed": _SEEDS[split],
-        "folder": folder,
-    }
-    return replace(self_generated(model, **how), split=split)
+    text = self_generated(model, tokens=tokens, context=context, seed=_SEEDS[split], folder=folder)
+    return replace(text, split=split)
 
 
 @runs_model

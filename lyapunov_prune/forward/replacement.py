@@ -34,6 +34,19 @@ def exchanged(module: nn.Module, key: str, parameter: nn.Parameter) -> Iterator[
 
 
 @contextmanager
+def with_data(data: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    """Inside the block, these parameters have other data, wherever they are used."""
+    before = {parameter: parameter.data for parameter in data}
+    try:
+        for parameter, tensor in data.items():
+            parameter.data = tensor
+        yield
+    finally:
+        for parameter, tensor in before.items():
+            parameter.data = tensor
+
+
+@contextmanager
 def replaced(model: PreTrainedModel, weights: Mapping[Projection, torch.Tensor]) -> Iterator[None]:
     """Run `model` with other matrices (output × input, as from `Projection.weight`) inside the block.
 

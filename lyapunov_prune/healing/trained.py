@@ -24,15 +24,26 @@ MOST_DRAWN = 10_000_000  # items in an order, which is a list in memory
 
 
 @contextmanager
+def frozen(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block no parameter of `model` gets a gradient, unless the block says so."""
+    flags = {p: p.requires_grad for p in model.parameters()}
+    try:
+        model.requires_grad_(False)
+        yield
+    finally:
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)
+            parameter.grad = None
+
+
+@contextmanager
 def trained(model: PreTrainedModel, rank: int | None, seed: int) -> Iterator[dict[str, nn.Parameter]]:
     """The parameters to train, by name; no others in `model` get a gradient inside the block.
 
     Without `rank` those of the layers, with it the factors of `low_rank_updates`, which are merged at the end of the
     block.
     """
-    flags = {p: p.requires_grad for p in model.parameters()}
-    try:
-        model.requires_grad_(False)
+    with frozen(model):
         if rank is not None:
             with low_rank_updates(model, rank, seed) as factors:
                 yield factors
@@ -40,10 +51,6 @@ def trained(model: PreTrainedModel, rank: int | None, seed: int) -> Iterator[dic
             layers = find_layers(model).layers
             layers.requires_grad_(True)
             yield dict(layers.named_parameters())
-    finally:
-        for parameter, flag in flags.items():
-            parameter.requires_grad_(flag)
-            parameter.grad = None
 
 
 def beside(model: PreTrainedModel) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.forward.attentions import fed_alone, find_attentions
 from lyapunov_prune.forward.hooks import hidden_of, with_hidden
 from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
-from lyapunov_prune.healing.trained import drawn_order
+from lyapunov_prune.healing.trained import drawn_order, frozen
 from lyapunov_prune.joint.recovery import stacked
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.merging.unmerged import Unmerged
@@ -81,13 +81,8 @@ class Importance(Result):
 
 @in_eval_mode
 def _measure(model: PreTrainedModel, measure: Callable[[], np.ndarray]) -> np.ndarray:
-    flags = {p: p.requires_grad for p in model.parameters()}
-    model.requires_grad_(False)
-    try:
+    with frozen(model):
         return measure()
-    finally:
-        for parameter, flag in flags.items():
-            parameter.requires_grad_(flag)
 
 
 @checked
