@@ -163,11 +163,8 @@ def _scores(
         error = results.get(f"{metric}_stderr,{chosen}", math.nan)
         label = metric if chosen == "none" else f"{metric}, {chosen}"
         told = {s["doc_id"]: s[metric] for s in samples if s["filter"] == chosen and metric in s}
-        items = (
-            tuple(float(told[i]) for i in sorted(told))
-            if all(isinstance(each, bool | int | float | np.number) for each in told.values())
-            else ()
-        )
+        numbers = all(isinstance(each, bool | int | float | np.number) for each in told.values())
+        items = tuple(float(told[i]) for i in sorted(told)) if numbers else ()
         rows.append(TaskScore(model, task, label, float(value), error if isinstance(error, float) else math.nan, items))
     if harness_results["configs"][task]["output_type"] == "generate_until":
         answers = {sample["doc_id"]: sample["resps"][0][0] for sample in samples}.values()

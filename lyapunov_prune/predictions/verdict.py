@@ -50,10 +50,10 @@ class KindVerdict:
     same: float
     low: float
     high: float
-    score: str
-    dense: float
-    compressed: float
-    returns: float
+    score: str = ""
+    dense: float = np.nan
+    compressed: float = np.nan
+    returns: float = np.nan
 
     @property
     def word(self) -> str:
@@ -192,7 +192,6 @@ def _retrieval(found: RetrievalScores) -> KindVerdict:
         score=f"nDCG@{TOP}",
         dense=float(found.ndcg[0].mean()),
         compressed=float(found.ndcg[1].mean()),
-        returns=float("nan"),
     )
 
 
@@ -215,7 +214,6 @@ def _choice(found: ChoiceComparison) -> KindVerdict:
         score="accuracy",
         dense=found.accuracy("dense", per_character=True),
         compressed=found.accuracy("compressed", per_character=True),
-        returns=float("nan"),
     )
 
 
@@ -236,9 +234,6 @@ def _generation(found: GenerationDivergence, history: HistoryDivergence) -> Kind
         certain=float(np.average(history.certain[0, seen], weights=history.running[seen])),
         same=same,
         **_interval(same, n),
-        score="",
-        dense=float("nan"),
-        compressed=float("nan"),
         returns=own / direct if direct > 0 else float("nan"),
     )
 
