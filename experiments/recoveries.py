@@ -22,8 +22,8 @@ from lyapunov_prune.healing.trained import require_trainable
 from lyapunov_prune.joint.recovery import Recipe
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.merging.unmerged import Unmerged
-from lyapunov_prune.models.classifier_loading import load_classifier
 from lyapunov_prune.models.decoder import wrap_any
+from lyapunov_prune.models.loading import load_classifier
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.result import MeasuredOn

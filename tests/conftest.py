@@ -19,7 +19,7 @@ from helpers.forked import FORKED
 from hypothesis import HealthCheck, settings
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lyapunov_prune.checkpoints import elsewhere
+from lyapunov_prune.checkpoints import reloading
 from lyapunov_prune.cli.app import main
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.text import load_text
@@ -85,7 +85,7 @@ def _made_once() -> Iterator[None]:
 def _elsewhere_at_once() -> Iterator[None]:
     """What loads compact checkpoints without this package is forked from one process, which imports transformers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elsewhere, "subprocess", FORKED)
+        patch.setattr(reloading, "subprocess", FORKED)
         yield
     FORKED.close()
 

@@ -1,20 +1,32 @@
-"""Write a changed model of unchanged shape as a plain transformers checkpoint, whole or not at all."""
+"""Write a model as a plain transformers checkpoint: one changed in memory, or a streamed one layer by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import as_text, write_card
-from lyapunov_prune.checkpoints.elsewhere import elsewhere_check
-from lyapunov_prune.checkpoints.reloading import GateCheck, reload_check
+from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.checkpoints.reloading import (
+    RELOADED,
+    GateCheck,
+    changed_setting,
+    elsewhere_check,
+    reload_check,
+    wrong_packed_keys,
+)
+from lyapunov_prune.checkpoints.tensor_files import write_index
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.decoder import takes_model, wrap_text
+from lyapunov_prune.models.decoder import Decoder, takes_model, wrap_text
+from lyapunov_prune.models.digest import combined, saved_tensors, tensor_digests
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import PlainText
 from lyapunov_prune.models.structure import in_eval_mode, model_name
@@ -71,3 +83,73 @@ def write_model(
             result.save(folder / name)
         write_card(folder, title, about, model)
     return check
+
+
+# Turns a layer's tensors, by their names in the model, into those that its file holds.
+StoredAs = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+class Shards:
+    """The files of a model in `folder`. Tensors outside the layers, configs and tokenizer are written on creation."""
+
+    def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        model = decoder.model
+        self._model, self._folder, self._structure = model, folder, decoder.structure
+        self._names: dict[int | None, list[str]] = {}
+        for name, _ in saved_tensors(model):  # a shared tensor under one name
+            self._names.setdefault(self._structure.layer_of(name), []).append(name)
+        self._where: dict[str, str] = {}
+        self._size = 0
+        self._digests: dict[str, dict[str, str]] = {}
+        save_files(model, tokenizer, folder, {})
+        self.write(None)
+
+    def write(
+        self,
+        layer: int | None,
+        stored_as: StoredAs | None = None,
+        state: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Write the current tensors of `layer`, under the names that transformers uses in files.
+
+        With `stored_as`, the file holds what it returns, and transformers must be able to convert that back. `state`
+        replaces the model's own tensors.
+        """
+        state = self._model.state_dict() if state is None else state
+        tensors = {name: state[name] for name in self._names.get(layer, [])}
+        self._digests |= {name: tensor_digests(tensor) for name, tensor in tensors.items()}
+        reverted = revert_weight_conversion(self._model, stored_as(tensors) if stored_as else tensors)
+        stored = {key: t.cpu().contiguous() for key, t in reverted.items()}
+        number, files = 1 if layer is None else layer + 2, self._structure.num_layers + 1
+        file = f"model-{number:05}-of-{files:05}.safetensors"
+        save_file(stored, self._folder / file, {"format": "pt"})
+        self._where |= dict.fromkeys(stored, file)
+        self._size += sum(tensor.nbytes for tensor in stored.values())
+
+    def finish(self) -> GateCheck:
+        """Write the index, and compare what transformers finds in the files with what was written, bit for bit.
+
+        Returns the passed check. Raises CheckFailed if a layer was not written, or if weights or settings would change
+        on reloading.
+        """
+        write_index(self._folder, self._where, self._size)
+        wrong: str | None
+        try:
+            found = read_outline(self._folder, self._folder)
+        except LyapunovPruneError as error:
+            wrong = str(error).replace(str(self._folder), "what was written").rpartition(";")[0]
+        else:
+            wrong = changed_setting(self._structure.layers, found.decoder.structure.layers) or wrong_packed_keys(
+                self._folder, found.model.config
+            )
+            if found.identity.weights != combined(self._digests):
+                wrong = "the files hold other weights than were written"
+        told = wrong or "names, settings and every bit of what is read again"
+        check = GateCheck(RELOADED, not wrong, 0.0, 0.0, told)
+        check.require_passed("the checkpoint, read again, is not the model", "take the model in memory")
+        return check
+
+
+def size_of(model: PreTrainedModel) -> int:
+    """The bytes of the tensors in a plain checkpoint as `Shards` writes it; shared tensors count once."""
+    return sum(t.numel() * t.element_size() for _, t in saved_tensors(model))

@@ -120,7 +120,7 @@ def load_examples(
     given.refuse(f"applies to a text, and {inputs.text} holds images; leave it out", "tokens", "context")
 
     from lyapunov_prune.data.image_files import load_images
-    from lyapunov_prune.models.classifier_loading import load_classifier
+    from lyapunov_prune.models.loading import load_classifier
 
     classifier = load_classifier(model, dtype=inputs.dtype, device=inputs.device)
     return classifier.model, None, load_images(inputs.text, classifier)

@@ -13,7 +13,7 @@ import torch
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.images import ImageBatch, checked_images, require_size
 from lyapunov_prune.errors import LyapunovPruneError, reported, require_extra
-from lyapunov_prune.models.classifier_loading import LoadedClassifier
+from lyapunov_prune.models.loading import LoadedClassifier
 from lyapunov_prune.results.frames import pd
 
 MNIST = "mnist-5k"

@@ -25,8 +25,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.checkpoints.cards import write_card
-from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
-from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
+from lyapunov_prune.checkpoints.reloading import ELSEWHERE, RELOADED, GateCheck, elsewhere_check
 from lyapunov_prune.checkpoints.saving import write_model
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import as_examples

@@ -30,9 +30,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import write_card
-from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
-from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
-from lyapunov_prune.checkpoints.shards import size_of
+from lyapunov_prune.checkpoints.reloading import ELSEWHERE, RELOADED, GateCheck, elsewhere_check
+from lyapunov_prune.checkpoints.saving import size_of
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.recipe import Asked
 from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed

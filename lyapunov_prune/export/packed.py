@@ -25,7 +25,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.reloading import reload_check
-from lyapunov_prune.checkpoints.shards import size_of
+from lyapunov_prune.checkpoints.saving import size_of
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.grids import Grid
 from lyapunov_prune.compression.method import Rounder

@@ -12,7 +12,7 @@ from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
-from lyapunov_prune.checkpoints.shards import Shards, size_of
+from lyapunov_prune.checkpoints.saving import Shards, size_of
 from lyapunov_prune.compression.recipe import Asked, recipe_for
 from lyapunov_prune.compression.report import REPORT, CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError

@@ -25,7 +25,7 @@
   weights share their memory;
 - `compact`, `modeling_compact`: models without some attentions, with merged blocks, or with matrices factored in two;
 - `recurrence`: the states that layers carry from token to token, in a cache or in modules;
-- `pictures`: models that look at images, and prompts with one; `classifier_loading`: image classifiers;
+- `pictures`: models that look at images, and prompts with one;
 - `engines`: what serving engines would do wrong with its layers;
 - `settings`, `adaptations`, `held_together`, `families`: what removing layers requires of a config and a family.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -61,7 +62,7 @@ def _numbered(descriptions: Iterable[Hashable]) -> tuple[int, ...]:
     return tuple(seen.setdefault(description, len(seen)) for description in descriptions)
 
 
-def plain_attributes(module: nn.Module) -> dict[str, bool | int | float | str | None]:
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """The numbers, words and None among a module's public attributes, without its position."""
     return {
         key: value

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.checkpoints.shards import size_of
+from lyapunov_prune.checkpoints.saving import size_of
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks
 from lyapunov_prune.forward.own_text import self_generated

@@ -12,8 +12,8 @@ import torch
 from helpers import LAYERS, VOCABULARY, edit_json, make_tiny, make_tokenizer, saved
 
 import lyapunov_prune as lp
-from lyapunov_prune.checkpoints import elsewhere
-from lyapunov_prune.checkpoints.elsewhere import elsewhere_check
+from lyapunov_prune.checkpoints import reloading
+from lyapunov_prune.checkpoints.reloading import elsewhere_check
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.models.compact import MODULE
 
@@ -21,7 +21,7 @@ from lyapunov_prune.models.compact import MODULE
 @pytest.fixture(autouse=True)
 def a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As users have it, not forked from another."""
-    monkeypatch.setattr(elsewhere, "subprocess", subprocess)
+    monkeypatch.setattr(reloading, "subprocess", subprocess)
 
 
 def test_a_module_that_needs_this_package_fails(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from helpers import make_tiny
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from lyapunov_prune.checkpoints import shards
-from lyapunov_prune.checkpoints.shards import Shards, size_of
+from lyapunov_prune.checkpoints import saving
+from lyapunov_prune.checkpoints.saving import Shards, size_of
 from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.models.decoder import wrap
@@ -87,6 +87,6 @@ def test_one_bit_that_is_written_otherwise_is_seen(
             stored["model.norm.weight"].view(torch.int32)[0] ^= 1
         save_file(stored, *rest)
 
-    monkeypatch.setattr(shards, "save_file", spoiled)
+    monkeypatch.setattr(saving, "save_file", spoiled)
     with pytest.raises(CheckFailed, match="other weights than"):
         write(make_tiny("llama"), tokenizer, tmp_path)

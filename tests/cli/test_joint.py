@@ -17,7 +17,7 @@ from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.joint import points
 from lyapunov_prune.joint import search as module
 from lyapunov_prune.joint.result import JointRun
-from lyapunov_prune.models.classifier_loading import PROCESSOR, load_classifier
+from lyapunov_prune.models.loading import PROCESSOR, load_classifier
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 

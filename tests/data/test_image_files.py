@@ -17,7 +17,7 @@ from PIL import Image
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.data import load_images
 from lyapunov_prune.models import LoadedClassifier
-from lyapunov_prune.models.classifier_loading import Normalisation
+from lyapunov_prune.models.loading import Normalisation
 from lyapunov_prune.models.structure import find_layers
 
 

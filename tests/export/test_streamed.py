@@ -20,11 +20,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 import lyapunov_prune as lp
 from lyapunov_prune.checkpoints import layer_stream as streaming
-from lyapunov_prune.checkpoints import saving, shards
+from lyapunov_prune.checkpoints import saving
 from lyapunov_prune.checkpoints.outline import Outline
 from lyapunov_prune.checkpoints.reloading import GateCheck
-from lyapunov_prune.checkpoints.saving import write_model
-from lyapunov_prune.checkpoints.shards import size_of
+from lyapunov_prune.checkpoints.saving import size_of, write_model
 from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -183,14 +182,14 @@ def test_layers_are_read_once_and_held_one_at_a_time(
     checkpoint: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = streamed(checkpoint)
-    reads, files, fill, save = list[str](), list[int](), Outline.fill, shards.save_file
+    reads, files, fill, save = list[str](), list[int](), Outline.fill, saving.save_file
 
     def written(tensors: dict[str, torch.Tensor], *rest: Any) -> None:
         files.append(sum(not layer.mlp.up_proj.weight.is_meta for layer in find_structure(model).layers))
         save(tensors, *rest)
 
     monkeypatch.setattr(Outline, "fill", lambda self, memory, name: reads.append(name) or fill(self, memory, name))
-    monkeypatch.setattr(shards, "save_file", written)
+    monkeypatch.setattr(saving, "save_file", written)
     compress_on_disk(model, tokenizer, checkpoint.parent / "out", ids, **WAYS["wanda"])
     inside = find_structure(model).layers_path
     assert sorted(reads) == sorted(name for name in model.state_dict() if name.startswith(inside))
@@ -244,7 +243,7 @@ def test_files_that_hold_another_model_are_not_left(
             del tensors[name]
         save_file(tensors, file, *rest)
 
-    monkeypatch.setattr(shards, "save_file", spoiled)
+    monkeypatch.setattr(saving, "save_file", spoiled)
     if fault == "a setting":
         find_structure(model).layers[2].self_attn.scaling *= 2  # type: ignore[union-attr, operator]
     with pytest.raises(CheckFailed, match="take the model in memory"):

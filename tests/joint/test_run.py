@@ -29,8 +29,8 @@ from lyapunov_prune.joint.points import Course
 from lyapunov_prune.joint.recovery import Recipe
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.joint.run import remove_jointly
-from lyapunov_prune.models.classifier_loading import PROCESSOR, load_classifier
 from lyapunov_prune.models.from_folder import quiet
+from lyapunov_prune.models.loading import PROCESSOR, load_classifier
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.history import add_step, read_history
 

@@ -16,8 +16,8 @@ from lyapunov_prune.evaluation import score
 from lyapunov_prune.export.compact import Cuts
 from lyapunov_prune.export.compact_gate import write_compact
 from lyapunov_prune.models import load_classifier
-from lyapunov_prune.models.classifier_loading import Normalisation
 from lyapunov_prune.models.compact import MODULE, is_compact
+from lyapunov_prune.models.loading import Normalisation
 
 SETTINGS = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.5], "image_std": [2]}
 

@@ -27,7 +27,7 @@ from lyapunov_prune.evaluation import ItemScores, paired_error, score
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models import LoadedClassifier
-from lyapunov_prune.models.classifier_loading import PROCESSOR, Normalisation
+from lyapunov_prune.models.loading import PROCESSOR, Normalisation
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
 from lyapunov_prune.results.files import write_whole

@@ -65,7 +65,7 @@ def heal(
     """
     inputs.require_loaded("heal", one_place=True)
 
-    from lyapunov_prune.checkpoints.shards import size_of
+    from lyapunov_prune.checkpoints.saving import size_of
     from lyapunov_prune.data.text import require_source
     from lyapunov_prune.export.table import FORMATS
     from lyapunov_prune.healing.heal import heal as heal_model
