@@ -21,10 +21,10 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import Operation
 from lyapunov_prune.ranking.best import clear_search
 from lyapunov_prune.ranking.counts import SPLITS, Split, free_layers, most_not_over
-from lyapunov_prune.ranking.parts import Parts, parts_of
 from lyapunov_prune.ranking.rank import rank
 from lyapunov_prune.ranking.table import CRITERIA
 from lyapunov_prune.ranking.weighed import WeighedPlans, costs_of, leaving
+from lyapunov_prune.ranking.within import Parts, parts_of
 
 _STEPS = 4  # splits between no whole layer and layers alone
 _LEAST_WINDOWS = 4

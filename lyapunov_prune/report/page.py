@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,7 +143,8 @@ def _sections(
             title, ending = section.title, ""
             if path.parent != run:
                 title, ending = f"{title}: {path.parent.name}/", f"-{path.parent.name}"
-            with _showing(path):
+            # The parts of a result, each of its type, may not go together.
+            with reported(f"{path} cannot be shown", "make it again", Exception):
                 pictures = {f"{name}{ending}": picture for name, picture in section.draw(result).items()}
                 yield _shown(title, section.words, pictures, result, leads=section.leads)
             drawn |= pictures
@@ -159,11 +159,6 @@ def _sections(
 def _gate(name: str, provenance: Provenance) -> Shown:
     made = f"The {provenance.format} checkpoint {name}/ was written after these checks passed on its files."
     return _shown("Removal gate", made, {}, provenance.gate)
-
-
-def _showing(path: Path) -> AbstractContextManager[None]:
-    """Raises LyapunovPruneError where the parts of a result, each of its type, do not go together."""
-    return reported(f"{path} cannot be shown", "make it again", Exception)
 
 
 def _shown(title: str, about: str, pictures: dict[str, str], result: Result, leads: bool = False) -> Shown:

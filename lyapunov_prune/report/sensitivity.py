@@ -55,7 +55,7 @@ def sensitivity_figures(s: Sensitivity) -> dict[str, str]:
 
 def heat_map(s: Sensitivity) -> str:
     """Increase of the loss for every component of every layer, on a logarithmic colour scale."""
-    frame = s.of("group").assign(loss=_loss_increase(s, "group"))
+    frame = s.of("group").assign(loss=[(e.windows - s.dense).mean() for e in s.effects if e.study == "group"])
     table = frame.pivot(index="component", columns="layer", values="loss").reindex(frame.component.unique())
     figure, axes = one_panel(9, 1.3 + 0.34 * len(table))
     values = table.to_numpy(dtype=float)
@@ -194,10 +194,6 @@ def predictors_figure(s: Sensitivity) -> str:
 def _truncated(s: Sensitivity) -> str:
     """To which rank, beside a sparsity; a method of low rank has one of its own, and one that rounds has none."""
     return "" if s.compression.low_rank or s.compression.rounds else f", rank {s.compression.rank or 'full'}"
-
-
-def _loss_increase(s: Sensitivity, study: str) -> list[float]:
-    return [float((e.windows - s.dense).mean()) for e in s.effects if e.study == study]
 
 
 def _line(axes: Axes, rows: pd.DataFrame, x: str, label: str, colour: str, marker: str) -> None:

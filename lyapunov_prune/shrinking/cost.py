@@ -111,11 +111,13 @@ def estimated(
     """
     context, choosing = texts.width, texts.searched(model)
     shared = None if target.what == "layers" else target.value  # split between layers and parts of the others
-    layers = find_structure(model).num_layers
-    goes = as_if(remove, layers)
+    structure = find_structure(model)
+    layers = structure.num_layers
+    goes = max(1, layers // 4) if remove is None else remove
     counts = [goes] * (1 if remove is not None else 1 + math.ceil(math.log2(layers)))
     if shared is not None:
-        goes, counts = max(1, round(shared * layers)), _counts_shared(model, shared)
+        goes = max(1, round(shared * layers))
+        counts = [count for count in numbers_of_layers(structure, share_of(structure, shared)) if count]
     window, chosen = window_seconds(model, context), choosing[0] * window_seconds(model, choosing[1])
     smaller = smaller_bytes(model, goes)
     budgets = [search or search_budget(layers, count, mend=shared is None) for count in counts]
@@ -149,17 +151,6 @@ def estimated(
         rank=rank,
         step_seconds=_STEP * window,
     )
-
-
-def _counts_shared(model: PreTrainedModel, share: float) -> list[int]:
-    """The numbers of whole layers that are searched for if a budget is shared with parts of the others."""
-    structure = find_structure(model)
-    return [count for count in numbers_of_layers(structure, share_of(structure, share)) if count]
-
-
-def as_if(remove: int | None, layers: int) -> int:
-    """The number of layers that a cost is estimated for: a quarter if it is not known yet."""
-    return max(1, layers // 4) if remove is None else remove
 
 
 def healed_by(model: PreTrainedModel, remove: int, context: int) -> tuple[int | None, int]:

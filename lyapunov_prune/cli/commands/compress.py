@@ -71,7 +71,7 @@ def compress(
     from lyapunov_prune.compression.recipe import Asked
     from lyapunov_prune.compression.report import REPORT
     from lyapunov_prune.export.format import Finished
-    from lyapunov_prune.export.streamed import compress_on_disk
+    from lyapunov_prune.export.streamed import compress_on_disk, require_streamed
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_weights
     from lyapunov_prune.results.files import require_empty
@@ -87,14 +87,12 @@ def compress(
     format = format_for(output, format, given)
     stored = FORMATS.make(format)
     if inputs.disk:
-        _require_streamed(schedule, format, given)
-    how: dict[str, Any] = {
-        "method": method,
-        "allocation": schedule,
-        "group_size": group_size,
-        "symmetric": stored.symmetric,
-    }
+        given.refuse(IN_MEMORY, "max_kl")
+        require_streamed(schedule)
+        require_streamed_format(format, "compress")
     amount: dict[str, Any] = {"sparsity": share, "bits": bits, "pattern": keep_of}
+    how: dict[str, Any] = {"method": method, "allocation": schedule, "group_size": group_size}
+    how["symmetric"] = stored.symmetric
     asked = Asked(**how, **amount)
     stored.require_method(asked)
     loaded, batch = load_inputs(model, inputs) if reads else (inputs.load(model), None)
@@ -147,15 +145,6 @@ def _show_spent(spent: BudgetedCompression, output: Path) -> None:
 
     show(spent, None, kept=output / "amounts.json")
     say(expectation().told(float(spent.kl[spent.chosen]), "matrices compressed"))
-
-
-def _require_streamed(schedule: str | Allocated, format: str, given: Given) -> None:
-    """Raise LyapunovPruneError for what cannot be done one layer at a time."""
-    from lyapunov_prune.export.streamed import require_streamed
-
-    given.refuse(IN_MEMORY, "max_kl")
-    require_streamed(schedule)
-    require_streamed_format(format, "compress")
 
 
 def _write_recipes(output: Path, schedule: str | Allocated, done: Compressed) -> None:

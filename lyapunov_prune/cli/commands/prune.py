@@ -75,9 +75,12 @@ def prune(
     why, packed = _why_files(model, inputs, format)
     if why:
         require_files(removal, inputs, stored, why, packed, given)
-        measured = _channels_on_disk(model, removal.remove, inputs) if removal.what == "width" else None
-        plan, keep_period = removal.plan_file, removal.keep_period
-        prune_files(model, output, removal.layers, measured or plan, keep_period, why, inputs.disk, format)
+        from lyapunov_prune.pruning.width import choose_channels
+
+        plan: Any = removal.plan_file
+        if removal.what == "width" and removal.remove is not None:  # with one layer in memory at a time
+            plan = choose_channels(*load_inputs(model, inputs), removal.remove)
+        prune_files(model, output, removal.layers, plan, removal.keep_period, why, inputs.disk, format)
     elif inputs.images:
         _prune_classifier(model, removal, inputs, format, output, given)
     else:
@@ -96,14 +99,6 @@ def _why_files(model: str, inputs: Inputs, format: str) -> tuple[str | None, str
     if inputs.spread:
         return None, packed
     return packed or too_large(model, resolve_device(inputs.device)), packed
-
-
-def _channels_on_disk(model: str, remove: float | None, inputs: Inputs) -> PruningPlan:
-    """The plan of the channels that cost least, measured with one layer in memory at a time."""
-    from lyapunov_prune.pruning.width import choose_channels
-
-    assert remove is not None
-    return choose_channels(*load_inputs(model, inputs), remove)
 
 
 def _prune_classifier(model: str, removal: Removal, inputs: Inputs, format: str, output: Path, given: Given) -> None:
