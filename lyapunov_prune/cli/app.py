@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,31 +33,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="lyapunov-prune")
 
-# What stands below the help of each command; `tests/cli/test_options.py` parses them.
-EXAMPLES = {
-    "demo": "demo",
-    "shrink": "shrink smollm2-135m --remove 25% -o small",
-    "profile": "profile smollm2-135m --tokens 2048",
-    "rank": "rank smollm2-135m --criterion bi --remove 4",
-    "prune": "prune smollm2-135m --remove 25% --mend -o smaller",
-    "compress": "compress smollm2-135m --method wanda --sparsity 0.5 -o sparse",
-    "heal": "heal smaller --minutes 10 -o healed",
-    "joint": "joint smollm2-135m --remove 6 -o without",
-    "export": "export smaller -o smaller.gguf --quantize q8_0",
-    "eval": "eval smaller --against smollm2-135m --speed",
-    "check": "check smollm2-135m sparse",
-    "explain": "explain smollm2-135m smaller",
-    "sensitivity": "sensitivity smollm2-135m --study layer,removal",
-    "hierarchy": "hierarchy smollm2-135m smaller",
-    "cache": "cache --clear",
-    "theorems": "theorems --verify",
-    "report": "report runs/smollm2-135m",
-}
-
-
-def _command(name: str) -> Callable[..., Any]:
-    return app.command(name, epilog=f"Example: lyapunov-prune {EXAMPLES[name]}")
-
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -74,7 +49,6 @@ def _common(
     """How compression errors travel through a transformer, and which layers it can do without."""
 
 
-@_command("demo")
 def demo() -> None:
     """Shrink the built-in model by a quarter, after a profile of its layers: minutes on two cores, in runs/demo."""
     from lyapunov_prune.cli.demo import run_demo
@@ -89,27 +63,6 @@ def demo() -> None:
     say(f"Report: {page}")
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "shrink": shrink,
-    "profile": profile,
-    "rank": rank,
-    "prune": prune,
-    "compress": compress,
-    "heal": heal,
-    "joint": joint,
-    "export": export,
-    "eval": evaluate,
-    "check": check,
-    "explain": explain,
-    "sensitivity": sensitivity,
-    "hierarchy": hierarchy,
-    "cache": cache,
-}
-for name, command in COMMANDS.items():
-    _command(name)(flattened(command))
-
-
-@_command("theorems")
 def theorems(
     verify: Annotated[bool, what_option("--verify", help="Run lake build and lake test first.")] = False,
 ) -> None:
@@ -125,7 +78,6 @@ def theorems(
         say(f"{t.number or '':>3} {t.name}: {t.statement} Used by: {users}{': ' if t.unused else ''}{t.unused}.")
 
 
-@_command("report")
 def report(
     run: Annotated[Path, typer.Argument(help="Folder with the results of a run, or one of its .json files.")],
 ) -> None:
@@ -138,6 +90,30 @@ def report(
             show(part, None, full=True)
         return
     say(str(write_report(run)))
+
+
+# The commands, each with the arguments of the example below its help, which `tests/cli/test_options.py` parses.
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "demo": (demo, ""),
+    "shrink": (shrink, "smollm2-135m --remove 25% -o small"),
+    "profile": (profile, "smollm2-135m --tokens 2048"),
+    "rank": (rank, "smollm2-135m --criterion bi --remove 4"),
+    "prune": (prune, "smollm2-135m --remove 25% --mend -o smaller"),
+    "compress": (compress, "smollm2-135m --method wanda --sparsity 0.5 -o sparse"),
+    "heal": (heal, "smaller --minutes 10 -o healed"),
+    "joint": (joint, "smollm2-135m --remove 6 -o without"),
+    "export": (export, "smaller -o smaller.gguf --quantize q8_0"),
+    "eval": (evaluate, "smaller --against smollm2-135m --speed"),
+    "check": (check, "smollm2-135m sparse"),
+    "explain": (explain, "smollm2-135m smaller"),
+    "sensitivity": (sensitivity, "smollm2-135m --study layer,removal"),
+    "hierarchy": (hierarchy, "smollm2-135m smaller"),
+    "cache": (cache, "--clear"),
+    "theorems": (theorems, "--verify"),
+    "report": (report, "runs/smollm2-135m"),
+}
+for name, (command, arguments) in COMMANDS.items():
+    app.command(name, epilog=f"Example: lyapunov-prune {name} {arguments}".rstrip())(flattened(command))
 
 
 def main() -> None:
