@@ -198,12 +198,12 @@ def test_the_gram_test_refuses_a_norm_from_below() -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("smollm2")
-def test_every_matrix_of_the_builtin_model(smollm2: Decoder) -> None:
+def test_matrices_of_the_builtin_model(smollm2: Decoder) -> None:
     """Within 0.1 %, never below, for weights and for the residuals of magnitude pruning."""
     layers = find_structure(smollm2.model).layers
     weights = [p.detach() for p in layers.parameters() if p.ndim == 2]
     assert len(weights) == 210
-    for W in weights[::3]:
+    for W in weights[::10]:  # each of the seven kinds three times
         limit = W.abs().flatten().kthvalue(W.numel() // 2).values
         for A in (W, torch.where(W.abs() <= limit, W, 0)):
             exact = exact_norm(A)
