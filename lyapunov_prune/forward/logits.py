@@ -94,7 +94,7 @@ def last_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """
     call, ids = decoder_call(model, ids)
     parts = []
-    for first, last in stretches(_text_config(model), _prefix(ids), ids.shape[1]):
+    for first, last in stretches(model.config.get_text_config(decoder=True), _prefix(ids), ids.shape[1]):
         number = last - first + 1
         parts.append(call(ids[:, :last], use_cache=False, **only_last(model, number)).logits[:, -number:])
     return torch.cat(parts, dim=1)
@@ -104,10 +104,6 @@ def last_states(structure: Structure, ids: torch.Tensor, number: int) -> torch.T
     """The last `number` final states (windows × number × width), each of a forward over the text up to there."""
     read = stretches(structure.config, ids.shape[1] - number + 1, ids.shape[1])
     return torch.cat([final_state(structure, ids[:, :last])[:, first - 1 :] for first, last in read], dim=1)
-
-
-def _text_config(model: PreTrainedModel) -> Any:
-    return model.config.get_text_config(decoder=True)
 
 
 def _prefix(ids: torch.Tensor) -> int:
@@ -133,7 +129,7 @@ def carried_on(model: PreTrainedModel, output: Any, length: int) -> dict[str, An
     Empty for a decoder without a cache, and if one more token changes the rotary positions (`models.positions`): then
     the keys are stale and the whole text has to be read again.
     """
-    config = _text_config(model)
+    config = model.config.get_text_config(decoder=True)
     return cache_of(model, output) if rotation(config, length) == rotation(config, length + 1) else {}
 
 

@@ -169,8 +169,8 @@ def _compare(
     h, *changed = (state.flatten(0, 1) for state in states)
     read, *others = (state.flatten(0, 1) for state in normed)
     parts: list[list[torch.Tensor]] = [[] for _ in changed]
-    for number, p, q in prediction_blocks(scorer, read, others, temperature):
-        parts[number].append(torch.cat([turn(p.z, q.z), prediction_measures(p.log, q.log)]))
+    for number, (z, log_p), (z2, log_q) in prediction_blocks(scorer, read, others, temperature):
+        parts[number].append(torch.cat([turn(z, z2), prediction_measures(log_p, log_q)]))
     return [
         torch.cat([turn(h, h2).to(blocks[0].device), torch.cat(blocks, dim=-1)])
         for h2, blocks in zip(changed, parts, strict=True)

@@ -6,7 +6,6 @@ All functions work row by row in float64: rows are tokens, columns are the width
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 import torch
 
@@ -20,16 +19,8 @@ _CHUNK = 2**22
 _BLOCK = 2**18
 
 
-class Prediction:
-    """Logits `z` (rows × vocabulary) with a cached `log softmax`."""
-
-    def __init__(self, z: torch.Tensor, temperature: float) -> None:
-        self.z, self.temperature = z, temperature
-
-    @cached_property
-    def log(self) -> torch.Tensor:
-        """`log softmax(z/T)`, float64."""
-        return log_softmax(self.z, self.temperature)
+# Logits z (rows × vocabulary) and `log softmax(z/T)`, float64.
+Prediction = tuple[torch.Tensor, torch.Tensor]
 
 
 def prediction_blocks(
@@ -46,10 +37,10 @@ def prediction_blocks(
         part = slice(start, start + chunk)
         z = scorer.logits(dense[part])
         require_numbers(z, DENSE_LOGITS)
-        known = [Prediction(b, temperature) for b in z.split(rows)]
+        known = [(b, log_softmax(b, temperature)) for b in z.split(rows)]
         for number, states in enumerate(changed):
             for p, b in zip(known, scorer.logits(states[part].to(dense)).split(rows), strict=True):
-                yield number, p, Prediction(b, temperature)
+                yield number, p, (b, log_softmax(b, temperature))
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
