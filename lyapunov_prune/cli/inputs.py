@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.cli.choices import Split, Stack
+from lyapunov_prune.cli.choices import Stack
 from lyapunov_prune.cli.options import Inputs
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import show
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lyapunov_prune.allocation.allocation import Allocation
-    from lyapunov_prune.data.batch import TokenBatch
+    from lyapunov_prune.data.batch import Split, TokenBatch
     from lyapunov_prune.data.examples import Examples
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.profiles.contraction_profile import ContractionProfile

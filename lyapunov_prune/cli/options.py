@@ -21,7 +21,7 @@ from lyapunov_prune.export.format import Quantisation
 from lyapunov_prune.export.table import formats_of
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
-    from lyapunov_prune.data.batch import TokenBatch
+    from lyapunov_prune.data.batch import Split, TokenBatch
     from lyapunov_prune.models.decoder import Decoder
 
 # The panels of help: what is done, to which model, on which text, and what becomes of it.
@@ -151,7 +151,7 @@ class TextOptions:
         """The same text to score on: as much as `eval` takes, at the most, in windows of `context` tokens."""
         return replace(self, tokens=max(context, min(self.tokens, TextOptions.tokens)), context=context)
 
-    def batch(self, loaded: Decoder, split: choices.Split, *, folder: Path | None = None) -> TokenBatch:
+    def batch(self, loaded: Decoder, split: Split, *, folder: Path | None = None) -> TokenBatch:
         """The windows, of a text or written by the model, then kept in `folder` as they are written."""
         from lyapunov_prune.cli.terminal import note
         from lyapunov_prune.data.batch import checked_batch

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.cli.options import layer_indices
+from lyapunov_prune.cli.removal import Removal
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -54,16 +55,9 @@ def _record(output: Path) -> Path | None:
 
 
 def prune_files(
-    model: str,
-    output: Path,
-    layers: str | None,
-    given: Path | PruningPlan | None,
-    keep_period: bool,
-    why: str,
-    stream: bool,
-    format: str,
+    model: str, removal: Removal, given: Path | PruningPlan | None, why: str, stream: bool, format: str, output: Path
 ) -> None:
-    """Prune the files of `model` by the `layers` that are named, or by a plan, and say what was written."""
+    """Prune the files of `model` by the layers that are named, or by the plan `given`, and say what was written."""
     from lyapunov_prune.checkpoints.outline import read_outline
     from lyapunov_prune.export.copied import prune_on_disk
     from lyapunov_prune.export.gguf import gguf_identity, gguf_kinds, prune_gguf
@@ -94,8 +88,8 @@ def prune_files(
         outline = read_outline(checkpoint_folder(model), model)
         identity, kinds = outline.identity, lambda: find_kinds(outline.decoder.structure)
         remove = partial(prune_on_disk, outline, stream=stream)
-    if layers is not None:
-        plan = PruningPlan.given(identity, layer_indices("--layers", layers))
+    if removal.layers is not None:
+        plan = PruningPlan.given(identity, layer_indices("--layers", removal.layers))
     else:
         assert given is not None
         plan = plan_for(identity, read_plan(given) if isinstance(given, Path) else given)
@@ -103,7 +97,7 @@ def prune_files(
             plan = plan_for_quantised(checkpoint, plan)
         else:
             plan.require_model(identity)
-    if keep_period:
+    if removal.keep_period:
         plan.require_periods(kinds().require_period())
     provenance = remove(plan, output)
     say(f"Pruned on disk ({why}); the gate's checks {read}:")

@@ -159,7 +159,6 @@ LAYERS = (
         "The ways that were tried to meet one target, each with the divergence of its predictions from those of the "
         "dense model, on windows that did not choose its parts; p says how likely chance alone favours the chosen one "
         "this much. The windows that compare have chosen it, so they flatter it a little.",
-        lambda r: {},
     ),
     Section(
         "sensitivity.json",

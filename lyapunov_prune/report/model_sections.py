@@ -105,14 +105,12 @@ MODELS = (
         "Pairs of the budget",
         "What the map says of the best pairs, with its prediction interval, and whether a pair lies within twice the "
         "noise of the chosen one: among those the points do not tell which is best.",
-        lambda r: {},
         part=lambda r: r.decision,
     ),
     _JOINT(
         "Recovered points",
         "Each point learnt from the dense model for a few steps, from the weights of the point before it on its chain, "
         "and was scored on the selection slice. The distillation loss is of the one item of its step.",
-        lambda r: {},
         part=lambda r: r.points,
     ),
     _JOINT(
@@ -219,7 +217,6 @@ MODELS = (
     _EVALUATION(
         "In llama.cpp",
         "The .gguf files as llama.cpp runs them: the same windows, and speed with the files in turns in one run.",
-        lambda r: {},
         part=lambda r: r.engine,
     ),
     Section(

@@ -22,7 +22,7 @@ class Section:
     kind: type[Result]
     title: str
     words: str
-    draw: Callable[[Any], dict[str, str]]
+    draw: Callable[[Any], dict[str, str]] = lambda r: {}
     in_folders: bool = False
     leads: bool = False
     part: Callable[[Any], Result | None] = lambda r: r

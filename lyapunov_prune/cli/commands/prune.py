@@ -80,7 +80,7 @@ def prune(
         plan: Any = removal.plan_file
         if removal.what == "width" and removal.remove is not None:  # with one layer in memory at a time
             plan = choose_channels(*load_inputs(model, inputs), removal.remove)
-        prune_files(model, output, removal.layers, plan, removal.keep_period, why, inputs.disk, format)
+        prune_files(model, removal, plan, why, inputs.disk, format, output)
     elif inputs.images:
         _prune_classifier(model, removal, inputs, format, output, given)
     else:
@@ -114,13 +114,7 @@ def _prune_classifier(model: str, removal: Removal, inputs: Inputs, format: str,
 
 
 def _prune_in_memory(
-    model: str,
-    removal: Removal,
-    inputs: Inputs,
-    stack: choices.Stack | None,
-    format: str,
-    output: Path,
-    given: Given,
+    model: str, removal: Removal, inputs: Inputs, stack: choices.Stack | None, format: str, output: Path, given: Given
 ) -> None:
     """Load the model and the text, choose, cut, check and write."""
     # Imported here, because files are pruned in less memory than this takes.
