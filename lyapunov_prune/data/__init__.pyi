@@ -1,5 +1,4 @@
 from .choices import ChoiceItem as ChoiceItem
-from .choices import lettered as lettered
 from .choices import load_items as load_items
 from .examples import slices as slices
 from .image_files import load_images as load_images

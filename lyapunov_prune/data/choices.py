@@ -19,7 +19,6 @@ from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.tokenizers import token_ids
 
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _FORM = '{"query": "…", "choices": ["…", "…"], "gold": 0} (two choices or more, and the index of one)'
 
 
@@ -50,19 +49,6 @@ def load_items(path: str | Path) -> tuple[ChoiceItem, ...]:
 
 def _is_item(query: str, choices: Sequence[str], gold: int) -> bool:
     return all([query, *choices]) and 0 <= gold < len(choices) > 1
-
-
-@checked
-def lettered(item: ChoiceItem) -> ChoiceItem:
-    """The item with its choices listed in the query, one per line, and their letters as answers: one token decides.
-
-    Raises LyapunovPruneError if there are more choices than letters.
-    """
-    letters = tuple(_LETTERS[: len(item.choices)])
-    if len(letters) < len(item.choices):
-        raise LyapunovPruneError(f"{len(item.choices)} choices are more than the letters A to Z; ask by their texts")
-    lines = [item.query.rstrip(), *(f"{a}. {text}" for a, text in zip(letters, item.choices, strict=True)), "Answer:"]
-    return ChoiceItem("\n".join(lines), letters, item.gold)
 
 
 def tokenize(item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, list[int], int]:

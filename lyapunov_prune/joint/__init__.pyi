@@ -1,6 +1,5 @@
 from .decision import JointDecision as JointDecision
 from .decision import decide as decide
-from .decision import noisy_choices as noisy_choices
 from .importance import Importance as Importance
 from .importance import measure_importance as measure_importance
 from .map import JointMap as JointMap

@@ -9,10 +9,10 @@ from typing import Annotated
 import numpy as np
 from scipy import stats
 
-from lyapunov_prune.arguments import Count, NonNegative, Range, Seed, checked
+from lyapunov_prune.arguments import Count, NonNegative, Range, checked
 from lyapunov_prune.bounds.choice import argmax_of_noise_lt_half_gap
 from lyapunov_prune.errors import LyapunovPruneError, first_of
-from lyapunov_prune.joint.map import JointMap, coefficients, design, first_of_least, left_two_out
+from lyapunov_prune.joint.map import JointMap
 from lyapunov_prune.results.arrays import require_fields
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -182,27 +182,6 @@ def over_seeds(repeats: Sequence[Sequence[float]]) -> tuple[float, int]:
     freedom = sum(len(row) - 1 for row in rows)
     squares = sum(float(np.square(row - row.mean()).sum()) for row in rows)
     return (float(np.sqrt(squares / freedom)), freedom) if freedom else (float("nan"), 0)
-
-
-@checked
-def noisy_choices(
-    fitted: JointMap,
-    decision: JointDecision,
-    deviation: NonNegative,
-    *,
-    refits: Count = 500,
-    seed: Seed = 0,
-) -> np.ndarray:
-    """(m,) share of `refits` that choose each pair of the decision, with fresh noise `N(0, deviation²)` on every score.
-
-    Each refit also chooses its degree. A selection frequency, not a probability of being right.
-    """
-    moved = np.random.default_rng(seed).normal(0.0, deviation, (refits, len(fitted.scores))) + fitted.scores
-    shares = decision.pairs / decision.layers
-    errors = np.stack([left_two_out(fitted.removed, moved, degree) for degree in fitted.errors])
-    predicted = [coefficients(fitted.removed, moved, degree) @ design(shares, degree).T for degree in fitted.errors]
-    best = np.stack(predicted)[first_of_least(errors, moved), np.arange(refits)].argmax(-1)
-    return np.bincount(best, minlength=len(decision.pairs)) / refits
 
 
 def within_budget(

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.data import ChoiceItem, load_items
-from lyapunov_prune.data.choices import lettered, read_task, tokenize
+from lyapunov_prune.data.choices import read_task, tokenize
 
 GOOD = {"query": "Which?", "choices": ["one", "two"], "gold": 1}
 
@@ -96,15 +96,6 @@ def test_a_token_may_reach_over_the_end_of_the_query(tokenizer: PreTrainedTokeni
 def test_choices_of_the_same_tokens_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(LyapunovPruneError, match="'Which'"):
         tokenize(ChoiceItem("Which", ("one", "one"), 0), tokenizer)
-
-
-def test_choices_are_answered_by_letters() -> None:
-    found = lettered(ChoiceItem("Which melts? \n", ("ice", "stone", "fog"), 2))
-    assert found == ChoiceItem("Which melts?\nA. ice\nB. stone\nC. fog\nAnswer:", ("A", "B", "C"), 2)
-    most = lettered(ChoiceItem("?", tuple(map(str, range(26))), 25))
-    assert (most.choices[-1], most.query.splitlines()[-2]) == ("Z", "Z. 25")
-    with pytest.raises(LyapunovPruneError, match=r"27 choices .*letters"):
-        lettered(ChoiceItem("?", tuple(map(str, range(27))), 0))
 
 
 def test_a_choice_that_is_the_start_of_another_leaves_nothing_to_score(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -14,7 +14,7 @@ from scipy import stats
 
 from lyapunov_prune.bounds.choice import regret_of_argmax_le
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.joint import JointDecision, JointMap, decide, fit_map, noisy_choices
+from lyapunov_prune.joint import JointDecision, JointMap, decide, fit_map
 from lyapunov_prune.joint import decision as module
 from lyapunov_prune.joint.map import design
 
@@ -219,21 +219,3 @@ def test_a_file_that_does_not_hang_together_is_refused(tmp_path: Path) -> None:
     for broken in ({"predicted": decision.predicted[:-1]}, {"pairs": decision.pairs + 5}):
         with pytest.raises(LyapunovPruneError, match="again"):
             replace(decision, **broken)
-
-
-def test_noisy_refits_are_those_of_a_loop() -> None:
-    """One fit a time, from nothing, degree and all."""
-    m = fitted(0.5)
-    decision = decide(m, LAYERS, remove=8, selection_error=0.0)
-    counts = np.zeros(9)
-    for moved in np.random.default_rng(3).normal(0.0, 4.0, (40, len(m.scores))) + m.scores:
-        counts[fit_map(m.removed, moved).predict(decision.pairs / LAYERS).argmax()] += 1
-    np.testing.assert_array_equal(noisy_choices(m, decision, 4.0, refits=40, seed=3), counts / 40)
-    assert (counts > 0).sum() > 1
-    still = noisy_choices(m, decision, 0.0, refits=3)
-    assert still[decision.best] == 1
-    for arguments, told in (({"refits": 0}, "refits is 0"), ({"seed": -1}, "seed is -1")):
-        with pytest.raises(LyapunovPruneError, match=told):
-            noisy_choices(m, decision, 1.0, **arguments)
-    with pytest.raises(LyapunovPruneError, match=r"deviation is -1\.0"):
-        noisy_choices(m, decision, -1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from scipy.special import rel_entr, softmax
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, remove_layers
-from lyapunov_prune.data import ChoiceItem, lettered
+from lyapunov_prune.data import ChoiceItem
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.predictions import ChoiceComparison, compare_choices
 
@@ -188,12 +189,11 @@ def test_what_cannot_be_scored_is_refused(
         compare_choices(reader, broken, ITEMS, tokenizer)
 
 
-def test_letters_name_the_choices_in_the_query(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    asked = lettered(ITEMS[0])
+def test_choices_may_be_letters(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    candidates = importlib.import_module("experiments.4_hierarchy.candidates.run")
+    asked = candidates.lettered(ITEMS[0])
     assert asked.query == "Which melts?\nA. ice\nB. stone\nC. the thick ether\nAnswer:"
     assert (asked.choices, asked.gold) == (("A", "B", "C"), 0)
-    with pytest.raises(LyapunovPruneError, match="letters A to Z"):
-        lettered(ChoiceItem("x", tuple(map(str, range(27))), 0))
     found = compare_choices(reader, reader, [asked], tokenizer)
     assert found.favourite("dense")[1] == 1.0
     assert "the dense model takes choice" in found.headline()

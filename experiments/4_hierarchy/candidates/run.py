@@ -9,6 +9,7 @@ this file.
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Annotated, Any
 
 import numpy as np
@@ -52,7 +53,7 @@ def main(
     for path in items or ():
         found = lp.data.load_items(path)[:limit]
         if min(len(item.choices) for item in found) > 2:
-            sets[path.stem, "letters"] = tuple(map(lp.data.lettered, found))
+            sets[path.stem, "letters"] = tuple(map(lettered, found))
         sets[path.stem, "texts"] = found
     lettered_items = [item for (_, form), found in sets.items() if form == "letters" for item in found]
     dense = decisions(loaded, loaded.model, lettered_items)
@@ -99,6 +100,13 @@ def main(
 def papers_items() -> tuple[lp.data.ChoiceItem, ...]:
     """Its prompts name their options A) to D) themselves."""
     return tuple(lp.data.ChoiceItem(f"{PROMPTS[k]}\nAnswer:", tuple(LETTERS[:4]), gold) for k, gold in GOLD.items())
+
+
+def lettered(item: lp.data.ChoiceItem) -> lp.data.ChoiceItem:
+    """The item with its choices listed in the query, one per line, and their letters as answers: one token decides."""
+    letters = tuple(ascii_uppercase[: len(item.choices)])
+    lines = [item.query.rstrip(), *(f"{a}. {text}" for a, text in zip(letters, item.choices, strict=True)), "Answer:"]
+    return lp.data.ChoiceItem("\n".join(lines), letters, item.gold)
 
 
 class Decision:
