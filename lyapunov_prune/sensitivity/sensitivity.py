@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -85,10 +86,13 @@ class Sensitivity(Result):
 
     def of(self, study: str) -> pd.DataFrame:
         """The rows of one study, in the order they were requested."""
-        frame = self.to_frame()
-        return frame[frame.study == study].reset_index(drop=True)
+        return self._frame[self._frame.study == study].reset_index(drop=True)
 
     def to_frame(self) -> pd.DataFrame:
+        return self._frame.copy()
+
+    @cached_property
+    def _frame(self) -> pd.DataFrame:
         rows = []
         for e in self.effects:
             low, high = interval_of(e.windows - self.dense)
@@ -110,7 +114,7 @@ class Sensitivity(Result):
     def summary(self) -> pd.DataFrame:
         """One row per study."""
         rows = []
-        for study, frame in self.to_frame().groupby("study", sort=False):
+        for study, frame in self._frame.groupby("study", sort=False):
             order = frame.regret.fillna(np.inf)  # NaN is a broken model
             most, least = frame.loc[order.idxmax()], frame.loc[order.idxmin()]
             rows.append(
@@ -128,7 +132,7 @@ class Sensitivity(Result):
 
     def correlations(self) -> pd.DataFrame:
         """Spearman's rank correlation over layers between measurements and possible predictors."""
-        frame = self.to_frame().dropna(subset="layer")
+        frame = self._frame.dropna(subset="layer")
         pairs = [
             ("removal", "regret", ("|rho - 1|", "bi")),
             ("layer", "regret", ("amplification", "|rho - 1|", "bi")),

@@ -29,6 +29,7 @@ from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.store import Store
+from lyapunov_prune.sensitivity.amplification import weighted_spearman
 
 HERE = Path(__file__).parent
 COUNTS, RANDOM = (2, 3, 4, 6, 8), 3
@@ -111,11 +112,11 @@ def correlations(frame: pd.DataFrame, scores: Iterable[str] = SCORES) -> pd.Data
     rows = []
     for kind, part in (("one layer", frame[frame.by == "alone"]), ("two to eight", frame[frame.by != "alone"])):
         draws = np.random.default_rng(0).integers(len(part), size=(DRAWS, len(part)))
+        counts = np.apply_along_axis(np.bincount, 1, draws, minlength=len(part))
         for score in scores:
             for measure in WHAT:
                 x, y = part[score].to_numpy(), part[measure].to_numpy()
-                each = [stats.spearmanr(x[d], y[d]).statistic for d in draws]
-                low, high = np.nanquantile(each, [0.025, 0.975])
+                low, high = np.nanquantile(weighted_spearman(x, y, counts), [0.025, 0.975])
                 value = stats.spearmanr(x, y).statistic
                 rows.append((kind, len(part), score, measure, value, low, high))
     return pd.DataFrame(rows, columns=["removed", "sets", "score", "measure", "spearman", "low", "high"])
