@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -88,6 +89,16 @@ def labelled(figure: Figure, axes: Axes, x: str, y: str) -> str:
     """The `svg` of a figure whose axes get these labels and a legend."""
     axes.set(xlabel=x, ylabel=y)
     axes.legend(frameon=False, fontsize=SMALL)
+    return svg(figure)
+
+
+def by_rows(figure: Figure, axes: Axes, names: Sequence[str], x: str) -> str:
+    """The `svg` of a figure with a row of bars for each name, the first above, and a legend if the bars have labels."""
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(x)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, fontsize=SMALL, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     return svg(figure)
 
 

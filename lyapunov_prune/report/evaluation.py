@@ -10,7 +10,7 @@ from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.evaluation.task_scores import COLLAPSED, REPEATED, TaskScore, TaskScores
 from lyapunov_prune.predictions.verdict import wilson
-from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, one_panel, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, by_rows, one_panel, svg
 from lyapunov_prune.shrinking.report import Shrinking
 
 
@@ -30,12 +30,8 @@ def speed_figure(speed: Speed) -> str:
         for row, position, edge in zip(speed.rows, y, quartiles[1], strict=True):
             axes.text(edge + 0.015, position, f"{getattr(row, phase):.1f} {unit}", va="center", fontsize=SMALL)
     axes.axvline(1, color=GREY, linewidth=0.8)
-    axes.set_yticks(range(len(speed.rows)), [r.model for r in speed.rows])
-    axes.invert_yaxis()
     axes.margins(x=0.22)
-    axes.set_xlabel(f"speed, × {first.model}")
-    axes.legend(frameon=False, fontsize=SMALL, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-    return svg(figure)
+    return by_rows(figure, axes, [r.model for r in speed.rows], f"speed, × {first.model}")
 
 
 def before_after_figure(shrunk: Shrinking) -> str:
@@ -62,11 +58,8 @@ def before_after_figure(shrunk: Shrinking) -> str:
         axes.plot([low, high], [y, y], color=INK, linewidth=0.8)
         axes.text(high + 0.02, y, told, va="center", fontsize=SMALL)
     axes.axvline(1, color=GREY, linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [row[0] for row in rows])
-    axes.invert_yaxis()
     axes.margins(x=0.35)
-    axes.set_xlabel("the smaller model, × the dense one")
-    return svg(figure)
+    return by_rows(figure, axes, [row[0] for row in rows], "the smaller model, × the dense one")
 
 
 def retrieval_figure(scores: RetrievalScores) -> str:
@@ -81,12 +74,8 @@ def retrieval_figure(scores: RetrievalScores) -> str:
         y = np.arange(len(scores.models)) + offset
         axes.barh(y, values.mean(-1), height=0.34, color=colour, alpha=0.85, label=label)
         axes.errorbar(values.mean(-1), y, xerr=bars, fmt="none", ecolor=INK, elinewidth=0.8, capsize=2)
-    axes.set_yticks(range(len(scores.models)), scores.models)
-    axes.invert_yaxis()
     axes.set_xlim(0, 1)
-    axes.set_xlabel("mean over queries")
-    axes.legend(frameon=False, fontsize=SMALL, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-    return svg(figure)
+    return by_rows(figure, axes, scores.models, "mean over queries")
 
 
 # Metrics that are shares of the items, before the comma of a filter; others stand in the table alone.

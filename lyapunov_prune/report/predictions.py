@@ -20,6 +20,7 @@ from lyapunov_prune.report.drawing import (
     GREY,
     INK,
     SMALL,
+    by_rows,
     depth_axis,
     grid,
     labelled,
@@ -195,12 +196,8 @@ def verdict_figure(verdict: Verdict) -> str:
     axes.plot([100 * k.certain for k in verdict.kinds], y, "|", markersize=22, color=COLOURS["bi"], label="certain to")
     for limit in (LOST, STAYS):
         axes.axvline(100 * limit, color=GREY, linewidth=0.8, linestyle=":")
-    axes.set_yticks(y, [f"{k.task}: {k.word}" for k in verdict.kinds])
-    axes.invert_yaxis()
     axes.set_xlim(0, 101)
-    axes.set_xlabel("share of decisions, %")
-    axes.legend(frameon=False, fontsize=SMALL, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-    return svg(figure)
+    return by_rows(figure, axes, [f"{k.task}: {k.word}" for k in verdict.kinds], "share of decisions, %")
 
 
 def history_figure(measured: HistoryDivergence) -> str:
