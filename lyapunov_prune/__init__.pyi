@@ -42,7 +42,7 @@ from .profiles.influence import block_influence as block_influence
 from .pruning.plan import PruningPlan as PruningPlan
 from .pruning.removal import mend as mend
 from .pruning.removal import remove_layers as remove_layers
-from .pruning.removal_gate import verify_removal as verify_removal
+from .pruning.removal import verify_removal as verify_removal
 from .ranking.measured import rank_layers as rank_layers
 from .ranking.rank import rank as rank
 from .sensitivity.sensitivity import measure_sensitivity as measure_sensitivity

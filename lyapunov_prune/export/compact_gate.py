@@ -56,7 +56,7 @@ from lyapunov_prune.models.structure import Structure, in_eval_mode, model_name
 from lyapunov_prune.pruning.counting import COUNTED, fallen_check, held_by, place, sizes_in_memory
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED, Check, Gate, GateReport, OnFiles, bytes_in
 from lyapunov_prune.pruning.provenance import gate_table, save
-from lyapunov_prune.pruning.removal_gate import MERGED, merged_blocks, merged_check
+from lyapunov_prune.pruning.removal import MERGED, merged_blocks, merged_check
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of, one_more_step
 

@@ -40,7 +40,7 @@ from lyapunov_prune.pruning.counting import shares_leaving
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED, GateReport, OnFiles, attempt
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
-from lyapunov_prune.pruning.removal_gate import removal_gate
+from lyapunov_prune.pruning.removal import removal_gate
 from lyapunov_prune.pruning.surgery import Operation
 from lyapunov_prune.results.files import flushing, require_disk, require_empty, whole_file
 from lyapunov_prune.results.history import History, Step, history_of

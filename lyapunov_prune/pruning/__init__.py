@@ -5,8 +5,8 @@
 - `width`: which hidden channels are removed;
 - `surgery`: what a plan removes and what replaces it, and the cut, not checked yet; `mirroring`: what stands in a plain
   checkpoint in place of parts;
-- `gate`: compares a reference with a result; `removal_gate`: the four checks of a removal, with `counting`;
-- `removal`: cut and check in memory; `provenance`: the record of a pruned checkpoint, `stored`: the words of its
+- `gate`: compares a reference with a result; `removal`: cut and check in memory, by four checks, with `counting`;
+- `provenance`: the record of a pruned checkpoint, `stored`: the words of its
   format;
 - `curve`: perplexity over layers removed.
 """

@@ -28,7 +28,7 @@ from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode, model_name
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.counting import sizes_in_memory
-from lyapunov_prune.pruning.removal_gate import check_removal
+from lyapunov_prune.pruning.removal import check_removal
 from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.ranking import counts
 from lyapunov_prune.ranking.best import clear_search

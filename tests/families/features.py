@@ -29,7 +29,7 @@ from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
-from lyapunov_prune.pruning.removal_gate import check_removal
+from lyapunov_prune.pruning.removal import check_removal
 from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.pruning.width import choose_channels
 

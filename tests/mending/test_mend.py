@@ -29,7 +29,7 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning import gate
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
-from lyapunov_prune.pruning.removal_gate import verify_removal
+from lyapunov_prune.pruning.removal import verify_removal
 from lyapunov_prune.results.history import read_history
 
 GAPS = (2, 4)

@@ -18,7 +18,7 @@ from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.pruning.removal_gate import check_removal
+from lyapunov_prune.pruning.removal import check_removal
 from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.pruning.width import choose_channels
 

@@ -28,7 +28,7 @@ from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.feedforward import FeedForward, find_feedforward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_layers, find_structure
-from lyapunov_prune.pruning.removal_gate import merged_check
+from lyapunov_prune.pruning.removal import merged_check
 
 PLAIN = ("gpt2", "gpt_neox", "opt", "vit", "deit")
 GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")

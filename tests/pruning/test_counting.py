@@ -20,8 +20,7 @@ from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.counting import count_check, held_by, leaving, shares_leaving, sizes_in_memory
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.removal import remove_layers
-from lyapunov_prune.pruning.removal_gate import verify_removal
+from lyapunov_prune.pruning.removal import remove_layers, verify_removal
 
 # Plain; embeddings tied to the head; tables with a block a layer; blocks that layers share; a scale of the first layer.
 CASES = {

@@ -17,7 +17,7 @@ from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.structure import find_layers, find_structure
 from lyapunov_prune.pruning.mirroring import _is_odd_half, require_mirrored
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.removal_gate import verify_removal
+from lyapunov_prune.pruning.removal import verify_removal
 
 WIDE: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": 70},

@@ -24,7 +24,7 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.families import FAMILIES, TRUSTED
 from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning import removal_gate, surgery
+from lyapunov_prune.pruning import removal, surgery
 from lyapunov_prune.pruning.curve import evaluate_removals
 from lyapunov_prune.pruning.gate import SKIPPED
 
@@ -44,7 +44,7 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    for name, verify in (("memory", removal_gate.check_removal), ("disk", disk_gate.verify_files)):
+    for name, verify in (("memory", removal.check_removal), ("disk", disk_gate.verify_files)):
         for module in [m for title, m in sys.modules.items() if title.startswith("lyapunov_prune.")]:
             if vars(module).get(verify.__name__) is verify:
                 monkeypatch.setattr(module, verify.__name__, counted(name, verify))

@@ -23,7 +23,7 @@ from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.units import find_units
 from lyapunov_prune.pruning import width
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
-from lyapunov_prune.pruning.removal_gate import COPIED
+from lyapunov_prune.pruning.removal import COPIED
 from lyapunov_prune.pruning.width import channel_costs, choose_channels, staying
 
 OTHERS = ("gpt_bigcode", "granite", "olmo2")

@@ -15,7 +15,7 @@ from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.refit import refit_blocks, refitted
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.units import Unit, find_units
-from lyapunov_prune.pruning.removal_gate import COPIED, check_removal
+from lyapunov_prune.pruning.removal import COPIED, check_removal
 from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.pruning.width import channel_costs, choose_channels
 

@@ -49,7 +49,7 @@ class Plain(Format):
     def save(self, folder: Path, made: Removed) -> GateReport:
         from lyapunov_prune.data.images import ImageBatch
         from lyapunov_prune.pruning.provenance import save
-        from lyapunov_prune.pruning.removal_gate import check_removal
+        from lyapunov_prune.pruning.removal import check_removal
         from lyapunov_prune.results.history import HISTORY, history_of
 
         assert not isinstance(made.batch, ImageBatch)  # `require_plan`
