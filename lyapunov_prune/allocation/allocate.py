@@ -10,7 +10,7 @@ from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.decoder import Streamable, takes_model
-from lyapunov_prune.models.held import held
+from lyapunov_prune.models.hooked import held
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
 REMEDIES = {

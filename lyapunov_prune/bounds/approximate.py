@@ -23,8 +23,7 @@ from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.replacement import exchanged, with_parts
 from lyapunov_prune.linalg import require_numbers, token_energy, widen
 from lyapunov_prune.models.decoder import Decoder, InMemory, Streamable, takes_model
-from lyapunov_prune.models.held import held
-from lyapunov_prune.models.hooked import hooked, overridden
+from lyapunov_prune.models.hooked import held, hooked, overridden
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
 

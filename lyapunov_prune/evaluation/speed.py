@@ -18,7 +18,7 @@ from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import carried_on, random_images
 from lyapunov_prune.models.decoder import Model, model_of
-from lyapunov_prune.models.held import held
+from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.pictures import looks_at_images
 from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import Structure, find_structure

@@ -26,7 +26,7 @@ from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.compact import NO_ATTENTION, compact_class, is_compact, not_deci
 from lyapunov_prune.models.decoder import Decoder, takes_model
 from lyapunov_prune.models.feedforward import Affine, find_feedforward
-from lyapunov_prune.models.held import held
+from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.modeling_compact import NONE, lacks_attention, text_config
 from lyapunov_prune.models.plain import PlainAny
 from lyapunov_prune.models.sharing import shared_memo

@@ -21,7 +21,7 @@
   `units`, `fused`, `width`: hidden channels of blocks and experts, how fused matrices come apart, and their setting;
   `kinds`: which layers are alike; `positions`: the lengths of a text at which its positions change;
 - `streamed`: what other rooms need to know about a model whose layers are read from files one at a time;
-- `held`, `hooked`: a model reserved for one thread, and hooks on it, inside a block; `sharing`: two models with equal
+- `hooked`: a model reserved for one thread, and hooks on it, inside a block; `sharing`: two models with equal
   weights share their memory;
 - `compact`, `modeling_compact`: models without some attentions, with merged blocks, or with matrices factored in two;
 - `recurrence`: the states that layers carry from token to token, in a cache or in modules;

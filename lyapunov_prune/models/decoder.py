@@ -15,7 +15,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.dispatched import bring_all
 from lyapunov_prune.models.encoders import CAUSAL, Stack, is_encoder
 from lyapunov_prune.models.families import Family, family_entry
-from lyapunov_prune.models.held import held
+from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.mixtures import Mixtures, find_mixtures
 from lyapunov_prune.models.pictures import looks_at_images
 from lyapunov_prune.models.quantised import is_packed

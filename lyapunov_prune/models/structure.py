@@ -19,7 +19,7 @@ from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.dispatched import bring_weights
 from lyapunov_prune.models.encoders import CAUSAL, Stack, is_encoder, require_no_two_stacks
 from lyapunov_prune.models.experts import require_choosable
-from lyapunov_prune.models.held import held
+from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation
 from lyapunov_prune.models.settings import forward_settings
 from lyapunov_prune.models.streamed import stream_of

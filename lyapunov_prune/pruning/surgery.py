@@ -24,7 +24,7 @@ from lyapunov_prune.models.adaptations import Cut
 from lyapunov_prune.models.compact import renumber_compact
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, POSITION_ATTRIBUTES
-from lyapunov_prune.models.held import held
+from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.left_out import forget_heads
 from lyapunov_prune.models.mixtures import drop_experts
 from lyapunov_prune.models.settings import lost_attention, slice_settings

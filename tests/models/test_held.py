@@ -14,7 +14,7 @@ from helpers import hooks_of, make_tiny
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from lyapunov_prune.models.held import held
+from lyapunov_prune.models.hooked import held
 
 IDS = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
 
