@@ -8,7 +8,7 @@ gate (`compact_gate`) does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,9 +97,11 @@ def make_compact(model: PlainAny, cuts: Cuts, *, shared: bool = False) -> PreTra
     gone = zip(structure.layers, places, strict=True)
     stand_ins: dict[int, Any] = shared_memo(decoder.model) if shared else {}
     stand_ins |= {id(layer.get_submodule(path)): nn.Identity() for layer, paths in gone for path in paths}
-    compact = compact_copy(
-        decoder.model, [_outside(old, new) | new for old, new in zip(before, places, strict=True)], stand_ins
-    )
+    lost = []
+    for earlier, now in zip(before, places, strict=True):
+        inside = tuple(f"{module}." for module in now)
+        lost.append({path: form for path, form in earlier.items() if not path.startswith(inside)} | now)
+    compact = compact_copy(decoder.model, lost, stand_ins)
     with torch.device("meta"):
         compact.cut(places)
     for index, (W, b) in cuts.merged.items():
@@ -232,11 +234,6 @@ def _require_cuts(
 def cuts_of(decoder: Decoder) -> list[dict[str, str]]:
     """What each layer of the model lost in an earlier cut; nothing for a plain model."""
     return text_config(decoder.model.config).cuts if is_compact(decoder.model) else [{} for _ in decoder.layers]
-
-
-def _outside(old: dict[str, str], gone: Collection[str]) -> dict[str, str]:
-    """The parts of `lost` that do not lie inside the modules that are `gone` now."""
-    return {path: form for path, form in old.items() if not path.startswith(tuple(f"{module}." for module in gone))}
 
 
 @in_eval_mode

@@ -234,7 +234,11 @@ class _Files:
             raise LyapunovPruneError(f"the offloaded weight {key} has another shape; load the model again")
         if tensor.dtype == meant.dtype:
             return tensor
-        return tensor.to(meant.dtype) if info is None else _converted(tensor, meant.dtype)
+        if info is None:
+            return tensor.to(meant.dtype)
+        with reported(*_WRITING):  # into an unnamed temporary file that is freed with the tensor
+            numbers = numbers_on_disk(tensor.numel(), meant.dtype)
+        return numbers.copy_(tensor.reshape(-1)).view(tensor.shape)
 
     def _file(self, info: Mapping[str, Any]) -> Any:
         file = str(info["safetensors_file"])
@@ -262,10 +266,3 @@ def _mapped(file: Path, info: Mapping[str, Any]) -> torch.Tensor:
     numbers = np.memmap(file, dtype=_BY_BITS.get(dtype, dtype), mode="c", shape=shape or (1,))
     tensor = torch.from_numpy(numbers)
     return (tensor if shape else tensor[0]).view(getattr(torch, dtype))
-
-
-def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` converted to `dtype`, in an unnamed temporary file that is freed with the tensor."""
-    with reported(*_WRITING):
-        numbers = numbers_on_disk(tensor.numel(), dtype)
-    return numbers.copy_(tensor.reshape(-1)).view(tensor.shape)

@@ -217,13 +217,12 @@ def _removed(plan: PruningPlan, stored: Stored) -> str:
 
 def _mended(report: MendReport) -> str:
     """What the layer before each gap has learnt, what it was worth before it saw the windows that chose, and after."""
+    judged = [f"- {as_text(each.told())}" for each in report.judgements]
     if not report.gaps:
-        return "\n".join(
-            [f"{report.sentence().capitalize()}:", "", *(f"- {as_text(e.told())}" for e in report.judgements)]
-        )
+        return "\n".join([f"{report.sentence().capitalize()}:", "", *judged])
     if not report.kept:
-        lines = ["Mending was tried and left out: text that it had no part in says that it does not pay.", ""]
-        return "\n".join(lines + [f"- {as_text(each.told())}" for each in report.judgements])
+        tried = "Mending was tried and left out: text that it had no part in says that it does not pay."
+        return "\n".join([tried, "", *judged])
     lines = [
         f"Without training: the layer before each gap took a linear map into its own parameters. Its form and its "
         f"ridge,\nfitted on {report.fitted:,} tokens, were chosen by the loss of {report.held_out:,} others, and then "
@@ -235,9 +234,8 @@ def _mended(report: MendReport) -> str:
         "| --- | --- | --- | --- |",
     ]
     lines += [f"| {g.stop} | {g.forms[g.chosen]} | {g.losses[0]:.3f} | {g.losses[g.chosen]:.3f} |" for g in report.gaps]
-    if report.judgements:
-        lines += ["", "Text that had no part in it judged it:", ""]
-        lines += [f"- {as_text(each.told())}" for each in report.judgements]
+    if judged:
+        lines += ["", "Text that had no part in it judged it:", "", *judged]
     return "\n".join(lines)
 
 
