@@ -100,7 +100,11 @@ def values_without(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
         whole = key == own or value.length is None or own in _OTHER_ARRAYS
         values[key] = value if whole else value.picked(kept)
     values[f"{name}.block_count"] = number(len(kept))
-    return values | _period_of(header, kept)
+    told, full = header.read(f"{name}.{_PATTERN}"), full_attention(header)
+    if full is not None and not isinstance(told, list):
+        period = period_values(name, tuple(full[layer] for layer in kept), told)
+        values |= {f"{name}.{key}": value for key, value in period.items()}
+    return values
 
 
 def scaled_depth(architecture: str) -> int | None:
@@ -124,16 +128,6 @@ def period_values(architecture: str, full: tuple[bool, ...], told: Any = None) -
         f"llama.cpp reads one period for the windows of {architecture}, and no period fits the remaining layers; give "
         "--keep-period, or --layers at equal distances"
     )
-
-
-def _period_of(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
-    """The new period of the layers `kept`, if it differs from that in `header`."""
-    name = header.architecture
-    told, full = header.read(f"{name}.{_PATTERN}"), full_attention(header)
-    if full is None or isinstance(told, list):
-        return {}
-    found = period_values(name, tuple(full[layer] for layer in kept), told)
-    return {f"{name}.{key}": value for key, value in found.items()}
 
 
 def _repeated(period: int, layers: int) -> tuple[bool, ...]:
