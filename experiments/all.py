@@ -32,7 +32,7 @@ from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.ranking.angular import AngularDistance
 from lyapunov_prune.ranking.ranking import Ranking
-from lyapunov_prune.results.once import once
+from lyapunov_prune.results.store import once
 
 COLUMNS = Path(__file__).parent / "columns"
 COUNTS = (4, 8)  # of the paper's Table 3

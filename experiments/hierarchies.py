@@ -22,8 +22,8 @@ from lyapunov_prune.data.choices import ChoiceItem, tokenize
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.results.encoding import encode
-from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.store import once
 
 # Math2 in the longer words of Table 2.
 PROMPTS = {

@@ -32,9 +32,9 @@ from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import CertifiedNorm, basis, certify, smallest, truncate
 from lyapunov_prune.models.decoder import InMemory, runs_model
-from lyapunov_prune.models.left_alone import LeftAlone, left_alone
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection, shared_weights
+from lyapunov_prune.models.roles import LeftAlone, left_alone
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.encoding import decode, encode

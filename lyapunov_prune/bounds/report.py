@@ -12,7 +12,7 @@ from lyapunov_prune.bounds.alignment import LayerAlignment
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.decision import TokenCertificate
 from lyapunov_prune.bounds.growth import TwoPhases
-from lyapunov_prune.models.left_alone import LeftAlone, left_alone_lines
+from lyapunov_prune.models.roles import LeftAlone, left_alone_lines
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, ModelIdentity, Result
 

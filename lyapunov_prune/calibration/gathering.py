@@ -18,8 +18,8 @@ from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import feature_energy, lift, require_numbers, token_energy
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.left_alone import why_unseen
 from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.roles import why_unseen
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track

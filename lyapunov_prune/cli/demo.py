@@ -18,8 +18,8 @@ from lyapunov_prune.pruning.provenance import PROVENANCE
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.report.page import require_readable, write_report
 from lyapunov_prune.results.files import folder_digest, require_writable, write_whole
-from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import Result
+from lyapunov_prune.results.store import once
 from lyapunov_prune.shrinking.report import REPORT, Shrinking
 from lyapunov_prune.shrinking.request import Request
 from lyapunov_prune.shrinking.shrink import carry_out

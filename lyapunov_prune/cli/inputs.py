@@ -130,7 +130,7 @@ def explain(run: Path, loaded: Decoder, batch: TokenBatch, batch_size: int) -> N
     """Activations on the whole batch, Jacobian norms on the start of its first window: they cost far more a token."""
     from lyapunov_prune.profiles.activations import ActivationStatistics, activation_statistics
     from lyapunov_prune.profiles.jacobian import JacobianNorms, sublayer_jacobians
-    from lyapunov_prune.results.once import once
+    from lyapunov_prune.results.store import once
 
     once(
         run / "activations.json",

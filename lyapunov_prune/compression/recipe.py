@@ -29,9 +29,9 @@ from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError, first_of, named
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import Streamable, runs_model
-from lyapunov_prune.models.left_alone import LeftAlone, left_alone
 from lyapunov_prune.models.plain import find_projections, require_weights
 from lyapunov_prune.models.projections import Projection, by_layer
+from lyapunov_prune.models.roles import LeftAlone, left_alone
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile

@@ -10,7 +10,7 @@ from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.models.left_alone import LeftAlone, left_alone_lines
+from lyapunov_prune.models.roles import LeftAlone, left_alone_lines
 from lyapunov_prune.registry import Choice
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result

@@ -17,8 +17,8 @@ from lyapunov_prune.joint.recovery import Recipe
 from lyapunov_prune.joint.times import Times
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.results.encoding import encode
-from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import MeasuredOn, R
+from lyapunov_prune.results.store import once
 
 KIND = "joint removal"  # of the store
 

@@ -15,8 +15,8 @@
   models tokenise alike, and how far a text can grow;
 - `adapters`: LoRA adapters in a folder, and merged; `plain`, `wrappers`: conditions for changing a model's weights;
 - `weight_files`, `left_out`: which tensor in the files fills which one of the model, and which ones were left out;
-- `projections`, `roles`: the matrices of a model, and what each does; `experts`: those stacked in one parameter, and
-  the tokens that the router sends them; `left_alone`: other weights in the layers, and why no method takes them;
+- `projections`, `roles`: the matrices of a model, what each does, and other weights in the layers, which no method
+  takes; `experts`: those stacked in one parameter, and the tokens that the router sends them;
   `mixtures`: experts and router of every layer, and removing some; `feedforward`: the feed-forward block of a layer,
   `units`, `fused`, `width`: hidden channels of blocks and experts, how fused matrices come apart, and their setting;
   `kinds`: which layers are alike; `positions`: the lengths of a text at which its positions change;

@@ -6,7 +6,7 @@ and heads stacked in one parameter are one matrix each, and so is a bare paramet
 (`models.experts.stacks`).
 
 Left out: embeddings and the language-model head (often one tied tensor, and outside the layers), and in the layers what
-`models.left_alone` lists with the reason: routers, convolutions and everything that is not a matrix.
+`models.roles` lists with the reason: routers, convolutions and everything that is not a matrix.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pool
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
 from lyapunov_prune.profiles.propagation import listed
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import ROWS, MeasuredOn, Result
+from lyapunov_prune.results.store import once
 from lyapunov_prune.results.wording import bars, ranges
 
 KEEP = 4.0  # a layer above this multiple of the median Block Influence is kept

@@ -216,7 +216,7 @@ class ByProfile(Scored):
     def rank(self, asked: Asked) -> LayerRanking:
         from lyapunov_prune.profiles.contraction import require_above_rounding
         from lyapunov_prune.profiles.profile import HOW, LayerProfile, profile_layers
-        from lyapunov_prune.results.once import once
+        from lyapunov_prune.results.store import once
 
         reading, how = asked.reading, {**HOW, "seeds": self.seeds}
 

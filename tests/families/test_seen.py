@@ -16,8 +16,8 @@ from lyapunov_prune import LyapunovPruneError, check_bounds, compress
 from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.models import experts, left_alone
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.left_alone import CONVOLUTIONS, EMBEDDINGS, ROUTERS, STREAMS, UNKNOWN
 from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.roles import CONVOLUTIONS, EMBEDDINGS, ROUTERS, STREAMS, UNKNOWN
 from lyapunov_prune.models.structure import find_structure
 
 # Parameters of more than one dimension that are no matrices: biases and decays by head or expert, scales, vectors.

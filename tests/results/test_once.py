@@ -13,9 +13,9 @@ import pandas as pd
 import pytest
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.results.once import once
 from lyapunov_prune.results.overlap import Fingerprint
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+from lyapunov_prune.results.store import once
 
 MODEL = ModelIdentity("m", "llama", 2, 10, "abc", {"float32": "def"})
 ORIGIN = MeasuredOn(MODEL, "float32", "cpu", "a book", "calibration", "123", 8, 4, False, None, {"torch": "2"})
