@@ -18,7 +18,7 @@ def test_noisy_refits_are_those_of_a_loop() -> None:
     decision = decide(m, LAYERS, remove=8, selection_error=0.0)
     counts = np.zeros(9)
     for moved in np.random.default_rng(3).normal(0.0, 4.0, (40, len(m.scores))) + m.scores:
-        counts[fit_map(m.removed, moved).predict(decision.pairs / LAYERS).argmax()] += 1
+        counts[fit_map(m.removed.tolist(), moved.tolist()).predict(decision.pairs / LAYERS).argmax()] += 1
     np.testing.assert_array_equal(run.noisy_choices(m, decision, 4.0, refits=40, seed=3), counts / 40)
     assert (counts > 0).sum() > 1
     still = run.noisy_choices(m, decision, 0.0, refits=3)

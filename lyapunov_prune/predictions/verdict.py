@@ -177,6 +177,7 @@ def task_verdict(
 def _retrieval(found: RetrievalScores) -> KindVerdict:
     n = found.ndcg.shape[1]
     same = float(found.overlap[1].mean())
+    low, high = wilson(same, n)
     return KindVerdict(
         task="retrieval",
         space="final states",
@@ -188,7 +189,8 @@ def _retrieval(found: RetrievalScores) -> KindVerdict:
         unit="of similarity",
         certain=float(found.kept[1].mean()),
         same=same,
-        **_interval(same, n),
+        low=low,
+        high=high,
         score=f"nDCG@{TOP}",
         dense=float(found.ndcg[0].mean()),
         compressed=float(found.ndcg[1].mean()),
@@ -199,6 +201,7 @@ def _choice(found: ChoiceComparison) -> KindVerdict:
     n = len(found.gold)
     shift, lead = found.shift(), found.lead()
     same = found.survival(per_character=True)
+    low, high = wilson(same, n)
     return KindVerdict(
         task="choice",
         space="subspace of the options",
@@ -210,7 +213,8 @@ def _choice(found: ChoiceComparison) -> KindVerdict:
         unit="nats a character",
         certain=float((shift < lead).mean()),
         same=same,
-        **_interval(same, n),
+        low=low,
+        high=high,
         score="accuracy",
         dense=found.accuracy("dense", per_character=True),
         compressed=found.accuracy("compressed", per_character=True),
@@ -220,6 +224,7 @@ def _choice(found: ChoiceComparison) -> KindVerdict:
 def _generation(found: GenerationDivergence, history: HistoryDivergence) -> KindVerdict:
     n = len(found.dense_tokens)
     same = float(found.kept.mean())
+    low, high = wilson(same, n)
     seen = history.running > 0
     direct, own = history.mean_kl()
     return KindVerdict(
@@ -233,7 +238,8 @@ def _generation(found: GenerationDivergence, history: HistoryDivergence) -> Kind
         unit="nats a token",
         certain=float(np.average(history.certain[0, seen], weights=history.running[seen])),
         same=same,
-        **_interval(same, n),
+        low=low,
+        high=high,
         returns=own / direct if direct > 0 else float("nan"),
     )
 
@@ -243,8 +249,3 @@ def wilson(mean: float, n: int) -> tuple[float, float]:
     centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * np.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
     return float(max(0.0, centre - half)), float(min(1.0, centre + half))
-
-
-def _interval(mean: float, n: int) -> dict[str, float]:
-    low, high = wilson(mean, n)
-    return {"low": low, "high": high}
