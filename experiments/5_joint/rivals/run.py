@@ -16,6 +16,7 @@ import numpy as np
 from scipy import stats
 
 from experiments.common import Model, draw, of_model, run_command
+from experiments.noisy_maps import noisy_choices
 from experiments.recoveries import (
     VIT,
     Images,
@@ -34,7 +35,6 @@ from experiments.statements import bullets, counted, percent, short, signed, tab
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.joint.chains import Pair, chains
-from lyapunov_prune.joint.decision import noisy_choices
 from lyapunov_prune.joint.points import Course
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, panels, svg
