@@ -49,7 +49,10 @@ class BitWidths(Schedule):
         cost = self.cost(matrices, given)
         sizes = np.bincount(matrices.layers, matrices.sizes, len(cost))
         width = least_cost(cost, np.array(self.widths), sizes, budget)
-        parameters = {"widths": " ".join(map(str, self.widths)), "cost": picked(cost, self.widths, width)}
+        parameters: dict[str, float | str] = {
+            "widths": " ".join(map(str, self.widths)),
+            "cost": picked(cost, self.widths, width),
+        }
         return width[matrices.layers].astype(np.float64), parameters
 
 
