@@ -19,7 +19,7 @@ from lyapunov_prune.data.retrieval import RetrievalTask
 from lyapunov_prune.evaluation import evaluate_retrieval
 from lyapunov_prune.predictions import Verdict, compare_choices, history_divergence, task_verdict
 from lyapunov_prune.predictions.generation import compare_generation
-from lyapunov_prune.predictions.verdict import KindVerdict, _interval
+from lyapunov_prune.predictions.verdict import KindVerdict, wilson
 from lyapunov_prune.report.predictions import verdict_figure
 
 STEPS = 4
@@ -165,7 +165,8 @@ def test_what_is_certain_did_not_flip(reader: PreTrainedModel, prompts: torch.Te
 @pytest.mark.parametrize(("same", "n", "word"), [(1.0, 200, "stays"), (1.0, 10, "changes"), (0.3, 200, "lost")])
 def test_words_go_by_the_interval(same: float, n: int, word: str) -> None:
     one: KindVerdict = example(KindVerdict, itertools.cycle([0.25]))
-    assert replace(one, same=same, **_interval(same, n)).word == word
+    low, high = wilson(same, n)
+    assert replace(one, same=same, low=low, high=high).word == word
 
 
 def test_an_interval_that_begins_at_the_limit_stays_and_one_that_ends_there_is_not_lost() -> None:
@@ -177,6 +178,6 @@ def test_an_interval_that_begins_at_the_limit_stays_and_one_that_ends_there_is_n
 @pytest.mark.parametrize(("k", "n"), [(0, 7), (3, 7), (7, 7), (40, 50)])
 def test_the_interval_is_wilsons(k: int, n: int) -> None:
     wanted = stats.binomtest(k, n).proportion_ci(method="wilson")
-    found = _interval(k / n, n)
-    assert (found["low"], found["high"]) == pytest.approx((wanted.low, wanted.high), abs=1e-12)
+    found = wilson(k / n, n)
+    assert found == pytest.approx((wanted.low, wanted.high), abs=1e-12)
     assert json.dumps(found)
