@@ -22,7 +22,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.forward import own_text
-from lyapunov_prune.forward.decoding import continued, drawn
+from lyapunov_prune.forward.decoding import continued
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.healing.heal import heal
 from lyapunov_prune.healing.report import Healing
@@ -176,10 +176,10 @@ def test_half_precision_is_healed_by_updates_of_low_rank(
     assert any("--update-rank 16 --dtype bfloat16" in command for command in done.report.commands)
 
 
-def timed_alone(reading: Reading, prompts: torch.Tensor, draws: torch.Tensor, temperature: float) -> torch.Tensor:
+def timed_alone(reading: Reading, prompts: torch.Tensor, steps: int, choose: Any) -> torch.Tensor:
     """The few tokens by which the time of writing is told; no window of the text."""
-    assert draws.shape[1] < SMALL["context"] - 1, "written again"
-    return continued(reading, prompts, draws.shape[1], drawn(draws, temperature))
+    assert steps < SMALL["context"] - 1, "written again"
+    return continued(reading, prompts, steps, choose)
 
 
 @pytest.mark.parametrize("asked", [{"remove": 2}, {"remove": 0.3, "what": "layers,width"}])
@@ -203,7 +203,7 @@ def test_what_goes_on_ends_as_if_it_had_never_stopped(
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(module, "heal", heal)
     monkeypatch.setattr(request, "count_for", lambda *_: pytest.fail("counted again"))
-    monkeypatch.setattr(own_text, "sample", timed_alone)
+    monkeypatch.setattr(own_text, "continued", timed_alone)
     monkeypatch.setattr("lyapunov_prune.ranking.best.angular_distance", lambda *_, **__: pytest.fail("ranked again"))
     done = lp.shrink(reader, tokenizer, tmp_path / "out", **asked, **kept)
     assert done.report.plan.to_json() == whole.report.plan.to_json()
