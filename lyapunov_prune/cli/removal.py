@@ -20,8 +20,8 @@ UNJUDGED = "names the text that judges --mend and --what width; give one of them
 
 
 @dataclass(frozen=True)
-class Removal(RankOptions):
-    """What is removed, by what ranking, and what is done about the gaps."""
+class Asked:
+    """What is removed, said by one of these."""
 
     remove: Annotated[
         float | None, what_option(help="Number or share of layers, channels, or experts per layer.", **counted)
@@ -31,6 +31,12 @@ class Removal(RankOptions):
     plan_file: Annotated[
         Path | None, what_option("--plan", help="A plan.json, or a .yaml file of mergekit slices.")
     ] = None
+
+
+@dataclass(frozen=True)
+class Removal(RankOptions, Asked):  # in this order --help begins with what is asked
+    """What is removed, by what ranking, and what is done about the gaps."""
+
     keep_period: Annotated[
         bool, what_option("--keep-period", help="Remove whole periods of a hybrid model, which some engines need.")
     ] = False
