@@ -14,10 +14,10 @@ from torch import nn
 
 from lyapunov_prune import LyapunovPruneError, check_bounds, compress
 from lyapunov_prune.calibration.gathering import input_norms
-from lyapunov_prune.models import experts, left_alone
+from lyapunov_prune.models import experts
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.plain import find_projections
-from lyapunov_prune.models.roles import CONVOLUTIONS, EMBEDDINGS, ROUTERS, STREAMS, UNKNOWN
+from lyapunov_prune.models.roles import CONVOLUTIONS, EMBEDDINGS, ROUTERS, STREAMS, UNKNOWN, LeftAlone, left_alone
 from lyapunov_prune.models.structure import find_structure
 
 # Parameters of more than one dimension that are no matrices: biases and decays by head or expert, scales, vectors.
@@ -50,8 +50,8 @@ def built(name: str) -> Any:
     return model
 
 
-def listed_of(model: Any) -> tuple[left_alone.LeftAlone, ...]:
-    return left_alone.left_alone(find_structure(model), find_projections(wrap(model)))
+def listed_of(model: Any) -> tuple[LeftAlone, ...]:
+    return left_alone(find_structure(model), find_projections(wrap(model)))
 
 
 def unnamed(model: Any) -> list[str]:
@@ -59,9 +59,7 @@ def unnamed(model: Any) -> list[str]:
     structure = find_structure(model)
     projections = find_projections(wrap(model))
     named = {id(p.stored(model)) for p in projections}
-    listed = {
-        name for left in left_alone.left_alone(structure, projections) if left.why != UNKNOWN for name in left.names
-    }
+    listed = {name for left in left_alone(structure, projections) if left.why != UNKNOWN for name in left.names}
     inside = [(name, p) for name, p in model.named_parameters() if name.startswith(f"{structure.layers_path}.")]
     return [n for n, p in inside if p.ndim > 1 and id(p) not in named and n not in listed and not NO_MATRIX.search(n)]
 
