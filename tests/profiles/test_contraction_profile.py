@@ -117,7 +117,7 @@ def test_windows_and_linearity_of_another_shape_are_refused(measured: Contractio
     assert measured.windows is not None
     for name in ("state", "error", "relative"):
         windows = dataclasses.replace(measured.windows, **{name: getattr(measured.windows, name)[1:]})
-        with pytest.raises(LyapunovPruneError, match=f"windows, {name}: 6 × 2 numbers"):
+        with pytest.raises(LyapunovPruneError, match=f"windows, {name}: "):
             dataclasses.replace(measured, windows=windows)
     with pytest.raises(LyapunovPruneError, match="linearity"):
         dataclasses.replace(measured, linearity=np.ones(LAYERS - 1))
