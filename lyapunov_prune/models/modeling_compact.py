@@ -183,11 +183,12 @@ class Compact:
     def initialize_weights(self: Any) -> None:
         """As the plain class does, whose backbone may fill buffers of the layers that no file holds (Falcon H1).
 
-        Of classes that are not its own, transformers passes over modules without weights of their own.
+        Of classes that are not its own, transformers passes over modules without weights of their own. A backbone that
+        can fill its own does: Gemma 3n's reads its own width.
         """
         super().initialize_weights()  # type: ignore[misc]
         backbone = self.get_submodule(text_config(self.config).layers_path.rpartition(".")[0])
-        self._init_weights(backbone)
+        getattr(backbone, "_init_weights", self._init_weights)(backbone)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

@@ -72,6 +72,12 @@ def test_what_loading_fills_in_every_layer_is_filled_without_an_attention_too() 
     assert not verify(model, made, cuts).passed
 
 
+def test_a_backbone_fills_what_only_it_knows() -> None:
+    """Gemma 3n's scales its embeddings by its own width, which the model around it does not have."""
+    model, cuts = make_zoo("gemma3n_text"), Cuts((3,))
+    assert verify_compact(model, make_compact(model, cuts), cuts, elsewhere=True).passed
+
+
 @pytest.mark.parametrize("name", ["gemma", "granite", "mixtral", "olmo2", "olmo3", "phi", "qwen3_moe", "smollm3"])
 def test_families_of_the_zoo_pass_the_gate(name: str, ids: torch.Tensor) -> None:
     """The module that stands for the block of a mixture is the user's own matrix."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -181,11 +182,17 @@ def judge_features(make: Callable[[], PreTrainedModel]) -> dict[str, str]:
     return found
 
 
+def as_of_a_class(error: LyapunovPruneError, model: PreTrainedModel) -> str:
+    """The message without the name of the model's class, and without that of a temporary folder."""
+    said = re.sub(rf"(this )?\b{type(model).__name__}\b", "this class", str(error))
+    return re.sub(rf"{tempfile.gettempdir()}/\w+", "the folder", said)
+
+
 def _verdict(feature: Callable[[PreTrainedModel], bool | str], model: PreTrainedModel) -> str:
     try:
         found = feature(model)
     except LyapunovPruneError as error:
-        return str(error).replace(type(model).__name__, "this class").partition("; give one of ")[0]
+        return as_of_a_class(error, model).partition("; give one of ")[0]
     except Exception as error:
         return f"{WRONG}: {type(error).__name__}: {error}"[:200]
     return found if isinstance(found, str) else YES if found else f"{WRONG}: the check does not hold"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from families.features import NONE, YES
+from families.features import NONE, YES, as_of_a_class
 from helpers import SMALL, with_large_weights
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, PreTrainedModel
 
@@ -97,6 +97,6 @@ def _verdict(tried: Callable[[Decoder], bool], handle: Decoder) -> str:
     try:
         return YES if tried(handle) else "WRONG: the check does not hold"
     except LyapunovPruneError as error:
-        return str(error).replace(type(handle.model).__name__, "this class")
+        return as_of_a_class(error, handle.model)
     except Exception as error:
         return f"WRONG: {type(error).__name__}: {error}"[:200]
