@@ -125,8 +125,8 @@ def period_values(architecture: str, full: tuple[bool, ...], told: Any = None) -
         if _repeated(period, len(full)) == full:
             return {} if period == now else {_PATTERN: number(period)}
     raise LyapunovPruneError(
-        f"llama.cpp reads one period for the windows of {architecture}, and no period fits the remaining layers; give "
-        "--keep-period, or --layers at equal distances"
+        f"llama.cpp reads one period for the windows of {architecture}, and no period fits the remaining layers; "
+        "prune with --keep-period, or with --layers at equal distances"
     )
 
 
