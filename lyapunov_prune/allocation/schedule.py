@@ -67,17 +67,19 @@ class Schedule(Choice):
         from lyapunov_prune.models.decoder import wrap
 
         matrices, profile = Matrices.of(model), None
-        measured_on: tuple[MeasuredOn, ...] = ()
         if self.needs == "profile":
             profile = given
             matrices.model.require(profile.measured_on.model, "the contraction profile")
         elif self.needs == "batch":
             given = read(wrap(model), given)
-            measured_on = (given.measured_on(),)
-        elif self.needs is not None:
-            measured_on = (given.measured_on,)
         amount, parameters = self.amounts(model, matrices, budget, given)
-        return matrices.allocated(self.name, budget, amount, parameters, measured_on, self.unit, profile)
+        return matrices.allocated(self.name, budget, amount, parameters, self.seen(given), self.unit, profile)
+
+    def seen(self, given: Any) -> tuple[MeasuredOn, ...]:
+        """The texts that the amounts rest on, besides that of a profile."""
+        if self.needs in (None, "profile"):
+            return ()
+        return (given.measured_on() if self.needs == "batch" else given.measured_on,)
 
     def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
         """The amount of every matrix, (M,) float64, and the parameters that it follows from, by name.

@@ -37,9 +37,11 @@ class ATPSearch(Schedule):
         from lyapunov_prune.allocation.allocation import Matrices
         from lyapunov_prune.progress import track
 
-        largest = steepest(budget, Matrices.of(model).model.num_layers)
+        matrices = Matrices.of(model)
+        largest = steepest(budget, matrices.model.num_layers)
         grid = np.unique(np.linspace(0, largest, self.trials + 1)[1:])  # a single β if the largest is 0
-        candidates = [ATP(float(beta)).allocate(model, budget) for beta in grid]
+        trials = [ATP(float(beta)).amounts(model, matrices, budget, None) for beta in grid]
+        candidates = [matrices.allocated(ATP.name, budget, *trial) for trial in trials]
         losses = np.array([given(allocation) for allocation in track(candidates, "search of beta")])
         if not np.isfinite(losses).any():
             raise LyapunovPruneError(
@@ -48,7 +50,7 @@ class ATPSearch(Schedule):
         best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
         return replace(
             candidates[best],
-            schedule="atp-search",
+            schedule=self.name,
             parameters={"trials": float(self.trials), **candidates[best].parameters},
             measured_on=(given.measured_on,),
             tried=tuple(zip(grid.tolist(), losses.tolist(), strict=True)),

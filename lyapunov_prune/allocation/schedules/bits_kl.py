@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.allocation.bit_widths import BitWidths, evenly
@@ -11,7 +10,8 @@ from lyapunov_prune.lazy import np
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lyapunov_prune.allocation.allocation import Allocation, Matrices
+    from lyapunov_prune.allocation.allocation import Matrices
+    from lyapunov_prune.allocation.schedule import Amounts
 
 
 class BitsKL(BitWidths):
@@ -29,11 +29,9 @@ class BitsKL(BitWidths):
     def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
         return given(self.widths)
 
-    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
-        from lyapunov_prune.allocation.allocation import Matrices
-
-        chosen = super().allocate(model, budget, given)
-        even = evenly(Matrices.of(model), budget, self.widths)
-        own, uniform = given.together((chosen, even))
-        told = chosen.parameters | {"KL held out": own, "KL of uniform bits": uniform}
-        return replace(chosen, amount=chosen.amount if own < uniform else even.amount, parameters=told)
+    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
+        amount, parameters = super().amounts(model, matrices, budget, given)
+        even = evenly(matrices, budget, self.widths)
+        own, uniform = given.together((matrices.allocated(self.name, budget, amount, parameters, unit=self.unit), even))
+        told = {**parameters, "KL held out": own, "KL of uniform bits": uniform}
+        return amount if own < uniform else even.amount, told

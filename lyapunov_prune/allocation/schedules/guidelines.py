@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
@@ -13,7 +12,7 @@ from lyapunov_prune.lazy import np
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lyapunov_prune.allocation.allocation import Allocation, Matrices
+    from lyapunov_prune.allocation.allocation import Matrices
     from lyapunov_prune.allocation.schedule import Amounts
     from lyapunov_prune.results.result import MeasuredOn
 
@@ -56,35 +55,32 @@ class Guidelines(Schedule):
     help = "early MLP inputs dense, keys and values sparser, with an upper limit"
     reference = "structural sensitivity, §6.4"
 
-    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
+    def seen(self, given: Any) -> tuple[MeasuredOn, ...]:
         if isinstance(self.ceiling, float | int):
-            return super().allocate(model, budget)
-        ceiling, measured_on = _measured(self.ceiling, model)
-        return replace(replace(self, ceiling=ceiling).allocate(model, budget), measured_on=measured_on)
+            return ()
+        return tuple(on for on in (self.ceiling.calibrated_on, self.ceiling.measured_on) if on is not None)
 
     def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
         from lyapunov_prune.allocation.fitting import shift
         from lyapunov_prune.models.roles import role
 
-        assert isinstance(self.ceiling, float | int)  # `allocate`
+        ceiling = self.ceiling if isinstance(self.ceiling, float | int) else _threshold(self.ceiling, matrices)
         roles = np.array([role(p.component) for p in matrices.projections])
         kept = (roles == "mlp-in") & (matrices.layers < self.protected)
         first = np.isin(roles, ("key", "value"))
         if not first.any() or (self.protected and not kept.any()):
             missing = "matrices into its first MLPs" if first.any() else "keys and values"
             raise LyapunovPruneError(f"{matrices.model.name} has no {missing} known by name; use another schedule")
-        amount = shift(np.where(first, self.extra, 0.0), matrices.sizes, budget, high=np.where(kept, 0.0, self.ceiling))
-        return amount, {"ceiling": self.ceiling, "extra": self.extra, "protected": self.protected}
+        amount = shift(np.where(first, self.extra, 0.0), matrices.sizes, budget, high=np.where(kept, 0.0, ceiling))
+        return amount, {"ceiling": ceiling, "extra": self.extra, "protected": self.protected}
 
 
-def _measured(ceiling: Catastrophe, model: PreTrainedModel) -> tuple[float, tuple[MeasuredOn, ...]]:
-    """s* and the texts that it was measured on."""
-    from lyapunov_prune.models.structure import identify
-
+def _threshold(ceiling: Catastrophe, matrices: Matrices) -> float:
+    """s*; raises LyapunovPruneError for a measurement without it, or of another model."""
     if ceiling.threshold is None:
         raise LyapunovPruneError(
             "this sensitivity has no s*: its study threshold was not run, or no sparsity kept the regret below the "
             "limit; run it, or give the ceiling as a number"
         )
-    identify(model).require(ceiling.measured_on.model, "s*")
-    return ceiling.threshold, tuple(on for on in (ceiling.calibrated_on, ceiling.measured_on) if on is not None)
+    matrices.model.require(ceiling.measured_on.model, "s*")
+    return ceiling.threshold
