@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -151,21 +151,20 @@ class _Walks:
     ) -> None:
         self.reading, self.removed = reading, removed
         self.prefix, self.scorer = reading.prefix, reading.scorer
-        # Of both kinds of windows, the walk through the dense model, and that through the mended one.
-        self.fitted, self.held = ((_Walk(reading, some), _Walk(reading, some)) for some in (fitted, held))
+        self.fitted, self.held = (_Both(_Walk(reading, some), _Walk(reading, some)) for some in (fitted, held))
 
-    def sums(self, some: tuple[_Walk, _Walk], place: Place, mends: Sequence[Mend], before: int, behind: int) -> Sums:
+    def sums(self, some: _Both, place: Place, mends: Sequence[Mend], before: int, behind: int) -> Sums:
         """Sums for the layer before boundary `before`, whose state should become the dense one at boundary `behind`."""
-        begin, (dense, pruned) = self.prefix.entry(place.layer), some
+        begin, (dense, mended) = self.prefix.entry(place.layer), some
         dense.to(behind)
         module = self.reading.structure.layers[place.layer].get_submodule(place.module)
         outputs: list[torch.Tensor] = []
         note = (module, lambda module, args, kwargs, output: outputs.append(hidden_of(output).clone()))
         with self._cut(mends):
-            self.fitted[1].to(begin)
-            self.held[1].to(begin)
+            self.fitted.mended.to(begin)
+            self.held.mended.to(begin)
             sums: Sums | None = None
-            for ids, start, y in zip(pruned.windows, pruned.states, dense.states, strict=True):
+            for ids, start, y in zip(mended.windows, mended.states, dense.states, strict=True):
                 outputs.clear()
                 with hooked(after=[note]):
                     h = self.prefix.advance(ids, begin, start, before)
@@ -180,7 +179,7 @@ class _Walks:
         """Mean loss of the held-out windows, continued from `layer`."""
         begin = self.prefix.entry(layer)
         losses: list[float] = []
-        held = self.held[1]
+        held = self.held.mended
         for ids, start in zip(held.windows, held.states, strict=True):
             with self._cut(mends), self.prefix.entered(begin, start if begin else torch.empty(0)):
                 losses += self.scorer(ids)[0]
@@ -210,6 +209,13 @@ class _Walk:
             for ids, state in zip(self.windows, self.states, strict=True)
         ]
         self.at = boundary
+
+
+class _Both(NamedTuple):
+    """The same windows on their way through the dense model and through the mended one."""
+
+    dense: _Walk
+    mended: _Walk
 
 
 @torch.no_grad()
