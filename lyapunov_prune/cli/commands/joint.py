@@ -52,7 +52,7 @@ def joint(
     Writes a compact checkpoint, with joint.json, plan.json and a report. If it is interrupted, the same command
     continues.
     """
-    inputs = Inputs(device, "float32", text.text, text.tokens, text.context)
+    inputs = Inputs(device=device, dtype="float32", **vars(text))
     inputs.require_loaded("joint", one_place=True)
     if (remove is None) == (speedup is None):
         raise LyapunovPruneError("give one budget, --remove K or --speedup S")
