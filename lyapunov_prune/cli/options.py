@@ -64,9 +64,10 @@ ABOVE_ZERO = Range(above=True)
 counted = {"parser": count_or_share, "metavar": "N|N%"}
 
 
-def one_of(table: Mapping[str, Any], *more: str) -> str:
-    """Help of an option that takes a name from a table: `more`, then one line for each entry."""
-    return "\n\n".join([*more, *(f"{name}: {entry.help}" for name, entry in table.items())])
+def one_of(table: Mapping[str, Any], *more: str) -> dict[str, str]:
+    """Settings of an option that takes a name from a table: its help is `more`, then one line for each entry."""
+    lines = [f"{name}: {entry.help}" for name, entry in table.items()]
+    return {"metavar": "NAME", "help": "\n\n".join([*more, *lines])}
 
 
 SPREAD, DISK = "spread", "disk"  # values of --device for models that are not on one
@@ -182,7 +183,7 @@ class RunOptions(Inputs):
 
 IN_MEMORY = f"needs the model in memory; leave it out, or --device {DISK}"
 Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in).")]
-Format = Annotated[choices.Format, output_option(help=one_of(formats_of("prune"), "Format of the checkpoint."))]
+Format = Annotated[choices.Format, output_option(**one_of(formats_of("prune"), "Format of the checkpoint."))]
 Judge = Annotated[
     str | None,
     text_option(
@@ -206,7 +207,7 @@ Spend = Annotated[
         "below this, in nats per token; found by bisection.",
     ),
 ]
-Method = Annotated[choices.Method, what_option(help=one_of(METHODS, "How a matrix is compressed."))]
+Method = Annotated[choices.Method, what_option(**one_of(METHODS, "How a matrix is compressed."))]
 Sparsity = Annotated[
     str | None,
     what_option(
@@ -221,17 +222,17 @@ Allocation = Annotated[
     str,
     what_option(
         autocompletion=lambda: list(SCHEDULES),
-        help=one_of(SCHEDULES, "How the amount is divided over matrices, or the JSON file of an Allocation."),
+        **one_of(SCHEDULES, "How the amount is divided over matrices, or the JSON file of an Allocation."),
     ),
 ]
 GroupSize = Annotated[int | None, what_option(help="Number of weights per grid (rtn, gptq, awq); default: a row.")]
 
 Stored = Annotated[
-    choices.Stored, output_option("--format", help=one_of(formats_of("compress"), "Format of the checkpoint."))
+    choices.Stored, output_option("--format", **one_of(formats_of("compress"), "Format of the checkpoint."))
 ]
 
 Written = Annotated[
-    choices.Written, output_option("--format", help=one_of(formats_of("export"), "Format of the checkpoint."))
+    choices.Written, output_option("--format", **one_of(formats_of("export"), "Format of the checkpoint."))
 ]
 Quantize = Annotated[
     Quantisation | None,

@@ -14,10 +14,15 @@ from lyapunov_prune.ranking.table import CRITERIA, default_criterion
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.models.decoder import Decoder
 
+
+def _criteria_of(part: str) -> str:
+    return ", ".join(name for name, criterion in CRITERIA.items() if part in criterion.parts)
+
+
 Criterion = Annotated[
     choices.Criterion | None,
     what_option(
-        help=one_of(
+        **one_of(
             CRITERIA,
             "How layers are chosen. Default: best if --remove gives the number of whole layers and the model is in "
             "memory, reap for experts, otherwise bi.",
@@ -28,12 +33,19 @@ Protect = Annotated[str | None, what_option(help="Layers to keep, as 0-2,-1 (neg
 What = Annotated[
     counts.What,
     what_option(
-        help="layers: whole layers. attention, mlp: that part of a layer (by "
-        f"{', '.join(name for name, c in CRITERIA.items() if 'mlp' in c.parts)}). activation: only with prune "
-        "--layers. width: hidden channels of all blocks or experts (prune). experts: the same number per layer (by "
-        f"{', '.join(name for name, c in CRITERIA.items() if 'experts' in c.parts)}). layers,width and "
-        "layers,experts: both, shared by measured loss (prune --remove 20% of the parameters of the layers). In a "
-        "plain checkpoint, removing attention, mlp or activation saves no time."
+        metavar="NAME",
+        help="\n\n".join(
+            [
+                "What is removed. In a plain checkpoint, removing attention, mlp or activation saves no time.",
+                "layers: whole layers",
+                f"attention, mlp: that part of a layer, by {_criteria_of('mlp')}",
+                "activation: only with prune --layers",
+                "width: hidden channels of all blocks or experts (prune)",
+                f"experts: the same number per layer, by {_criteria_of('experts')}",
+                "layers,width and layers,experts: both, shared by measured loss (prune --remove 20% of the parameters "
+                "of the layers)",
+            ]
+        ),
     ),
 ]
 MaxKL = Annotated[

@@ -40,7 +40,7 @@ def joint(
         what_option(help="Instead of --remove: how many times as fast a forward pass must be."),
     ] = None,
     reduction: Annotated[
-        choices.Reduction, what_option(help=one_of(REDUCTIONS, "What replaces an activation."))
+        choices.Reduction, what_option(**one_of(REDUCTIONS, "What replaces an activation."))
     ] = DEFAULT,
     device: Device = "auto",
     text: TextOptions = TextOptions(tokens=40960, context=256),

@@ -186,7 +186,7 @@ def sensitivity(
         str,
         what_option(
             autocompletion=lambda: ["all", *STUDIES],
-            help=one_of(STUDIES, "What is changed: all, or a list of these separated by commas."),
+            **one_of(STUDIES, "What is changed: all, or a list of these separated by commas."),
         ),
     ] = "group,layer,removal",
     method: Method = "magnitude",

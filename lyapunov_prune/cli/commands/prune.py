@@ -46,17 +46,22 @@ def prune(
     --what width removes the same number of hidden channels from the feed-forward block of every layer, or from every
     expert: a smaller and faster plain checkpoint with as many layers. The width that is left is a multiple of 64, in
     narrow blocks of 8. The last matrix of every block is refitted on one half of the text if the other half and a
-    second text (--judge) confirm that it helps. --what experts removes the same number of experts from every layer that
-    has experts.
+    second text (--judge) confirm that it helps.
+
+    --what experts removes the same number of experts from every layer that has experts.
+
     --what layers,width and layers,experts share one budget, --remove 20% of the parameters of the layers: five ways to
     share it, including each kind alone, are compared by their measured KL on windows that were not used to choose.
+
     --what attention, mlp and activation remove a part of each layer. In a plain checkpoint this saves no time:
     attention and MLP are zeroed, an activation is cancelled. With --format compact attentions are absent and a block
     without activation is one matrix; the checkpoint is smaller and faster, and loads with this package or with the
     module beside its weights.
+
     --mend fits the layer before each gap, without training, to replace the gap: on one half of the calibration text,
     and only if the other half and a second text (--judge) confirm that it helps. --criterion best then compares the
     sets of layers after mending.
+
     With --device disk, or where the model does not fit in memory or is quantised, the files are pruned. The removal
     check then compares logits only with --device disk, which reads both models one layer at a time. --what width
     --device disk measures the channels in this way too, and refits no matrix.
