@@ -28,10 +28,10 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@# Their folders are no names of modules, so they are checked as copies under other names, all of them at once.
+	@# Folders of experiments are no names of modules, so these are checked as copies under other names, all of them at once.
 	rm -rf build/runs && mkdir -p build/runs
-	for run in experiments/*/*/run.py; do cp $$run build/runs/$$(dirname $$run | tr / _).py; done
-	$(BIN)/mypy --disable-error-code misc --no-warn-unused-ignores build/runs/*.py
+	for file in experiments/*/*/*.py; do cp $$file build/runs/$$(echo $${file%.py} | tr / _).py; done
+	$(BIN)/mypy --disable-error-code misc --no-warn-unused-ignores build/runs/*.py benchmarks/*.py
 	$(BIN)/lint-imports --no-cache
 
 # The wheel alone, in an environment of its own that sees the packages of .venv, outside this folder.

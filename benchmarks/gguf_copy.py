@@ -35,12 +35,15 @@ def main() -> None:
         kept, target = Path(place) / "kept.gguf", Path(place) / "target.gguf"
         plan = PruningPlan.given(identity, gone)
         prune_gguf(str(source), plan, kept)
-        copy = ["cp", kept, target]
+        copy = ["cp", str(kept), str(target)]
         seconds = least(
             target,
             {
                 "cp": lambda: subprocess.run(copy, check=True),
-                "cp and sync": lambda: (subprocess.run(copy, check=True), subprocess.run(["sync", target], check=True)),
+                "cp and sync": lambda: (
+                    subprocess.run(copy, check=True),
+                    subprocess.run(["sync", str(target)], check=True),
+                ),
                 "prune": lambda: prune_gguf(str(source), plan, target),
             },
         )
@@ -53,13 +56,13 @@ def main() -> None:
             "-m",
             "lyapunov_prune.cli",
             "prune",
-            source,
+            str(source),
             "--device",
             "disk",
             "--layers",
             ",".join(map(str, gone)),
         ]
-        child = [sys.executable, "-c", _PEAK, sys.executable, *command, "-o", target]
+        child = [sys.executable, "-c", _PEAK, sys.executable, *command, "-o", str(target)]
         peak = float(subprocess.run(child, check=True, capture_output=True, text=True).stdout)
         found.add("the same command: peak memory", "500 MB", peak / ALLOWED, 1.0)
         found.save()

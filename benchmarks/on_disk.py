@@ -42,12 +42,12 @@ def main() -> None:
         build(source)
         outline = read_outline(source, source)
         prune(outline, kept)  # its files are the kept bytes
-        copy = ["cp", "-r", kept, target]
+        copy = ["cp", "-r", str(kept), str(target)]
         seconds = taking_turns(
             target,
             {
                 "cp": lambda: subprocess.run(copy, check=True),
-                "cp and sync": lambda: (subprocess.run(copy, check=True), sync(target)),
+                "cp and sync": lambda: copy_and_sync(copy, target),
                 "prune": lambda: prune(read_outline(source, source), target),
             },
         )
@@ -84,8 +84,9 @@ def prune(outline: Outline, target: Path) -> None:
     prune_on_disk(outline, PruningPlan.given(outline.identity, REMOVE), target, shard_bytes=SHARD)
 
 
-def sync(folder: Path) -> None:
-    subprocess.run(["sync", *folder.iterdir()], check=True)
+def copy_and_sync(copy: list[str], target: Path) -> None:
+    subprocess.run(copy, check=True)
+    subprocess.run(["sync", *target.iterdir()], check=True)
 
 
 def taking_turns(target: Path, jobs: dict[str, Callable[[], object]]) -> dict[str, float]:

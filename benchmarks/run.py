@@ -20,7 +20,7 @@ import lyapunov_prune as lp
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.export import Cuts, make_compact
-from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.decoding import continued
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.merging.merge import merge_layers
 from lyapunov_prune.models.decoder import wrap
@@ -123,7 +123,7 @@ def probe(found: Benchmark) -> None:
     seconds = interleaved(
         {
             "probe": lambda: lp.probe_layers(loaded.model, prompts, steps=STEPS),
-            "decoding": lambda: decode_greedily(read(loaded, prompts), prompts.ids, STEPS),
+            "decoding": lambda: continued(read(loaded, prompts), prompts.ids, STEPS),
         }
     )
     ratio = seconds["probe"] / seconds["decoding"] / loaded.structure.num_layers

@@ -168,7 +168,8 @@ def measured(
         return hook
 
     # A matrix of every layer, through which go all tokens that do through the layer.
-    hooks = [layer.mlp.up_proj.register_forward_hook(count("layer")) for layer in find_structure(model).layers]
+    layers: Any = find_structure(model).layers
+    hooks = [layer.mlp.up_proj.register_forward_hook(count("layer")) for layer in layers]
     hooks.append(model.get_output_embeddings().register_forward_hook(count("head")))
     ids = torch.randint(VOCABULARY, (WINDOWS, CONTEXT), generator=torch.Generator().manual_seed(0))
     loading, stream = time.perf_counter() - start, cast(Any, stream_of(model))

@@ -142,7 +142,9 @@ def packed(place: Path) -> int:
         if name != "lm_head.weight":  # the embeddings
             kind = gguf.GGMLQuantizationType.Q8_0 if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
             values = gguf.quants.quantize(tensor.numpy(), kind)
-            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values, raw_dtype=kind)
+            stored = names.get_name(name, try_suffixes=(".weight",))
+            assert stored is not None
+            writer.add_tensor(stored, values, raw_dtype=kind)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
     return file.stat().st_size

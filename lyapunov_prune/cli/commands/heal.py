@@ -185,9 +185,12 @@ def _origin(model: str, teacher: str | None) -> tuple[Provenance | None, str]:
     provenance = made_by(model)
     if teacher is not None:
         return provenance, teacher
-    source = "a model that it does not name" if provenance is None else provenance.source
-    if source != BUILTIN:  # a file that may be a stranger's does not choose what is loaded
-        raise LyapunovPruneError(f"{model} was made from {source!r}; if you trust that, give it as --teacher")
+    if provenance is None:
+        raise LyapunovPruneError(f"no file in {model} says which model it was made from; give that as --teacher")
+    if provenance.source != BUILTIN:  # a file that may be a stranger's does not choose what is loaded
+        raise LyapunovPruneError(
+            f"{model} was made from {provenance.source!r}; if you trust that, give it as --teacher"
+        )
     return provenance, BUILTIN
 
 
