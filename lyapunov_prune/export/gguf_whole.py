@@ -54,6 +54,8 @@ def write_gguf(
     """
     require_file(target)
     require_whole(model.model)
+    if model.wrapped:
+        raise LyapunovPruneError(f"llama.cpp keeps what reads pictures or sound in a file of its own; {CONVERT}")
     config, name = model.structure.config, model_name(model.model)
     family = gguf_family(config)
     values = architecture_values(config, family, Path(name).stem)

@@ -67,7 +67,8 @@ def fit_mends(
     gaps = [[layer for _, layer in run] for _, run in groupby(enumerate(removed), key=lambda pair: pair[1] - pair[0])]
     if removed and removed[0] == 0:
         raise LyapunovPruneError(
-            "layer 0 is removed, and no layer is before the gap to be mended; keep it, or leave out mending"
+            "layer 0 is removed, and no layer is before the gap to be mended; keep it (--protect 0), or leave out "
+            "mending"
         )
     fitted, held = fitted_and_held(reading, of)
     tokens = sum(w.numel() for w in fitted)

@@ -35,6 +35,7 @@ from lyapunov_prune import (
     verify_removal,
 )
 from lyapunov_prune.bounds import approximate
+from lyapunov_prune.export.gguf_whole import write_gguf
 from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.models import merge_adapters
@@ -398,6 +399,12 @@ def test_a_wrapper_is_written_and_its_card_names_its_class(tokenizer: PreTrained
     again = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
     assert find_structure(again).num_layers == DEPTH - 1
     assert type(load(tmp_path / "out").model) is type(model)
+
+
+@pytest.mark.parametrize("kind", ["Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration"])
+def test_a_wrapper_is_no_gguf_file(kind: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match="pictures or sound"):
+        write_gguf(wrap(make_wrapped(kind)), tokenizer, tmp_path / "x.gguf")
 
 
 def test_a_class_of_ones_own_must_load_with_the_automatic_class(llama: PreTrainedModel) -> None:
