@@ -14,6 +14,8 @@ from typing import TypedDict
 
 import numpy as np
 import torch
+
+sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds `families` and `helpers`
 from families.control import verify_intact
 from families.features import FEATURES, NONE, WRONG, YES, judge_features
 from families.stacks import SETTINGS, STACKS, judge_stack
