@@ -47,7 +47,7 @@ class Choice(ABC):
 class Registry(Mapping[str, type[T]], Generic[T]):
     """The classes of `names`, each in the file of `package` of the same name, with `_` for `-`; imported on first use.
 
-    An unknown name raises LyapunovPruneError, which lists the known ones.
+    Raises LyapunovPruneError for an unknown name, and for a file that does not define one class.
     """
 
     def __init__(self, kind: str, package: str, names: Sequence[str]) -> None:
@@ -59,7 +59,14 @@ class Registry(Mapping[str, type[T]], Generic[T]):
             raise LyapunovPruneError(f"unknown {self._kind} {name!r}{meant}; give one of {', '.join(self._names)}")
         file = import_module(f"{self._package}.{name.replace('-', '_')}")
         classes = [found for found in vars(file).values() if isinstance(found, type) and issubclass(found, Choice)]
-        return cast("type[T]", next(found for found in classes if found.__module__ == file.__name__))
+        own = [found for found in classes if found.__module__ == file.__name__]
+        if len(own) != 1 or own[0].name != name:
+            raise LyapunovPruneError(
+                f"the row {name!r} stands for one {self._kind}, and {file.__name__} defines "
+                f"{' and '.join(found.__name__ for found in own) or 'none'}; define one subclass of the room's base "
+                f"class there, and call the row {name.replace('_', '-')!r}"
+            )
+        return cast("type[T]", own[0])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

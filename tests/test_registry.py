@@ -45,6 +45,26 @@ def test_a_class_is_imported_when_it_is_asked_for(rows: Registry[Choice]) -> Non
         rows["gone"]
 
 
+@pytest.mark.parametrize(
+    ("text", "row", "told"),
+    [
+        ("x = 1", "new", "'new' stands for one thing, and things.new defines none; define one"),
+        (PLAIN + PLAIN.replace("Plain", "Other"), "new", "defines Plain and Other; define one"),
+        ("from things.plain import Plain", "new", "defines none"),
+        (PLAIN, "new_one", "call the row 'new-one'$"),
+    ],
+    ids=["no class", "two", "another's", "underscore"],
+)
+@pytest.mark.usefixtures("rows")
+def test_a_row_whose_file_is_no_choice_says_what_to_do(
+    text: str, row: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "things" / f"{row}.py").write_text(text)
+    monkeypatch.delitem(sys.modules, f"things.{row}", raising=False)
+    with pytest.raises(LyapunovPruneError, match=told):
+        Registry[Choice]("thing", "things", (row,))[row]
+
+
 def test_a_class_has_the_name_of_its_file(rows: Registry[Choice]) -> None:
     assert (rows["plain"].name, rows["between-two"].name) == ("plain", "between-two")
 
