@@ -8,5 +8,16 @@ from lyapunov_prune.registry import Registry
 METHODS = Registry[Method](
     "method",
     "lyapunov_prune.compression.methods",
-    ("magnitude", "weight-only", "wanda", "sparsegpt", "svd", "whitened-svd", "balanced", "rtn", "gptq", "awq"),
+    (
+        "magnitude",
+        "weight-only",
+        "wanda",
+        "sparsegpt",
+        "svd",
+        "whitened-svd",
+        "balanced",
+        "rtn",
+        "gptq",
+        "awq",
+    ),
 )

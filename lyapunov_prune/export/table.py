@@ -6,7 +6,17 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.format import Format
 from lyapunov_prune.registry import Registry
 
-FORMATS = Registry[Format]("format", "lyapunov_prune.export.formats", ("plain", "compact", "deci", "gguf", "packed"))
+FORMATS = Registry[Format](
+    "format",
+    "lyapunov_prune.export.formats",
+    (
+        "plain",
+        "compact",
+        "deci",
+        "gguf",
+        "packed",
+    ),
+)
 
 
 def formats_of(command: str) -> dict[str, type[Format]]:

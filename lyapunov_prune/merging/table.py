@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from lyapunov_prune.models.feedforward import FeedForward
 
 REDUCTIONS = Registry[Reduction](
-    "reduction", "lyapunov_prune.merging.reductions", ("identity", "mean-gate", "scaled", "affine")
+    "reduction",
+    "lyapunov_prune.merging.reductions",
+    (
+        "identity",
+        "mean-gate",
+        "scaled",
+        "affine",
+    ),
 )
 # The default of `joint`: after recovery never worse than the others, on two models (experiments/5_joint).
 DEFAULT: Final = "affine"
