@@ -37,10 +37,10 @@ class Constant(nn.Module):
 class Unmerged:
     """A model, whose layers can lose their attention or activation inside a with block.
 
-    The module that replaces an activation (identity, mean-gate, scaled) or a feed-forward block (affine) is made once
-    for every layer from the forwards of `run`, which runs the unchanged `model` over some inputs. Inside `cut` the
-    weights around it can be trained, and the matrix of an affine block itself; `merged` returns one affine map per
-    block. `copy.deepcopy` gives another one to train.
+    The module that replaces an activation (identity, and constants in the place of a gate) or a feed-forward block (any
+    other reduction) is made once for every layer from the forwards of `run`, which runs the unchanged `model` over some
+    inputs. Inside `cut` the weights around it can be trained, and the matrix of a replaced block itself; `merged`
+    returns one affine map per block. `copy.deepcopy` gives another one to train.
 
     Raises LyapunovPruneError for a model without a compact class, an attention that cannot leave, a block that cannot
     be merged, and a reduction that does not apply to such blocks.
@@ -74,7 +74,7 @@ class Unmerged:
             yield self.model
 
     def hidden(self, activation: Sequence[int]) -> dict[int, HiddenMap]:
-        """By layer, the map τ that replaces the hidden vector inside `cut`; an affine block has none."""
+        """By layer, the map τ that replaces the hidden vector inside `cut`; a replaced block has none."""
         maps = {i: self._map(self.blocks[i]) for i in activation}
         return {i: tau for i, tau in maps.items() if tau is not None}
 
@@ -94,7 +94,7 @@ class Unmerged:
         if tau is not None:
             return product(block.parts(self.layers[block.layer]).out, tau)
         matrix: Any = next(iter(self._stand_ins[block.layer].values()))
-        return matrix.weight.detach(), matrix.bias.detach()
+        return matrix.weight.detach(), None if matrix.bias is None else matrix.bias.detach()
 
 
 @in_eval_mode
@@ -114,9 +114,10 @@ def _stand_ins(
             made.append({block.activation: nn.Identity()})
         else:
             W, b = product(parts.out, chosen.map(parts, summed))
-            assert b is not None  # a least-squares fit has a bias
-            matrix = nn.Linear(W.shape[1], W.shape[0], device="meta")
-            matrix.weight, matrix.bias = nn.Parameter(W.to(parts.out[0])), nn.Parameter(b.to(parts.out[0]))
+            matrix = nn.Linear(W.shape[1], W.shape[0], bias=b is not None, device="meta")
+            matrix.weight = nn.Parameter(W.to(parts.out[0]))
+            if b is not None:
+                matrix.bias = nn.Parameter(b.to(parts.out[0]))
             others = () if block.block else (block.activation, block.out.module)
             made.append({block.block or block.up.module: matrix, **{path: nn.Identity() for path in others}})
     return made

@@ -16,6 +16,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.compact_gate import cut_by_hooks
 from lyapunov_prune.forward.logits import deviation, uncached_logits
+from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.merging.unmerged import Constant, Unmerged
 from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.models.structure import find_layers
@@ -24,8 +25,8 @@ PLAIN = ("gpt2", "gpt_neox", "opt", "vit", "deit")
 GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 ZOO = {"granite": "scaled", "olmo2": "mean-gate", "phi": "identity"}  # families of the zoo alone
 PAIRS = [*ZOO.items()]
-PAIRS += [(n, r) for n in PLAIN for r in ("identity", "affine")]
-PAIRS += [(n, r) for n in GATED for r in ("mean-gate", "scaled", "affine")]
+PAIRS += [(n, r) for n in PLAIN for r, known in REDUCTIONS.items() if "plain" in known.blocks]
+PAIRS += [(n, r) for n in GATED for r, known in REDUCTIONS.items() if "gated" in known.blocks]
 
 
 def subject(name: str, dtype: torch.dtype = torch.float64) -> tuple[PreTrainedModel, torch.Tensor]:
