@@ -26,6 +26,9 @@ from lyapunov_prune.ranking.table import CRITERIA
 
 SEEDS = (0, 1)
 OF_LAYERS = [name for name, known in CRITERIA.items() if "layers" in known.parts]
+# The file that a criterion keeps, if it has not the criterion's name.
+KEPT = dict.fromkeys(("rho", "blend", "blend-minmax"), "profile") | dict.fromkeys(("kl", "cosine"), "divergence")
+KEPT |= {"bi": "influence", "from-end": None, "random": None}
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +47,8 @@ def by_itself(model: PreTrainedModel, ids: torch.Tensor, criterion: str) -> Rank
         return lp.ranking.best_removal(model, ids, 2)
     if criterion in ("kl", "cosine"):
         return lp.ranking.rank_by_divergence(lp.predictions.skip_divergence(model, ids), criterion=criterion)
+    if not CRITERIA[criterion].profiled:
+        pytest.fail(f"say here what {criterion} is compared with, and in KEPT which file it keeps")
     profile, influence = lp.measure_contraction(model, ids, seeds=SEEDS), lp.block_influence(model, ids)
     return lp.rank_layers(profile, influence, criterion=criterion, alpha=0.3, seed=5)
 
@@ -58,10 +63,8 @@ def test_every_criterion_by_one_call(criterion: str, llama: PreTrainedModel, ids
     assert (plan.remove, plan.criterion, plan.alpha) == (wanted.remove, wanted.criterion, wanted.alpha)
     assert [on.text_hash for on in plan.measured_on] == [on.text_hash for on in wanted.measured_on]
     np.testing.assert_allclose(plan.scores, wanted.scores, rtol=1e-4)
-    kept = dict.fromkeys(("rho", "blend", "blend-minmax"), "profile") | dict.fromkeys(("kl", "cosine"), "divergence")
-    kept = (kept | {"bi": "influence"}).get(criterion, criterion)
-    measured = criterion not in ("from-end", "random")
-    assert [path.name for path in tmp_path.glob("*.json")] == [f"{kept}.json"] * measured
+    kept = KEPT.get(criterion, criterion)
+    assert [path.name for path in tmp_path.glob("*.json")] == [f"{kept}.json"] * (kept is not None)
     again = type(ranking).load(ranking.save(tmp_path / "ranking.json"))
     assert (str(again), again.plan(2).remove) == (str(ranking), plan.remove)
 
