@@ -183,7 +183,8 @@ def _statement_problems(root: Path) -> Iterator[str]:
             yield f"{place}: a second theorem `{statement.name}`"
         by_name[statement.name] = statement
         if not statement.private and statement.name not in expected and statement.name not in _HELPERS:
-            yield f"{place}: theorem `{statement.name}` is not in the registry (lyapunov_prune/bounds/theorems.csv)"
+            where = f"the registry (lyapunov_prune/bounds/theorems.csv); its digest is {statement.digest}"
+            yield f"{place}: theorem `{statement.name}` is not in {where}"
     for name, (file, digest) in expected.items():
         known = by_name.get(name)
         if known is None or known.file != file:
