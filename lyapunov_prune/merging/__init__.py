@@ -6,6 +6,5 @@
   `unmerged`: a model that is trained as if it were cut, and merged afterwards. `pruning` puts the matrix in place of
   the block.
 
-A new reduction is a file in `reductions` and a row in `table.REDUCTIONS`; a sum that is not collected yet goes into
-`SUMS` of `calibration.blocks`.
+A new reduction is a file in `reductions` and a row in `table.REDUCTIONS`; docs/adding/reduction.md shows one.
 """

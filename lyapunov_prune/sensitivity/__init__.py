@@ -4,6 +4,8 @@
   changes;
 - `sweep`: many small changes of one model on one text, none measured twice; `compressor`: the compressed matrices;
 - `sensitivity`: the result; `drift`: how far the states moved; `amplification`: whether ρ predicts that.
+
+A new study is a file in `studies` and a row in `table.STUDIES`; docs/adding/study.md shows one.
 """
 
 import lazy_loader

@@ -1,0 +1,94 @@
+"""What docs/adding calls complete is complete: each example is one file and one row, and its command runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+PACKAGE = REPOSITORY / "lyapunov_prune"
+PAGES = "".join(page.read_text(encoding="utf-8") for page in sorted((REPOSITORY / "docs" / "adding").glob("*.md")))
+# The folder of each example, below the package, and its text.
+EXAMPLES: dict[str, str] = {
+    folder: re.sub(r"^   ", "", code, flags=re.MULTILINE)
+    for folder, code in re.findall(
+        r"`toy\.py` in `lyapunov_prune/(\w+/\w+)/`:\n\n   ```python\n(.*?)^   ```", PAGES, re.MULTILINE | re.DOTALL
+    )
+}
+COMMANDS = {
+    folder: line.split()
+    for folder, line in {
+        "ranking/criteria": "rank tiny --criterion toy --remove 1 --tokens 128 --context 64",
+        "compression/methods": "compress tiny --method toy --sparsity 0.5 --format toy -o method",
+        "allocation/schedules": "compress tiny --allocation toy --method svd --sparsity 0.5 -o schedule",
+        "merging/reductions": "joint tiny --reduction toy --remove 2 --tokens 2048 --context 64 -o joint",
+        "sensitivity/studies": "sensitivity tiny --study toy --tokens 128 --context 64 -o study",
+        "export/formats": "prune tiny --layers 1 --format toy --tokens 128 --context 64 -o format",
+    }.items()
+}
+# Every command in one process, which waits for torch once.
+SCRIPT = """
+import json, sys
+from lyapunov_prune.cli.app import main
+for sys.argv in json.loads(sys.argv[1]):
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, sys.argv
+"""
+
+
+def row_added(folder: str, root: Path) -> None:
+    """A first row in the table of the room."""
+    table = root / Path(folder).parent / "table.py"
+    package = f"lyapunov_prune.{folder.replace('/', '.')}"
+    text, count = re.subn(rf'("{package}",\s*\()', r'\1"toy", ', table.read_text(encoding="utf-8"))
+    assert count == 1
+    table.write_text(text, encoding="utf-8")
+
+
+def test_every_table_has_an_example() -> None:
+    assert EXAMPLES.keys() == COMMANDS.keys()
+    rooms = {path.parent.name for path in PACKAGE.glob("*/table.py")}
+    assert {folder.split("/")[0] for folder in EXAMPLES} == rooms
+
+
+@pytest.mark.parametrize("folder", EXAMPLES)
+def test_an_example_is_as_the_linter_wants_it(folder: str) -> None:
+    ruff = Path(sys.executable).with_name("ruff")
+    for command in (["check"], ["format", "--check"]):
+        place = f"--stdin-filename=lyapunov_prune/{folder}/toy.py"
+        done = subprocess.run(
+            [ruff, *command, place, "-"], cwd=REPOSITORY, input=EXAMPLES[folder], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_examples_run(checkpoint: Path, tmp_path: Path) -> None:
+    root = tmp_path / "changed" / "lyapunov_prune"
+    shutil.copytree(PACKAGE, root, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder, code in EXAMPLES.items():
+        (root / folder / "toy.py").write_text(code, encoding="utf-8")
+        row_added(folder, root)
+    lines = json.dumps([["lyapunov-prune", *command] for command in COMMANDS.values()])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, lines],
+        cwd=checkpoint.parent,
+        env={**os.environ, "PYTHONPATH": str(root.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for told in ("by toy", "matrices by toy", "svd, toy: sparsity", "toy: most at layers"):
+        assert told in done.stdout
+    made = checkpoint.parent
+    assert json.loads((made / "joint" / "joint.json").read_text())["importance"]["reduction"] == "toy"
+    assert json.loads((made / "format" / "provenance.json").read_text())["format"] == "toy"
+    assert json.loads((made / "method" / "config.json").read_text())["dtype"] == "bfloat16"
