@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune import LyapunovPruneError, allocate
 from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.allocation.allocation import Matrices
-from lyapunov_prune.allocation.bit_widths import evenly, least_cost
+from lyapunov_prune.allocation.bit_widths import BitWidths, evenly, least_cost
 from lyapunov_prune.allocation.schedules.bits_ends import BitsEnds
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.forward.reading import read
@@ -27,7 +27,7 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import identify
 
 WIDTHS = (2, 3, 4, 8, 16)
-BITS = [name for name in SCHEDULES if name.startswith("bits-")]
+BITS = [name for name, known in SCHEDULES.items() if issubclass(known, BitWidths)]
 
 
 class Known:

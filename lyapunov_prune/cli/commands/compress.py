@@ -149,10 +149,12 @@ def _show_spent(spent: BudgetedCompression, output: Path) -> None:
 
 def _write_recipes(output: Path, schedule: str | Allocated, done: Compressed) -> None:
     """Write the recipes of other tools for bits that differ by layer."""
+    from lyapunov_prune.allocation.bit_widths import BitWidths
+    from lyapunov_prune.allocation.table import SCHEDULES
     from lyapunov_prune.export.recipes import recipes_of
     from lyapunov_prune.results.files import write_whole
 
-    if isinstance(schedule, str) and schedule.startswith("bits-"):
+    if isinstance(schedule, str) and issubclass(SCHEDULES[schedule], BitWidths):
         for name, recipe in recipes_of(done.model, done.report).items():
             write_whole(output / name, recipe)
 
