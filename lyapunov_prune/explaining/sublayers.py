@@ -112,8 +112,13 @@ class Middles:
     def watched(self, seen: KeptStates) -> Iterator[None]:
         """Inside the block, add the state between the sublayers of every layer that runs to `seen`, by layer."""
 
+        def add(layer: int, state: torch.Tensor) -> None:
+            if state.ndim == 2:  # OPT joins windows and tokens before its MLP
+                state = state.unflatten(0, (-1, self.side.reading.batch.ids.shape[1]))
+            seen.add(layer, state)
+
         def note(layer: int) -> Any:
-            return lambda module, args, kwargs: seen.add(layer, layer_input(args, kwargs))
+            return lambda module, args, kwargs: add(layer, layer_input(args, kwargs))
 
         with hooked(before=[(split.entry, note(layer)) for layer, split in self.splits.items()]):
             yield

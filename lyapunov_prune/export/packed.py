@@ -10,6 +10,7 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import write_card
-from lyapunov_prune.checkpoints.reloading import reload_check
+from lyapunov_prune.checkpoints.reloading import RELOADED, reload_check
 from lyapunov_prune.checkpoints.saving import size_of
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.grids import Grid
@@ -43,6 +44,7 @@ from lyapunov_prune.models.quantised import PACK, PACKER, unlogged
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.weight_files import SINGLE
 from lyapunov_prune.models.wrappers import loading_class
+from lyapunov_prune.pruning.gate import attempt
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 
@@ -138,9 +140,8 @@ def write_packed(
         save_files(small, tokenizer, folder, state)
         packing.write_config(folder, small)
         inputs = sample_inputs(wrap(small), None)
-        check = in_eval_mode(reload_check)(
-            wrap(small), folder, inputs, lambda loaded: _changed(small, loaded, projections)
-        )
+        changed = partial(_changed, small, projections=projections)
+        check = attempt(RELOADED, lambda: in_eval_mode(reload_check)(wrap(small), folder, inputs, changed))
         check.require_passed("the model does not unpack as it was rounded", "write it plain")
         report = replace(report, packed=packed_in(folder, small))
         history_of(small).save(folder / HISTORY)

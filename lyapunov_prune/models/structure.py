@@ -57,7 +57,8 @@ class Structure:
     @property
     def max_context(self) -> int | None:
         """Longest context that the positions allow; None if the config names none, or −1 as XLNet's."""
-        most: int | None = getattr(self.config, "max_position_embeddings", None)
+        whisper: int | None = getattr(self.config, "max_target_positions", None)
+        most: int | None = getattr(self.config, "max_position_embeddings", whisper)
         # In RoBERTa and ESM, positions start after the padding token's id.
         if most and any(
             hasattr(m, "position_embeddings") and hasattr(m, "padding_idx") for m in self.backbone.children()

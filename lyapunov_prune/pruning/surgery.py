@@ -23,7 +23,9 @@ from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.adaptations import Cut
 from lyapunov_prune.models.compact import renumber_compact
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.dispatched import is_dispatched
 from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, POSITION_ATTRIBUTES
+from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.left_out import forget_heads
 from lyapunov_prune.models.mixtures import drop_experts
@@ -33,7 +35,7 @@ from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.models.two_stacks import rebuilt, renew_configs
 from lyapunov_prune.models.units import Refits
 from lyapunov_prune.models.width import find_width, narrow
-from lyapunov_prune.models.wrappers import require_text_alone
+from lyapunov_prune.models.wrappers import require_levels_stay, require_text_alone
 from lyapunov_prune.progress import warn
 from lyapunov_prune.pruning.mirroring import mirror, require_plain_block, zero_sublayers
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -191,6 +193,28 @@ def without_layers(decoder: Decoder, plan: PruningPlan, memo: Mapping[int, Any] 
         renew_configs(pruned)
     _rename_ties(pruned)
     return Decoder(pruned, structure)
+
+
+def refusal(decoder: Decoder, remove: Sequence[int]) -> str | None:
+    """Why no checkpoint can hold `decoder` without the layers `remove`; None if one can.
+
+    The layers are cut from a copy that shares the weights of `decoder`, and whose tables outside the layers are empty.
+    Packed weights, and those on several devices, are not judged: None.
+    """
+    model = decoder.model
+    if decoder.packed or is_dispatched(model):
+        return None
+    names = {suffix for suffix, _ in decoder.family.tables}
+    tables = [module for path, module in model.named_modules() if path.rpartition(".")[2] in names]
+    empty = {id(table.weight): nn.Parameter(table.weight.to("meta")) for table in tables}
+    try:
+        with held(model), quiet():
+            if decoder.wrapped:
+                require_levels_stay(model, tuple(remove))
+            without_layers(decoder, PruningPlan.given(decoder, remove), {**shared_memo(model), **empty})
+    except LyapunovPruneError as error:
+        return str(error)
+    return None
 
 
 def _renumber(pruned: PreTrainedModel, layers: nn.ModuleList, kept: tuple[int, ...], total: int) -> None:

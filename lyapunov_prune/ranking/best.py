@@ -50,7 +50,8 @@ def best_removal(
     Every second window of `batch` is a check window, which no score sees. The cheap criteria are measured on the other
     windows (`candidates`), and every set that one of them proposes is checked by its mean loss on the check windows.
     From the best set single layers are then swapped, the most promising swap first; a swap is accepted if it lowers the
-    loss. The search ends when the budget is spent or no swap is left. Without `search` the budget is `search_budget`.
+    loss. A set that no checkpoint of the family can lose is not checked (`pruning.surgery.refusal`). The search ends
+    when the budget is spent or no swap is left. Without `search` the budget is `search_budget`.
 
     With `mend`, for a removal whose gaps will be mended, half of the budget goes to this search. With the rest, the
     sets of least loss are mended on the scored windows and compared with their gaps mended and open, on the check
@@ -66,8 +67,9 @@ def best_removal(
     stay, counted from the end if negative. Finished checks are kept in `folder` and not repeated.
 
     Raises LyapunovPruneError for a batch of one window, too few tokens to mend on, a number of layers that cannot be
-    removed beside the protected ones, a budget smaller than one check, no set with a finite loss, a model that cannot
-    generate a text to judge by, and as `Sweep` and the measurements do.
+    removed beside the protected ones, a family that can lose none of the proposed sets, a budget smaller than one
+    check, no set with a finite loss, a model that cannot generate a text to judge by, and as `Sweep` and the
+    measurements do.
     """
     reading = read(model, batch)
     layers = reading.structure.num_layers
@@ -95,6 +97,7 @@ def best_removal(
         distance = _distance(scoring, store, batch_size)
         tries.check(by_direction(distance, remove, free))
         tries.propose(batch_size, begin_phase)
+        tries.require_tried()
         begin_phase()
         tries.swap(distance)
         found = tries.result(search, protected)

@@ -11,6 +11,7 @@ from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.mending.judge import losses
 from lyapunov_prune.mending.mend import Mend
 from lyapunov_prune.mending.report import MendReport
+from lyapunov_prune.pruning.surgery import refusal
 from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, swaps
 from lyapunov_prune.ranking.tried import BestRemoval, Final, Tried
 from lyapunov_prune.results.encoding import decode, encode
@@ -45,6 +46,7 @@ class Search:
         self.remove, self.free, self.budget, self.spent = remove, free, budget, spent
         self.tried: list[Tried] = []
         self.left_out: list[str] = []
+        self._refusals: dict[Layers, str | None] = {}
 
     @property
     def best(self) -> int:
@@ -62,7 +64,7 @@ class Search:
         known = {tried.layers for tried in self.tried}
         chosen, left = [], self.budget - self.spent
         for layers in proposed:
-            if layers not in known and self._price(layers) <= left:
+            if layers not in known and self._price(layers) <= left and self._removable(layers):
                 chosen.append(layers)
                 left -= self._price(layers)
         for layers, windows in self._losses(chosen, "checking sets").items():
@@ -99,12 +101,20 @@ class Search:
         while True:
             current = self.tried[self.best].layers
             known = {tried.layers: tried.windows.mean() - self.sweep.dense.mean() for tried in self.tried}
-            promising = next(swaps(current, self.free, known, distance), None)
+            promising = next(filter(self._removable, swaps(current, self.free, known, distance)), None)
             if promising is None or self.spent + self._price(promising) > self.budget:
                 return
             windows = self._losses([promising], f"a swap, {self.spent:.1f} of {self.budget:g} forwards")[promising]
             goes, stays = set(promising) - set(current), set(current) - set(promising)
             self._add(f"{goes.pop()} for {stays.pop()}", promising, windows, swap=True)
+
+    def require_tried(self) -> None:
+        """Check the last layers if every proposed set was refused; raise LyapunovPruneError if they are as well."""
+        if not self.tried:
+            self.check({"from-end": self.free[-self.remove :]})
+        if not self.tried:
+            why = next(why for why in self._refusals.values() if why)
+            raise LyapunovPruneError(f"no set of {self.remove} layers that was proposed can be removed: {why}")
 
     def finals(self, other: Reading, held: float, fit: Fit) -> list[Final]:
         """Judge the sets of least loss with their gaps mended and open, on the check windows and on `other`."""
@@ -144,6 +154,12 @@ class Search:
         except LyapunovPruneError:
             return [np.full_like(self.sweep.dense, np.nan), cut, np.full_like(cut, np.nan)]
         return [losses(self.sweep.reading, layers, mends), cut, losses(other, layers, mends)]
+
+    def _removable(self, layers: Layers) -> bool:
+        """Whether a checkpoint of this family can hold the model without `layers`."""
+        if layers not in self._refusals:
+            self._refusals[layers] = refusal(self.scoring.decoder, layers)
+        return self._refusals[layers] is None
 
     def _price(self, layers: Layers) -> float:
         """The cost of a check in forwards; it starts at the first removed layer."""

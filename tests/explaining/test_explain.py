@@ -87,7 +87,7 @@ def loss(q: np.ndarray, ids: torch.Tensor) -> float:
     return float(-np.take_along_axis(q, ids[:, 1:, None].numpy(), -1).mean())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "moe"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "moe", "opt"])
 def test_both_blames_and_the_parts_are_those_of_exchanged_layers(name: str, ids: torch.Tensor) -> None:
     dense = tiny(name)
     other = perturbed(dense)
@@ -124,7 +124,12 @@ def test_both_blames_and_the_parts_are_those_of_exchanged_layers(name: str, ids:
     assert hooks_of(dense) == hooks_of(other) == 0
 
 
-MIDDLES = {"llama": "post_attention_layernorm", "gpt2": "ln_2", "gemma3_text": "pre_feedforward_layernorm"}
+MIDDLES = {
+    "llama": "post_attention_layernorm",
+    "gpt2": "ln_2",
+    "gemma3_text": "pre_feedforward_layernorm",
+    "opt": "final_layer_norm",  # which takes windows and tokens joined
+}
 
 
 @torch.no_grad()
@@ -168,7 +173,9 @@ def boundaries(model: PreTrainedModel, ids: torch.Tensor, norm: str) -> tuple[li
     """The states at every boundary, and those that enter the norm before the MLP."""
     middles: list[np.ndarray] = []
     hooks = [
-        getattr(layer, norm).register_forward_pre_hook(lambda m, args: middles.append(args[0].double().numpy().copy()))
+        getattr(layer, norm).register_forward_pre_hook(
+            lambda m, args: middles.append(args[0].double().view(*ids.shape, -1).numpy().copy())
+        )
         for layer in find_structure(model).layers
     ]
     states = run(model, ids)[0]

@@ -118,6 +118,16 @@ def test_unequal_bits_load_in_plain_transformers(
     assert packing.size(model) == held
 
 
+def test_a_model_that_transformers_cannot_load_packed_is_not_written(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    model = make_zoo("olmo_hybrid")  # its loader joins matrices, which it cannot do with packed ones
+    done = compress(model, **ROUNDED)
+    with pytest.raises(CheckFailed):
+        write_packed(model, done, tokenizer, tmp_path / "small", "packed")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_weights_and_tied_embeddings(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families.test_faults import ENTRIES
 from families.zoo import CHANGES, LAYERS, make_zoo
 
 from lyapunov_prune import LyapunovPruneError, remove_layers
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.structure import find_structure, identify
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.surgery import refusal
+from lyapunov_prune.ranking import best_removal, search
 
 
 def test_ngram_tables_after_the_first_keep_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +33,35 @@ def test_the_norm_of_the_embeddings_cannot_leave_with_the_first_layer(parts: dic
     model = make_zoo("rwkv")
     with pytest.raises(LyapunovPruneError, match="keep layer 0"):
         remove_layers(model, PruningPlan.given(model, [0], **parts))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_to_ask_whether_layers_can_go_changes_no_weight(entry: str) -> None:
+    name, layers = ENTRIES[entry]
+    model = make_zoo(name)
+    before = identify(model)
+    refusal(wrap(model), layers)
+    refusal(wrap(model), [LAYERS - 1])
+    assert identify(model) == before
+
+
+@pytest.mark.parametrize("name", ["jamba", "beam", "minimax", "gpt_neox_japanese"])
+@pytest.mark.parametrize("mend", [False, True])
+def test_best_tries_only_sets_that_can_go(name: str, mend: bool) -> None:
+    model, ids = make_zoo(name), torch.randint(3, 90, (8, 32), generator=torch.Generator().manual_seed(0))
+    found = best_removal(model, ids, 2, mend=mend, judge=ids.flip(0) if mend else None)
+    assert all(refusal(wrap(model), tried.layers) is None for tried in found.tried)
+    remove_layers(model, found.remove)
+
+
+def test_best_tries_the_last_layers_where_nothing_else_can_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = make_zoo("jamba"), torch.randint(3, 90, (8, 32), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(search, "refusal", lambda decoder, layers: None if layers == (6, 7) else "it cannot")
+    found = best_removal(model, ids, 2)
+    assert [tried.layers for tried in found.tried] == [(6, 7)]
+    monkeypatch.setattr(search, "refusal", lambda decoder, layers: "it cannot")
+    with pytest.raises(LyapunovPruneError, match="it cannot"):
+        best_removal(model, ids, 2)
 
 
 @torch.no_grad()

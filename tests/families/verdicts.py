@@ -39,6 +39,7 @@ from lyapunov_prune.models.families import TRUSTED
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.structure import find_structure, require_causal
 from lyapunov_prune.profiles import sublayer_growth
+from lyapunov_prune.pruning.surgery import refusal
 
 TABLE = Path(__file__).with_name("results.json")
 STACKED, OF_STACKED = "encoder-decoders", Path(__file__).with_name("stacks.json")
@@ -117,13 +118,16 @@ def _control(model: PreTrainedModel) -> str:
 
 
 def _removal(model: PreTrainedModel, layers: list[int]) -> str:
-    """What is not refused has to pass the gate."""
+    """What is not refused has to pass the gate; a search is told the refusal before the layers go."""
     try:
+        told = refusal(wrap(model), layers)
         pruned = remove_layers(model, layers)
     except LyapunovPruneError as error:
-        return str(error)
+        return str(error) if told in (None, str(error)) else f"{WRONG}: {told}, and: {error}"
     except Exception as error:
         return f"{WRONG}: {_line(error)}"
+    if told:
+        return f"{WRONG}: it can be removed, and a search is told: {told}"
     if find_structure(model).model_type in TRUSTED:  # the others have been through the gate
         report = verify_removal(model, pruned, layers)
         if not report.passed:

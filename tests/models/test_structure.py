@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from families.zoo import make_zoo
 from helpers import LAYERS, TINY, make_tiny
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -80,6 +81,11 @@ def test_the_backbone_holds_the_layers_and_not_the_head(family: str, tiny: Make,
 
 def test_the_longest_context_is_the_config_s(family: str, tiny: Make) -> None:
     assert find_structure(tiny(family)).max_context == 128
+
+
+def test_the_context_of_whisper_has_another_name() -> None:
+    model = make_zoo("whisper")
+    assert find_structure(model).max_context == model.config.max_target_positions
 
 
 def test_the_largest_list_of_the_right_length_wins(tiny: Make) -> None:
