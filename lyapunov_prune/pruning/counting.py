@@ -6,6 +6,8 @@ headers of its files.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -117,12 +119,15 @@ class Leaving:
     """What `plan` removes of a model: the share of every tensor (`shares_leaving`).
 
     `before` are the numbers of parameters and of bytes in a checkpoint of the whole model, `gone` those that leave.
-    `after` are the new names of tensors (`Structure.renamed`), and `files` says what of the model's own files it holds.
+    `after` are the new names of tensors (`Structure.renamed`). `renumbered` tensors may differ from that in numbers:
+    those with several names, of which the files hold one, and all of a family that numbers parts by other layers
+    (`Family.leaves`). `files` says what of the model's own files it holds.
     """
 
     plan: PruningPlan
     shares: Mapping[str, Fraction]
     after: Mapping[str, str | None]
+    renumbered: frozenset[str]
     before: tuple[int, int]
     gone: tuple[int, int]
     files: LeftOut | None
@@ -134,7 +139,11 @@ def leaving(decoder: Decoder, plan: PruningPlan, sizes: Sizes | None = None) -> 
     sizes = sizes_in_memory(model) if sizes is None else sizes
     before = model.num_parameters(), sum(size for _, size in sizes)
     after = {name: decoder.structure.renamed(name, plan.kept) for name in shares}
-    return Leaving(plan, shares, after, before, held_by(model, sizes, shares), left_out(model))
+    places = {name: place(t) for name, t in model.state_dict(keep_vars=True).items() if name in shares}
+    often = Counter(places.values())
+    every = decoder.family.leaves is not None
+    renumbered = frozenset(name for name, where in places.items() if every or often[where] > 1)
+    return Leaving(plan, shares, after, renumbered, before, held_by(model, sizes, shares), left_out(model))
 
 
 def count_check(goes: Leaving, pruned: Decoder, saved: int) -> GateCheck:
@@ -148,13 +157,20 @@ def count_check(goes: Leaving, pruned: Decoder, saved: int) -> GateCheck:
     if files is None or not check.passed or not shares.keys() >= set(files.taken.values()):  # or other files
         return check
     held = pruned.model.state_dict().keys()
+    alike = set(map(_numberless, held))
     removed = sum(shares[name] == 1 for name in files.taken.values())
     for key, name in files.taken.items():
-        if shares[name] != 1 and goes.after[name] not in held:
+        if shares[name] == 1 or goes.after[name] in held:
+            continue
+        if name not in goes.renumbered or _numberless(name) not in alike:
             return GateCheck(COUNTED, False, 0.0, 1.0, f"{key} of the input is neither kept nor removed")
     counts = f"{len(files.taken) - removed} kept, {removed} removed, {len(files.names)} left out by name"
     detail = f"{check.detail}; of {len(files.taken) + len(files.names)} tensors in the files {counts}"
     return replace(check, detail=detail)
+
+
+def _numberless(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
 
 
 def fallen_check(before: tuple[int, int], gone: tuple[int, int], layers: int, pruned: Decoder, saved: int) -> GateCheck:

@@ -110,6 +110,18 @@ def test_every_tensor_of_the_files_is_counted(checkpoint: Path) -> None:
     assert "of 58 tensors in the files 48 kept, 9 removed, 1 left out by name" in check.detail
 
 
+@pytest.mark.parametrize("name", ["zamba", "zamba2", "zamba2-two-blocks", "zaya"])
+@pytest.mark.parametrize("remove", [[2, 3], [1, 5], [6]])
+def test_tensors_whose_numbers_change_with_the_layers_of_others_are_kept(
+    name: str, remove: list[int], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The block that layers share has the name of one of them in the files, and Zamba 2 numbers adapters by layer."""
+    make_zoo(name).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = load(tmp_path).model
+    assert verify_removal(model, remove_layers(model, remove), remove).passed
+
+
 def test_planted_fault_a_tensor_of_the_files_that_is_nowhere_is_named(checkpoint: Path) -> None:
     model: Any = load(checkpoint).model
     plan = PruningPlan.given(model, [1])
