@@ -84,9 +84,7 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
     """
     structure, family = decoder.structure, decoder.family
     partly = _shares_of_parts(decoder, plan)
-    places = {
-        name: place(t) for name, t in decoder.model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)
-    }
+    places = _places(decoder.model)
     stays = {place for name, place in places.items() if structure.layer_of(name) not in plan.remove}
     if family.leaves is not None:
         stays -= {place(p) for p in family.leaves(structure.layers, structure.config, plan.remove)}
@@ -96,6 +94,11 @@ def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
         name: partly.get(name, blocks if name.endswith(tables) else Fraction(place not in stays))
         for name, place in places.items()
     }
+
+
+def _places(model: PreTrainedModel) -> dict[str, int]:
+    """The `place` of each tensor of the state dict, by name."""
+    return {name: place(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
 
 
 def held_by(model: PreTrainedModel, sizes: Sizes, shares: Mapping[str, Fraction]) -> tuple[int, int]:
@@ -139,7 +142,7 @@ def leaving(decoder: Decoder, plan: PruningPlan, sizes: Sizes | None = None) -> 
     sizes = sizes_in_memory(model) if sizes is None else sizes
     before = model.num_parameters(), sum(size for _, size in sizes)
     after = {name: decoder.structure.renamed(name, plan.kept) for name in shares}
-    places = {name: place(t) for name, t in model.state_dict(keep_vars=True).items() if name in shares}
+    places = _places(model)
     often = Counter(places.values())
     every = decoder.family.leaves is not None
     renumbered = frozenset(name for name, where in places.items() if every or often[where] > 1)
