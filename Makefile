@@ -51,7 +51,6 @@ attacks: install
 
 bench: install
 	$(BIN)/python benchmarks/run.py
-	$(BIN)/python benchmarks/factors.py
 	$(BIN)/python benchmarks/on_disk.py
 	@# The table of all that is kept, streamed.py, vocabulary.py and healing.py among it, which take longer.
 	$(BIN)/python benchmarks/results.py

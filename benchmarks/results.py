@@ -15,7 +15,6 @@ from lyapunov_prune.results.result import versions
 HERE = Path(__file__).parent
 COMMANDS = (
     "run",
-    "factors",
     "on_disk",
     "gguf_copy",
     "engine",

@@ -209,7 +209,7 @@ def elsewhere_check(model: PreTrainedModel, folder: Path, inputs: list[torch.Ten
     """Compare `model` with what transformers loads from `folder` in a process without this package.
 
     It loads with `trust_remote_code=True`, runs the module in the folder, and must find exactly the expected keys. The
-    model is placed as `model` is, by its device map. Without `inputs` it is loaded on the meta device and not run.
+    model is placed as `model` is, by its device map.
     """
     limit = SAME_LIMIT[model.dtype]
     with tempfile.TemporaryDirectory(prefix="lyapunov-prune-gate-") as place:
@@ -219,7 +219,7 @@ def elsewhere_check(model: PreTrainedModel, folder: Path, inputs: list[torch.Ten
             "folder": str(folder.resolve()),
             "loader": loading_class(model).__name__,
             "dtype": str(model.dtype).removeprefix("torch."),
-            "device": placement(model) if inputs else "meta",
+            "device": placement(model),
             "kernels": kernels(model.config),
             "threads": torch.get_num_threads(),
         }
@@ -244,6 +244,5 @@ def elsewhere_check(model: PreTrainedModel, folder: Path, inputs: list[torch.Ten
                 return GateCheck(ELSEWHERE, False, float("inf"), limit, detail)
         logits = load_file(here / "logits")
     found = (deviation(logits[str(i)], uncached_logits(model, x).cpu()) for i, x in enumerate(inputs))
-    worst = max(found, default=0.0)
-    detail = f"{'logits' if inputs else 'names and shapes'} in a process without this package"
-    return GateCheck(ELSEWHERE, worst <= limit, worst, limit, detail)
+    worst = max(found)
+    return GateCheck(ELSEWHERE, worst <= limit, worst, limit, "logits in a process without this package")

@@ -104,18 +104,12 @@ class Shards:
         save_files(model, tokenizer, folder, {})
         self.write(None)
 
-    def write(
-        self,
-        layer: int | None,
-        stored_as: StoredAs | None = None,
-        state: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
+    def write(self, layer: int | None, stored_as: StoredAs | None = None) -> None:
         """Write the current tensors of `layer`, under the names that transformers uses in files.
 
-        With `stored_as`, the file holds what it returns, and transformers must be able to convert that back. `state`
-        replaces the model's own tensors.
+        With `stored_as`, the file holds what it returns, and transformers must be able to convert that back.
         """
-        state = self._model.state_dict() if state is None else state
+        state = self._model.state_dict()
         tensors = {name: state[name] for name in self._names.get(layer, [])}
         self._digests |= {name: tensor_digests(tensor) for name, tensor in tensors.items()}
         reverted = revert_weight_conversion(self._model, stored_as(tensors) if stored_as else tensors)
@@ -126,10 +120,10 @@ class Shards:
         self._where |= dict.fromkeys(stored, file)
         self._size += sum(tensor.nbytes for tensor in stored.values())
 
-    def finish(self) -> GateCheck:
+    def finish(self) -> None:
         """Write the index, and compare what transformers finds in the files with what was written, bit for bit.
 
-        Returns the passed check. Raises CheckFailed if a layer was not written, or if weights or settings would change
+        Raises CheckFailed if a layer was not written, or if weights or settings would change
         on reloading.
         """
         write_index(self._folder, self._where, self._size)
@@ -147,7 +141,6 @@ class Shards:
         told = wrong or "names, settings and every bit of what is read again"
         check = GateCheck(RELOADED, not wrong, 0.0, 0.0, told)
         check.require_passed("the checkpoint, read again, is not the model", "take the model in memory")
-        return check
 
 
 def size_of(model: PreTrainedModel) -> int:

@@ -57,11 +57,6 @@ class Recipe:
     def _wanted(self) -> dict[str, float]:
         return dict(zip(self.allocation.names, self.allocation.amount.tolist(), strict=True))
 
-    def ranks(self, model: PreTrainedModel) -> dict[str, int | None]:
-        """For a low-rank method, what `CompressionReport.ranks` will be, computed from shapes alone."""
-        amounts = {p.name: self._amount_of(p, p.weight(model)) for p in self.projections}
-        return {name: None if amount is None else int(amount) for name, amount in amounts.items()}
-
     @torch.no_grad()
     def apply(
         self,

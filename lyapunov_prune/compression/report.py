@@ -50,26 +50,17 @@ class CompressedMatrix:
 
 @dataclass(frozen=True)
 class Packed:
-    """The size of a checkpoint that stores matrices as integers or as two factors, and its size with dense matrices.
-
-    `factored` is the number of matrices stored as two factors; None if all are integers.
-    """
+    """The size of a checkpoint that stores matrices as integers, and its size with dense matrices."""
 
     format: str
     bytes: int
     dense_bytes: int
-    factored: int | None = None
 
     def line(self) -> str:
-        size = (
-            f"({self.format}): {self.bytes / 1e6:,.1f} MB of weights on disk, {self.bytes / self.dense_bytes:.3f} of "
-            f"the {self.dense_bytes / 1e6:,.1f} MB that dense ones take; "
-        )
-        if self.factored is not None:
-            return f"two factors of {self.factored} matrices {size}a forward multiplies by one factor after the other"
         return (
-            f"packed integers {size}transformers unpacks them on the first forward, so without a kernel for them no "
-            "time is saved"
+            f"packed integers ({self.format}): {self.bytes / 1e6:,.1f} MB of weights on disk, "
+            f"{self.bytes / self.dense_bytes:.3f} of the {self.dense_bytes / 1e6:,.1f} MB that dense ones take; "
+            "transformers unpacks them on the first forward, so without a kernel for them no time is saved"
         )
 
 
@@ -90,7 +81,7 @@ class CompressionReport(Result):
     symmetric: bool = False  # grids around 0, without a zero point
     weighted: bool = False  # calibration tokens, by the gradient at each matrix's output
     correction: float = 0.0  # toward the outputs of the dense model, the α of `second_order.SecondOrder`
-    packed: Packed | None = None  # integers or factors; None: dense matrices
+    packed: Packed | None = None  # integers; None: dense matrices
     left_alone: tuple[LeftAlone, ...] = ()  # weights inside the layers that no method compresses
 
     def about(self) -> str:

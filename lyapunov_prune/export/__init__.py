@@ -8,7 +8,6 @@
 - `streamed`: a compressed model larger than memory, a layer read, compressed and written at a time;
 - `compact`: attentions gone and feed-forward blocks merged, in a format of its own; `compact_gate`: its gate, and its
   folder, also of such a cut that no plan tells and of plain models made compact;
-- `factors`: a matrix of low rank as two, in a compact model; `factored`: its checkpoint and gate;
 - `packed`: rounded weights as packed integers; `recipes`: their bits as other quantisers take them.
 
 A new format is a file in `formats` and a row in `table.FORMATS`; docs/adding/format.md shows one.

@@ -16,16 +16,13 @@ from lyapunov_prune.checkpoints.saving import Shards, size_of
 from lyapunov_prune.compression.recipe import Asked, recipe_for
 from lyapunov_prune.compression.report import REPORT, CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.export.factored import FORMAT as COMPACT
-from lyapunov_prune.export.factored import NOT_STREAMED, Factoring
 from lyapunov_prune.export.packed import FORMAT as PACKED
 from lyapunov_prune.export.packed import LOADING, Packing, packed_in, require_packable, require_packed_options
-from lyapunov_prune.export.table import FORMATS, require_streamed_format
+from lyapunov_prune.export.table import require_streamed_format
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.decoder import Model, wrap
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.pruning.provenance import gate_table
 from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_with
 
@@ -57,9 +54,8 @@ def compress_on_disk(
     what the schedule reads, and each layer is written to a file of its own. Memory: one layer and its statistics, and
     the states of the batch.
     The folder holds what `write_model` writes. `format` is a name in `table.FORMATS`: `packed` packs weights on
-    symmetric grids like `write_packed`, `compact` stores low ranks as two factors like `write_factored`. The files are
-    read back and checked: they hold the written weights bit for bit; transformers unpacks packed weights to the same
-    values and finds every tensor it needs; products of factors equal the compressed matrices within rounding.
+    symmetric grids like `write_packed`. The files are read back and checked: they hold the written weights bit for bit;
+    transformers unpacks packed weights to the same values and finds every tensor it needs.
 
     Raises LyapunovPruneError as `compress`, and for a model in memory, a format that cannot hold the method's result, a
     schedule that searches, a full disk and a target that is not empty. Raises CheckFailed if the files would load as
@@ -75,34 +71,25 @@ def compress_on_disk(
     require_streamed(asked.allocation)
     require_empty(target)
     packing = _packing(model, asked) if format == PACKED else None
-    if format == COMPACT:
-        FORMATS.make(format).require_method(asked)
     require_disk(target, packing.size(model) if packing else size_of(model), "the compressed files")
     recipe = recipe_for(model, batch, asked)
-    factoring = Factoring(decoder, recipe.ranks(model)) if format == COMPACT else None
-    small = factoring.small if factoring else decoder
     with whole_folder(target) as folder:
-        shards = Shards(small, tokenizer, folder)
+        shards = Shards(decoder, tokenizer, folder)
 
         def write(layer: int) -> None:
-            state = factoring.state(model, layer) if factoring else None
-            shards.write(layer, packing.stored if packing else None, state)
+            shards.write(layer, packing.stored if packing else None)
 
         report = recipe.apply(model, write, seen=packing.keep if packing else None)
         if packing:
             packing.write_config(folder, model)
-        reloaded = shards.finish()
+        shards.finish()
         sections: dict[str, str] = {}
         if packing:
             report, sections = replace(report, packed=packed_in(folder, model)), LOADING
-        if factoring:
-            gate, stored = factoring.finish(folder, reloaded)
-            seen = "layer by layer and on the files: no logits of this model have been computed"
-            report, sections = replace(report, packed=stored), {"Gate": gate_table(gate, seen, NOT_STREAMED)}
         history_with("compress", report.saw, model).save(folder / HISTORY)
         report.save(folder / REPORT)
         title = f"{Path(model.config._name_or_path).name}, compressed"
-        write_card(folder, title, report.about(), small.model, sections)
+        write_card(folder, title, report.about(), model, sections)
     return report
 
 

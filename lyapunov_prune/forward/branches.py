@@ -21,7 +21,6 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, hidden_of, with_input
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import Call, hooked
-from lyapunov_prune.models.modeling_compact import LowRank
 from lyapunov_prune.models.plain import require_readable
 from lyapunov_prune.models.projections import layer_projections, without_numbers
 from lyapunov_prune.models.structure import Structure
@@ -114,7 +113,7 @@ def _ends(calls: Sequence[Call], matrices: dict[str, bool], first: int, last: in
 
 
 def matrix_children(decoder: Decoder) -> list[dict[str, bool]]:
-    """For each layer: its children with matrices, and whether each is itself one matrix (or two factors of it)."""
+    """For each layer: its children with matrices, and whether each is itself one matrix."""
     structure = decoder.structure
     require_readable(decoder)
     return [layer_children(structure, index) for index in range(structure.num_layers)]
@@ -126,7 +125,7 @@ def layer_children(structure: Structure, index: int) -> dict[str, bool]:
     children: dict[str, bool] = {}
     for p in layer_projections(structure.layers[index], index, name, structure.model_type, structure.config):
         child, _, rest = p.module.removeprefix(f"{name}.").partition(".")
-        children[child] = not rest or isinstance(structure.layers[index].get_submodule(child), LowRank)
+        children[child] = not rest
     return children
 
 

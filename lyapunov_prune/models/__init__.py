@@ -23,7 +23,7 @@
 - `streamed`: what other rooms need to know about a model whose layers are read from files one at a time;
 - `hooked`: a model reserved for one thread, and hooks on it, inside a block; `sharing`: two models with equal
   weights share their memory;
-- `compact`, `modeling_compact`: models without some attentions, with merged blocks, or with matrices factored in two;
+- `compact`, `modeling_compact`: models without some attentions or with merged blocks;
 - `recurrence`: the states that layers carry from token to token, in a cache or in modules;
 - `pictures`: models that look at images, and prompts with one;
 - `engines`: what serving engines would do wrong with its layers;

@@ -92,7 +92,7 @@ def not_deci(config: Mapping[str, Any]) -> str | None:
     forms = {form for places in cuts for form in places.values()}
     wrong = {
         f"it is a {family}, and DeciLM are {' and '.join(_FAMILIES)}": family not in _FAMILIES,
-        "it holds merged blocks or factors, which no engine knows": bool(forms - {"none", "identity"}),
+        "it holds merged blocks, which no engine knows": bool(forms - {"none", "identity"}),
         "layer 0 lacks its attention, which engines need": "none" in cuts[0].values(),
         "every layer has its attention": "none" not in forms,
         "it has a sliding window": window is not None and window < config["max_position_embeddings"],

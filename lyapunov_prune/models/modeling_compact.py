@@ -1,4 +1,4 @@
-"""A transformer without some attentions, with merged feed-forward blocks, or with matrices factored in two.
+"""A transformer without some attentions, or with merged feed-forward blocks.
 
 This file lies beside the weights of every compact checkpoint, so that transformers can load it with
 `trust_remote_code=True`; it imports only torch and transformers. A class is made for every config of transformers that
@@ -9,9 +9,7 @@ it is asked for by name: the class that transformers makes of that config, built
   `none 0` if it returned a tensor, `none 1 list` if it returned a list of one;
 - `identity`: the input is returned, in place of a norm that only fed such an attention, or of a merged block's
   activation;
-- `linear`, `affine`: a merged feed-forward block is one square matrix, without or with a bias;
-- `low-rank 192:40 192:40 576:90`: a matrix is split into runs of rows, each `rows:rank` a product of two factors;
-- `affine low-rank 576:90`, `linear low-rank 576:90`: the same for the matrix of a merged block.
+- `linear`, `affine`: a merged feed-forward block is one square matrix, without or with a bias.
 
 A cache has one entry for each remaining attention, so attentions are renumbered (`layer_idx`), and entries of a new
 cache for layers without attention are removed. With the old numbers and layer 0's attention removed, transformers would
@@ -51,40 +49,9 @@ class NoAttention(nn.Module):
         return self.kind([zero, *[None] * (self.outputs - 1)]) if self.outputs else zero
 
 
-class LowRank(nn.Module):
-    """Replaces a matrix, for each run of rows by `y_i = L_i (R_i x) + b_i`.
-
-    `right` stacks all R_i (rank × inputs); `left` holds the L_i (rows × rank) with their biases.
-    """
-
-    def __init__(self, inputs: int, rows: list[int], ranks: list[int], bias: bool) -> None:
-        super().__init__()
-        self.ranks = ranks
-        self.right = nn.Linear(inputs, sum(ranks), bias=False)
-        self.left = nn.ModuleList(nn.Linear(r, m, bias=bias) for m, r in zip(rows, ranks, strict=True))
-
-    @classmethod
-    def of(cls, form: str, old: Any) -> LowRank:
-        """The replacement of the matrix `old` by `form`; `old` is output × input, or transposed as in GPT-2."""
-        parts = [tuple(map(int, part.split(":"))) for part in form.split()[1:]]
-        rows, ranks = ([*numbers] for numbers in zip(*parts, strict=True))
-        inputs, rest = divmod(old.weight.numel(), sum(rows))
-        if rest or sum(rows) not in old.weight.shape or any(not 0 < r <= min(m, inputs) for m, r in parts):
-            raise ValueError(f"{form} is not of a matrix of shape {tuple(old.weight.shape)}")
-        return cls(inputs, rows, ranks, old.bias is not None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        middle = self.right(x)
-        if len(self.ranks) == 1:
-            return self.left[0](middle)
-        runs = zip(self.left, middle.split(self.ranks, dim=-1), strict=True)
-        return torch.cat([left(part) for left, part in runs], dim=-1)
-
-
 NUMBERS = ("layer_idx", "layer_id")
 CACHES = ("past_key_values", "cache_params")  # the argument of a backbone that holds its cache
 NONE = "none"
-LOW_RANK = "low-rank"
 
 
 def stand_in(form: str, old: nn.Module, width: int) -> nn.Module:
@@ -92,21 +59,17 @@ def stand_in(form: str, old: nn.Module, width: int) -> nn.Module:
 
     Raises ValueError for an unknown form.
     """
-    form, low, factors = form.partition(LOW_RANK)
-    kind, *options = form.split() or [""]
-    module = old
+    kind, *options = form.split()
     if kind == NONE:
-        module = NoAttention(*options)
+        module: nn.Module = NoAttention(*options)
         for name in old._non_persistent_buffers_set:  # Falcon H1 fills these of every layer on loading
             module.register_buffer(name, old._buffers[name], persistent=False)
     elif kind == "identity":
         module = nn.Identity()
     elif kind in ("linear", "affine"):
         module = nn.Linear(width, width, bias=kind == "affine")
-    elif kind:
+    else:
         raise ValueError(f"{kind} is no form that a module can have")
-    if low:
-        module = LowRank.of(low + factors, module)
     return module.train(old.training)
 
 

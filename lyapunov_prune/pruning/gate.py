@@ -1,7 +1,7 @@
 """The gate: a result is compared with a reference that hooks make compute the same, and handed out if it passes.
 
 `Gate` holds both models and the comparisons that every gate makes: of logits, of cached decoding, of the model that is
-read back from its files. `removal`, and in `export` `compact_gate`, `disk_gate` and `factored`, define what the
+read back from its files. `removal`, and in `export` `compact_gate` and `disk_gate`, define what the
 reference computes and add further checks. Each check compares floating-point numbers on some tokens: evidence, not a
 proof.
 """

@@ -29,13 +29,11 @@ TEXT = ("--tokens", "64", "--context", "16")
 MEASURED = (*TEXT, "--device", "cpu")
 PRUNE = ("prune", "tiny", *MEASURED)
 PACK = ("compress", "tiny", "--method", "rtn", "--format", "packed", "--device", "cpu")
-FACTOR = ("compress", "tiny", "--method", "svd", "--format", "compact", "--device", "cpu")
 # What has been made before, by the name that a command reads it by.
 MADE = {
     "pruned": (*PRUNE, "--layers", "1"),
     "compact": (*PRUNE, "--what", "attention", "--layers", "1", "--format", "compact"),
     "packed": (*PACK, "--bits", "4"),
-    "factored": (*FACTOR, "--sparsity", "0.4"),
 }
 COMMANDS = {
     "eval": ("eval", "tiny", *MEASURED),
@@ -61,7 +59,6 @@ COMMANDS = {
 READERS = {
     "compact": ("eval", "compact", *MEASURED),
     "packed": ("eval", "packed", *MEASURED),
-    "factored": ("eval", "factored", *MEASURED),
     "pruned": ("profile", "pruned", "--seeds", "1", *MEASURED),
 }
 # Every option that takes a value, of any command; what is written where, and who is asked for it, stays.

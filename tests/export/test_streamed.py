@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,6 @@ from lyapunov_prune.checkpoints.saving import size_of, write_model
 from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
-from lyapunov_prune.export import factored
-from lyapunov_prune.export.compact_gate import GATE
-from lyapunov_prune.export.factored import write_factored
 from lyapunov_prune.export.packed import Packing, write_packed
 from lyapunov_prune.export.streamed import compress_on_disk
 from lyapunov_prune.models.compact import MODULE
@@ -39,7 +35,6 @@ from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import find_structure, identify
 from lyapunov_prune.profiles.contraction import measure_contraction
-from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.results.history import read_history
 
 # Each kind of what a method looks at: nothing, norms, Gram matrices, gradients.
@@ -62,8 +57,7 @@ def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the process that takes seconds to start."""
     passed = GateCheck("reloads without this package", True, 0.0, 1.0, "not run: it takes seconds")
-    for module in (factored, saving):
-        monkeypatch.setattr(module, "elsewhere_check", lambda *_: passed)
+    monkeypatch.setattr(saving, "elsewhere_check", lambda *_: passed)
 
 
 def both(folder: Path, ids: torch.Tensor | None, **how: Any) -> tuple[CompressionReport, CompressionReport]:
@@ -387,126 +381,4 @@ def test_what_needs_the_whole_dense_model_is_refused(option: dict[str, Any], tol
     ids = torch.randint(97, (2, 20), generator=torch.Generator().manual_seed(0))
     with pytest.raises(LyapunovPruneError, match=told):
         compress_on_disk(model, tokenizer, checkpoint.parent / "out", ids, method="gptq", bits=4, **option)
-    assert not (checkpoint.parent / "out").exists()
-
-
-# Two factors.
-
-CHEAP: dict[str, Any] = {"method": "svd", "sparsity": 0.4}
-
-
-# Of a fused matrix, of one input × output, of a block bare in its layer, of one parallel to attention, and of none of
-# these: the factors stand in for the matrices of these, whatever else the layers of a family do.
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        *((name, make_tiny) for name in ("phi3", "gpt2", "opt", "gpt_neox", "llama", "gemma3")),
-        *((name, make_small) for name in ("phi3", "gpt2", "opt", "llama")),
-    ],
-)
-def test_factors_are_those_of_memory(
-    name: str,
-    make: Callable[[str], PreTrainedModel],
-    ids: torch.Tensor,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    here_alone: None,
-) -> None:
-    folder = saved(make(name), tokenizer, tmp_path / "tiny")
-    whole, apart, how = tmp_path / "whole", tmp_path / "apart", CHEAP | {"method": "whitened-svd"}
-    loaded = load(folder)
-    report = write_factored(lp.compress(loaded.model, ids, **how), tokenizer, whole, "tiny, compressed")
-    found = compress_on_disk(*streamed(folder), apart, ids, format="compact", **how)
-    assert (found.packed, found.ranks) == (report.packed, report.ranks)
-    for name in ("config.json", "generation_config.json", MODULE, "history.json"):
-        assert (apart / name).read_bytes() == (whole / name).read_bytes()
-    assert GateReport.load(apart / GATE).passed
-    a, b = (load(each).model for each in (whole, apart))
-    assert [*a.state_dict()] == [*b.state_dict()]
-    with torch.no_grad():
-        torch.testing.assert_close(b(ids).logits, a(ids).logits, rtol=1e-3, atol=1e-4)
-
-
-def test_what_is_too_large_as_factors_stays_dense(checkpoint: Path, here_alone: None) -> None:
-    """Its bytes are those of the compressed matrix, not of the one that was read."""
-    apart = checkpoint.parent / "apart"
-    found = compress_on_disk(*streamed(checkpoint), apart, format="compact", method="svd", rank=16)
-    dense = lp.compress(load(checkpoint).model, method="svd", rank=16).model.state_dict()
-    written = tensors(apart)
-    assert found.packed is not None
-    assert 0 < found.packed.factored < len(found.matrices)
-    kept = [name for name in dense if name in written and "proj" in name]
-    assert len(kept) == len(found.matrices) - found.packed.factored
-    for name in kept:
-        torch.testing.assert_close(written[name], dense[name])
-
-
-def test_the_card_says_what_was_not_run(checkpoint: Path) -> None:
-    compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="compact", **CHEAP)
-    gate = GateReport.load(checkpoint.parent / "out" / GATE)
-    assert [check.name for check in gate.checks] == [
-        "factors within rounding",
-        "reloads as saved",
-        "fell by what was removed",
-        "reloads without this package",
-    ]
-    card = (checkpoint.parent / "out" / "README.md").read_text(encoding="utf-8")
-    assert "no logits of this model have been computed" in card
-    assert "| same as products by hooks | not run | | |\n| cached decoding | not run | | |" in card
-    assert "trust_remote_code=True" in card
-
-
-def turned(tensors: dict[str, torch.Tensor]) -> None:
-    """The factors of one matrix in another order: of the right shapes, and another product."""
-    tensors["right.weight"] = tensors["right.weight"].flip(0)
-
-
-def scaled(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["left.0.weight"] = tensors["left.0.weight"] * 1.01
-
-
-def one_row_less(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["right.weight"] = tensors["right.weight"][:-1]
-
-
-@pytest.mark.parametrize(
-    ("spoil", "told"),
-    [
-        (turned, "factors within rounding"),
-        (scaled, "factors within rounding"),
-        (one_row_less, "split_with_sizes"),
-    ],
-)
-def test_a_fault_in_the_factors_leaves_nothing(
-    spoil: Callable[[dict[str, torch.Tensor]], None],
-    told: str,
-    checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    here_alone: None,
-) -> None:
-    right = factored.factors_of
-
-    def wrong(model: PreTrainedModel, each: Any) -> dict[str, torch.Tensor]:
-        tensors = right(model, each)
-        if each.module.endswith("2.mlp.down_proj"):
-            spoil(tensors)
-        return tensors
-
-    monkeypatch.setattr(factored, "factors_of", wrong)
-    with pytest.raises(Exception, match=told):
-        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="compact", **CHEAP)
-    assert not (checkpoint.parent / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ({"method": "wanda", "sparsity": 0.5, "format": "compact"}, "result of wanda"),
-        ({"method": "svd", "rank": 30, "format": "compact"}, "two factors"),
-        ({**CHEAP, "format": "zip"}, "unknown format 'zip'"),
-    ],
-)
-def test_what_has_no_factors_is_refused(how: dict[str, Any], told: str, ids: torch.Tensor, checkpoint: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match=told):
-        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", ids, **how)
     assert not (checkpoint.parent / "out").exists()

@@ -62,9 +62,9 @@ def test_a_format_without_words_of_its_own_refuses_by_its_units() -> None:
 
 
 def test_a_format_is_streamed_by_the_commands_that_it_names() -> None:
-    require_streamed_format("compact", "compress")
-    with pytest.raises(LyapunovPruneError, match=r"compact .*plain"):
-        require_streamed_format("compact", "prune")
+    require_streamed_format("packed", "compress")
+    with pytest.raises(LyapunovPruneError, match=r"packed .*plain"):
+        require_streamed_format("packed", "prune")
 
 
 def test_the_table_waits_for_no_torch() -> None:

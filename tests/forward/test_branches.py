@@ -10,8 +10,6 @@ import transformers
 from helpers import OTHERS, PARALLEL, TINY, branches_of, make_other, make_tiny
 
 from lyapunov_prune import LyapunovPruneError
-from lyapunov_prune.compression.compress import compress
-from lyapunov_prune.export.factors import with_factors
 from lyapunov_prune.forward.branches import matrix_children
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure
@@ -27,18 +25,6 @@ def test_stream_and_branches_are_the_layer(name: str, ids: torch.Tensor) -> None
         before, between = attention.x.view_as(output), mlp.x.view_as(output)
         torch.testing.assert_close(before + one + two, output, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(between, before if name in PARALLEL else before + one, rtol=1e-4, atol=1e-4)
-
-
-def test_branches_of_factors_are_those_of_their_products(family: str, ids: torch.Tensor) -> None:
-    """OPT's MLP is a row of bare matrices in its layer, and of two factors each it is one still."""
-    dense = compress(make_tiny(family), method="svd", sparsity=0.4)
-    small = with_factors(dense.model, dense.report.ranks)
-    wanted, found = (branches_of(model, ids[:, :12]) for model in (dense.model, small))
-    for (parts, _), (others, _) in zip(wanted, found, strict=True):
-        assert len(parts) == len(others)
-        for part, other in zip(parts, others, strict=True):
-            with torch.no_grad():
-                torch.testing.assert_close(other(part.x), part(part.x), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", list(OTHERS))

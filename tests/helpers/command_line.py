@@ -64,7 +64,6 @@ WRITERS = [
     ["prune", "tiny", "--layers", "1", "--what", "attention", "--format", "compact", *TEXT],
     ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5"],
     ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--device", "disk"],
-    ["compress", "tiny", "--method", "svd", "--sparsity", "0.5", "--format", "compact"],
     ["compress", "tiny", "--method", "rtn", "--bits", "4", "--format", "packed"],
     ["heal", "tiny", "--teacher", "tiny", "--steps", "1", *TEXT],
     ["export", "tiny"],

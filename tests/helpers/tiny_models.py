@@ -12,11 +12,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.data import ImageBatch
 from lyapunov_prune.data.batch import TokenBatch, Tokens, checked_batch
 from lyapunov_prune.export.compact import Cuts, make_compact
-from lyapunov_prune.export.factors import with_factors
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning import surgery
@@ -170,12 +168,10 @@ def as_batch(model: PreTrainedModel, batch: Tokens) -> TokenBatch:
 
 
 def make_small(name: str, **changes: Any) -> PreTrainedModel:
-    """A compact model of the family: no attention in layers 0 and 4, one matrix for a block, the rest two factors."""
+    """A compact model of the family: no attention in layers 0 and 4, one matrix for two blocks."""
     model = make_tiny(name, **changes)
     W = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 4
-    cut = make_compact(model, Cuts(attention=(0, 4), merged={1: (W, torch.ones(32)), 4: (W.T, None)}))
-    done = compress(cut, method="svd", sparsity=0.4)
-    return with_factors(done.model, done.report.ranks).eval()
+    return make_compact(model, Cuts(attention=(0, 4), merged={1: (W, torch.ones(32)), 4: (W.T, None)}))
 
 
 def with_large_weights(model: PreTrainedModel) -> PreTrainedModel:

@@ -61,9 +61,7 @@ def compress(
     In a plain checkpoint zeros, low ranks and rounded weights are stored as dense matrices of the same size: it shows
     what the compression does to the predictions, but is neither smaller nor faster. --format packed stores the 4 or 8
     bits of rtn and gptq as packed integers: the checkpoint is smaller, and faster in an engine that has a kernel for
-    them. --format compact stores the low ranks of svd, whitened-svd and balanced as two factors: smaller, with fewer
-    multiplications, loaded with this package or with the module beside the weights. With --device disk each layer is
-    read, compressed and written before the next one.
+    them. With --device disk each layer is read, compressed and written before the next one.
     With --max-kl the amounts that were tried go to amounts.json; after an interruption the same command continues.
     """
     from lyapunov_prune.compression.amount import compress_under_budget

@@ -1,18 +1,14 @@
-"""The compact format: parts that a plan removes take no space, and low-rank matrices are stored as two factors."""
+"""The compact format: parts that a plan removes take no space."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from lyapunov_prune.export.format import Finished, Format, Removed
+from lyapunov_prune.export.format import Format, Removed
 from lyapunov_prune.pruning.stored import Stored
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from lyapunov_prune.compression.recipe import Asked
-    from lyapunov_prune.compression.report import CompressionReport
     from lyapunov_prune.export.exported import Exported
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.gate import GateReport
@@ -30,14 +26,12 @@ COMPACT: Final = Stored(
 
 
 class Compact(Format):
-    """A class of its own (`models.modeling_compact`), whose config says layer by layer what is gone or factored."""
+    """A class of its own (`models.modeling_compact`), whose config says layer by layer what is gone."""
 
-    help = "removed parts are absent, and low ranks are stored as two factors"
+    help = "removed parts are absent"
     reference = "this package, `models/modeling_compact.py`"
     readers = "this package, and transformers by the module beside the weights"
-    units: ClassVar[tuple[str, ...]] = ("rank",)
     card: ClassVar[Stored] = COMPACT
-    streamed: ClassVar[tuple[str, ...]] = ("compress",)
     exports = True
 
     def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
@@ -57,16 +51,6 @@ class Compact(Format):
 
         cuts = Cuts.of(made.operation.plan, made.operation.merged)
         return save_compact(folder, made.decoder, made.pruned.model, made.tokenizer, cuts, made.batch)
-
-    def require_model(self, model: PreTrainedModel, asked: Asked) -> None:
-        from lyapunov_prune.export.factors import require_smaller
-
-        require_smaller(model, asked.rank)
-
-    def write(self, target: Path, made: Finished) -> CompressionReport:
-        from lyapunov_prune.export.factored import write_factored
-
-        return write_factored(made.done, made.tokenizer, target, made.title, made.results)
 
     def export(self, decoder: Decoder, target: Path) -> Exported:
         from lyapunov_prune.export.compact_gate import export_compact

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from lyapunov_prune.export.formats.compact import COMPACT, Compact
 from lyapunov_prune.pruning.stored import Stored
@@ -19,9 +19,7 @@ class Deci(Compact):
     help = "compact and DeciLM, which engines load (removed attentions only)"
     reference = "DeciLM, `nemotron_nas.py` in vLLM"
     readers = "vLLM with `trust_remote_code`, llama.cpp once it is a .gguf file, and who reads compact"
-    units: ClassVar[tuple[str, ...]] = ()
     card = Stored("deci", COMPACT.parts, "The list `block_configs` in config.json says it.", engines=True)
-    streamed: ClassVar[tuple[str, ...]] = ()
 
     def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
         from lyapunov_prune.export.compact import require_deci
