@@ -142,7 +142,7 @@ def check_grid(
     projections = find_projections(model)
     left = left_alone(model.structure, projections)
     weights = shared_weights(model.model, projections)
-    about = {**encode(reading.measured_on()), "method": "magnitude"}
+    about = {**reading.measured_on().key, "method": "magnitude"}
     with Store(folder, "check", about) as store:
         known = _each(lambda W: (W, certify(W)), weights, "norms of the weights")
 

@@ -18,6 +18,7 @@ from typing import TextIO
 
 import typer
 
+from lyapunov_prune.cli.jobs import JOBS
 from lyapunov_prune.errors import LyapunovPruneError, did_you_mean, first_of, printable, reported
 from lyapunov_prune.progress import end_status
 
@@ -111,12 +112,13 @@ def put_aside(stream: TextIO | None) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), own.fileno())
 
 
-def interrupted(error: KeyboardInterrupt) -> str:
-    """What to say to someone who pressed Ctrl-C."""
-    folder = getattr(error, "unfinished", None)  # see `results.claim`
-    if folder is None:
-        return "stopped; unfinished work was not kept"
-    return f"stopped; {folder} keeps what is finished; the same command continues there"
+def interrupted(began: float) -> str:
+    """What to say to someone who pressed Ctrl-C in a command that began at that time (`time.time`)."""
+    from lyapunov_prune.results.claim import unfinished
+
+    if not any(each.used.timestamp() >= began for each in unfinished(JOBS)):
+        return "stopped; nothing was finished"
+    return f"stopped; {JOBS} keeps what is finished, and the same command continues there"
 
 
 def _meant(told: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.cli.choices import Stack
+from lyapunov_prune.cli.jobs import JOBS, jobs_folder
 from lyapunov_prune.cli.options import Inputs
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import show
@@ -83,7 +84,7 @@ def load_judge(judge: str | None, loaded: Decoder, batch: TokenBatch, inputs: In
     if judge is None and inputs.text == SELF:
         judge = "builtin"
     if judge is None or judge == SELF:
-        return second_text(read(loaded, batch))
+        return second_text(read(loaded, batch), jobs_folder())
     other = load_beside(judge, loaded, max(1, len(batch) // 2), inputs)
     require_disjoint(batch, other)
     return other
@@ -221,18 +222,6 @@ def run_folder(output: Path | None, model: str) -> Path:
     return output or Path("runs") / folder_name(model)
 
 
-def jobs_folder(command: str, model: str, output: Path) -> Path:
-    """Where `command` keeps its unfinished work: of `output` alone, as several may be made of one model side by side.
-
-    Raises LyapunovPruneError, before anything is loaded, where nothing can be written.
-    """
-    from lyapunov_prune.results.files import require_writable
-
-    folder = run_folder(None, model) / "jobs" / f"{command}-{folder_name(str(output.resolve()))}"
-    require_writable(folder, "run it from a folder that you may write")
-    return folder
-
-
 def begun_run(output: Path | None, model: str, *replaced: str) -> Path:
     """`run_folder`, refused before anything is measured: where nothing can be written, or its report cannot be drawn.
 
@@ -252,7 +241,7 @@ def begun_run(output: Path | None, model: str, *replaced: str) -> Path:
 def folder_name(name: str) -> str:
     """`name` where that can name a folder, else what can with a hash of `name` behind: no two share a folder."""
     plain = re.sub(r"[^\w.-]+", "-", name).strip("-.")
-    if plain == name and not re.search(r"(^|-)[0-9a-f]{8}$", name):
+    if plain == name != JOBS.name and not re.search(r"(^|-)[0-9a-f]{8}$", name):
         return name
     return f"{plain[-100:]}-{hashlib.sha256(name.encode(errors='backslashreplace')).hexdigest()[:8]}".lstrip("-.")
 

@@ -152,15 +152,16 @@ class TextOptions:
         """The same text to score on: as much as `eval` takes, at the most, in windows of `context` tokens."""
         return replace(self, tokens=max(context, min(self.tokens, TextOptions.tokens)), context=context)
 
-    def batch(self, loaded: Decoder, split: Split, *, folder: Path | None = None) -> TokenBatch:
-        """The windows, of a text or written by the model, then kept in `folder` as they are written."""
+    def batch(self, loaded: Decoder, split: Split) -> TokenBatch:
+        """The windows, of a text or written by the model, then kept as they are written."""
+        from lyapunov_prune.cli.jobs import jobs_folder
         from lyapunov_prune.cli.terminal import note
         from lyapunov_prune.data.batch import checked_batch
         from lyapunov_prune.data.text import load_text
         from lyapunov_prune.forward.own_text import SELF, written_by
 
         if self.text == SELF:
-            return written_by(loaded.model, split, self.tokens, self.context, folder=folder)
+            return written_by(loaded.model, split, self.tokens, self.context, folder=jobs_folder())
         batch = load_text(self.text, loaded.tokenizer, tokens=self.tokens, context=self.context, split=split)
         if batch.text != self.text:
             note(f"Text: {batch.text}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import wraps
@@ -89,11 +90,12 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
             for name, record in records.items()
         }
         given = Given({name: word for name, word in words.items() if _stands(typer_context, name)})
+        began = time.time()
         try:
             with status("starting"):  # torch takes seconds to import
                 command(**values, **made, **dict.fromkeys(told, given))
-        except KeyboardInterrupt as error:  # typer makes it an exit code, without a word
-            tell(interrupted(error))
+        except KeyboardInterrupt:  # typer makes it an exit code, without a word
+            tell(interrupted(began))
             raise
 
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -142,7 +142,7 @@ def compress_under_budget(
     on, by = reading.measured_on(), calibrating.measured_on()
     how: dict[str, Any] = {"method": method, "group_size": group_size, "symmetric": symmetric}
     how |= {"weighted": weighted, "correction": correction}
-    about = encode(on) | how | {"calibrated on": by.text_hash, "schedule": allocation, "options": encode(options)}
+    about = on.key | how | {"calibrated on": by.text_hash, "schedule": allocation, "options": encode(options)}
     about["pooling"] = profile.pooling if profile is not None else None
     levels, refused = _LEVELS[unit], dict[float, LyapunovPruneError]()
     best: dict[float, Compressed] = {}  # the last trial of this run within the budget

@@ -17,9 +17,8 @@ from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.models.structure import model_name
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.store import Store, clear_results
+from lyapunov_prune.results.store import Store
 
-_KIND = "self-generated text"
 SELF = "self"  # the name of such a text
 # Different seeds, so that calibration and evaluation texts differ.
 _SEEDS = {"calibration": 0, "all": 0, "evaluation": 1}
@@ -60,9 +59,9 @@ def self_generated(
     steps = context - 1
     reading = read(model, torch.full((1, context), begin))  # checks context and vocabulary
     known = model.identity
-    about: dict[str, Any] = {"weights": known.weights, "settings": known.settings, "dtype": str(model.model.dtype)}
+    about: dict[str, Any] = {"model": known.key, "dtype": str(model.model.dtype)}
     about |= {"context": context, "seed": seed, "temperature": temperature}
-    with Store(folder, _KIND, about) as store:
+    with Store(folder, "self-generated text", about) as store:
         missing = [window for window in range(windows) if str(window) not in store]
         for first in track(range(0, len(missing), batch_size), "writing text"):
             some = missing[first : first + batch_size]
@@ -74,11 +73,6 @@ def self_generated(
     weights = next(iter(known.weights.values()))[:12]
     source = f"written by {known.name} (weights {weights}, temperature {temperature:g}, seed {seed})"
     return TokenBatch(torch.tensor(rows), text=source, split="all", bos=True)
-
-
-def clear_text(folder: Path) -> None:
-    """Delete the windows that `self_generated` stored in `folder`. Raises as Store does."""
-    clear_results(folder, _KIND)
 
 
 def _first_token(model: PreTrainedModel) -> int:

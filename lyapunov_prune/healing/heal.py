@@ -86,15 +86,14 @@ def heal(
 
     The training state is kept in `folder` about every 20 seconds and after each round. A later run of the same settings
     continues from it; on the CPU, with the same number of threads and without `minutes`, it ends bit for bit as if it
-    had not been interrupted. The state holds the trained tensors four times; delete it when the model is saved. A
-    folder is refused if it holds state files without the header of a healing run, or if another run is at work in it.
+    had not been interrupted. The state holds the trained tensors four times; delete it when the model is saved.
     `evaluation` is text on which the recovery is measured, `batch_size` windows per forward.
 
     Raises LyapunovPruneError for a student in half precision without `rank`, adapters or packed weights, another
     vocabulary, tokens outside it, a batch of one window without `judge`, fewer than one step, no time, more than 10
     million windows in all, fewer windows per step than processes (with `shard`: not a multiple of them, one process, or
     a model that is not on the CPU), text shared with the judging text, evaluation text that the models were made with,
-    a state of another run, and a loss or gradient of the first step that is not finite.
+    another run at work on the same training, and a loss or gradient of the first step that is not finite.
     """
     reading = read(student, batch)
     taught = read(teacher, reading)
@@ -176,10 +175,10 @@ def _trained(
 
 
 def _about(guided_by: ModelIdentity, on: tuple[MeasuredOn, MeasuredOn], way: Way) -> dict[str, Any]:
-    """All that the numbers of a run depend on; a state of anything else is refused."""
-    about: dict[str, Any] = {"teacher": [guided_by.weights, guided_by.settings], **encode(on[0]), **encode(way.budget)}
+    """All that the numbers of a run depend on."""
+    about: dict[str, Any] = {"teacher": guided_by.key, **on[0].key, **encode(way.budget)}
     about |= {"per_step": way.per_step, "rank": way.rank, "temperature": way.temperature}
-    return about | {"judged_on": encode(on[1])}
+    return about | {"judged_on": on[1].text_hash}
 
 
 def budget_of(

@@ -20,8 +20,6 @@ from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.result import MeasuredOn, R
 from lyapunov_prune.results.store import once
 
-KIND = "joint removal"  # of the store
-
 
 @dataclass(frozen=True, eq=False)
 class Job:
@@ -53,9 +51,9 @@ class Job:
 
     @property
     def about(self) -> dict[str, Any]:
-        """All that the numbers depend on besides the model; unfinished work of anything else is refused."""
+        """All that the numbers depend on."""
         return {
-            "slices": encode(self.origins),
+            "slices": [origin.key for origin in self.origins],
             "budget": {"remove": self.remove, "speedup": self.speedup},
             "reduction": self.student.reduction,
             "importance": self.importance,

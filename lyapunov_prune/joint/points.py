@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.score import score
-from lyapunov_prune.healing.state import TrainingState, clear_states
+from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order, trained
 from lyapunov_prune.joint.chains import DENSE, Pair
 from lyapunov_prune.joint.importance import Importance
@@ -168,7 +168,12 @@ class Course:
         """Delete the states of all points except these."""
         for point in self.parents:
             if point not in keep:
-                clear_states(self.folder / _name(point))
+                self.drop(_name(point), self.lesson(point, self.seed))
+
+    def drop(self, name: str, lesson: Lesson) -> None:
+        """Delete the state of one recovery."""
+        with self.state(name, lesson) as state:
+            state.forget()
 
 
 def recover_points(
@@ -191,7 +196,7 @@ def recover_points(
         if key not in store:
             store.add(key, _recovered(course, select, point, seed, batch_size=batch_size))
             if seed != course.seed:  # no point inherits from it
-                clear_states(course.folder / key)
+                course.drop(key, course.lesson(point, seed))
         rows.append(store[key])
         if len(rows) == sum(0 in pair for pair in course.parents):  # both axes are done; they come first
             _warn_of_noise(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated
@@ -13,13 +14,11 @@ from lyapunov_prune.data.examples import NAMES, Examples
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import run_through
-from lyapunov_prune.healing.state import clear_states
 from lyapunov_prune.healing.trained import require_trainable
 from lyapunov_prune.joint.decision import within_budget
 from lyapunov_prune.joint.finish import finish
 from lyapunov_prune.joint.importance import Method
-from lyapunov_prune.joint.job import KIND, Job, timed
-from lyapunov_prune.joint.points import Course
+from lyapunov_prune.joint.job import Job, timed
 from lyapunov_prune.joint.recovery import Recipe
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.joint.search import search
@@ -30,7 +29,7 @@ from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import PlainAny
 from lyapunov_prune.results.files import require_empty
 from lyapunov_prune.results.result import MeasuredOn
-from lyapunov_prune.results.store import Store, clear_results
+from lyapunov_prune.results.store import Store
 
 _RECIPE = Recipe(rank=8)
 _LEAST_SELECTED = 5  # with 4 items a standard error has a relative error of 1/√(2(n − 1)), two fifths
@@ -67,12 +66,12 @@ def remove_jointly(
 
     Without `reduction` blocks are reduced by the least-squares fit: after recovery it was better than or
     indistinguishable from the others on two models (experiments/5_joint). `folder` keeps the unfinished work:
-    an interrupted run continues from there and reaches the same decision; it is emptied when `output` exists.
+    an interrupted run continues from there and reaches the same decision; it is deleted when `output` exists.
 
     Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, a final slice
     that a recorded step of `model` has seen, fewer than five items to select by, a model that the compact format does
-    not support, the errors of `decide`, `fit_map` and `recover`, and a run of another kind in `folder`; CheckFailed
-    when the gate does not hold. In all cases `output` stays empty.
+    not support, the errors of `decide`, `fit_map` and `recover`, and while another run does the same in `folder`;
+    CheckFailed when the gate does not hold. In all cases `output` stays empty.
     """
     require_empty(output)
     require_whole(model.model)
@@ -103,10 +102,11 @@ def remove_jointly(
         batch_size=batch_size,
         seconds=seconds,
     )
-    with Store(job.folder, KIND, job.about) as store:
-        found = search(job, store)
-        run = finish(job, found, tokenizer, output)
-    _clear(found.course)
+    with Store(job.folder, "joint removal", job.about, alone=True) as store:
+        assert store.place is not None
+        job = replace(job, folder=store.place)
+        run = finish(job, search(job, store), tokenizer, output)
+        store.forget()
     return run
 
 
@@ -131,12 +131,3 @@ def _require_slices(
             f"{len(select)} items to select by are too few to estimate an error; give {_LEAST_SELECTED} or more (for a "
             "text raise --tokens or lower --context)"
         )
-
-
-def _clear(course: Course) -> None:
-    """Delete all unfinished work."""
-    course.forget()
-    clear_states(course.folder / "final")
-    for name in ("times.json", "importance.json"):
-        (course.folder / name).unlink(missing_ok=True)
-    clear_results(course.folder, KIND)

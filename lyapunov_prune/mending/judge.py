@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -44,10 +45,10 @@ def fitting_and_judges(reading: Reading, judge: Tokens | None) -> tuple[Reading,
     return fitting, check, read(reading.decoder, second_text(reading) if judge is None else judge)
 
 
-def second_text(reading: Reading) -> TokenBatch:
-    """A text written by the dense model in short windows. Raises like `self_generated`."""
+def second_text(reading: Reading, folder: str | Path | None = None) -> TokenBatch:
+    """A text written by the dense model in short windows, kept in `folder`. Raises like `self_generated`."""
     context = reading.structure.at_most(_CONTEXT)
-    return self_generated(reading.decoder, tokens=_TOKENS, context=context, seed=_SEED)
+    return self_generated(reading.decoder, tokens=_TOKENS, context=context, seed=_SEED, folder=folder)
 
 
 def losses(reading: Reading, removed: Sequence[int], mends: Sequence[Mend] = ()) -> np.ndarray:

@@ -19,15 +19,14 @@ from lyapunov_prune.mending.mend import fit_mends, fitted_and_held
 from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.progress import phases
 from lyapunov_prune.ranking.angular import angular_distance
-from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, by_direction
+from lyapunov_prune.ranking.candidates import SOURCES, Cost, by_direction
 from lyapunov_prune.ranking.counts import free_layers, protected_layers, require_count, search_budget
 from lyapunov_prune.ranking.search import Fit, Search
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.encoding import decode, encode
-from lyapunov_prune.results.store import Store, clear_results
-from lyapunov_prune.sensitivity.sweep import Sweep, clear_sweep
+from lyapunov_prune.results.store import Store
+from lyapunov_prune.sensitivity.sweep import Sweep
 
-_KIND, _CHECKS = "best removal", "checks"  # the kind of the store, and the folder of its sweep
 _SEARCH_SHARE = 0.5  # share of the forwards for the search if the rest goes to mending
 
 
@@ -84,12 +83,10 @@ def best_removal(
     spent = _first_check(cost, remove, search, share)
     other = None
     if mend:
-        other = read(model, second_text(reading) if judge is None else judge)
-    folder = None if folder is None else Path(folder)
-    checks = None if folder is None else folder / _CHECKS
+        other = read(model, second_text(reading, folder) if judge is None else judge)
     with (
-        Store(folder, _KIND, _about(scoring, checking, other, remove, free)) as store,
-        Sweep(model, checking, folder=checks, batch_size=batch_size) as sweep,
+        Store(folder, "best removal", _about(scoring, checking)) as store,
+        Sweep(model, checking, folder=folder, batch_size=batch_size) as sweep,
         phases(2 + len(SOURCES) + mend) as begin_phase,
     ):
         tries = Search(sweep, scoring, store, cost, remove=remove, free=free, budget=share * search, spent=spent)
@@ -123,11 +120,9 @@ def _first_check(cost: Cost, remove: int, search: float, share: float) -> float:
     return spent
 
 
-def _about(scoring: Reading, checking: Reading, other: Reading | None, remove: int, free: Layers) -> dict[str, Any]:
-    """What the measurements kept in a folder depend on."""
-    about = {**encode(scoring.measured_on()), "checked_on": encode(checking.measured_on())}
-    about |= {"remove": remove, "free": list(free)}
-    return about if other is None else about | {"other_on": encode(other.measured_on())}
+def _about(scoring: Reading, checking: Reading) -> dict[str, Any]:
+    """What the measurements of every search on these texts depend on."""
+    return {**scoring.measured_on().key, "checked_on": checking.measured_on().text_hash}
 
 
 def _distance(scoring: Reading, store: Store, batch_size: int) -> np.ndarray:
@@ -137,12 +132,6 @@ def _distance(scoring: Reading, store: Store, batch_size: int) -> np.ndarray:
         store.add("distance", encode(measured.distance))
     distance: np.ndarray = decode(np.ndarray, store["distance"])
     return distance
-
-
-def clear_search(folder: Path) -> None:
-    """Delete what a search kept in `folder`. Raises as `Store` does."""
-    clear_sweep(folder / _CHECKS)
-    clear_results(folder, _KIND)
 
 
 def _held_share(scoring: Reading) -> float:

@@ -30,7 +30,10 @@ _REMEDIES = {"rho": "a contraction profile; measure one", "bi": "Block Influence
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What a criterion is asked: the model, the text, `what` of its layers to rank, and how it may measure."""
+    """What a criterion is asked: the model, the text, `what` of its layers to rank, and how it may measure.
+
+    Measurements are saved in `folder`; a search keeps its unfinished work in `jobs`.
+    """
 
     reading: Reading
     what: str
@@ -38,15 +41,12 @@ class Asked:
     protect: tuple[int, ...]
     batch_size: int
     folder: Path | None
+    jobs: Path | None
 
     def keep(self, name: str, measured: Result) -> None:
         """Save a measurement as `name.json`, if there is a folder."""
         if self.folder is not None:
             measured.save(self.folder / f"{name}.json")
-
-    def jobs(self, name: str) -> Path | None:
-        """The folder in which a search keeps its finished work."""
-        return None if self.folder is None else self.folder / "jobs" / name
 
 
 class Criterion(Choice):

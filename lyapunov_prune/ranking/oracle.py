@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,8 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.progress import is_main
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.ranking.counts import count_of, require_count
+from lyapunov_prune.ranking.counts import count_of, protected_layers, require_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
 from lyapunov_prune.results.encoding import decode, encode
@@ -29,7 +28,7 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.changes import badness
-from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep, clear_sweep
+from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep
 
 Candidates = Callable[[tuple[int, ...]], Collection[int]]
 
@@ -135,6 +134,7 @@ def greedy_removal(
     *,
     folder: str | Path | None = None,
     batch_size: Count = 1,
+    protect: Sequence[int] = (),
     candidates: Candidates | None = None,
     criterion: str = "oracle",
 ) -> GreedyRemoval:
@@ -143,9 +143,9 @@ def greedy_removal(
     Each step is a `Sweep` of the model that skips the layers chosen so far. With L − n layers left it costs about
     (L − n) / 2 forwards of them, and L − n heads. Of equal losses the earlier layer is removed. `model` is untouched.
 
-    `candidates` returns the layers to try, given those removed so far; None tries all that are left. It is called while
-    the removed layers are skipped, so its measurements on `model` see the pruned model. `criterion` names the search in
-    plans and on disk.
+    Layers of `protect` stay. `candidates` returns the layers to try, given those removed so far; None tries all that
+    are left. It is called while the removed layers are skipped, so its measurements on `model` see the pruned model.
+    `criterion` names the search in plans and on disk.
 
     Finished steps and jobs are kept in `folder` (see `Store`) and not repeated by a later run; an interrupted step
     counts only the forwards after it continued. Raises LyapunovPruneError if `remove` leaves no layer, if a
@@ -155,23 +155,20 @@ def greedy_removal(
     batch, structure = reading.batch, reading.structure
     require_count(remove, structure.num_layers)
     measured_on = reading.measured_on()
-    folder = None if folder is None else Path(folder)
-    with Store(folder, "greedy removal", {**encode(measured_on), "criterion": criterion}) as store:
-        if folder is not None and store.replaced and is_main():
-            for path in folder.glob("step-[0-9]*"):  # also the steps beyond the end of this search
-                clear_sweep(path)
+    stay = protected_layers(structure.num_layers, protect, remove)
+    about = {**measured_on.key, "criterion": criterion, "protect": stay}
+    with Store(folder, "greedy removal", about) as store:
         removed: tuple[int, ...] = ()
         for number in range(remove):
             key = f"step {number}"
             if key not in store:
                 with _computed_tokens(structure) as tokens:
-                    kept = None if folder is None else folder / f"step-{number}"
                     also = {"removed": ",".join(map(str, removed))}
                     with (
                         reading.prefix.without(removed),
-                        Sweep(model, batch, folder=kept, batch_size=batch_size, also=also) as sweep,
+                        Sweep(model, batch, folder=folder, batch_size=batch_size, also=also) as sweep,
                     ):
-                        tried = _tried(candidates, removed, structure.num_layers)
+                        tried = _tried(candidates, removed, set(range(structure.num_layers)) - {*removed, *stay})
                         jobs = [Job(f"remove {layer}", layer, remove=(layer,)) for layer in tried]
                         outcomes = sweep.run(jobs, f"step {number + 1} of {remove}")
                 layer = min(tried, key=lambda k: badness(float(outcomes[f"remove {k}"].windows.mean())))
@@ -195,10 +192,9 @@ def greedy_removal(
         )
 
 
-def _tried(candidates: Candidates | None, removed: tuple[int, ...], layers: int) -> list[int]:
-    left = [layer for layer in range(layers) if layer not in removed]
-    chosen = left if candidates is None else sorted(set(candidates(removed)))
-    if not chosen or not set(chosen) <= set(left):
+def _tried(candidates: Candidates | None, removed: tuple[int, ...], left: set[int]) -> list[int]:
+    chosen = sorted(left if candidates is None else set(candidates(removed)))
+    if not chosen or not left.issuperset(chosen):
         raise LyapunovPruneError(f"candidates {chosen} beside the removed {list(removed)}; name layers that are left")
     return chosen
 

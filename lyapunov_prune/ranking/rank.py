@@ -35,6 +35,7 @@ def rank(
     judge: TokenBatch | None = None,
     temperature: Positive = 1.0,
     folder: str | Path | None = None,
+    jobs: str | Path | None = None,
 ) -> Ranking:
     """Measure on `batch` what a criterion of CRITERIA needs, and rank the layers of `model` for removal.
 
@@ -45,8 +46,9 @@ def rank(
     is that of `random`. Layers of `protect` stay (counted from the end if negative). `search` is the number of forwards
     that `best` may spend. With `mend`, `best` also compares the sets with their gaps mended, on the text `judge` too
     (`best_removal`). `temperature` is that of the predictions behind `kl` and `cosine`. Measurements are saved in
-    `folder`; a profile found there is used, and an interrupted `oracle` or `best` continues. Options that
-    the criterion does not have are ignored, except `mend` and `temperature`, which are refused.
+    `folder`, and a profile found there is used. What `oracle` and `best` have measured is kept in `jobs` and not
+    measured again. Options that the criterion does not have are ignored, except `mend` and `temperature`, which are
+    refused.
 
     Raises LyapunovPruneError, before anything is measured, for an unknown criterion or part, a criterion that does not
     rank it, must know `remove` or has no `mend`, one that a streamed model cannot be ranked by, an alpha of a blend
@@ -74,5 +76,5 @@ def rank(
             remove = count_of(remove, reading.structure.num_layers)
             require_count(remove, reading.structure.num_layers, what)
         protected_layers(reading.structure.num_layers, protect, remove or 1)
-    folder = None if folder is None else Path(folder)
-    return made.rank(Asked(reading, what, remove, tuple(protect), batch_size, folder))
+    folder, jobs = (None if place is None else Path(place) for place in (folder, jobs))
+    return made.rank(Asked(reading, what, remove, tuple(protect), batch_size, folder, jobs))

@@ -81,16 +81,17 @@ class Search:
             if price > (self.budget - self.spent) / 2:
                 self.left_out.append(name)
                 continue
-            if name not in self.store:
+            key = f"{name}, {self.remove} of {','.join(map(str, self.free))}"
+            if key not in self.store:
                 try:
-                    self.store.add(name, source.sets(self.scoring, self.remove, self.free, batch_size))
+                    self.store.add(key, source.sets(self.scoring, self.remove, self.free, batch_size))
                 except NonFiniteError:
                     raise
                 except LyapunovPruneError:  # some families cannot be measured by some criteria
                     self.left_out.append(name)
                     continue
             self.spent += price
-            self.check({by: tuple(chosen) for by, chosen in self.store[name].items()})
+            self.check({by: tuple(chosen) for by, chosen in self.store[key].items()})
 
     def swap(self, distance: np.ndarray) -> None:
         """Swap single layers of the best set until the budget is spent or no swap is left to try."""
@@ -120,12 +121,13 @@ class Search:
         """Judge the sets of least loss with their gaps mended and open, on the check windows and on `other`."""
         ratio = other.batch.ids.numel() / self.sweep.reading.batch.ids.numel()
         found: list[Final] = []
+        text = other.measured_on().text_hash
         for number in self._order()[:_FINALS]:
             layers = self.tried[number].layers
             price = self.cost.mending(layers, held) + (1 + 2 * ratio) * self.cost.without(layers, 0)
             if self.spent + price > self.budget or not np.isfinite(self.tried[number].windows).all():
                 break
-            key = f"final {','.join(map(str, layers))}"
+            key = f"final {','.join(map(str, layers))} on {text}"
             if key not in self.store:
                 self.store.add(key, encode(self._judged(other, layers, fit)))
             self.spent += price

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import Operation
-from lyapunov_prune.ranking.best import clear_search
 from lyapunov_prune.ranking.counts import SPLITS, Split, free_layers, most_not_over
 from lyapunov_prune.ranking.rank import rank
 from lyapunov_prune.ranking.table import CRITERIA
@@ -75,7 +73,7 @@ def split_removal(
                     remove=count,
                     protect=protect,
                     search=search,
-                    folder=None if folder is None else Path(folder) / f"{count}-layers",
+                    jobs=folder,
                     batch_size=batch_size,
                 )
             layers = ranked.plan(count)
@@ -95,16 +93,6 @@ def split_removal(
         chosen=int(np.argmin(np.nan_to_num(kl.mean(1), nan=np.inf))),
         measured_on=judging.measured_on(),
     )
-
-
-def clear_split(folder: Path) -> None:
-    """Delete what `split_removal` kept in `folder`. Raises as `clear_search`."""
-    for kept in sorted(folder.glob("*-layers")):
-        clear_search(kept / "jobs" / "best")
-        (kept / "best.json").unlink(missing_ok=True)
-        with suppress(OSError):  # someone else may have written there
-            (kept / "jobs").rmdir()
-            kept.rmdir()
 
 
 def share_of(structure: Structure, remove: float) -> int:

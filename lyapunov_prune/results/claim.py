@@ -1,167 +1,134 @@
-"""A folder of unfinished work belongs to one question: a header names it, and a lock shows that a run is alive."""
+"""Where unfinished work is kept: each question has a folder of its own, named by the digest of its settings."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from lyapunov_prune.errors import LyapunovPruneError, reported
-from lyapunov_prune.progress import warn
+from lyapunov_prune.errors import LyapunovPruneError, printable, reported
 from lyapunov_prune.results.files import parsed, release_lock, write_whole
 
-T = TypeVar("T")
-
 HEADER = "lyapunov-prune.json"
+_LOCK = ".lock"
 
 
-class Claim:
-    """The right of one run to the contents of `folder`; without it nothing there is read, written or deleted.
+class Kept:
+    """Work on one question, kept in `place`, a subfolder of `folder`; `place` is None if `folder` is.
 
-    The header is the first file in a new folder and names the `kind` of work and what it is `about` (None: nothing
-    that could be continued). `origin`, a hash of both, is stored in every piece of work, so that pieces of another
-    question are recognised. `other` says after `begin` what differs if the folder held work on another question. The
-    lock is per `part`, because the processes of one run share a folder; it ends with `release` or with the process.
+    The question is the `kind` of work and what it is `about`, all that its numbers depend on. Their digest names
+    `place`, so that the work on every other question lies beside it and is left alone; a header in it says in words
+    what it is. It appears with the first piece (`hold`) and goes by `forget` alone. If the work is to be done `alone`,
+    a lock keeps other runs out until `close`, the end of a `with` block or that of the process.
 
-    Raises LyapunovPruneError when the folder holds another kind of work, while another run holds the lock, or when the
-    disk refuses.
+    Raises LyapunovPruneError while another run holds the lock, and when the disk refuses.
     """
 
-    def __init__(self, folder: Path, kind: str, about: Mapping[str, Any] | None, part: str) -> None:
-        self.folder = folder
-        self.other = ""
+    def __init__(self, folder: str | Path | None, kind: str, about: Mapping[str, Any], *, alone: bool = True) -> None:
+        self.place: Path | None = None
+        self._lock: FileLock | None = None
+        if folder is None:
+            return
         self._header = {"kind": kind, "about": json.loads(json.dumps(about))}
-        self.origin = hashlib.sha256(json.dumps(self._header, sort_keys=True).encode()).hexdigest()[:16]
-        # thread_local would let a run lose its lock to its own threads.
-        self._lock = FileLock(folder / f".{part}.lock", timeout=0, thread_local=False)
-        self._held = False
-
-    def begin(self, pieces: Callable[[], list[Path]]) -> bool:
-        """Whether an earlier run on the same question has claimed the folder; this run then continues its work.
-
-        If the folder is about another question, `other` says what differs: delete its pieces, then call `give_up`.
-        `pieces` lists the files and folders there that are named like the pieces of this run. Raises LyapunovPruneError
-        when there are some but no header.
-        """
-        found = self._read()
-        if found is not None:
-            self._acquire()
-            found = self._read()  # the previous run may have left nothing
-        if found is None:
-            if stored := pieces():  # after the header, which is deleted last when a folder is cleared
-                raise LyapunovPruneError(
-                    f"{self.folder} holds {stored[0].name} and no {HEADER} that says whose it is; give another folder"
-                )
-            return False
-        if found != self._header:
-            self.other = _difference(found["about"], self._header["about"])
-        return not self.other
-
-    def say_replaced(self) -> None:
-        """Tell the user that the work on another question was deleted, if this run has a question of its own."""
-        if self._header["about"] is not None:
-            warn(f"{self.folder} held unfinished work on {self.other}; it was deleted, and this run starts afresh")
-
-    def require_idle(self) -> None:
-        """Raise LyapunovPruneError if another run is at work in the folder."""
-        if self._read() is not None:
-            self._acquire()
-            self.release()
+        digest = hashlib.sha256(json.dumps(self._header, sort_keys=True).encode()).hexdigest()[:16]
+        self.place = Path(folder) / f"{kind.replace(' ', '-')}-{digest}"
+        if alone:
+            # thread_local would let a run lose its lock to its own threads.
+            self._lock = FileLock(self.place / _LOCK, timeout=0, thread_local=False)
+            with _acquiring(self.place):
+                self.place.mkdir(parents=True, exist_ok=True)
+                self._lock.acquire()
 
     def hold(self) -> None:
-        """Claim the folder for this run, if it is not yet; call before the first piece is written."""
-        if self._held:
-            return
-        self._acquire()
-        found = self._read()
-        if found is None:
-            write_whole(self.folder / HEADER, json.dumps(self._header) + "\n")
-        elif found != self._header:
-            raise LyapunovPruneError(f"another run has begun in {self.folder}; give another folder")
-        self._held = True
+        """Make `place`, before the first piece is written."""
+        if self.place is not None and not (self.place / HEADER).exists():
+            write_whole(self.place / HEADER, json.dumps({**self._header, "command": sys.argv[1:]}) + "\n")
 
-    def give_up(self) -> None:
-        """Delete the header: the folder belongs to no run until the next `hold`."""
-        (self.folder / HEADER).unlink(missing_ok=True)
-        self._held = False
+    def forget(self) -> None:
+        """Delete the work, which is done."""
+        if self.place is not None:
+            shutil.rmtree(self.place, ignore_errors=True)
 
-    def release(self, error: BaseException | None = None) -> None:
-        """Release the folder and delete the lock file; an empty folder without a header is removed.
-
-        `error`, which ends the run, gets the folder as its `unfinished` attribute if finished pieces stay there.
-        """
-        if error is not None and (self.folder / HEADER).exists():
-            error.unfinished = self.folder  # type: ignore[attr-defined]
-        if not self._lock.is_locked:
-            return
-        release_lock(self._lock)
-        if not (self.folder / HEADER).exists():
-            with suppress(OSError):  # someone else may have written there
-                self.folder.rmdir()
-        self._held = False
-
-    def own(self, path: Path, read: Callable[[Path], tuple[set[str], T]]) -> T:
-        """What `read` makes of a piece of work of this run, beside the origins that it finds there.
-
-        Raises LyapunovPruneError for a piece that it cannot read, and for one of another run.
-        """
-        with suppress(OSError, SafetensorError, ValueError, KeyError, TypeError):
-            origins, found = read(path)
-            if origins <= {self.origin}:
-                return found
-        raise LyapunovPruneError(f"{path} is damaged or of another run; delete {path.parent} and run again")
-
-    def _acquire(self) -> None:
-        if self._lock.is_locked:
-            return
-        remedy = "give another folder, or wait if another run is at work there"
-        with reported(f"cannot write in {self.folder}", remedy, Timeout, OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
-
-    def _read(self) -> dict[str, Any] | None:
-        path = self.folder / HEADER
-        try:
-            header = parsed(path.read_text(encoding="utf-8"))
-            kind, about = header["kind"], dict(header["about"])
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, ValueError, KeyError, TypeError):
-            kind, about = "damaged file", {}
-        if kind != self._header["kind"]:
-            raise LyapunovPruneError(f"{path} is of a {kind}, not of a {self._header['kind']}; give another folder")
-        return {"kind": kind, "about": about}
-
-
-class Claimed:
-    """Work in a folder that one run holds, or without a folder; `close`, or the end of a `with` block, releases it."""
-
-    _claim: Claim | None = None
-
-    def _take(self, claim: Claim, begin: Callable[[Claim], None]) -> None:
-        self._claim = claim
-        with ExitStack() as undo:
-            undo.callback(self.close)  # else the traceback keeps the lock alive
-            begin(claim)
-            undo.pop_all()
+    def close(self) -> None:
+        """Let other runs in."""
+        if self._lock is not None:
+            release_lock(self._lock)
+        if self.place is not None:
+            for folder in (self.place, self.place.parent):
+                with suppress(OSError):  # not there, or something is in it
+                    folder.rmdir()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close(error)
-
-    def close(self, error: BaseException | None = None) -> None:
-        if self._claim is not None:
-            self._claim.release(error)
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
-def _difference(found: dict[str, Any], wanted: dict[str, Any] | None) -> str:
-    key = next((k for k in wanted or {} if found.get(k) != (wanted or {})[k]), None)
-    return f"another {key} ({str(found.get(key))[:60]})" if key else "something else"
+@contextmanager
+def _acquiring(place: Path) -> Iterator[None]:
+    """Report a lock of `place` that another run holds, and a disk that refuses."""
+    with reported(f"cannot write in {place}", "make room there, or run it elsewhere"):
+        try:
+            yield
+        except Timeout:
+            raise LyapunovPruneError(f"another run is at work in {place}; wait until it has ended") from None
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Report whatever goes wrong while the piece of work at `path` is read as LyapunovPruneError."""
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        raise LyapunovPruneError(f"{path} is damaged or of another run; delete it and run again") from None
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """Kept work: its `kind`, the `command` that continues it, its folder, its bytes, and when it was last added to."""
+
+    kind: str
+    command: str
+    folder: Path
+    size: int
+    used: datetime
+
+
+def unfinished(folder: Path) -> list[Unfinished]:
+    """All work that is kept in `folder`, what was added to last first."""
+    found = []
+    for header in folder.glob(f"*/{HEADER}"):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # another process deletes it
+            told = parsed(header.read_text(encoding="utf-8"))
+            states = [path.stat() for path in header.parent.rglob("*") if path.is_file()]
+            used = datetime.fromtimestamp(max(state.st_mtime for state in states), UTC)
+            size = sum(state.st_size for state in states)
+            command = printable(" ".join(told["command"]))
+            found.append(Unfinished(str(told["kind"]), command, header.parent, size, used))
+    return sorted(found, key=lambda each: each.used, reverse=True)
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Delete all work that is kept in `folder`, unless a run is at work on it, and nothing else.
+
+    Raises LyapunovPruneError if a run is at work there, or a file cannot be deleted.
+    """
+    for each in unfinished(folder):
+        lock = FileLock(each.folder / _LOCK, timeout=0)
+        with _acquiring(each.folder):
+            lock.acquire()
+            shutil.rmtree(each.folder)
+            lock.release()
+    with suppress(OSError):  # missing, or holds other files
+        folder.rmdir()

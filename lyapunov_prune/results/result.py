@@ -77,6 +77,11 @@ class ModelIdentity:
         """The name, or `the encoder of` it, for a sentence about its layers."""
         return self.name if self.stack is None else f"the {self.stack} of {self.name}"
 
+    @property
+    def key(self) -> dict[str, Any]:
+        """What numbers depend on: all but the name."""
+        return {"weights": self.weights, "settings": self.settings, "stack": self.stack}
+
     def same_as(self, other: ModelIdentity) -> bool:
         """Whether both are the same model; raises LyapunovPruneError if their weights share no dtype, even rounded."""
         if self.architecture != other.architecture or self.other_setting(other):
@@ -128,6 +133,12 @@ class MeasuredOn:
     fingerprint: Fingerprint | None = None  # of the tokens or images; None in files of older versions
     images: bool = False
     short: Fingerprint | None = None  # of shorter runs, for items; None for images and in older files
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What a number depends on, whatever model and text are called: as unfinished work is kept by (`Kept`)."""
+        names = ("dtype", "device", "text_hash", "tokens", "context", "seed", "versions")
+        return {"model": self.model.key, **{name: getattr(self, name) for name in names}}
 
     def line(self) -> str:
         if self.images:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import secrets
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lyapunov_prune.errors import LyapunovPruneError, reported
-from lyapunov_prune.progress import is_main, process
-from lyapunov_prune.results.claim import Claim, Claimed
+from lyapunov_prune.results.claim import Kept, readable
 from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.files import parsed
 from lyapunov_prune.results.result import ASKED, MeasuredOn, Result
@@ -61,27 +61,31 @@ def _asked(path: Path) -> Any:
         return None
 
 
-class Store(Claimed):
-    """Results by key in `folder/<process>.jsonl`; in memory only when `folder` is None.
+class Store(Kept):
+    """Results by key, in `folder/<kind>-<digest>/<random>.jsonl`; in memory only when `folder` is None.
 
-    Every process appends to its own file and reads the files of all. A line is complete when its newline is written:
-    incomplete lines are dropped, so at most the job in flight is lost. The folder is claimed (`claim.py`) for this
-    `kind` and the question `about`, and every line holds the claim's origin. Finished jobs of the same question are
-    kept; those of another question are deleted, which a line on stderr says (`replaced` is then True). With `about`
-    None all are deleted without a word. `close`, or the end of a `with` block, releases the folder.
+    The question is as in `Kept`. Every process appends to its own file and reads the files of all, so that runs which
+    measure the same share what is finished, also while both are at work; with `alone` there is one run at a time. A
+    line is complete when its newline is written: incomplete lines are dropped, so at most the job in flight is lost.
 
-    Raises LyapunovPruneError when a file is damaged or of another question than the header, when the folder belongs to
-    another kind of work or another run is at work in it, or when the disk refuses.
+    Raises LyapunovPruneError when a file is damaged, when the disk refuses, and with `alone` as `Kept`.
     """
 
-    def __init__(self, folder: str | Path | None, kind: str, about: Mapping[str, Any] | None) -> None:
+    def __init__(self, folder: str | Path | None, kind: str, about: Mapping[str, Any], *, alone: bool = False) -> None:
+        super().__init__(folder, kind, about, alone=alone)
         self._done: dict[str, Any] = {}
         self._file: Path | None = None
-        if folder is None:
+        if self.place is None:
             return
-        folder = Path(folder)
-        self._file = folder / f"{process()}.jsonl"
-        self._take(Claim(folder, kind, about, self._file.name), self._begin)
+        self._file = self._new_file()
+        with ExitStack() as undo:
+            undo.callback(self.close)  # else the traceback keeps the lock alive
+            for path in sorted(self.place.glob("*.jsonl")):
+                with readable(path):
+                    whole = path.read_bytes()
+                    rows = [parsed(line.decode()) for line in whole[: whole.rfind(b"\n") + 1].splitlines()]
+                    self._done.update({row["key"]: row["value"] for row in rows})
+            undo.pop_all()
 
     def __contains__(self, key: str) -> bool:
         return key in self._done
@@ -91,16 +95,21 @@ class Store(Claimed):
 
     def add(self, key: str, value: Any) -> None:
         """Store the strict-JSON `value` under `key`; it is on the disk on return."""
+        line = json.dumps({"key": key, "value": value}, allow_nan=False)
         self._done[key] = value
-        if self._file is None or self._claim is None:
+        if self._file is None:
             return
-        self._claim.hold()
-        remedy = "free space and run again, which continues"
-        with reported(f"cannot write {self._file}", remedy), self._file.open("ab") as file:
-            line = json.dumps({"origin": self._claim.origin, "key": key, "value": value}, allow_nan=False)
-            file.write(f"{line}\n".encode())
-            file.flush()
-            os.fsync(file.fileno())
+        self.hold()
+        file, self._file = self._file, self._new_file()  # a line that is torn has no successor
+        with reported(f"cannot write {file}", "free space and run again, which continues"), file.open("ab") as lines:
+            lines.write(f"{line}\n".encode())
+            lines.flush()
+            os.fsync(lines.fileno())
+        self._file = file
+
+    def _new_file(self) -> Path:
+        assert self.place is not None
+        return self.place / f"{secrets.token_hex(8)}.jsonl"
 
     def learn(self, others: Mapping[str, Any]) -> None:
         """Take over the results of other processes, which have written them."""
@@ -108,36 +117,3 @@ class Store(Claimed):
 
     def items(self) -> dict[str, Any]:
         return dict(self._done)
-
-    @property
-    def replaced(self) -> bool:
-        """Whether work on another question was found here and deleted."""
-        return self._claim is not None and bool(self._claim.other)
-
-    def _begin(self, claim: Claim) -> None:
-        if claim.begin(self._files):
-            for path in self._files():
-                self._done.update(claim.own(path, self._read))
-        elif claim.other and is_main():  # for all processes, because a later run reads the files of all
-            for path in self._files():
-                path.unlink()
-            claim.give_up()
-            claim.say_replaced()
-
-    def _files(self) -> list[Path]:
-        assert self._file is not None
-        paths = self._file.parent.glob("*.jsonl")
-        return sorted(path for path in paths if re.fullmatch("0|[1-9][0-9]*", path.stem))
-
-    def _read(self, path: Path) -> tuple[set[str], dict[str, Any]]:
-        text = path.read_bytes()
-        whole = text[: text.rfind(b"\n") + 1]
-        if path == self._file and len(whole) < len(text):
-            os.truncate(path, len(whole))
-        rows = [parsed(line.decode()) for line in whole.splitlines()]
-        return {row["origin"] for row in rows}, {row["key"]: row["value"] for row in rows}
-
-
-def clear_results(folder: Path, kind: str) -> None:
-    """Delete the finished jobs of this kind in `folder`, of any run. Raises like Store."""
-    Store(folder, kind, None).close()

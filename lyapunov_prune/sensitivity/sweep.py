@@ -23,7 +23,7 @@ from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.encoding import decode, encode
-from lyapunov_prune.results.store import Store, clear_results
+from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.drift import Reference
 
 
@@ -49,12 +49,6 @@ class Outcome:
 
 
 DENSE = "dense"
-_KIND = "sweep"  # of the store
-
-
-def clear_sweep(folder: Path) -> None:
-    """Delete the outcomes that a sweep kept in `folder`. Raises like `Store`."""
-    clear_results(folder, _KIND)
 
 
 class Sweep:
@@ -65,7 +59,7 @@ class Sweep:
     × tokens × width).
 
     Finished jobs are kept in `folder` and not measured again if the model, the text and `also` (what the changes depend
-    on) are the same. The end of a `with` block releases the folder. Under `accelerate launch` every
+    on) are the same. Under `accelerate launch` every
     process takes its share of each `run`, and all receive all results.
     """
 
@@ -82,17 +76,17 @@ class Sweep:
         self._processes = processes_of(self.reading.model)
         self.measured_on = self.reading.measured_on()
         require_alike(self._processes, "texts", [self.measured_on.text_hash, also])
-        self._store = Store(folder, _KIND, {**encode(self.measured_on), **(also or {})})
-        # All processes must split the same list, whatever others have added meanwhile.
-        self._processes.wait_for_everyone()
+        self._store = Store(folder, "sweep", {**self.measured_on.key, **(also or {})})
+        for others in gather_object([self._store.items()]):  # all processes must split the same list
+            self._store.learn(others)
         self._ids = self.reading.windows(batch_size)
         self._ready = False
 
     def __enter__(self) -> Sweep:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._store.close(error)
+    def __exit__(self, *error: object) -> None:
+        self._store.close()
 
     @property
     def dense(self) -> np.ndarray:

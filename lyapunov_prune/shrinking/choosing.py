@@ -49,8 +49,7 @@ class Chooser:
     """Chooses layers of `model` on `batch` by criterion `best`, and mends on half of its windows.
 
     `judge` is the second text that judges mending. A search may spend `search` forwards. Without `mend` it compares no
-    mended sets, and nothing is mended. Searches are kept in `folder`, by the number of layers; what they
-    measure on all layers is measured once.
+    mended sets, and nothing is mended. Searches are kept in `folder`; what they measure on all layers is measured once.
     """
 
     model: PreTrainedModel
@@ -81,7 +80,7 @@ class Chooser:
             mend=self.mend,
             judge=self.judge if self.mend else None,
             fit=fit,
-            folder=None if self.folder is None else self.folder / f"best-{remove}",
+            folder=self.folder,
             batch_size=self.batch_size,
         )
         plan = found.plan(remove)

@@ -22,7 +22,6 @@ from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
 from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks, halves
 from lyapunov_prune.healing.heal import STEPS, heal
 from lyapunov_prune.healing.report import Healed
-from lyapunov_prune.healing.state import clear_states
 from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode, model_name
@@ -31,16 +30,14 @@ from lyapunov_prune.pruning.counting import sizes_in_memory
 from lyapunov_prune.pruning.removal import check_removal
 from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.ranking import counts
-from lyapunov_prune.ranking.best import clear_search
-from lyapunov_prune.ranking.split import clear_split
 from lyapunov_prune.results.files import require_disk
-from lyapunov_prune.results.store import Store, clear_results
+from lyapunov_prune.results.store import Store
 from lyapunov_prune.shrinking.choosing import Chooser, Chosen
 from lyapunov_prune.shrinking.cost import Estimate
 from lyapunov_prune.shrinking.report import Shrinking, Shrunk, Taken
 from lyapunov_prune.shrinking.request import MENDED_SEARCH, Clock, Request, healing_minutes, search_forwards
 from lyapunov_prune.shrinking.target import Target
-from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts, clear_texts
+from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts
 from lyapunov_prune.shrinking.within import Loss, divergence, drop_of, largest
 from lyapunov_prune.shrinking.written import by_hand, is_gguf, require_output, write_shrunk, write_shrunk_gguf
 
@@ -85,8 +82,9 @@ def shrink(
 
     `batch` teaches every step; None has the model write `tokens` tokens in windows of `context` to heal by, and longer
     windows to choose layers and mend by. `judge` is a second
-    text that judges mending, `evaluation` one that no step sees; the built-in text if None (`Texts.filled`). Finished
-    work is kept in `folder` and not repeated by a later run.
+    text that judges mending, `evaluation` one that no step sees; the built-in text if None (`Texts.filled`). What
+    was measured is kept in `folder` and not measured again, by a later run of other `minutes` or another number of
+    layers either; what is decided and trained, until the smaller model is written.
 
     An `output` that ends in .gguf is the GGUF file that `model` was read from without the layers, copied byte for byte
     but for the tensors that changed; they keep their type.
@@ -119,15 +117,14 @@ def carry_out(request: Request, output: Path | None, told: Callable[[Estimate], 
         require_output(model_name(request.model), output, request.target.what)
     request.require()
     texts = request.texts
-    about = {"model": identify(request.model).weights, "target": request.target.option(), "seed": request.seed}
+    about = {"model": identify(request.model).key, "target": request.target.option(), "seed": request.seed}
     about |= {"text": "self" if texts.learn is None else texts.learn.text_hash}
     about |= {"choose": None if texts.choose is None else texts.choose.text_hash}
     about |= {"search": request.search, "steps": request.steps}
     about |= {"tokens": texts.tokens, "context": texts.context, "minutes": request.minutes}
-    with Store(request.folder, "shrinking", about) as store:
+    with Store(request.folder, "shrinking", about, alone=True) as store:
         done = in_eval_mode(_run)(request.model, request, output, told, Clock(request.minutes, store))
-    if request.folder is not None:
-        _clear(request.folder)
+        store.forget()
     return done
 
 
@@ -158,7 +155,7 @@ def _run(
     pruned, gate = made.model, check_removal(decoder, made, operation, learn)
     gate.require_passed()
     minutes = clock.once("healing", lambda: healing_minutes(expected, clock))
-    healed, healing = _healed(request, pruned, learn, expected, minutes)
+    healed, healing = _healed(request, pruned, learn, expected, minutes, clock.store.place)
     smaller = pruned if healed is None else healed.model
     require_unseen(smaller, held_out)
     evaluation = _evaluation(request, smaller, held_out, None if items is None else items[1])
@@ -201,7 +198,12 @@ def _chosen(request: Request, chooser: Chooser, remove: int | None, task: Task |
 
 
 def _healed(
-    request: Request, pruned: PreTrainedModel, learn: TokenBatch, expected: Estimate, minutes: float | None
+    request: Request,
+    pruned: PreTrainedModel,
+    learn: TokenBatch,
+    expected: Estimate,
+    minutes: float | None,
+    folder: Path | None,
 ) -> tuple[Healed | None, Taken]:
     """The healed model, None where healing was skipped or does not pay."""
     if minutes == 0:
@@ -216,7 +218,7 @@ def _healed(
             minutes=minutes,
             rank=expected.rank,
             seed=request.seed,
-            folder=None if request.folder is None else request.folder / "heal",
+            folder=folder,
             batch_size=request.batch_size,
         )
     except Diverged as error:
@@ -250,13 +252,3 @@ def _evaluation(request: Request, smaller: PreTrainedModel, held_out: TokenBatch
 def _sizes(dense: PreTrainedModel, smaller: PreTrainedModel) -> tuple[int, int]:
     large, small = (sum(size for _, size in sizes_in_memory(model)) for model in (dense, smaller))
     return large, small
-
-
-def _clear(folder: Path) -> None:
-    """Nothing of the work is left."""
-    clear_states(folder / "heal")
-    for kept in sorted(folder.glob("best-*")):
-        clear_search(kept)
-    clear_split(folder)
-    clear_texts(folder)
-    clear_results(folder, "shrinking")

@@ -13,7 +13,7 @@ from lyapunov_prune.data.text import load_text
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import EVERY, POWER
-from lyapunov_prune.forward.own_text import clear_text, written_by
+from lyapunov_prune.forward.own_text import written_by
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.judge import second_text
 from lyapunov_prune.models.decoder import in_memory
@@ -96,12 +96,12 @@ class Texts:
             judge = load_text("builtin", tokenizer, tokens=windows // 2 * width, context=width)
         replace(self, judge=judge, held_out=held_out).require(model)  # before minutes of generation
         if choose is None and width != self.context:
-            choose = _written(model, windows * width, width, folder, "chooses")
+            choose = written_by(model, "calibration", windows * width, width, folder=folder)
         if learn is None:
-            learn = _written(model, self.tokens, self.context, folder, "text")
+            learn = written_by(model, "calibration", self.tokens, self.context, folder=folder)
         choose = (choose or learn).take(range(windows))
         if judge is None:
-            judge = second_text(read(in_memory(model), choose))
+            judge = second_text(read(in_memory(model), choose), folder)
         replace(self, learn=learn, judge=judge, held_out=held_out, choose=choose).require(model)
         return choose, learn, judge, held_out
 
@@ -110,14 +110,3 @@ def wide_context(structure: Structure, tokens: int, context: int) -> int:
     """The width of the windows that choose: WIDE if `tokens` fill enough such windows, at least `context`."""
     wide = structure.at_most(WIDE)
     return wide if wide > context and tokens >= _SEARCHED * wide else context
-
-
-def clear_texts(folder: Path) -> None:
-    """Delete the texts that the model generated for a run in `folder`."""
-    for name in ("chooses", "text"):
-        clear_text(folder / name)
-
-
-def _written(model: PreTrainedModel, tokens: int, context: int, folder: Path | None, name: str) -> TokenBatch:
-    place = None if folder is None else folder / name
-    return written_by(model, "calibration", tokens, context, folder=place)

@@ -44,7 +44,7 @@ def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
     assert done.code == 0
     report = Healing.load("healed/healing.json")
     assert (report.steps, report.rank) == (3, 2)
-    assert not list(Path("runs").rglob("jobs/*"))
+    assert not list(Path("runs/jobs").glob("*/training-state-*"))
     assert Provenance.load("healed/provenance.json").plan.remove == (1, 3)
     AutoModelForCausalLM.from_pretrained("healed")
     assert "--teacher" in run("heal", "tiny", "-o", "again", "--steps", "1", *TEXT).err
@@ -59,7 +59,7 @@ def test_where_nothing_beats_the_pruned_model_nothing_is_written(run: Any, monke
         assert done.code == 1
         assert "healed was not written" in done.err
         assert not Path("healed").exists()
-        assert not list(Path("runs").rglob("jobs/*"))
+        assert not list(Path("runs/jobs").glob("healing-*"))
         assert "Nothing kept" in done.out
 
 
@@ -179,7 +179,7 @@ def test_two_ways_to_heal_one_model_run_side_by_side(run: Any, monkeypatch: pyte
             assert run(*heal, "-o", output, "--steps", steps).code == 0
             assert Healing.load(f"{output}/healing.json").steps == int(steps)
     assert taken == [2, 3, 4, 2, 2, 3]
-    assert not list(Path("runs").rglob("jobs/*"))
+    assert not list(Path("runs/jobs").glob("healing-*"))
 
 
 def test_heal_looks_at_the_disk_before_it_trains(

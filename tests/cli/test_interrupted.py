@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from helpers import COMMANDS, TEXT, Done
+from helpers import TEXT, Done
 
 from lyapunov_prune.bounds import check as checks_module
-from lyapunov_prune.cli.inputs import folder_name
-from lyapunov_prune.healing.state import TrainingState
+from lyapunov_prune.forward import own_text
 from lyapunov_prune.pruning import surgery
-from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.sweep import Sweep
 
 INTERRUPTIBLE = {
@@ -39,7 +37,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     whole = {"sensitivity": 13, "check": 30}[name]  # the dense model, six layers twice; thirty settings
     stopped = run(*arguments)
     assert stopped.code == 130
-    assert stopped.err == f"stopped; runs/tiny/jobs/{name} keeps what is finished; the same command continues there\n"
+    assert stopped.err == "stopped; runs/jobs keeps what is finished, and the same command continues there\n"
     limit[0] = whole
     done = run(*arguments)
     assert (done.code, calls[0]) == (0, whole)
@@ -49,15 +47,16 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert not again.changed
 
 
-def test_on_other_text_it_starts_afresh_and_says_so(run: Callable[..., Done]) -> None:
+def test_what_was_finished_on_other_text_stays_and_is_said_nothing_of(run: Callable[..., Done]) -> None:
+    """It was deleted, with a word on stderr."""
     arguments = ["sensitivity", "tiny", "--study", "removal"]
     other = ["--tokens", "192", "--context", "64"]
     assert run(*arguments, "-o", "run", *TEXT).code == 0
+    before = {path: path.read_bytes() for path in Path("runs/jobs").rglob("*.jsonl")}
     done = run(*arguments, "-o", "run", *other)
-    assert done.code == 0
-    assert "run/jobs/sensitivity held unfinished work on another text_hash" in done.err
-    assert run(*arguments, "-o", "fresh", *other).code == 0
-    assert Path("run/sensitivity.json").read_bytes() == Path("fresh/sensitivity.json").read_bytes()
+    assert (done.code, done.err) == (0, "")
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert len(list(Path("runs/jobs").glob("sweep-*"))) == 2
 
 
 def test_an_interruption_is_exit_code_130(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,19 +64,23 @@ def test_an_interruption_is_exit_code_130(run: Callable[..., Done], monkeypatch:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(surgery, "cut", interrupt)
-    done = run(*COMMANDS["prune"])
+    done = run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT)
     assert (done.code, done.changed) == (130, set())
-    assert done.err == "stopped; unfinished work was not kept\n"
+    assert done.err == "stopped; nothing was finished\n"
 
 
-def test_a_second_run_in_a_folder_at_work_is_refused_in_one_line(run: Any, run_bad: Callable[..., str]) -> None:
+def test_a_second_run_of_one_training_is_refused_before_it_writes_its_text(
+    run: Any, run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
-    jobs = Path("runs/out/jobs") / f"heal-{folder_name(str(Path('healed').resolve()))}"
-    with TrainingState(jobs, {}) as state, Store("runs/tiny/jobs/sensitivity", "sweep", {}) as store:
-        state.hold()
-        store.add("a", 1)
-        assert "another run is at work" in run_bad(
-            "heal", "out", "--teacher", "tiny", "-o", "healed", "--steps", "1", *TEXT
-        )
-        assert "another run is at work" in run("sensitivity", "tiny", *TEXT).err
-        assert store.items() == {"a": 1}
+    heal = ("heal", "out", "--teacher", "tiny", "-o", "healed", "--steps", "1", "--tokens", "128", "--context", "32")
+    written = own_text.continued
+
+    def meanwhile(*args: Any) -> Any:
+        monkeypatch.setattr(own_text, "continued", lambda *_: pytest.fail("it writes"))
+        assert "another run is at work" in run_bad(*heal)
+        monkeypatch.setattr(own_text, "continued", written)
+        return written(*args)
+
+    monkeypatch.setattr(own_text, "continued", meanwhile)
+    assert run(*heal).code in (0, 1)  # a random model gains nothing

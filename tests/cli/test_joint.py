@@ -43,7 +43,7 @@ def test_a_checkpoint_with_its_decision_and_its_report(run: Callable[..., Done])
     done = run(*JOINT, "--remove", "17%", *TEXT)  # of 12
     assert (done.code, done.err) == (0, "")
     assert {"out/model.safetensors", "out/joint.json", "out/plan.json", "out/report.html"} <= done.changed
-    assert not list(Path("runs").rglob("jobs/*"))
+    assert not list(Path("runs/jobs").glob("joint-removal-*"))
     result = JointRun.load("out/joint.json")
     assert sum(result.decision.chosen) == 2
     assert "Remove" in done.out

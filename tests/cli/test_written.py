@@ -191,8 +191,12 @@ def test_the_cache_is_shown_and_emptied(
     done = run("cache")
     assert done.changed == set()
     assert done.out.splitlines()[1].endswith("  x.gguf")
+    assert run("sensitivity", "x.gguf", "--study", "removal", "-o", "run", *QUICK[:-2]).code == 0
+    line = run("cache").out.splitlines()[-1]
+    assert re.search(r"MB  last used .*  sweep, by: lyapunov-prune sensitivity x.gguf --study removal", line)
     assert "GB deleted" in run("cache", "--clear").out
     assert len(run("cache").out.splitlines()) == 1
+    assert not Path("runs/jobs").exists()
     assert list(place.iterdir()) == []
     monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE_GB", "much")
     assert "LYAPUNOV_PRUNE_CACHE_GB is 'much'" in run_bad("cache")

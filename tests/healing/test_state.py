@@ -26,12 +26,15 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 
 def states(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*step-*"))
+    return sorted(path.name for path in folder.glob("*/*step-*"))
 
 
-def save(folder: Path, step: int) -> None:
-    with TrainingState(folder, ABOUT) as state:
+def save(folder: Path, step: int, about: dict[str, object] = ABOUT) -> Path:
+    """The folder of the states of this training."""
+    with TrainingState(folder, about) as state:
         state.save(step, tensors(step))
+        assert state.place is not None
+        return state.place
 
 
 def test_the_newest_state_comes_back_and_the_older_go(tmp_path: Path) -> None:
@@ -46,10 +49,11 @@ def test_the_newest_state_comes_back_and_the_older_go(tmp_path: Path) -> None:
         assert torch.equal(found[name], tensor)
 
 
-def test_without_a_folder_or_after_clearing_there_is_none(tmp_path: Path) -> None:
+def test_without_a_folder_or_once_forgotten_there_is_none(tmp_path: Path) -> None:
     save(tmp_path, 2)
     (tmp_path / "mine").mkdir()
-    module.clear_states(tmp_path)
+    with TrainingState(tmp_path, ABOUT) as state:
+        state.forget()
     with TrainingState(tmp_path, ABOUT) as state:
         assert state.load() == {}
     assert os.listdir(tmp_path) == ["mine"]
@@ -61,9 +65,9 @@ def test_without_a_folder_or_after_clearing_there_is_none(tmp_path: Path) -> Non
 
 
 def test_half_a_state_is_none_and_is_cleared(tmp_path: Path) -> None:
-    save(tmp_path, 2)
-    half = tmp_path / ".step-3.partial-0123456789abcdef"
-    (tmp_path / ".step-3.partial-0123456789abcdef.lock").touch()  # as a killed process leaves it
+    place = save(tmp_path, 2)
+    half = place / ".step-3.partial-0123456789abcdef"
+    (place / ".step-3.partial-0123456789abcdef.lock").touch()  # as a killed process leaves it
     half.mkdir()
     (half / "state.safetensors").write_bytes(b"half")
     assert len(TrainingState(tmp_path, ABOUT).load()["losses"]) == 2
@@ -71,9 +75,8 @@ def test_half_a_state_is_none_and_is_cleared(tmp_path: Path) -> None:
 
 
 def test_two_whole_states_are_what_a_kill_between_them_leaves(tmp_path: Path) -> None:
-    save(tmp_path / "a", 9)
-    save(tmp_path / "b", 10)
-    (tmp_path / "b/step-10").rename(tmp_path / "a/step-10")
+    place, other = save(tmp_path / "a", 9), save(tmp_path / "b", 10)
+    (other / "step-10").rename(place / "step-10")
     state = TrainingState(tmp_path / "a", ABOUT)
     assert len(state.load()["losses"]) == 10
     state.save(11, tensors(11))
@@ -91,44 +94,26 @@ def test_a_disk_that_is_full_keeps_the_last_state(tmp_path: Path, monkeypatch: p
         TrainingState(tmp_path / "first", ABOUT).save(1, tensors(1))
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({**ABOUT, "steps": 6}, "another steps (5)"),
-        ({**ABOUT, "rank": 8}, "another rank (None)"),
-        ({"text": "a", "steps": 5}, "something else"),
-    ],
-)
-def test_a_state_of_another_run_is_deleted_which_one_line_says(
-    other: dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("other", [{**ABOUT, "steps": 6}, {**ABOUT, "rank": 8}, {"text": "a", "steps": 5}], ids=repr)
+def test_states_of_two_trainings_lie_beside_each_other(
+    other: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The older was deleted, with a word."""
     save(tmp_path, 2)
     with TrainingState(tmp_path, other) as state:
         assert state.load() == {}
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
-    assert states(tmp_path) == []
-
-
-def test_a_state_of_another_run_under_this_header_is_refused(tmp_path: Path) -> None:
-    save(tmp_path / "a", 2)
-    with TrainingState(tmp_path / "b", {**ABOUT, "steps": 6}) as state:
         state.save(9, tensors(9))
-    (tmp_path / "b/step-9").rename(tmp_path / "a/step-9")
+    for about, step in ((ABOUT, 2), (other, 9)):
+        with TrainingState(tmp_path, about) as state:
+            assert len(state.load()["losses"]) == step
+    assert capsys.readouterr().err == ""
+
+
+def test_a_state_of_another_training_is_refused(tmp_path: Path) -> None:
+    place, other = save(tmp_path, 2), save(tmp_path, 9, {**ABOUT, "steps": 6})
+    (other / "step-9").rename(place / "step-9")
     with pytest.raises(LyapunovPruneError, match=r"step-9/state\.safetensors is damaged or of another run"):
-        TrainingState(tmp_path / "a", ABOUT).load()
-
-
-def test_what_lies_beside_a_state_is_not_deleted(tmp_path: Path) -> None:
-    save(tmp_path, 2)
-    (tmp_path / "step-2/notes").write_text("mine")
-    with pytest.raises(LyapunovPruneError, match="step-2 holds notes"):
-        module.clear_states(tmp_path)
-    assert len(TrainingState(tmp_path, ABOUT).load()["losses"]) == 2
-    with TrainingState(tmp_path, ABOUT) as state:
-        state.save(3, tensors(3))
-    assert (tmp_path / "step-2/notes").read_text() == "mine"
+        TrainingState(tmp_path, ABOUT).load()
 
 
 def test_a_run_in_the_folder_of_another_that_is_at_work_is_refused(tmp_path: Path) -> None:
@@ -140,8 +125,8 @@ def test_a_run_in_the_folder_of_another_that_is_at_work_is_refused(tmp_path: Pat
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "gone", "no state"])
 def test_a_damaged_state_is_refused(tmp_path: Path, damage: str) -> None:
-    save(tmp_path, 2)
-    path = tmp_path / "step-2/state.safetensors"
+    place = save(tmp_path, 2)
+    path = place / "step-2/state.safetensors"
     whole = path.read_bytes()
     if damage == "gone":
         path.unlink()

@@ -210,12 +210,12 @@ def test_a_truncated_point_is_seen(tmp_path: Path) -> None:
     """Of a point that others inherit from: its tensors cut off, another point's in its place, and none at all."""
     model = shallow()
     cut_off(model, tmp_path, 2)
-    state = next((tmp_path / "jobs" / "1-0").glob("step-*/state.safetensors"))
+    state = next((tmp_path / "jobs").glob("*/1-0/*/step-*/state.safetensors"))
     whole = state.read_bytes()
     state.write_bytes(whole[:-100])
     with pytest.raises(LyapunovPruneError, match="damaged"):
         removed(model, tmp_path)
-    state.write_bytes(next((tmp_path / "jobs" / "2-0").glob("step-*/state.safetensors")).read_bytes())
+    state.write_bytes(next((tmp_path / "jobs").glob("*/2-0/*/step-*/state.safetensors")).read_bytes())
     with pytest.raises(LyapunovPruneError, match="is damaged or of another run"):
         removed(model, tmp_path)
     state.unlink()
@@ -229,7 +229,7 @@ def test_half_a_line_of_the_store_is_done_again(tmp_path: Path) -> None:
     model = shallow()
     whole = removed(model, tmp_path, "whole")
     cut_off(model, tmp_path)
-    store = tmp_path / "jobs" / "0.jsonl"
+    (store,) = (tmp_path / "jobs").rglob("*.jsonl")
     store.write_bytes(store.read_bytes()[:-20])
     same(whole, removed(model, tmp_path), tmp_path, ("whole", "out"))
 

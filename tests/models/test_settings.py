@@ -169,9 +169,7 @@ def test_a_ranking_that_was_broken_off_is_not_taken_up_by_other_settings(
         patch.setattr(Store, "add", interrupt)
         assert run(*rank).code not in (0, 2)
     edit_json(Path("tiny/config.json"), hidden_act="gelu")
-    done = run(*rank)
-    assert done.code == 0
-    assert "another model" in done.err
+    assert run(*rank).code == 0
     found = Path("run/plan.json").read_bytes()
     assert run(*rank[:-6], "-o", "fresh", *rank[-4:]).code == 0
     assert Path("fresh/plan.json").read_bytes() == found

@@ -223,22 +223,21 @@ def test_a_search_goes_on_from_a_shorter_one(ids: torch.Tensor, tmp_path: Path) 
     assert found.steps[0].forwards == short.steps[0].forwards
 
 
-def test_a_new_search_leaves_nothing_of_an_old_one(ids: torch.Tensor, tmp_path: Path) -> None:
-    model = make_tiny("llama")
-    greedy_removal(model, ids.flip(0, 1), 3, folder=tmp_path)
-    greedy_removal(model, ids, 1, folder=tmp_path)
-    assert not list(tmp_path.glob("step-[12]"))
-    found = greedy_removal(model, ids, 3, folder=tmp_path)
-    assert_agree(found, [(step.layer, step.windows) for step in greedy_removal(model, ids, 3).steps])
-
-
-@pytest.mark.parametrize("what", ["text", "criterion"])
+@pytest.mark.parametrize("what", ["text", "criterion", "protect", "remove"])
 def test_a_search_of_something_else_takes_nothing_of_it(what: str, ids: torch.Tensor, tmp_path: Path) -> None:
+    """A layer that was now to stay went: it had gone in the search that was kept."""
     model = make_tiny("llama")
-    greedy_removal(model, ids, 1, folder=tmp_path)
-    other: dict[str, Any] = {"batch": ids.flip(1)} if what == "text" else {"batch": ids, "criterion": "other"}
-    found = greedy_removal(model, remove=2, folder=tmp_path, **other)
-    assert_agree(found, [(step.layer, step.windows) for step in greedy_removal(model, remove=2, **other).steps])
+    first = greedy_removal(model, ids, 1, folder=tmp_path)
+    asked: dict[str, Any] = {"batch": ids, "remove": 2}
+    asked |= {
+        "text": {"batch": ids.flip(1)},
+        "criterion": {"criterion": "other"},
+        "protect": {"protect": first.order},
+        "remove": {"remove": 3},
+    }[what]
+    found = greedy_removal(model, folder=tmp_path, **asked)
+    assert_agree(found, [(step.layer, step.windows) for step in greedy_removal(model, **asked).steps])
+    assert (first.order[0] in found.order) == (what != "protect") or what == "text"
 
 
 def test_of_equal_losses_the_earlier_layer_goes(ids: torch.Tensor) -> None:

@@ -32,6 +32,7 @@ from lyapunov_prune.ranking.split import split_removal
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.ranking.weighed import WeighedPlans
 from lyapunov_prune.results.history import history_of
+from lyapunov_prune.sensitivity.sweep import Sweep
 from lyapunov_prune.shrinking import choosing, request, texts
 from lyapunov_prune.shrinking import shrink as module
 from lyapunov_prune.shrinking.report import Shrinking
@@ -73,7 +74,7 @@ def test_what_is_written_is_what_is_returned(
     assert report.parameters == (reader.num_parameters(), loaded.num_parameters())
     assert report.size == (4 * report.parameters[0], 4 * report.parameters[1])
     assert len(report.answer()) <= 8
-    assert not (tmp_path / "jobs").exists()  # nothing is left of the work
+    assert not list((tmp_path / "jobs").glob("shrinking-*"))  # what was measured stays
     after = state(reader)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert history_of(reader).steps == ()
@@ -210,7 +211,31 @@ def test_what_goes_on_ends_as_if_it_had_never_stopped(
     assert {k: v.tolist() for k, v in done.model.state_dict().items()} == {
         k: v.tolist() for k, v in whole.model.state_dict().items()
     }
-    assert not (tmp_path / "jobs").exists()
+    assert not list((tmp_path / "jobs").glob("shrinking-*"))
+
+
+@pytest.mark.parametrize("refused", [{"remove": 6}, {"remove": 2, "minutes": 1e-4}, {"max_kl": 1e-9}], ids=repr)
+def test_other_minutes_and_a_refusal_delete_no_finished_search(
+    refused: dict[str, Any],
+    reader: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both deleted it; with other minutes it was measured again."""
+    kept: dict[str, Any] = {"folder": tmp_path, **SMALL}
+    monkeypatch.setattr(module, "heal", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        lp.shrink(reader, tokenizer, remove=2, **kept)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(lp.LyapunovPruneError):
+        lp.shrink(reader, tokenizer, **refused, **kept)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    monkeypatch.setattr(own_text, "continued", timed_alone)
+    monkeypatch.setattr("lyapunov_prune.ranking.best.angular_distance", lambda *_, **__: pytest.fail("ranked again"))
+    monkeypatch.setattr(Sweep, "_measure", lambda *_: pytest.fail("checked again"))
+    with pytest.raises(KeyboardInterrupt):
+        lp.shrink(reader, tokenizer, remove=2, minutes=10, **kept)
 
 
 def test_another_request_takes_nothing_of_the_last(

@@ -23,7 +23,6 @@ from experiments.statements import bullets, short, table
 from experiments.taught import Taught, taught
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation import score
-from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order
 from lyapunov_prune.joint import JointMap, Points, Recipe, fit_map
 from lyapunov_prune.joint.chains import CHAINS, LEAST_REACH, Pair, chains, walk
@@ -140,7 +139,7 @@ def longer(given: Taught, course: Course, store: Store, pair: Pair, seed: int) -
         with student.cut(lesson.attention, lesson.activation) as model:
             found = score(model, given.data.select, batch_size=8 * given.batch)
         store.add(key, found.items.tolist())
-        TrainingState(course.folder / key, {}).close()
+        course.drop(key, lesson)
     return list(store[key])
 
 

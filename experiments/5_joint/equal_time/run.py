@@ -306,11 +306,10 @@ def learnt(of: Subject, student: Unmerged, parts: Parts, steps: int, seed: int, 
         lesson = Lesson(key, parts[0], parts[1], tuple(items), seed)
         folder = of.jobs / "equal_time" / "state"
         about = {**of.about(), **vars(lesson), "layers": parts[2]}
-        with cut(student, parts) as model:
-            with TrainingState(folder, about) as state:
-                losses = recover(model, student.model, of.data.learn, lesson, recipe, state)
+        with cut(student, parts) as model, TrainingState(folder, about) as state:
+            losses = recover(model, student.model, of.data.learn, lesson, recipe, state)
             store.add(key, {**of.scored(model), "steps": len(losses)})
-        TrainingState(folder, {}).close()
+            state.forget()
     return store[key]
 
 

@@ -160,9 +160,9 @@ def learnt(
         lesson, pupil = Lesson(key, (), layers, tuple(items), seed), copy.deepcopy(student)
         with TrainingState(folder, {**of.about(), **vars(lesson)}) as state:
             losses = recover(pupil, of.model, of.data.learn, lesson, recipe, state)
-        with pupil.cut((), layers) as model:
-            store.add(key, {**of.scored(model), "steps": len(losses)})
-        TrainingState(folder, {}).close()
+            with pupil.cut((), layers) as model:
+                store.add(key, {**of.scored(model), "steps": len(losses)})
+            state.forget()
     return store[key]
 
 

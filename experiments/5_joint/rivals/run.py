@@ -33,7 +33,6 @@ from experiments.recoveries import (
 )
 from experiments.statements import bullets, counted, percent, short, signed, table
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.joint.chains import Pair, chains
 from lyapunov_prune.joint.points import Course
 from lyapunov_prune.joint.result import JointRun
@@ -199,7 +198,7 @@ def recovered(of: Subject, course: Course, pairs: list[Pair], last: int, store: 
             student, lesson, losses = course.finish(pair, pair, last, name=name)
             with student.cut(lesson.attention, lesson.activation) as model:
                 store.add(key, {**of.scored(model), "steps": taken + len(losses)})
-        TrainingState(course.folder / name, {}).close()
+        course.drop(name, lesson)
         yield store[key]
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from lyapunov_prune.cli.inputs import begun_run, conclude, load_inputs, require_bounds
+from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import Model, RunOptions, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
@@ -54,7 +55,7 @@ def check(
         require_same_ids(loaded.tokenizer, other.tokenizer, (model, compressed), reading.scorer.vocabulary)
         result = check_written(loaded, other.model, reading)
     else:
-        result = check_grid(loaded.model, batch, folder=run / "jobs" / "check")
+        result = check_grid(loaded.model, batch, folder=jobs_folder())
     written = conclude(run, "bounds.json", result)
     require_bounds(result.passed, len(result.violations), written)
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from lyapunov_prune.cli.inputs import (
     chosen_allocation,
     format_for,
-    jobs_folder,
     load_inputs,
     profile_for,
     reads_text,
     windows_at_once,
 )
+from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
     Allocation,
@@ -78,7 +78,7 @@ def compress(
     share, keep_of = _share_or_pattern(sparsity)
     schedule = chosen_allocation(allocation)
     _require_amount(method, schedule, share, keep_of, bits, max_kl)
-    jobs = jobs_folder("compress", model, output) if max_kl is not None else None
+    jobs = jobs_folder() if max_kl is not None else None
     reads = max_kl is not None or reads_text(method, schedule)
     if not reads:
         given.refuse_record(f"has no effect: {method} by {allocation} reads weights only; leave it out", TextOptions)

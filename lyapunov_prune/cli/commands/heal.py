@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from lyapunov_prune.cli.inputs import begun_run, format_for, jobs_folder
+from lyapunov_prune.cli.inputs import begun_run, format_for
+from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import ABOVE_ZERO, Inputs, Target, TextOptions, model_option, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import show
@@ -70,15 +71,15 @@ def heal(
     from lyapunov_prune.export.table import FORMATS
     from lyapunov_prune.healing.heal import heal as heal_model
     from lyapunov_prune.healing.sharded import sharing
-    from lyapunov_prune.healing.state import require_idle
     from lyapunov_prune.healing.trained import require_few, require_trainable
     from lyapunov_prune.models.gguf import source_file
     from lyapunov_prune.pruning.surgery import share_memory
+    from lyapunov_prune.results.claim import Kept
     from lyapunov_prune.results.files import require_disk
 
     stored = FORMATS.make(format_for(output, "plain", given))
     stored.require_target(output)
-    jobs = jobs_folder("heal", model, output)
+    jobs = jobs_folder()
     per_step = int(os.environ.get("WORLD_SIZE", "1"))  # each process of accelerate launch takes a window of a step
     require_few(per_step * (training.steps or 0))
     if training.shard:
@@ -94,27 +95,29 @@ def heal(
     if provenance is not None:
         share_memory(loaded.model, dense, provenance.plan)
     original = _original(loaded, dense, own, provenance) if stored.name == "gguf" else None
-    if is_main():
-        require_idle(jobs)  # before the dense model writes for minutes
-    texts = [jobs.with_name(f"{jobs.name}-{name}") for name in ("text", "scored")]
-    batch = inputs.batch(dense, "calibration", folder=texts[0])
-    held_out = _held_out(inputs, loaded, given).batch(dense, "evaluation", folder=texts[1])
-    done = heal_model(
-        loaded.model,
-        dense.model,
-        batch,
-        **vars(training),
-        per_step=per_step,
-        folder=jobs,
-        evaluation=held_out,
-    )
-    if not is_main():  # of the processes that shared the steps
-        return
-    if done.report.kept < 0:
-        _clear(jobs, texts)
+    about = {"models": [loaded.identity.key, dense.identity.key], "text": [inputs.text, inputs.tokens, inputs.context]}
+    about |= {**vars(training), "per_step": per_step}
+    with Kept(jobs if is_main() else None, "healing", about) as job:  # before the dense model writes for minutes
+        job.hold()
+        batch = inputs.batch(dense, "calibration")
+        held_out = _held_out(inputs, loaded, given).batch(dense, "evaluation")
+        done = heal_model(
+            loaded.model,
+            dense.model,
+            batch,
+            **vars(training),
+            per_step=per_step,
+            folder=job.place,
+            evaluation=held_out,
+        )
+        if not is_main():  # of the processes that shared the steps
+            return
+        kept = None
+        if done.report.kept >= 0:
+            kept = _write(model, output, loaded, done, original, provenance)
+        job.forget()
+    if kept is None:
         _refuse(done.report, output)
-    kept = _write(model, output, loaded, done, original, provenance)
-    _clear(jobs, texts)
     show(done.report, output, kept=kept)
 
 
@@ -192,13 +195,3 @@ def _origin(model: str, teacher: str | None) -> tuple[Provenance | None, str]:
             f"{model} was made from {provenance.source!r}; if you trust that, give it as --teacher"
         )
     return provenance, BUILTIN
-
-
-def _clear(jobs: Path, texts: list[Path]) -> None:
-    """Delete the state of the training, four times the size of what was trained, and the texts that were written."""
-    from lyapunov_prune.forward.own_text import clear_text
-    from lyapunov_prune.healing.state import clear_states
-
-    clear_states(jobs)
-    for folder in texts:
-        clear_text(folder)

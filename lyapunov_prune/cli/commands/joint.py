@@ -6,7 +6,8 @@ from typing import Annotated
 
 from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli import choices
-from lyapunov_prune.cli.inputs import draw_report, jobs_folder, load_examples
+from lyapunov_prune.cli.inputs import draw_report, load_examples
+from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import (
     ABOVE_ZERO,
     Device,
@@ -65,7 +66,7 @@ def joint(
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
-    folder = jobs_folder("joint", model, output)
+    folder = jobs_folder()
     at_once = _IMAGES if inputs.images else 1
     dense, tokenizer, data = load_examples(model, inputs, given)
     done = remove_jointly(

@@ -19,6 +19,7 @@ from lyapunov_prune.cli.inputs import (
     run_folder,
     windows_at_once,
 )
+from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
     Inputs,
@@ -162,7 +163,8 @@ def rank(
             kept = weighed.save(run / "weighed.json")
             show(weighed, weighed.plan().save(run / "plan.json"), kept=kept)
             return
-        ranking = measured_rank(loaded, batch, **by.how, remove=remove, batch_size=batch_size, folder=run)
+        places = {"folder": run, "jobs": jobs_folder()}
+        ranking = measured_rank(loaded, batch, **by.how, **places, remove=remove, batch_size=batch_size)
     plan = written = None
     if remove is not None:
         plan = ranking.plan(remove)
@@ -234,7 +236,7 @@ def sensitivity(
         **how,
         calibration=calibration,
         profile=profile,
-        folder=run / "jobs" / "sensitivity",
+        folder=jobs_folder(),
         batch_size=batch_size,
     )
     result.save(run / "sensitivity.json")

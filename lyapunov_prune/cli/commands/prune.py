@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import format_for, load_examples, load_inputs, load_judge, windows_at_once
+from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import DISK, Format, Inputs, Model, Stack, Target, layer_indices
 from lyapunov_prune.cli.plans import plan_for, prune_files, read_plan, tell_written
 from lyapunov_prune.cli.records import Given
@@ -177,6 +178,7 @@ def _chosen(
             criterion=removal.goes_by,
             protect=removal.protected(),
             search=removal.search,
+            folder=jobs_folder(),
             batch_size=batch_size,
         )
     elif max_kl is not None and removal.what in ("width", "experts"):
@@ -193,7 +195,7 @@ def _chosen(
             require_periods(int(remove), loaded.structure.num_layers, period)
     mend = removal.mend and removal.goes_by == "best"
     searched: dict[str, Any] = {"search": removal.search, "mend": mend, "judge": judged}
-    ranking = rank(loaded, batch, **removal.how, **searched, remove=remove, batch_size=batch_size)
+    ranking = rank(loaded, batch, **removal.how, **searched, remove=remove, batch_size=batch_size, jobs=jobs_folder())
     if removal.goes_by == "best":
         show(ranking, None)
     if remove is not None:

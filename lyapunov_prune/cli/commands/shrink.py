@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.arguments import Range
-from lyapunov_prune.cli.inputs import begun_run, draw_report, jobs_folder, load_beside, windows_at_once
+from lyapunov_prune.cli.inputs import begun_run, draw_report, load_beside, windows_at_once
+from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import ABOVE_ZERO, Inputs, Judge, Model, Target, counted, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
@@ -82,7 +83,7 @@ def shrink(
     wanted = Wanted.of(goal.remove, goal.speedup, goal.max_kl, goal.max_drop, goal.what)
     require_output(model, output, goal.what)
     report = begun_run(None, model, REPORT, "eval.json") if is_gguf(output) else output
-    folder = jobs_folder("shrink", model, output)
+    folder = jobs_folder()
     _require_texts(inputs, judge)
     items = None if wanted.task is None else halves(wanted.task)
     if items is not None and not items[0].generates:

@@ -37,6 +37,6 @@ class Best(Together):
             protect=asked.protect,
             mend=self.mend,
             judge=self.judge,
-            folder=asked.jobs(self.name),
+            folder=asked.jobs,
             batch_size=asked.batch_size,
         )

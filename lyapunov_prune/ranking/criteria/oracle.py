@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.ranking.counts import free_layers
 from lyapunov_prune.ranking.criterion import Asked, Together
 
 if TYPE_CHECKING:
@@ -23,12 +22,11 @@ class Oracle(Together):
         from lyapunov_prune.ranking.oracle import greedy_removal
 
         assert asked.remove is not None  # `chooses`
-        free = free_layers(asked.reading.structure.num_layers, asked.protect)
         return greedy_removal(
             asked.reading.decoder,
             asked.reading,
             asked.remove,
-            folder=asked.jobs(self.name),
+            folder=asked.jobs,
             batch_size=asked.batch_size,
-            candidates=lambda removed: set(free) - set(removed),
+            protect=asked.protect,
         )
