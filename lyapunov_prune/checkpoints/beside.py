@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.models.adapters import base_of, holds_adapters
-from lyapunov_prune.models.compact import as_served
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.left_out import require_whole, without_heads
 from lyapunov_prune.models.loading import checkpoint_folder
@@ -65,9 +64,8 @@ def save_files(
     """`save_pretrained` of both into `folder`, and a copy of the other files of the checkpoint that `model` came from.
 
     `state` replaces the model's own tensors; if it is empty, no weights are written. The written config counts no
-    prediction heads, since no model holds them (`models.left_out`), and a DeciLM's lists what its layers lack
-    (`models.compact`). Raises LyapunovPruneError if a part of the checkpoint was left out on loading without being
-    asked.
+    prediction heads, since no model holds them (`models.left_out`). Raises LyapunovPruneError if a part of the
+    checkpoint was left out on loading without being asked.
     """
     require_whole(model)
     bare = state is not None and not state  # before saving, which empties it
@@ -77,7 +75,7 @@ def save_files(
             tokenizer.save_pretrained(folder)
     config = folder / "config.json"
     written = json.loads(config.read_text(encoding="utf-8"))
-    if written != (right := as_served(without_heads(written))):
+    if written != (right := without_heads(written)):
         config.write_text(json.dumps(right, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if bare:
         for empty in folder.glob("*.safetensors"):

@@ -23,11 +23,11 @@ from lyapunov_prune.forward.sublayers import find_sublayers
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.reduction import HiddenMap
-from lyapunov_prune.models.compact import NO_ATTENTION, compact_class, is_compact, not_deci
+from lyapunov_prune.models.compact import NO_ATTENTION, compact_class, is_compact
 from lyapunov_prune.models.decoder import Decoder, takes_model
 from lyapunov_prune.models.feedforward import Affine, find_feedforward
 from lyapunov_prune.models.hooked import held
-from lyapunov_prune.models.modeling_compact import NONE, lacks_attention, text_config
+from lyapunov_prune.models.modeling_compact import lacks_attention, text_config
 from lyapunov_prune.models.plain import PlainAny
 from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.structure import find_layers, in_eval_mode
@@ -188,23 +188,6 @@ def require_compact(decoder: Decoder, plan: PruningPlan) -> None:
         )
     compact_class(decoder.model)
     _require_cuts(decoder, plan.drop_attention, plan.drop_activation, plan.remove)
-
-
-def require_deci(decoder: Decoder, plan: PruningPlan) -> None:
-    """Raise LyapunovPruneError for a plan whose compact model engines cannot run as DeciLM."""
-    before = list(cuts_of(decoder))
-    for index in plan.drop_attention:
-        before[index] = before[index] | {"attention": NONE}
-    for index in plan.drop_activation:
-        before[index] = before[index] | {"block": _MERGED[0]}
-    require_served(decoder.model, [places for i, places in enumerate(before) if i not in plan.remove])
-
-
-def require_served(model: PreTrainedModel, cuts: list[dict[str, str]]) -> None:
-    """Raise LyapunovPruneError unless engines run `model`, of which `cuts` say what it has lost, as DeciLM."""
-    why = not_deci(model.config.to_dict() | {"cuts": cuts})
-    if why:
-        raise LyapunovPruneError(f"no engine runs that as DeciLM: {why}; give --format compact")
 
 
 def _require_cuts(

@@ -31,15 +31,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import as_examples
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.export.compact import (
-    Cuts,
-    block_paths,
-    cut_places,
-    cuts_of,
-    make_compact,
-    merged_path,
-    require_served,
-)
+from lyapunov_prune.export.compact import Cuts, block_paths, cut_places, cuts_of, make_compact, merged_path
 from lyapunov_prune.export.exported import Exported, exported
 from lyapunov_prune.forward.attentions import find_attentions, silenced_attentions
 from lyapunov_prune.forward.hooks import skipped
@@ -47,7 +39,7 @@ from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.forward.sublayers import find_sublayers, named_branches
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.replaced import hidden_replaced
-from lyapunov_prune.models.compact import BLOCKS, is_compact
+from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Decoder, InMemoryAny, runs_models, takes_model
 from lyapunov_prune.models.feedforward import Affine, FeedForward, find_feedforward
 from lyapunov_prune.models.hooked import hooked
@@ -211,30 +203,26 @@ def save_compact(
 
 
 @takes_model
-def export_compact(
-    model: PlainAny, tokenizer: PreTrainedTokenizerBase | None, target: str | Path, format: str
-) -> Exported:
+def export_compact(model: PlainAny, tokenizer: PreTrainedTokenizerBase | None, target: str | Path) -> Exported:
     """Write a compact model, or a plain one without its attentions that are zero, to the folder `target`.
 
-    `format` is compact or deci. Raises CheckFailed if the gate fails. Raises LyapunovPruneError if nothing of the model
-    is gone or zero, if `format` cannot hold it, or if `target` is not empty.
+    Raises CheckFailed if the gate fails. Raises LyapunovPruneError if nothing of the model is gone or zero, if the
+    format cannot hold it, or if `target` is not empty.
     """
     require_empty(target)
     plain, cuts, compact = not is_compact(model.model), Cuts(), model.model
     if plain:
         cuts = Cuts(attention=_silent_attentions(model))
         compact = make_compact(model, cuts, shared=True)
-    if format == "deci":
-        require_served(compact, compact.config.cuts)
-    with _blocks_told(compact, format == "deci"), one_more_step(compact, "export"):
+    with one_more_step(compact, "export"):
         if plain:
             with whole_folder(target) as folder:
                 gate = save_compact(folder, model, compact, tokenizer, cuts, None)
                 _describe(folder, model, compact, cuts, gate)
-            return exported(format, compact, gate.checks)
+            return exported("compact", compact, gate.checks)
         name = Path(model_name(compact)).name
-        check = write_model(compact, tokenizer, target, {}, f"{name}, as {format}", "Written as it was.")
-        return exported(format, compact, (check,))
+        check = write_model(compact, tokenizer, target, {}, f"{name}, as compact", "Written as it was.")
+        return exported("compact", compact, (check,))
 
 
 @in_eval_mode
@@ -246,20 +234,6 @@ def _silent_attentions(decoder: Decoder) -> tuple[int, ...]:
     if not found:
         raise LyapunovPruneError("no attention is absent; give --format plain")
     return found
-
-
-@contextmanager
-def _blocks_told(model: PreTrainedModel, told: bool) -> Iterator[None]:
-    """Within the block, `model` is saved as DeciLM if `told`, else as compact alone."""
-    before = vars(model.config).pop(BLOCKS, None)
-    if told:
-        setattr(model.config, BLOCKS, [])  # filled when it is saved
-    try:
-        yield
-    finally:
-        vars(model.config).pop(BLOCKS, None)
-        if before is not None:
-            setattr(model.config, BLOCKS, before)
 
 
 def _describe(folder: Path, decoder: Decoder, compact: PreTrainedModel, cuts: Cuts, gate: GateReport) -> None:

@@ -12,7 +12,6 @@ FORMATS = Registry[Format](
     (
         "plain",
         "compact",
-        "deci",
         "gguf",
         "packed",
     ),

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lyapunov_prune.models.compact import BLOCKS, PREFIX
+from lyapunov_prune.models.compact import PREFIX
 from lyapunov_prune.models.folder import read_config
 from lyapunov_prune.models.gguf_header import Header, read_header
 from lyapunov_prune.models.gguf_layers import wrong_arrays
@@ -120,8 +120,7 @@ def _long_arrays(told: Told) -> str:
 
 def _compact(told: Told) -> str:
     kind = str(getattr(told.config, "model_type", ""))
-    own = kind.startswith(PREFIX) and not getattr(told.config, BLOCKS, None)
-    return f"{kind} has code of its own" if own else ""
+    return f"{kind} has code of its own" if kind.startswith(PREFIX) else ""
 
 
 def _window_ignored(engine: str, families: tuple[str, ...], thread: str) -> ShortCut:

@@ -15,8 +15,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lyapunov_prune.errors import LyapunovPruneError, first_of
-from lyapunov_prune.models.compact import PREFIX, family_of, not_deci
-from lyapunov_prune.models.gguf_header import FLOAT32, INT32, UINT32, Value, array, number, text
+from lyapunov_prune.models.gguf_header import FLOAT32, UINT32, Value, number, text
 from lyapunov_prune.models.gguf_layers import period_values, scaled_depth
 from lyapunov_prune.models.gguf_vocabulary import CONVERT
 from lyapunov_prune.progress import warn
@@ -28,7 +27,6 @@ _ASSUMED = (
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     *("attention_bias", "mlp_bias", "use_sliding_window"),
 )
-_DECI = "deci"  # llama.cpp's architecture for Llamas without some attentions
 
 
 @dataclass(frozen=True)
@@ -65,15 +63,13 @@ FAMILIES: Mapping[str, GGUFFamily] = {
 
 def gguf_family(config: PretrainedConfig) -> GGUFFamily:
     """The entry of a family that can be written as GGUF; raises LyapunovPruneError for others."""
-    found, compact = FAMILIES.get(family_of(config)), config.model_type.startswith(PREFIX)
+    found = FAMILIES.get(config.model_type)
     why: str | None = f"only {', '.join(FAMILIES)} are; {CONVERT}"
     if found is not None:
         why = _unknown(config, found)
-        if compact and not why and (other := not_deci(config.to_dict())):
-            why = f"{other}; it stays compact"
     if found is None or why:
         raise LyapunovPruneError(f"this {config.model_type} is not written as GGUF: {why}")
-    return GGUFFamily(_DECI, permuted=True) if compact else found
+    return found
 
 
 def architecture_values(config: PretrainedConfig, family: GGUFFamily, name: str) -> dict[str, Value]:
@@ -81,7 +77,7 @@ def architecture_values(config: PretrainedConfig, family: GGUFFamily, name: str)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head = head_size(config)
     context = _context(config, family)
-    counts: dict[str, Any] = {
+    counts = {
         "block_count": config.num_hidden_layers,
         "context_length": context,
         "embedding_length": config.hidden_size,
@@ -93,16 +89,11 @@ def architecture_values(config: PretrainedConfig, family: GGUFFamily, name: str)
         "rope.dimension_count": int(head * (_rope(config).get("partial_rotary_factor") or 1)),
         "vocab_size": config.vocab_size,
     }
-    if family.architecture == _DECI:
-        has = [int("none" not in places.values()) for places in config.cuts]
-        counts["attention.head_count"] = [heads * each for each in has]
-        counts["attention.head_count_kv"] = [kv_heads * each for each in has]
-        counts["feed_forward_length"] = [config.intermediate_size] * len(has)
     reals = {"attention.layer_norm_rms_epsilon": config.rms_norm_eps, **_rope_reals(config)}
     if family.architecture == "gemma2":
         reals["attn_logit_softcapping"] = config.attn_logit_softcapping
         reals["final_logit_softcapping"] = config.final_logit_softcapping
-    own = {key: array(INT32, v) if isinstance(v, list) else number(v, UINT32) for key, v in counts.items()}
+    own = {key: number(value, UINT32) for key, value in counts.items()}
     own |= {key: number(value, FLOAT32) for key, value in reals.items()}
     if family.windowed:
         own["attention.sliding_window"] = number(config.sliding_window)
@@ -141,7 +132,6 @@ def unread(config: PretrainedConfig, family: GGUFFamily) -> str | None:
     assumed = {key: getattr(default, key) for key in _ASSUMED if hasattr(default, key)}
     local = config.rope_parameters.get("sliding_attention", {})
     lost = {
-        "layers without attention": family.architecture == _DECI,
         "head_dim": head_size(config) != narrow.get(family.architecture, head_size(config)),
         "the rotary scaling": rope["rope_type"] != "default" or bool(rope.get("partial_rotary_factor", 1) != 1),
         "the rotary base of windows": local.get("rope_theta", 1e4) != 1e4,

@@ -159,34 +159,12 @@ class Compact:
         return bool(cls.__bases__[1]._can_set_experts_implementation())  # type: ignore[attr-defined]
 
 
-class Block(dict[str, Any]):
-    """An entry of DeciLM's `block_configs`; vLLM reads its items as attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self:
-            return self[name]
-        raise AttributeError(name)
-
-
-def read_blocks(config: Any) -> None:
-    if getattr(config, "block_configs", None):
-        config.block_configs = [Block({k: Block(v) for k, v in each.items()}) for each in config.block_configs]
-
-
-class CompactConfig:
-    """The part that all compact configs share, in front of their transformers class."""
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)  # type: ignore[misc]
-        read_blocks(self)
-
-
 @cache
 def compact_config(plain: Any) -> Any:
     """`CompactLlamaConfig` for `LlamaConfig`, for example."""
     family = plain.model_type
     fields = {"model_type": f"compact_{family}", "family": family, "_auto_class": "AutoConfig", "__module__": __name__}
-    return type(f"Compact{plain.__name__}", (CompactConfig, plain), fields)
+    return type(f"Compact{plain.__name__}", (plain,), fields)
 
 
 @cache

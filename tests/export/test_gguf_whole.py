@@ -220,6 +220,6 @@ def test_a_model_that_llama_cpp_cannot_be_told_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_merged_blocks_stay_compact(tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match="it stays compact"):
+def test_a_compact_model_stays_compact(tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match="not written as GGUF"):
         export(wrap(make_small("llama")), make_tokenizer(), tmp_path / "x.gguf")

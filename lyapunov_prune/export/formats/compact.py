@@ -55,4 +55,4 @@ class Compact(Format):
     def export(self, decoder: Decoder, target: Path) -> Exported:
         from lyapunov_prune.export.compact_gate import export_compact
 
-        return export_compact(decoder, decoder.tokenizer, target, self.name)
+        return export_compact(decoder, decoder.tokenizer, target)
