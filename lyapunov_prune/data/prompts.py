@@ -15,11 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch, filled
-from lyapunov_prune.data.documents import Message, columns_of, messages_of, require_template
+from lyapunov_prune.data.documents import Chat, beside, chat_of, columns_of, require_template
 from lyapunov_prune.data.rows import file_rows, holds_rows, numbered, text_of
 from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.tokenizers import chat_text
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,9 @@ def load_prompts(
     """The prompts in a file of rows (`.jsonl`, `.parquet`, as in `load_text`) with a `text`, or of plain text lines.
 
     With `chat` each is a user's message in the tokenizer's chat template, which also decides about BOS; rows with
-    `messages` or `conversations` are written without their last answer. If `chat` is None, such rows are chats and
-    plain text is not. Without chats, a BOS token is put in front if `bos`; None follows the tokenizer.
+    `messages` or `conversations` are written with their tools and without their last answer. If `chat` is None, such
+    rows are chats and plain text is not. Without chats, a BOS token is put in front if `bos`; None follows the
+    tokenizer.
 
     Raises LyapunovPruneError for a file without prompts or of another form, a prompt of fewer than two tokens, a BOS
     token or chat template that the tokenizer lacks, and for `bos` with `chat`.
@@ -96,14 +96,15 @@ def load_prompts(
     rows, said = [], []
     for where, asked in prompts:
         if chat:
-            messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-            text = chat_text(tokenizer, messages, where, answer=True)
+            if isinstance(asked, str):
+                asked = Chat(where, [{"role": "user", "content": asked}])
+            text = asked.text(tokenizer, answer=True)
         else:
             assert isinstance(asked, str)  # chats are not given with chat=False
             text = asked
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         rows.append([tokenizer.bos_token_id] * begins + ids)
-        said.append((asked,) if isinstance(asked, str) else tuple(message["content"] for message in asked))
+        said.append((asked,) if isinstance(asked, str) else tuple(asked.said))
     short = next((where for (where, _), row in zip(prompts, rows, strict=True) if len(row) < 2), None)
     if short or not rows:
         what = f"{short} is a prompt of fewer than two tokens" if short else f"{path} holds no prompts"
@@ -114,22 +115,24 @@ def load_prompts(
     return Prompts(filled(rows), text=str(path), split="all", bos=begins, lengths=lengths, said=tuple(said))
 
 
-def _read(path: Path) -> list[tuple[str, str | list[Message]]]:
-    """Every prompt with its position: a text, or the messages of a chat before its last answer."""
+def _read(path: Path) -> list[tuple[str, str | Chat]]:
+    """Every prompt with its position: a text, or a chat before its last answer."""
     if not holds_rows(path):
         return list(numbered(path, text_of(path, "give a file of prompts")))
     rows = file_rows(path)
     name = columns_of(rows)[0]
-    return [(where, _asked(where, row.get(name), name)) for where, row in rows.read([name])]
+    return [(where, _asked(where, row, name)) for where, row in rows.read([name, *beside(rows)])]
 
 
-def _asked(where: str, value: Any, name: str) -> str | list[Message]:
+def _asked(where: str, row: dict[str, Any], name: str) -> str | Chat:
+    value = row.get(name)
     if name != "text":
-        messages = messages_of(where, value)
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if messages:
-            return messages
+        chat = chat_of(where, row, name)
+        asked = len(chat.messages)
+        while asked and chat.messages[asked - 1]["role"] == "assistant":
+            asked -= 1
+        if asked:
+            return replace(chat, messages=chat.messages[:asked])
     elif isinstance(value, str) and value.strip():
         return value
     raise LyapunovPruneError(f'{where} is no prompt; give {{"text": "…"}} a line')

@@ -161,9 +161,20 @@ def _table(path: Path) -> Rows:
 
 def _counted(path: Path, columns: list[str], read: Callable[[list[str]], list[dict[str, Any]]]) -> Rows:
     def rows(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        return ((f"{path} row {number}", row) for number, row in enumerate(read(names), start=1))
+        return ((f"{path} row {number}", _own(row)) for number, row in enumerate(read(names), start=1))
 
     return Rows(str(path), tuple(columns), rows)
+
+
+def _own(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the fields that Arrow adds with None because another row has them: those inside of its entries."""
+    return {name: _filled(value, outside=True) for name, value in row.items()}
+
+
+def _filled(value: Any, *, outside: bool = False) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(each) for key, each in value.items() if outside or each is not None}
+    return [_filled(each, outside=outside) for each in value] if isinstance(value, list) else value
 
 
 def hub_rows(source: str) -> Rows:
@@ -179,6 +190,6 @@ def hub_rows(source: str) -> Rows:
 
     def rows(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, values in enumerate(zip(*(data[name] for name in names), strict=True), start=1):
-            yield f"{source} row {number}", dict(zip(names, values, strict=True))
+            yield f"{source} row {number}", _own(dict(zip(names, values, strict=True)))
 
     return Rows(source, tuple(data.column_names), rows)

@@ -42,7 +42,7 @@ def load_text(
     `name[:config[:split]]` (extra `data`). `FILE:COLUMN` or `name:config:split:COLUMN` names the column to read;
     without one it is `text`, `messages`, `conversations`, or Alpaca's `instruction`, `input`, `output` (`documents`).
     Chats are written by the tokenizer's chat template, and the batch's `text` says so. With `bos`, every window starts
-    with the BOS token; None follows the tokenizer.
+    with one BOS token, its own if the template wrote one there; None follows the tokenizer.
 
     Raises LyapunovPruneError if the text is missing, empty, too short, or one repeated token, and for an evaluation
     half that mostly repeats the first half.
@@ -54,26 +54,38 @@ def load_text(
     blank = not whole.content.strip()
     part = whole if blank else _split(source, whole, split)
     bos = begins_with_bos(tokenizer, bos)
-    width = context - 1 if bos else context
     # About four characters per token are usual; ten leave room, without tokenising a whole corpus.
-    ids = token_ids(tokenizer, part.text(10 * windows * width + 1000))
-    if len(ids) < windows * width:
-        ids = token_ids(tokenizer, part.text())
-    flat = torch.tensor(ids[: windows * width], dtype=torch.int64)
+    for characters in (10 * windows * context + 1000, None):
+        ids = token_ids(tokenizer, part.text(characters))
+        rows = _rows(ids, windows, context, _start_token(tokenizer) if bos else None)
+        if len(rows) == windows:
+            break
+    flat = torch.tensor(ids[: windows * context], dtype=torch.int64)
     less = ", less what repeats the first half" if split == "evaluation" else ""
     wrong = {
         "holds no text; give another": blank,
-        f"has {len(ids)} tokens and {windows * width} are needed; lower --tokens or give a longer text": (
-            len(flat) < windows * width
+        f"has {len(ids)} tokens and {windows * (context - bos)} are needed; lower --tokens or give a longer text": (
+            len(rows) < windows
         ),
         "is one token over and over, no text to measure on; give another": (flat[1:] == flat[:-1]).float().mean() > 0.5,
     }
     if why := first_of(wrong):
         raise LyapunovPruneError(f"{source} ({split}{less}) {why}")
-    matrix = flat.view(windows, width)
-    if bos:
-        matrix = torch.cat([torch.full((windows, 1), _start_token(tokenizer)), matrix], dim=1)
-    return TokenBatch(matrix, text=whole.name, split=split, bos=bos)
+    return TokenBatch(torch.tensor(rows, dtype=torch.int64), text=whole.name, split=split, bos=bos)
+
+
+def _rows(ids: list[int], windows: int, context: int, start: int | None) -> list[list[int]]:
+    """The first `windows` windows of `context` ids, or as many as there are, each with one `start` token in front."""
+    rows: list[list[int]] = []
+    at = 0
+    while len(rows) < windows:
+        own = [] if start is None or ids[at : at + 1] == [start] else [start]
+        row = own + ids[at : at + context - len(own)]
+        if len(row) < context:
+            break
+        rows.append(row)
+        at += context - len(own)
+    return rows
 
 
 def require_source(source: str) -> None:

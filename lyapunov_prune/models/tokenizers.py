@@ -49,18 +49,30 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = 
 
 
 def chat_text(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], where: str, *, answer: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    where: str,
+    *,
+    answer: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    **settings: Any,
 ) -> str:
     """A chat written by the tokenizer's own template; with `answer`, up to where the model's answer begins.
 
-    Raises LyapunovPruneError for a chat that the template refuses; `where` says in the message where the chat is.
+    `tools` are JSON schemas of functions, `settings` what else the template knows. Raises LyapunovPruneError for a chat
+    that the template refuses; `where` says in the message where the chat is.
     """
     what = f"the chat template cannot write {where}"
     with reported(what, "remove that chat or give another text", Exception):  # jinja's, and any that it raises
-        template = _NO_DAY + tokenizer.get_chat_template()
+        template = _NO_DAY + tokenizer.get_chat_template(tools=tools)  # some have another one for tools
         return str(
             tokenizer.apply_chat_template(
-                messages, chat_template=template, tokenize=False, add_generation_prompt=answer
+                messages,
+                tools=tools,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=answer,
+                **settings,
             )
         )
 

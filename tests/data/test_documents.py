@@ -16,8 +16,9 @@ from pyarrow import parquet
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import compress, load_text
+from lyapunov_prune.data import load_prompts
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
-from lyapunov_prune.data.documents import Chats, messages_of
+from lyapunov_prune.data.documents import Chat, Chats, chat_of
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.history import add_step
@@ -155,7 +156,7 @@ def test_fields_that_a_table_leaves_empty_are_not_there(chatty: PreTrainedTokeni
         {"from": "observation", "value": "4", "role": None},
         {"role": "user", "content": [{"type": "text", "text": "So"}, {"type": "text", "text": "?"}]},
     ]
-    assert messages_of("x line 1", value) == [
+    assert chat_of("x line 1", {"messages": value}, "messages").messages == [
         {"role": "user", "content": "Add."},
         {"role": "assistant", "content": None, "tool_calls": calls},
         {"role": "tool", "content": "4"},
@@ -169,6 +170,136 @@ def test_a_template_with_a_date_gives_the_same_tokens_every_day(
     chatty.chat_template = "{{ strftime_now('%Y-%m-%d') }}" + CHATML
     source = write([openai(turns(n)) for n in range(9)])
     assert datetime.now().strftime("%Y-%m-%d") not in text_of(all_of(source, chatty, 90), chatty)
+
+
+# Tools, and BOS.
+
+TOOLS = (
+    "{{ bos_token }}{% if tools %}# Tools, of which you may call one or more\n{% for t in tools %}{{ t | tojson }}\n"
+    "{% endfor %}{% endif %}{% if style is defined %}Style: {{ style }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {% if m.content %}{{ m.content }}{% endif %}"
+    "{% if m.content is none %}(none){% endif %}{% for call in m.tool_calls or [] %}"
+    "<call>{{ call.function | tojson }}</call>{% endfor %}\n{% endfor %}"
+)
+
+
+def tool(name: str, *fields: str) -> dict[str, Any]:
+    properties = {field: {"type": "string", "description": f"The {field} of {name}."} for field in fields}
+    return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+
+def calling(n: int, content: str | None = None, **arguments: Any) -> list[dict[str, Any]]:
+    call = {
+        "type": "function",
+        "function": {"name": "look", "arguments": arguments or {"place": f"{n * 7919 % 10007}"}},
+    }
+    return [
+        {"role": "user", "content": f"What is {n} times {n * 7}?"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": f"It is {n * 7907 % 10007}."},
+        {"role": "assistant", "content": " ".join(f"So {n * i * 7919 % 10007}," for i in range(9))},
+    ]
+
+
+def stored(row: dict[str, Any]) -> dict[str, Any]:
+    """The row as data sets of tools keep it: what differs from row to row as JSON."""
+    messages = copy.deepcopy(row["messages"])
+    for call in (call["function"] for m in messages for call in m.get("tool_calls", ())):
+        call["arguments"] = json.dumps(call["arguments"])
+    return row | {"messages": messages, "tools": json.dumps(row["tools"])}
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+@pytest.mark.parametrize("keep", [dict, stored], ids=["nested", "JSON"])
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_chats_with_tools_are_what_the_tokenizer_writes(
+    keep: Callable[[dict[str, Any]], dict[str, Any]], name: str, adds_bos: bool, write: Callable[..., str]
+) -> None:
+    chatty = make_tokenizer(adds_bos=adds_bos)
+    chatty.chat_template = {"default": "no tools", "tool_use": TOOLS}  # as Command R and Hermes have them
+    rows: list[dict[str, Any]] = [
+        {"messages": calling(1), "tools": [tool("look", "place")]},
+        {"messages": calling(2, "", day="3"), "tools": [tool("ask", "day", "hour"), tool("look", "place")]},
+    ]
+    wanted = "".join(chatty.apply_chat_template(r["messages"], tools=r["tools"], tokenize=False) for r in rows)
+    ids = chatty(wanted, add_special_tokens=False)["input_ids"]
+    source = write([keep(row) for row in rows], name)
+    context = len(ids) // 2
+    batch = load_text(source, chatty, tokens=2 * context, context=context, split="all")
+    assert batch.bos is adds_bos
+    assert batch.ids[0].tolist() == ids[:context]  # one BOS, the template's
+    assert batch.ids[1].tolist() == ([1] * adds_bos + ids[context:])[:context]
+    prompts = load_prompts(source, chatty)
+    asked = chatty.apply_chat_template(
+        rows[1]["messages"][:3], tools=rows[1]["tools"], tokenize=False, add_generation_prompt=True
+    )
+    assert chatty.decode(prompts.item(1)) == asked
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
+def test_a_message_of_calls_alone_is_written_as_the_tokenizer_does(
+    content: dict[str, Any], chatty: PreTrainedTokenizerFast, write: Callable[..., str]
+) -> None:
+    chatty.chat_template = TOOLS
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {"at": None}}}]} | content
+    wanted = chatty.apply_chat_template([message], tokenize=False, style="brief")
+    source = write([{"messages": [message], "tools": None, "chat_template_kwargs": {"style": "brief"}}])
+    assert text_of(all_of(source, chatty, len(chatty(wanted)["input_ids"])), chatty) == wanted
+
+
+def test_what_llama_factory_writes_is_a_chat_with_calls() -> None:
+    row = {
+        "conversations": [
+            {"from": "human", "value": "Where?"},
+            {"from": "function_call", "value": '{"name": "look", "arguments": {"place": "here"}}'},
+            {"from": "observation", "value": "There."},
+        ],
+        "tools": json.dumps([tool("look", "place")]),
+        "system": "Be short.",
+    }
+    chat = chat_of("x line 1", row, "conversations")
+    call = {"type": "function", "function": {"name": "look", "arguments": {"place": "here"}}}
+    assert chat.messages == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "There."},
+    ]
+    assert chat.tools == [tool("look", "place")]
+
+
+@pytest.mark.parametrize("beside", [{"tools": "call me"}, {"tools": [3]}, {"chat_template_kwargs": "loud"}])
+def test_tools_that_are_none_are_refused(
+    beside: dict[str, Any], chatty: PreTrainedTokenizerFast, write: Callable[..., str]
+) -> None:
+    with pytest.raises(LyapunovPruneError, match="line 2 holds"):
+        all_of(write([openai(turns(1)), openai(turns(2)) | beside]), chatty, 90)
+
+
+def test_halves_of_chats_with_the_same_tools_share_nothing(
+    chatty: PreTrainedTokenizerFast, write: Callable[..., str]
+) -> None:
+    chatty.chat_template = TOOLS
+    tools = [tool("look", "place", "day", "hour"), tool("ask", "day")]
+    new = [tool("find", "name", "street", "town")]
+    rows = [{"messages": calling(n), "tools": tools + new * (n > 50)} for n in range(60)]
+    source = write(rows)
+    first, second = (
+        load_text(source, chatty, tokens=4096, context=128, split=split) for split in ("calibration", "evaluation")
+    )
+    require_disjoint(first, second)
+    assert "The place of look" in text_of(first, chatty)
+    assert "<call>" in text_of(second, chatty)
+    left = load_text(source, chatty, tokens=8192, context=128, split="evaluation")
+    assert "The street of find" in text_of(left, chatty)
+
+
+def test_chats_that_differ_in_their_calls_are_two(chatty: PreTrainedTokenizerFast, write: Callable[..., str]) -> None:
+    chatty.chat_template = TOOLS
+    rows = [
+        {"messages": [{"role": "assistant", "content": "", **calling(n)[1]} for n in (m, m + 1)]} for m in range(99)
+    ]
+    assert "<call>" in text_of(load_text(write(rows), chatty, tokens=99, context=99, split="evaluation"), chatty)
 
 
 # Refused.
@@ -272,7 +403,7 @@ def test_doubled_chats_have_no_evaluation_half(chatty: PreTrainedTokenizerFast, 
 
 def test_the_halves_of_chats_meet_between_two(chatty: PreTrainedTokenizerFast) -> None:
     for sizes, cut in (([9, 9, 9, 9], 2), ([30, 1, 1, 1], 1), ([1, 1, 1, 30], 3), ([5], 0)):
-        chats = tuple((f"line {i}", [{"role": "user", "content": "x" * size}]) for i, size in enumerate(sizes))
+        chats = tuple(Chat(f"line {i}", [{"role": "user", "content": "x" * size}]) for i, size in enumerate(sizes))
         first, second = Chats("x", chats, chatty).halves()
         assert first.chats + second.chats == chats
         assert len(first.chats) == cut
