@@ -24,7 +24,7 @@ NAMES += [
     if room != "linalg"
     for name in import_module(f"lyapunov_prune.{room}").__all__
 ]
-# shared/design/interface.md: scripts rely on these.
+# Scripts of others rely on these.
 PROMISED = {
     *("load", "load_text", "measure_contraction", "block_influence", "rank_layers", "remove_layers"),
     *("verify_removal", "perplexity", "check_bounds", "compress", "linalg", "LyapunovPruneError"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.optimize
 import torch
 from helpers import LAYERS, make_tiny, profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import milp
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, allocate
@@ -48,20 +51,30 @@ def measured(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Any]:
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.floats(2, 17))
-def test_no_other_widths_that_fit_cost_less(seed: int, layers: int, budget: float) -> None:
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.floats(2, 17), st.floats(0, 20))
+def test_no_other_widths_that_fit_cost_less(seed: int, layers: int, budget: float, spread: float) -> None:
     rng = np.random.default_rng(seed)
     cost, sizes = rng.lognormal(0, 3, (layers, 4)), rng.integers(1, 9, layers)
+    cost *= np.exp(-spread * rng.random((layers, 1)))  # layers whose costs are far below those of others
     widths = np.array([2, 3, 4, 8])
+    picks = np.array([*itertools.product(range(4), repeat=layers)])
+    fits = widths[picks] @ sizes <= budget * sizes.sum() * (1 + 1e-12)
+    best = cost[np.arange(layers), picks].sum(1)[fits].min()
     found = least_cost(cost, widths, sizes, budget)
-    every = [
-        (sum(cost[layer, k] for layer, k in enumerate(picks)), picks)
-        for picks in itertools.product(range(4), repeat=layers)
-        if np.dot(widths[list(picks)], sizes) <= budget * sizes.sum() * (1 + 1e-12)
-    ]
     assert np.dot(found, sizes) <= budget * sizes.sum() * (1 + 1e-9)
-    own = sum(cost[layer, list(widths).index(b)] for layer, b in enumerate(found))
-    assert own <= min(every)[0] * (1 + 1e-9)
+    assert cost[np.arange(layers), np.searchsorted(widths, found)].sum() <= best * (1 + 1e-9)
+
+
+def test_what_the_solver_prints_is_dropped(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def talking(*args: Any, **kwargs: Any) -> Any:
+        ctypes.CDLL(None).puts(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();")
+        return milp(*args, **kwargs)
+
+    monkeypatch.setattr(scipy.optimize, "milp", talking)
+    assert least_cost(np.array([[2.0, 1.0], [3.0, 1.0]]), np.array([2, 4]), np.ones(2), 3.0).tolist() == [2, 4]
+    print("a result")
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr().out == "a result\n"
 
 
 @pytest.mark.parametrize("schedule", BITS)
