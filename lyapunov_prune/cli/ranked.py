@@ -70,11 +70,9 @@ class RankOptions:
     def protected(self) -> list[int]:
         return layer_indices("--protect", self.protect) if self.protect is not None else []
 
-    def settled(self, remove: float | None, *, periods: bool = False) -> Self:
+    def settled(self, remove: float | None) -> Self:
         """These options with a criterion, the default if none is given; `remove` is None where no number is known."""
-        return (
-            self if self.criterion else replace(self, criterion=default_criterion(remove, self.what, periods=periods))
-        )
+        return self if self.criterion else replace(self, criterion=default_criterion(remove, self.what))
 
     def of_model(self, loaded: Decoder, given: Given) -> Self:
         """These options with the default of encoders and encoder-decoders, which `best` does not take."""

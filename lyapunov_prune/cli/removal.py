@@ -37,9 +37,6 @@ class Asked:
 class Removal(RankOptions, Asked):  # in this order --help begins with what is asked
     """What is removed, by what ranking, and what is done about the gaps."""
 
-    keep_period: Annotated[
-        bool, what_option("--keep-period", help="Remove whole periods of a hybrid model, which some engines need.")
-    ] = False
     search: Annotated[
         float | None,
         what_option(
@@ -64,10 +61,10 @@ def require_one_choice(removal: Removal, given: Given) -> None:
 
 def require_classifier_options(removal: Removal, inputs: Inputs, format: str) -> None:
     """Raise LyapunovPruneError for what cannot be done to a classifier of images."""
-    if removal.plan_file is None or format != "compact" or inputs.disk or removal.keep_period or removal.mend:
+    if removal.plan_file is None or format != "compact" or inputs.disk or removal.mend:
         raise LyapunovPruneError(
-            "a classifier of images is pruned by a plan; give --plan FILE and --format compact, and no --device disk, "
-            "--mend or --keep-period"
+            "a classifier of images is pruned by a plan; give --plan FILE and --format compact, and no --device disk "
+            "or --mend"
         )
 
 
@@ -87,17 +84,13 @@ def settled(removal: Removal, given: Given) -> Removal:
         )
     if what == "width":
         idle = "applies to layers, and --what width removes none; leave it out"
-        given.refuse_record(idle, RankOptions, but="what", also="keep_period")
+        given.refuse_record(idle, RankOptions, but="what")
         given.refuse(idle, "search")
     else:
-        removal = removal.settled(remove, periods=removal.keep_period)
+        removal = removal.settled(remove)
         removal.require(given, removal.search)
-    if max_kl is not None:
-        given.refuse("cannot be combined with --max-kl; give one of the two", "keep_period")
     if what != "width" and (remove is not None or max_kl is not None):
-        require_ranks(removal.goes_by, "layers" if together else what, remove=remove, periods=removal.keep_period)
-    if what != "layers":
-        given.refuse(f"applies to whole layers only, not to --what {what}; leave it out", "keep_period")
+        require_ranks(removal.goes_by, "layers" if together else what, remove=remove)
     return removal
 
 

@@ -99,11 +99,10 @@ def gguf_identity(name: str, *, planned: bool) -> ModelIdentity:
     )
 
 
-def gguf_kinds(name: str) -> LayerKinds:
-    """The kinds of the layers in the GGUF file of `name`, according to its header."""
-    header = read_header(source_file(name))
-    full = full_attention(header) or (True,) * header.layers
-    return LayerKinds(tuple(int(each) for each in full))
+def gguf_period(name: str) -> int:
+    """After how many layers windows repeat in the GGUF file of `name`; 1 if layers are alike or nothing repeats."""
+    full = full_attention(read_header(source_file(name))) or (True,)
+    return LayerKinds(tuple(map(int, full))).period or 1
 
 
 def prune_gguf(name: str, plan: PruningPlan, target: str | Path) -> Provenance:

@@ -265,7 +265,7 @@ def check_engines(name: str) -> EngineCheck:
     for row in SHORT_CUTS:
         where = row.trips(told) if ALL in row.families or told.family in row.families else ""
         if where:
-            helps = "prune --keep-period keeps the pattern" if row.periodic else ""
+            helps = "prune --layers keeps the pattern where whole periods go" if row.periodic else ""
             findings.append(Finding(row.engine, row.does, where, row.thread, helps))
     return EngineCheck(name, tuple(findings), len(SHORT_CUTS))
 

@@ -126,7 +126,7 @@ def period_values(architecture: str, full: tuple[bool, ...], told: Any = None) -
             return {} if period == now else {_PATTERN: number(period)}
     raise LyapunovPruneError(
         f"llama.cpp reads one period for the windows of {architecture}, and no period fits the remaining layers; "
-        "prune with --keep-period, or with --layers at equal distances"
+        "name whole periods, or --layers at equal distances"
     )
 
 

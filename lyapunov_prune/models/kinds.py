@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.structure import Structure
 
@@ -29,13 +28,6 @@ class LayerKinds:
             if self.kinds[p:] == self.kinds[:-p]:
                 return p
         return None
-
-    def require_period(self) -> int:
-        """The period; raises LyapunovPruneError if there is none to keep."""
-        if self.period in (None, 1):
-            what = "are all of one kind" if self.period else "are of kinds that do not repeat"
-            raise LyapunovPruneError(f"this model's layers {what}; leave out --keep-period")
-        return self.period
 
     def survives(self, kept: tuple[int, ...]) -> bool:
         """Whether every kept layer is of the kind that its new number has in the original model."""

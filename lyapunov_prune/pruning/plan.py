@@ -134,17 +134,6 @@ class PruningPlan(Removed, Result):
             experts=tuple(tuple(sorted(given.get(i, ()))) for i in range(model.num_layers)) if given else (),
         )
 
-    def require_periods(self, period: int) -> None:
-        """Raise LyapunovPruneError unless whole periods are removed, aligned with the first layer."""
-        for layer in self.remove:
-            start = layer - layer % period
-            missing = set(range(start, start + period)) - set(self.remove)
-            if missing:
-                raise LyapunovPruneError(
-                    f"layer {layer} would be removed without layer {min(missing)} of the same period; name all of "
-                    f"layers {start} to {start + period - 1} or none, or leave out --keep-period"
-                )
-
     def followed_by(self, further: PruningPlan) -> PruningPlan:
         """This plan of whole layers, and what `further` removes of the layers that stay: channels or experts."""
         if self.drops_parts or further.remove or not self.model.same_as(further.model):

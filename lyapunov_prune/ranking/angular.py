@@ -59,12 +59,11 @@ class AngularDistance(Ranking):
         return scores
 
     @checked
-    def plan(self, remove: Amount, period: int = 1) -> PruningPlan:
+    def plan(self, remove: Amount) -> PruningPlan:
         """The plan that removes the run of `remove` layers whose ends are nearest; the first of equal runs.
 
-        Its scores are `begins(remove)`. Raises LyapunovPruneError as that does, and for a `period`, which runs ignore.
+        Its scores are `begins(remove)`. Raises LyapunovPruneError as that does.
         """
-        self.require_no_period(period)
         remove = count_of(remove, self.measured_on.model.num_layers)
         scores = self.begins(remove)
         first = int(np.nanargmin(scores))

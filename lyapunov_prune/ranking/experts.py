@@ -9,7 +9,7 @@ from numbers import Integral
 
 import numpy as np
 
-from lyapunov_prune.arguments import Amount, Count, checked
+from lyapunov_prune.arguments import Amount, checked
 from lyapunov_prune.forward.masking import masked_experts
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.mixtures import Router
@@ -51,13 +51,12 @@ class ExpertRanking(Ranking):
         return np.lexsort((self.scores[layer], self.use.tokens[layer] > 0)).tolist()
 
     @checked
-    def plan(self, remove: Amount, period: Count = 1) -> PruningPlan:
+    def plan(self, remove: Amount) -> PruningPlan:
         """The plan that removes `remove` experts of every layer, or that share of them, the same number of each group.
 
         A share is rounded to what the groups of the router allow. Raises LyapunovPruneError if so many cannot be
-        removed, with the largest possible number, and for a period.
+        removed, with the largest possible number.
         """
-        self.require_no_period(period)
         groups, count = self.router.groups, count_of_experts(self.router, remove)
         gone: list[tuple[int, ...]] = [()] * len(self.scores)
         routed = np.full(len(self.scores), np.nan)

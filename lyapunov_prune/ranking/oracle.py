@@ -76,13 +76,12 @@ class GreedyRemoval(Ranking):
         return float(sum(step.forwards for step in self.steps))
 
     @checked
-    def plan(self, remove: Amount, period: int = 1) -> PruningPlan:
+    def plan(self, remove: Amount) -> PruningPlan:
         """The plan that removes the first `remove` layers of the order.
 
         Its scores are the steps (0 was removed first), NaN for layers that stayed. Raises LyapunovPruneError if the
-        search made fewer steps, and for periods, which it ignores.
+        search made fewer steps.
         """
-        self.require_no_period(period)
         remove = count_of(remove, self.measured_on.model.num_layers)
         if not 1 <= remove <= len(self.steps):
             raise LyapunovPruneError(f"the search removed {len(self.steps)} layers, not {remove}; search further")

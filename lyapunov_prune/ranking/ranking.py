@@ -30,18 +30,11 @@ class Ranking(Result):
     what: str
 
     @abstractmethod
-    def plan(self, remove: Amount, period: int = 1) -> PruningPlan:
-        """The plan that removes `what` from `remove` layers, a number or a share; with a `period`, by whole periods.
+    def plan(self, remove: Amount) -> PruningPlan:
+        """The plan that removes `what` from `remove` layers, a number or a share.
 
-        Raises LyapunovPruneError if there are fewer to remove, and for a criterion that ignores periods.
+        Raises LyapunovPruneError if there are fewer to remove.
         """
-
-    def require_no_period(self, period: int) -> None:
-        """Raise LyapunovPruneError if a period is asked of a ranking that chooses layers together."""
-        if period != 1:
-            raise LyapunovPruneError(
-                f"criterion {self.criterion} chooses layers together, not periods; leave out --keep-period"
-            )
 
 
 @dataclass(frozen=True)
@@ -168,5 +161,5 @@ def require_periods(remove: int, layers: int, period: int) -> None:
         give = f"give --remove {choices}, or " if choices else ""
         raise LyapunovPruneError(
             f"{remove} layers are no whole periods beside one that stays: the kinds of these {layers} repeat every "
-            f"{period}; {give}leave out --keep-period"
+            f"{period}; {give}name the layers, as --layers 3,7"
         )

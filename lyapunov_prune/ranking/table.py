@@ -42,9 +42,7 @@ _UNRANKED = {
 }
 
 
-def default_criterion(
-    remove: int | float | None, what: str = "layers", *, periods: bool = False
-) -> Literal["best", "bi", "reap"]:
+def default_criterion(remove: int | float | None, what: str = "layers") -> Literal["best", "bi", "reap"]:
     """`best` if whole layers are removed and their number is known, `reap` for experts, else `bi`.
 
     On the models and texts of experiments/2_criteria, `best` is hardly worse than the single criterion that turns out
@@ -52,7 +50,7 @@ def default_criterion(
     """
     if what == "experts":
         return "reap"
-    return "best" if remove is not None and what in ("layers", *SPLITS) and not periods else DEFAULT
+    return "best" if remove is not None and what in ("layers", *SPLITS) else DEFAULT
 
 
 def require_ranks(
@@ -60,7 +58,6 @@ def require_ranks(
     what: str = "layers",
     *,
     remove: int | float | None = None,
-    periods: bool = False,
     protect: bool = False,
     streamed: bool = False,
     profiled: bool = False,
@@ -68,8 +65,8 @@ def require_ranks(
 ) -> None:
     """Raise LyapunovPruneError if a criterion cannot rank `what` of the layers.
 
-    It may be defined for whole layers only, need the number of layers to remove, ignore periods, need what a `streamed`
-    model cannot give, the next tokens that only a `causal` one predicts, or more than a saved profile (`profiled`).
+    It may be defined for whole layers only, need the number of layers to remove, need what a `streamed` model
+    cannot give, the next tokens that only a `causal` one predicts, or more than a saved profile (`profiled`).
     """
     known, name = CRITERIA[criterion], f"criterion {criterion}"
     of = "whole layers" if known.parts == ("layers",) else ", ".join(known.parts)
@@ -79,7 +76,6 @@ def require_ranks(
         _UNRANKED.get(what, ""): what in _UNRANKED,
         f"{name} is defined for {of} only; with --what {what} give one of {ranks}": what not in known.parts,
         f"{name} {known.chooses}; give --remove N with it": known.chooses and remove is None,
-        f"{name} {known.chooses}, not periods; leave out --keep-period": known.chooses and periods,
         f"{name} goes by the loss of every next token of a text, and only a decoder with one stack of layers predicts "
         "those; give --criterion bi": known.next_token and not causal,
         f"{name} runs the model once for every layer, and a streamed one reads all of its files each time; go by one "

@@ -113,13 +113,12 @@ class BestRemoval(Ranking):
         return (self.finals or self.tried)[-1].forwards
 
     @checked
-    def plan(self, remove: Amount, period: int = 1) -> PruningPlan:
+    def plan(self, remove: Amount) -> PruningPlan:
         """The plan that removes the chosen set.
 
         The score of a layer is the least mean loss (nats) of the tried sets that hold it, NaN if none does. Raises
-        LyapunovPruneError for another number of layers than was searched, and for periods, which are ignored.
+        LyapunovPruneError for another number of layers than was searched.
         """
-        self.require_no_period(period)
         remove = count_of(remove, self.measured_on.model.num_layers)
         if remove != len(self.remove):
             raise LyapunovPruneError(f"the search was for {len(self.remove)} layers, not {remove}; search again")

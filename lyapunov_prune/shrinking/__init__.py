@@ -1,6 +1,6 @@
 """One call from a model to a smaller one: choose layers, mend, heal, each step kept only where it pays.
 
-- `target`: how much goes: layers, a share of the parameters, a speed, or what may be lost; and how many layers that is;
+- `target`: how much goes: layers, a share of the parameters, or what may be lost; and how many layers that is;
 - `request`: what is asked, and the time that is left for it;
 - `cost`: how long it will take here, and how much memory and disk, before it starts;
 - `texts`: what teaches, what judges, and what no step sees;

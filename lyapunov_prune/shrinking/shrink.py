@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import Amount, Count, Positive, Range, Seed, checked
+from lyapunov_prune.arguments import Amount, Count, Positive, Seed, checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import Diverged
@@ -49,7 +49,6 @@ def shrink(
     output: str | Path | None = None,
     *,
     remove: Amount | None = None,
-    speedup: Annotated[float, Range(1, above=True)] | None = None,
     max_kl: Positive | None = None,
     max_drop: str | None = None,
     what: counts.Shrunk = "layers",
@@ -65,11 +64,11 @@ def shrink(
 ) -> Shrunk:
     """A smaller model made from `model`, which stays untouched, and a report; written to `output` if that is given.
 
-    One target says how much goes: `remove` layers (a float below 1: a share of them), as many as make a forward
-    `speedup` times as fast on this machine, or the most that keep KL(dense ‖ pruned) within `max_kl` nats a token,
-    on windows that no step learns from, or that let the score of a task fall by no more than `max_drop` says, as
-    `gsm8k:0.02`, by name or by file as `evaluation.load_tasks` takes them: every second item chooses, the others
-    are reported. Multiple choice hides what arithmetic loses; a task with generated answers shows it.
+    One target says how much goes: `remove` layers (a float below 1: a share of them), or the most that keep
+    KL(dense ‖ pruned) within `max_kl` nats a token, on windows that no step learns from, or that let the score of a
+    task fall by no more than `max_drop` says, as `gsm8k:0.02`, by name or by file as `evaluation.load_tasks` takes
+    them: every second item chooses, the others are reported. Multiple choice hides what arithmetic loses; a task with
+    generated answers shows it.
 
     `what` is removed: whole `layers`; or `layers,width` or `layers,experts`, and then `remove` is a share of the
     parameters of the layers, split between layers and channels or experts of the others by measured KL
@@ -96,7 +95,7 @@ def shrink(
     model = model_of(model)
     place = None if folder is None else Path(folder)
     texts = Texts(batch, judge, evaluation, tokens, context)
-    target = Target.of(remove, speedup, max_kl, max_drop, what)
+    target = Target.of(remove, max_kl, max_drop, what)
     request = Request(
         model,
         tokenizer,

@@ -1,4 +1,4 @@
-"""The target: a number of layers, a share of the parameters, a speed, or the loss that is allowed."""
+"""The target: a number of layers, a share of the parameters, or the loss that is allowed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,14 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
-from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.surgery import without_parts
-from lyapunov_prune.ranking.counts import SPLITS, Shrunk, count_of, least_count, require_count, require_share
+from lyapunov_prune.ranking.counts import SPLITS, Shrunk, count_of, require_count, require_share
 
 OPTIONS = {
     "remove": "--remove 25%",
-    "speedup": "--speedup 1.2",
     "max_kl": "--max-kl 0.5",
     "max_drop": "--max-drop gsm8k:0.02",
 }
-_REPEATS = 3  # timed forwards of each model
 
 
 @dataclass(frozen=True)
@@ -33,7 +27,7 @@ class Target:
     the parameters of the layers.
     """
 
-    by: Literal["remove", "speedup", "max_kl", "max_drop"]
+    by: Literal["remove", "max_kl", "max_drop"]
     value: float
     task: str | None = None
     what: Shrunk = "layers"
@@ -42,14 +36,13 @@ class Target:
     def of(
         cls,
         remove: int | float | None = None,
-        speedup: float | None = None,
         max_kl: float | None = None,
         max_drop: str | None = None,
         what: Shrunk = "layers",
     ) -> Target:
         """The one target that is given. Raises LyapunovPruneError for none, two, or a bad `max_drop`."""
         require_share(what, remove)
-        given = {"remove": remove, "speedup": speedup, "max_kl": max_kl, "max_drop": max_drop}
+        given = {"remove": remove, "max_kl": max_kl, "max_drop": max_drop}
         named = [name for name, value in given.items() if value is not None]
         if len(named) != 1:
             both = " and ".join(OPTIONS[name].split()[0] for name in named)
@@ -57,8 +50,6 @@ class Target:
             raise LyapunovPruneError(f"{told}; give one of {', '.join(OPTIONS.values())}")
         if remove is not None:
             return cls("remove", remove, what=what)
-        if speedup is not None:
-            return cls("speedup", speedup)
         if max_kl is not None:
             return cls("max_kl", max_kl)
         assert max_drop is not None
@@ -74,7 +65,7 @@ class Target:
     @property
     def is_counted(self) -> bool:
         """Whether the number of layers follows from the model alone, before any layer is chosen."""
-        return self.by in ("remove", "speedup") and self.what == "layers"
+        return self.by == "remove" and self.what == "layers"
 
     def told(self) -> str:
         """The target as a phrase, for example `25% of the layers`."""
@@ -83,7 +74,6 @@ class Target:
         layers = f"{self.value:.0%} of the layers" if self.value < 1 else f"{self.value:g} layers"
         return {
             "remove": "1 layer" if self.value == 1 else layers,
-            "speedup": f"{self.value:g} times the speed",
             "max_kl": f"at most {self.value:g} nats a token from the dense predictions",
             "max_drop": f"a score of {self.task} at most {self.value:g} lower",
         }[self.by]
@@ -96,40 +86,8 @@ class Target:
 
 
 def count_for(target: Target, model: PreTrainedModel) -> int:
-    """How many layers of `model` have to be removed for a target that `is_counted`.
-
-    For a speed, the dense model and shallower ones are timed in turns. Raises LyapunovPruneError if the target cannot
-    be met, with how near the model comes, and if so many layers cannot be removed.
-    """
+    """How many layers of `model` go by a target that `is_counted`; raises LyapunovPruneError if so many cannot."""
     layers = find_structure(model).num_layers
-    if target.by == "remove":
-        remove = int(target.value) if target.value >= 1 else target.value
-        count = count_of(remove, layers)
-        require_count(count, layers)
-        return count
-    require_count(1, layers)
-    return for_speed(target.value, model)
-
-
-def for_speed(speedup: float, model: PreTrainedModel) -> int:
-    """The least number of layers without which a forward is `speedup` times as fast, measured."""
-    decoder = plain(model)
-    structure = decoder.structure
-    most = structure.num_layers - 1
-    prompt = prompt_for(structure)
-
-    def ratio(count: int) -> float:
-        plan = PruningPlan.given(decoder, range(structure.num_layers - count, structure.num_layers))
-        smaller = without_parts(decoder, plan, shared=True).model
-        rows = measure_speed({"dense": model, "smaller": smaller}, prompt=prompt, steps=1, repeats=_REPEATS).rows
-        return rows[1].prefill / rows[0].prefill
-
-    best = ratio(most)
-    if best < speedup:
-        raise LyapunovPruneError(
-            f"{speedup:g} times the speed cannot be reached by removing layers: with one layer left it is {best:.3g} "
-            "times here; give less"
-        )
-    # The time of a forward is linear in the layers, up to noise.
-    first = round(most * (1 - 1 / speedup) / (1 - 1 / best))
-    return least_count(lambda count: ratio(count) >= speedup, most, first)
+    count = count_of(int(target.value) if target.value >= 1 else target.value, layers)
+    require_count(count, layers)
+    return count

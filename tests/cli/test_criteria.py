@@ -91,8 +91,6 @@ def test_a_run_of_layers_goes_as_one(run: Any) -> None:
     assert run("prune", "tiny", "--criterion", "angular", "--remove", "2", "-o", "out", *TEXT).code == 0
     assert Provenance.load("out/provenance.json").plan.remove == plan.remove
     assert "give --remove N" in run("rank", "tiny", "--criterion", "angular", *TEXT).err
-    periods = ("--remove", "2", "--keep-period", "-o", "no")
-    assert "--keep-period" in run("prune", "tiny", "--criterion", "angular", *periods, *TEXT).err
 
 
 def test_the_budget_of_divergence_says_how_many_layers_go(run: Any) -> None:

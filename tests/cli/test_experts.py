@@ -74,7 +74,6 @@ def test_as_many_as_a_divergence_allows(mixture: str, run: Callable[..., Done]) 
         (["--max-kl", "1e-9"], "no experts can be removed"),
         (["--remove", "1", "--protect", "0"], "--protect "),
         (["--remove", "1", "--criterion", "bi"], "criterion bi is defined for"),
-        (["--remove", "1", "--keep-period"], "--keep-period"),
         (["--remove", "1", "--mend"], "--mend closes the gaps"),
         (["--remove", "1", "--format", "compact"], "leave out --format"),
         (["--remove", "1", "--device", "disk"], "--device disk"),

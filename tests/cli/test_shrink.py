@@ -99,7 +99,7 @@ def test_a_task_without_generated_answers_is_told_to_hide_much(
     ("arguments", "words"),
     [
         ([], "no target"),
-        (["--remove", "2", "--speedup", "1.2"], "--remove and --speedup are 2 targets"),
+        (["--remove", "2", "--max-kl", "1.2"], "--remove and --max-kl are 2 targets"),
         (["--remove", "100%"], "share below 100%"),
         (["--remove", "3-7"], "neither a number"),
         (["--remove", "2", "-o", "tiny"], "not empty"),

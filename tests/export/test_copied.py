@@ -503,7 +503,6 @@ def test_what_fits_is_pruned_in_memory(command: Callable[..., Any]) -> None:
         (["--layers", "1", "--dtype", "float32"], "--dtype .*--device disk"),
         (["--layers", "1", "--what", "mlp"], "--what .*--device disk"),
         (["--layers", "9"], "layer 9 of"),
-        (["--layers", "1", "--keep-period"], "leave out --keep-period"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -212,10 +212,26 @@ def test_windows_that_no_period_tells_are_refused(tmp_path: Path) -> None:
         lambda: on_disk(file, tmp_path / "y.gguf", (0,)),
         lambda: write_pruned(load(file), None, PruningPlan.given(load(file), (0,)), tmp_path / "y.gguf", format="gguf"),
     ):
-        with pytest.raises(LyapunovPruneError, match="keep_period"):
+        with pytest.raises(LyapunovPruneError, match="whole periods"):
             write()
     on_disk(file, tmp_path / "y.gguf", (0, 1, 2))
     assert load(tmp_path / "y.gguf").model.config.layer_types[2] == "full_attention"
+
+
+def test_layers_of_a_file_with_windows_go_by_whole_periods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write_gguf(make_tiny("gemma3", vocab_size=len(VOCABULARY)), Path("x.gguf"), values=FAMILIES["gemma3"])
+    Path("words.txt").write_text("".join(word for word in VOCABULARY if word.isascii() and word.isalpha()) * 40)
+    text = ("--text", "words.txt", "--tokens", "64", "--context", "32")
+    done = run("prune", str(file), "--remove", "3", "-o", "y.gguf", *text)
+    assert done.code == 0, done.err
+    told = made_by("y.gguf")
+    assert told is not None
+    assert told.plan.remove in ((0, 1, 2), (3, 4, 5))
+    for more in (("--remove", "2"), ("--remove", "3", "--criterion", "best")):
+        assert run("prune", str(file), *more, "-o", "z.gguf", *text).code == 2
 
 
 @pytest.mark.parametrize("fault", ["swapped", "dropped", "changed"])
@@ -376,7 +392,7 @@ def test_a_model_shrinks_into_a_file(file: Path, run: Callable[..., Done], monke
     [
         ("shrink tiny --remove 1 -o y.gguf", "was not read from a GGUF file"),
         ("shrink x.gguf --remove 1 -o there.gguf", "there.gguf exists"),
-        ("shrink g.gguf --remove 1 -o y.gguf", "prune --keep-period"),
+        ("shrink g.gguf --remove 1 -o y.gguf", "take prune"),
         ("heal tiny --teacher tiny -o y.gguf", "was not read from a GGUF file"),
     ],
 )

@@ -78,8 +78,8 @@ def test_every_row_is_tripped_by_a_checkpoint_of_these_tests() -> None:
 def test_whole_periods_that_are_removed_trip_nothing(tmp_path: Path) -> None:
     assert checked(tmp_path / "x", "qwen3_next", 8, layer_types=HYBRID[:8]).passed
     found = checked(tmp_path / "y", "qwen3_next", 11, layer_types=without(HYBRID, 0))
-    assert all("--keep-period" in f.helps for f in found.findings)
-    assert "--keep-period" in "\n".join(found.answer())
+    assert all("whole periods" in f.helps for f in found.findings)
+    assert "whole periods" in "\n".join(found.answer())
 
 
 def test_arrays_of_a_gguf_file_that_stayed_long(tmp_path: Path) -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
 from helpers import VOCABULARY, make_tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lyapunov_prune.cli.app import main
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.models.kinds import LayerKinds, find_kinds
 from lyapunov_prune.models.structure import find_structure
@@ -53,51 +48,6 @@ def test_layer_types_count_where_the_modules_do_not_repeat() -> None:
     layers = find_structure(model).layers
     layers[0].mlp, layers[0].self_attn.switch = layers[1].self_attn, True
     assert find_kinds(find_structure(model)) == LayerKinds((0, 1, 0, 1, 0, 1))
-
-
-def test_a_model_without_a_period_has_none_to_keep() -> None:
-    with pytest.raises(LyapunovPruneError, match="do not repeat"):
-        LayerKinds((0, 0, 1, 1)).require_period()
-    with pytest.raises(LyapunovPruneError, match="one kind"):
-        LayerKinds((0, 0, 0)).require_period()
-    assert LayerKinds((0, 1, 0, 1)).require_period() == 2
-
-
-# What the command and the card make of it.
-
-
-@pytest.fixture
-def prune(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> Callable[..., tuple[int, str]]:
-    make_tiny("gemma2", vocab_size=len(VOCABULARY)).save_pretrained(tmp_path / "tiny")
-    tokenizer.save_pretrained(tmp_path / "tiny")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*options: str) -> tuple[int, str]:
-        quick = [] if "disk" in options else ["--tokens", "128", "--context", "64"]
-        monkeypatch.setattr(sys, "argv", ["lyapunov-prune", "prune", "tiny", "-o", "out", *quick, *options])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, capsys.readouterr().err  # type: ignore[return-value]
-
-    return run
-
-
-@pytest.mark.parametrize("options", [["--remove", "2"], ["--layers", "2,3"], ["--layers", "2,3", "--device", "disk"]])
-def test_keep_period_removes_whole_periods(options: list[str], prune: Callable[..., tuple[int, str]]) -> None:
-    assert prune("--keep-period", *options) == (0, "")
-    card = Path("out/README.md").read_text(encoding="utf-8")
-    assert "Every layer is of the kind that the layer of its number has in the original" in card
-
-
-@pytest.mark.parametrize("options", [["--layers", "1,2"], ["--layers", "1,2", "--device", "disk"], ["--remove", "3"]])
-def test_keep_period_refuses_what_splits_one(options: list[str], prune: Callable[..., tuple[int, str]]) -> None:
-    code, err = prune("--keep-period", *options)
-    assert (code, err.count("\n")) == (2, 1)
-    assert "--keep-period" in err
-    assert not Path("out").exists()
 
 
 def test_the_card_warns_of_engines_when_the_pattern_is_broken(

@@ -131,16 +131,6 @@ def test_activations_and_reductions_go_together(llama: PreTrainedModel) -> None:
         PruningPlan.given(llama, drop_activation=[1], reduction="cubic")
 
 
-def test_whole_periods_begin_with_the_first_layer(llama: PreTrainedModel) -> None:
-    PruningPlan.given(llama, [2, 3]).require_periods(2)
-    PruningPlan.given(llama, [0, 1, 4, 5]).require_periods(2)
-    PruningPlan.given(llama, [5]).require_periods(1)
-    with pytest.raises(LyapunovPruneError, match=r"layer 1 .*layer 0 of the same period"):
-        PruningPlan.given(llama, [1, 2]).require_periods(2)
-    with pytest.raises(LyapunovPruneError, match=r"layer 3 .*layer 5 "):
-        PruningPlan.given(llama, [3, 4]).require_periods(3)
-
-
 def test_a_plan_shows_scores_and_ranks(llama: PreTrainedModel) -> None:
     scores = np.array([0.5, 0.1, np.nan, 0.1, 0.9, 0.2])
     picked = np.array([0.0, 1.0, 0.0, 0.1, 0.0999, 0.4])
@@ -219,8 +209,6 @@ def test_layers_and_channels_of_the_others_are_one_plan(llama: PreTrainedModel, 
             first.followed_by(wrong)
     with pytest.raises(LyapunovPruneError, match="every unit"):
         replace(both, channels=tuple(both.channels[0] for _ in range(6)))
-    with pytest.raises(LyapunovPruneError, match="layer 0 of the same period"):
-        both.require_periods(2)
 
 
 def test_layers_and_experts_of_the_others_are_one_plan(ids: torch.Tensor) -> None:

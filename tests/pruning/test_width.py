@@ -184,7 +184,6 @@ def test_from_the_command_line_to_a_smaller_checkpoint(run: Callable[..., Done],
     for given, said in (
         (("--remove", "2", "--criterion", "bi"), "--criterion"),
         (("--remove", "2", "--protect", "1"), "--protect"),
-        (("--remove", "25%", "--keep-period"), "--keep-period"),
         (("--remove", "25%", "--mend"), "--mend"),
         (("--remove", "25%", "--format", "compact"), "--format"),
         (("--remove", "1"), "48 channels"),

@@ -130,13 +130,6 @@ def test_refused_before_anything_is_measured(
         lp.rank(llama, ids, **options)
 
 
-@pytest.mark.parametrize("criterion", [name for name, c in CRITERIA.items() if c.chooses])
-def test_what_is_chosen_together_keeps_no_periods(criterion: str, llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    ranking = lp.rank(llama, ids, criterion=criterion, remove=2)
-    with pytest.raises(lp.LyapunovPruneError, match=f"{criterion} .*periods"):
-        ranking.plan(2, period=2)
-
-
 @pytest.mark.parametrize("criterion", OF_LAYERS)
 def test_protected_layers_stay(criterion: str, llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
     """Whatever the criterion; and where nothing is protected it chooses one of these."""

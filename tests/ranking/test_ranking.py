@@ -129,7 +129,6 @@ def test_periods_leave_whole_and_the_best_of_them(influence: np.ndarray, period:
     whole = LAYERS // period
     count = min(count, whole - 1)
     plan = rank_layers(None, with_influence(influence), criterion="bi").plan(count * period, period)
-    plan.require_periods(period)
     sums = [influence[p * period : (p + 1) * period].sum() for p in range(whole)]
     removed = {layer // period for layer in plan.remove}
     assert (len(plan.remove), len(removed)) == (count * period, count)
@@ -173,13 +172,6 @@ def test_where_no_whole_period_can_go_it_says_so(period: int) -> None:
     ranking = rank_layers(None, with_influence(np.arange(LAYERS) / 10.0), criterion="bi")
     with pytest.raises(LyapunovPruneError, match="no whole periods"):
         ranking.plan(2, period)
-
-
-def test_layers_by_hand_that_split_a_period_are_refused() -> None:
-    plan = replace(rank_layers(_PROFILE, criterion="rho").plan(2), remove=(1, 2))
-    with pytest.raises(LyapunovPruneError, match=r"layer 1 .*layer 0 of the same period"):
-        plan.require_periods(2)
-    replace(plan, remove=(2, 3)).require_periods(2)
 
 
 # Ratios that are rounding.

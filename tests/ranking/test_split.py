@@ -104,7 +104,6 @@ def test_from_the_command_line_to_one_checkpoint(run: Callable[..., Done], run_b
         (("--remove", "2"), "--remove 25%"),
         (("--max-kl", "1"), "--remove 25%"),
         (("--layers", "1"), "--layers"),
-        (("--remove", "20%", "--keep-period"), "--keep-period"),
         (("--remove", "20%", "--mend"), "--mend"),
         (("--remove", "20%", "--format", "compact"), "--format"),
         (("--remove", "20%", "--device", "disk"), "--what needs the model in memory"),

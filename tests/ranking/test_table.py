@@ -133,7 +133,7 @@ def test_who_ranks_what() -> None:
     assert ranked("experts", remove=2) == {"reap", "frequency", "kl"}
     assert ranked("experts", remove=2, streamed=True) == {"reap", "frequency"}
     assert ranked("experts", remove=2, profiled=True) == ranked("experts", remove=2, protect=True) == set()
-    assert ranked(remove=None) == ranked(remove=2, periods=True) == alone
+    assert ranked(remove=None) == alone
     assert ranked("mlp", remove=2) == ranked("attention", remove=2) == {"bi", "kl", "cosine", "from-end", "random"}
     assert ranked("activation", remove=2) == set()
     assert ranked(remove=2, streamed=True) == of_layers - {"oracle", "best"}
@@ -145,7 +145,7 @@ def test_who_ranks_what() -> None:
 
 def test_best_is_taken_where_whole_layers_go_and_their_number_is_known() -> None:
     assert default_criterion(2) == default_criterion(0.25) == "best"
-    assert default_criterion(None) == default_criterion(2, "mlp") == default_criterion(2, periods=True) == DEFAULT
+    assert default_criterion(None) == default_criterion(2, "mlp") == DEFAULT
     assert DEFAULT == "bi"
 
 

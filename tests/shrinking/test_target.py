@@ -9,9 +9,6 @@ from helpers import LAYERS
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.speed import Speed, SpeedRow
-from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.shrinking import target as module
 from lyapunov_prune.shrinking.target import Target, count_for
 
 
@@ -19,7 +16,7 @@ from lyapunov_prune.shrinking.target import Target, count_for
     "asked",
     [
         {},
-        {"remove": 2, "speedup": 1.2},
+        {"remove": 2, "max_kl": 1.2},
         {"max_drop": "gsm8k.jsonl"},
         {"max_drop": ":0.02"},
         {"max_drop": "gsm8k.jsonl:much"},
@@ -52,33 +49,3 @@ def test_a_number_or_a_share_of_the_layers(remove: float, count: int, llama: Pre
 def test_one_layer_stays(remove: float, llama: PreTrainedModel) -> None:
     with pytest.raises(LyapunovPruneError, match=f"of {LAYERS} layers"):
         count_for(Target.of(remove=remove), llama)
-
-
-@pytest.fixture
-def linear_time(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A forward takes 4 + 2 a layer; returns the layers of the models that were timed."""
-    timed: list[int] = []
-
-    def measured(models: dict[str, PreTrainedModel], **_: Any) -> Speed:
-        rows = []
-        for name, model in models.items():
-            layers = find_structure(model).num_layers
-            timed.append(layers)
-            rows.append(SpeedRow(name, 1, 1 / (4 + 2 * layers), (), 1.0, ()))
-        return Speed(tuple(rows), 1, 1, 1, "cpu", "float32", 1, {})
-
-    monkeypatch.setattr(module, "measure_speed", measured)
-    return timed
-
-
-@pytest.mark.parametrize(("speedup", "count"), [(1.1, 1), (1.2, 2), (16 / 12, 2), (1.5, 3), (2.6, 5)])
-def test_a_speed_is_met_by_the_fewest_layers(
-    speedup: float, count: int, llama: PreTrainedModel, linear_time: list[int]
-) -> None:
-    assert count_for(Target.of(speedup=speedup), llama) == count
-    assert len(linear_time) <= 2 * 3 if count < LAYERS - 1 else True  # the most, and the neighbours of the guess
-
-
-def test_a_speed_out_of_reach_says_how_near_it_comes(llama: PreTrainedModel, linear_time: list[int]) -> None:
-    with pytest.raises(LyapunovPruneError, match=r"it is 2\.67 times"):
-        count_for(Target.of(speedup=3.0), llama)

@@ -25,6 +25,8 @@ from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.export.table import FORMATS
 from lyapunov_prune.merging.table import DEFAULT
 from lyapunov_prune.ranking.counts import count_of
+from lyapunov_prune.ranking.table import CRITERIA
+from lyapunov_prune.ranking.table import DEFAULT as BY_SCORES
 
 if TYPE_CHECKING:
     from lyapunov_prune.data.batch import TokenBatch
@@ -124,9 +126,9 @@ def _prune_in_memory(
 ) -> None:
     """Load the model and the text, choose, cut, check and write."""
     # Imported here, because files are pruned in less memory than this takes.
+    from lyapunov_prune.export.gguf import gguf_period
     from lyapunov_prune.export.pruned import write_pruned
     from lyapunov_prune.forward.own_text import SELF
-    from lyapunov_prune.models.kinds import find_kinds
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_weights
     from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
@@ -138,7 +140,6 @@ def _prune_in_memory(
     loaded, batch = load_inputs(model, inputs, stack=stack, plan=given_plan)
     require_weights(loaded.model, "unquantised")  # before anything is measured
     require_whole(loaded.model)
-    period = find_kinds(loaded.structure).require_period() if removal.keep_period else 1
     narrower = "width" in removal.what or (isinstance(given_plan, PruningPlan) and bool(given_plan.channels))
     if not (mend or narrower):
         given.refuse(UNJUDGED, "judge")
@@ -149,19 +150,29 @@ def _prune_in_memory(
     elif given_plan is not None:
         plan = plan_for(loaded, given_plan)
     else:
-        plan = _chosen(loaded, batch, removal.of_model(loaded, given), period, judged)
-    plan.require_periods(period)
+        period = gguf_period(model) if format == "gguf" else 1
+        removal = _by_periods(removal, given) if period > 1 else removal.of_model(loaded, given)
+        plan = _chosen(loaded, batch, removal, period, judged)
     written = write_pruned(loaded, loaded.tokenizer, plan, output, batch, format=format, mend=mend, judge=judged)
     tell_written(written, output, scored=loaded.causal)
+
+
+def _by_periods(removal: Removal, given: Given) -> Removal:
+    """`removal` by a criterion that scores every layer, since the scores of a period add up."""
+    if removal.remove is None or not CRITERIA[removal.goes_by].chooses:
+        return removal
+    given.refuse("chooses layers freely, and llama.cpp reads one period for their windows; leave it out", "criterion")
+    given.refuse("has no effect where whole periods go, by their scores; leave it out", "search")
+    return replace(removal, criterion=BY_SCORES)
 
 
 def _chosen(
     loaded: Decoder, batch: TokenBatch, removal: Removal, period: int, judged: TokenBatch | None
 ) -> PruningPlan:
-    """The plan that measurements on `batch` make; searches are shown."""
+    """The plan that measurements on `batch` make, of whole periods if `period` is above 1; searches are shown."""
     from lyapunov_prune.pruning.width import choose_channels
     from lyapunov_prune.ranking.rank import rank
-    from lyapunov_prune.ranking.ranking import require_periods
+    from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
     from lyapunov_prune.ranking.split import split_removal
     from lyapunov_prune.ranking.within import most_within
 
@@ -199,7 +210,7 @@ def _chosen(
     if removal.goes_by == "best":
         show(ranking, None)
     if remove is not None:
-        return ranking.plan(remove, period)
+        return ranking.plan(remove, period) if isinstance(ranking, LayerRanking) else ranking.plan(remove)
     assert max_kl is not None
     return _within_budget(loaded, batch, ranking, max_kl, batch_size)
 

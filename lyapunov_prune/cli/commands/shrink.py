@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_beside, windows_at_once
 from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import ABOVE_ZERO, Inputs, Judge, Model, Target, counted, what_option
@@ -24,9 +23,6 @@ class Goal:
     """How much is removed."""
 
     remove: Annotated[float | None, ABOVE_ZERO, what_option(help="Number or share of layers.", **counted)] = None
-    speedup: Annotated[
-        float | None, Range(1, above=True), what_option(help="Instead: how many times as fast a forward must be.")
-    ] = None
     max_kl: Annotated[
         float | None,
         ABOVE_ZERO,
@@ -80,7 +76,7 @@ def shrink(
     from lyapunov_prune.shrinking.target import Target as Wanted
     from lyapunov_prune.shrinking.written import is_gguf, require_output
 
-    wanted = Wanted.of(goal.remove, goal.speedup, goal.max_kl, goal.max_drop, goal.what)
+    wanted = Wanted.of(goal.remove, goal.max_kl, goal.max_drop, goal.what)
     require_output(model, output, goal.what)
     report = begun_run(None, model, REPORT, "eval.json") if is_gguf(output) else output
     folder = jobs_folder()
