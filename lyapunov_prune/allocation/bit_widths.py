@@ -150,13 +150,3 @@ def require_reached(budget: float, widths: Sequence[int] | np.ndarray) -> None:
 def picked(cost: np.ndarray, widths: tuple[int, ...], width: np.ndarray) -> float:
     """The sum of `cost` (L × widths) at the `width` of every layer."""
     return float(cost[np.arange(len(cost)), np.searchsorted(widths, width)].sum())
-
-
-def noise(widths: tuple[int, ...]) -> np.ndarray:
-    """The energy of the rounding error at each width b, up to a constant: `4^−b`, and 0 at 16 bits."""
-    return np.array([0.0 if b == DENSE else 4.0**-b for b in widths])
-
-
-def weighted_noise(logs: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
-    """The weighted energy `w_l² 4^−b` of each layer's rounding error, up to a factor, (L × widths); `logs = ln w_l`."""
-    return np.exp(2 * (logs - logs.max()))[:, None] * noise(widths)

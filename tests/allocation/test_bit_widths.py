@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
-from helpers import LAYERS, make_tiny, profile_of
+from helpers import LAYERS, profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import milp
@@ -23,11 +22,10 @@ from lyapunov_prune import LyapunovPruneError, allocate
 from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.allocation.allocation import Matrices
 from lyapunov_prune.allocation.bit_widths import BitWidths, evenly, least_cost
-from lyapunov_prune.allocation.schedules.bits_ends import BitsEnds
+from lyapunov_prune.allocation.schedules.bits_kl import BitsKL
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.structure import identify
 
 WIDTHS = (2, 3, 4, 8, 16)
 BITS = [name for name, known in SCHEDULES.items() if issubclass(known, BitWidths)]
@@ -93,18 +91,7 @@ def test_every_schedule_keeps_the_budget_with_one_width_a_layer(
 
 
 def test_layers_that_cost_more_get_no_fewer_bits(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    """ρ of the profile is 2, .5, 1.5, .25, 1, 3, and A = 0.5625, 1.125, 0.75, 3, 3, 1."""
-    given = measured(llama, ids)
-    assert (np.diff(allocate(llama, "bits-kl", 4.0, **given).by_layer()) >= 0).all()
-    for schedule, scores in (
-        ("bits-rho", given["profile"].rho),
-        ("bits-amplification", given["profile"].downstream_amplification),
-    ):
-        bits = allocate(llama, schedule, 3.5, **given).by_layer()
-        assert len({*bits}) > 1
-        assert (np.diff(bits[np.argsort(scores, kind="stable")]) >= 0).all() or len({*scores}) < LAYERS
-    ends = allocate(llama, "bits-ends", 4.5).by_layer()
-    assert ends[[0, -1]].min() > ends[1:-1].max()
+    assert (np.diff(allocate(llama, "bits-kl", 4.0, **measured(llama, ids)).by_layer()) >= 0).all()
 
 
 def test_uniform_bits_are_taken_where_they_cost_less(llama: PreTrainedModel, ids: torch.Tensor) -> None:
@@ -127,22 +114,13 @@ def test_uniform_bits_spend_what_whole_layers_can(budget: float, llama: PreTrain
 
 def test_what_cannot_be_met_or_has_no_sense_is_refused(llama: PreTrainedModel, ids: torch.Tensor) -> None:
     with pytest.raises(LyapunovPruneError, match=r"narrower than 2 bits.*1\.5"):
-        allocate(llama, "bits-ends", 1.5)
+        allocate(llama, "bits-kl", 1.5, **measured(llama, ids))
     with pytest.raises(LyapunovPruneError, match="nan"):
-        allocate(llama, "bits-ends", float("nan"))
+        allocate(llama, "bits-kl", float("nan"), **measured(llama, ids))
     with pytest.raises(LyapunovPruneError, match="bits-kl needs the cost of bits"):
         allocate(llama, "bits-kl", 4.0, batch=ids)
-    with pytest.raises(LyapunovPruneError, match="bits-rho needs a contraction profile"):
-        allocate(llama, "bits-rho", 4.0, batch=ids)
     for widths in ((4,), (8, 4), (1, 4), (4, 12), (4, 4, 8)):
         with pytest.raises(LyapunovPruneError, match="in rising order"):
-            BitsEnds(widths)
-    other = make_tiny("llama", seed=1)
-    with pytest.raises(LyapunovPruneError, match="contraction profile"):
-        allocate(other, "bits-rho", 4.0, profile=profile_of(llama))
-    broken = dataclasses.replace(profile_of(llama), energies=dict.fromkeys(("energy", "token"), np.zeros(LAYERS + 1)))
-    assert broken.measured_on.model.same_as(identify(llama))
-    with pytest.raises(LyapunovPruneError, match="rho of layer 0"):
-        allocate(llama, "bits-rho", 4.0, profile=broken)
+            BitsKL(widths)
     with pytest.raises(LyapunovPruneError, match=r"NaN .*costs"):
         least_cost(np.array([[1.0, 2.0], [np.nan, 1.0]]), np.array([2, 4]), np.ones(2), 3.0)

@@ -19,15 +19,17 @@ from experiments.common import Model, run_command, texts
 from experiments.divergences import divergences, finals
 from experiments.statements import ratio, short, table
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
-from lyapunov_prune.allocation.bit_widths import BitWidths, evenly
+from lyapunov_prune.allocation.amplification import log_amplification, log_rho
+from lyapunov_prune.allocation.bit_widths import DENSE, BitWidths, evenly, least_cost
 from lyapunov_prune.compression.held_out import RoundingCost
 from lyapunov_prune.compression.methods.rtn import RoundToNearest
 from lyapunov_prune.forward.reading import read
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
 BUDGETS = (3.0, 4.5)
-SCHEDULES = ("bits-kl", "bits-rho", "bits-amplification", "bits-ends")
+ENDS = 4.0**4  # how much more an error of the first or the last layer costs: about four bits
 GROUP = 64
 
 
@@ -87,10 +89,11 @@ def main(
     known = Known(cost(BitWidths.widths), cost)
     reading = read(loaded, evaluation)
     states = list(finals(reading, dense))
+    matrices = Matrices.of(dense)
     rows = []
     for budget in BUDGETS:
-        chosen = [lp.allocate(dense, name, budget, profile=profile, cost=known) for name in SCHEDULES]
-        for allocation in (*chosen, evenly(Matrices.of(dense), budget, BitWidths.widths)):
+        chosen = [lp.allocate(dense, "bits-kl", budget, cost=known), *by_weight(matrices, profile, budget)]
+        for allocation in (*chosen, evenly(matrices, budget, BitWidths.widths)):
             small = lp.compress(dense, method="rtn", allocation=allocation, group_size=GROUP).model
             widths = tuple(int(bits) for bits in allocation.by_layer())
             kl = divergences(reading, states, list(finals(reading, small)))
@@ -99,6 +102,21 @@ def main(
             print(allocation.schedule, budget, allocation.mean, np.mean(kl), widths, flush=True)
     found = BitsByLayer(tuple(rows), known.costs, BitWidths.widths, reading.measured_on(), known.measured_on)
     found.save(folder / "bits.json")
+
+
+def by_weight(matrices: Matrices, profile: ContractionProfile, budget: float) -> list[Allocation]:
+    """The widths of least `Σ_l w_l² 4^−b_l`, a dense layer at 0: `w` is ρ, A, or larger for the ends alone."""
+    ends = np.zeros(matrices.model.num_layers)
+    ends[[0, -1]] = np.log(ENDS) / 2
+    logs = {"bits-rho": log_rho(profile), "bits-amplification": log_amplification(profile), "bits-ends": ends}
+    noise = np.array([0.0 if bits == DENSE else 4.0**-bits for bits in BitWidths.widths])
+    found = []
+    for name, log in logs.items():
+        cost = np.exp(2 * (log - log.max()))[:, None] * noise
+        sizes = np.bincount(matrices.layers, matrices.sizes, len(cost))
+        width = least_cost(cost, np.array(BitWidths.widths), sizes, budget)
+        found.append(matrices.allocated(name, budget, width[matrices.layers].astype(np.float64), {}, unit="bits"))
+    return found
 
 
 def written(folder: Path = HERE) -> dict[str, str]:
