@@ -21,6 +21,7 @@ from lyapunov_prune.models.gguf import BUILTIN_CARD
 from lyapunov_prune.models.left_out import left_out
 from lyapunov_prune.models.loading import HUB_ID
 from lyapunov_prune.models.pictures import looks_at_images
+from lyapunov_prune.models.size import Size, model_size
 from lyapunov_prune.models.wrappers import loading_class
 
 CARD = "README.md"
@@ -59,6 +60,8 @@ def write_card(
 
 {about}
 
+{_sized(folder, model)}
+
 ## Load
 
 ```python
@@ -72,6 +75,13 @@ model = {loader}.from_pretrained("path/to/this/folder"{option}){tokenizer}
 {more}Licence and intended use are those of the original model.
 """
     (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def _sized(folder: Path, model: PreTrainedModel) -> str:
+    """The size of the checkpoint in `folder`, which holds `model`."""
+    files = list(folder.glob("*.safetensors"))
+    size = Size(sum(file.stat().st_size for file in files), model.num_parameters()) if files else model_size(model)
+    return f"Size of the weights: {size.told()}."
 
 
 def as_text(line: str) -> str:

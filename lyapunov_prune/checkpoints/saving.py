@@ -141,8 +141,3 @@ class Shards:
         told = wrong or "names, settings and every bit of what is read again"
         check = GateCheck(RELOADED, not wrong, 0.0, 0.0, told)
         check.require_passed("the checkpoint, read again, is not the model", "take the model in memory")
-
-
-def size_of(model: PreTrainedModel) -> int:
-    """The bytes of the tensors in a plain checkpoint as `Shards` writes it; shared tensors count once."""
-    return sum(t.numel() * t.element_size() for _, t in saved_tensors(model))

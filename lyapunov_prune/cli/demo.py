@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.report import REPORT as HEALING
@@ -69,7 +70,7 @@ def run_demo(
             Texts(text, None, None, tokens, context),
             search=SEARCH,
             steps=STEPS,
-            folder=run / "jobs",
+            folder=jobs_folder(),
             text=("--text", "builtin"),
         )
         report = carry_out(request, run / SMALL, told).report

@@ -68,7 +68,17 @@ def show(
     if brief and (unshown := result.unshown(f"lyapunov-prune report {shlex.quote(str(kept))} shows all")):
         say(unshown)
     if written is not None:
-        say(f"Written: {written}")
+        say(f"Written: {written}{_sized(written)}")
+
+
+def _sized(written: Path) -> str:
+    """For a checkpoint that was written, its size in brackets."""
+    if not (written.is_dir() or written.suffix == ".gguf"):
+        return ""
+    from lyapunov_prune.models.size import stored_size
+
+    size = stored_size(written)
+    return "" if size is None else f" ({size.told()})"
 
 
 def keep(run: Path, name: str, result: Result) -> None:

@@ -11,6 +11,7 @@ from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.models.roles import LeftAlone, left_alone_lines
+from lyapunov_prune.models.size import Size, told_bytes
 from lyapunov_prune.registry import Choice
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -55,11 +56,12 @@ class Packed:
     format: str
     bytes: int
     dense_bytes: int
+    weights: int  # their number in the model
 
     def line(self) -> str:
         return (
-            f"packed integers ({self.format}): {self.bytes / 1e6:,.1f} MB of weights on disk, "
-            f"{self.bytes / self.dense_bytes:.3f} of the {self.dense_bytes / 1e6:,.1f} MB that dense ones take; "
+            f"packed integers ({self.format}): {Size(self.bytes, self.weights).told()}, "
+            f"{self.bytes / self.dense_bytes:.3f} of the {told_bytes(self.dense_bytes)} that dense ones take; "
             "transformers unpacks them on the first forward, so without a kernel for them no time is saved"
         )
 

@@ -15,7 +15,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import require_extra
 from lyapunov_prune.evaluation.llama_cpp import ENGINE, ask
 from lyapunov_prune.evaluation.perplexity import Perplexity
-from lyapunov_prune.evaluation.speed import SpeedRow, prefill_and_decode, speed_columns
+from lyapunov_prune.evaluation.speed import SpeedRow, speed_columns, speed_rows
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.gguf import gguf_file
 from lyapunov_prune.models.gguf_header import read_header
@@ -69,7 +69,7 @@ class EngineScores(Result):
 
     def answer(self) -> list[str]:
         last, row, first = self.perplexities[-1], self.rows[-1], self.rows[0]
-        beside = "" if row is first else f" ({row.prefill / first.prefill:.2f} × and {row.decode / first.decode:.2f} ×)"
+        beside = "" if row is first else f" ({row.told('prefill')}; {row.told('decode')})"
         return [
             f"In llama.cpp: perplexity {last.value:.4g}, and {self.own[-1]:.4g} here; {row.prefill:.4g} tokens/s of "
             f"prefill, {row.decode:.4g} decoding{beside}."
@@ -97,21 +97,24 @@ def engine_scores(files: Sequence[Path], own: Sequence[Perplexity], batch: Token
     timed = torch.randint(vocabulary, (prompt + STEPS,), generator=torch.Generator().manual_seed(0)).tolist()
     with status("llama.cpp"):
         answers = ask(files, ids, timed=timed, prompt=prompt, repeats=REPEATS)
-    scores, rows, types = [], [], []
+    scores, types = [], []
     for file, mine, answer in zip(files, own, answers, strict=True):
         windows = -np.array([said.next.astype(np.float64).mean() for said in answer.windows])
         require_numbers(windows, f"losses of {file.name} by llama.cpp", "try it by hand")
         scores.append(replace(mine, nll=float(windows.mean()), windows=windows))
-        model, kinds = mine.measured_on.model, Counter[str]()
+        kinds = Counter[str]()
         for tensor in read_header(file).tensors:
             kinds[tensor.quantisation] += tensor.size
         types.append(kinds.most_common(1)[0][0])
-        speeds = prefill_and_decode(prompt, answer.seconds[:, 0], answer.seconds[:, 1:].ravel())
-        rows.append(SpeedRow(model.name, model.parameters, *speeds))
     return EngineScores(
         perplexities=tuple(scores),
         own=tuple(each.value for each in own),
-        rows=tuple(rows),
+        rows=speed_rows(
+            [(mine.measured_on.model.name, mine.measured_on.model.parameters) for mine in own],
+            prompt,
+            [answer.seconds[:, 0] for answer in answers],
+            [answer.seconds[:, 1:] for answer in answers],
+        ),
         types=tuple(types),
         prompt=prompt,
         steps=STEPS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -11,12 +12,13 @@ from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.evaluation.task_scores import TaskScores
+from lyapunov_prune.models.size import Size
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 
-# From this share on, the report explains that zeros save nothing.
+# From this share on, the report names zeros.
 SPARSE = 0.05
 
 
@@ -24,7 +26,8 @@ SPARSE = 0.05
 class Evaluation(Result):
     """Perplexity of one model, or of two on the same tokens; speeds, tasks and retrieval measured in the same run.
 
-    `zeros` is the share of zeros among the entries of each model's layers (matrices and larger tensors).
+    `zeros` is the share of zeros among the entries of each model's layers (matrices and larger tensors). `sizes` are
+    those of the files that the models were loaded from, or would be saved as; empty in files of older versions.
     """
 
     perplexities: tuple[Perplexity, ...]  # the reference model first, when there is one
@@ -33,6 +36,7 @@ class Evaluation(Result):
     tasks: TaskScores | None = None
     retrieval: RetrievalScores | None = None
     engine: EngineScores | None = None
+    sizes: tuple[Size, ...] = ()
 
     @property
     def measured_on(self) -> tuple[MeasuredOn, ...]:
@@ -40,8 +44,8 @@ class Evaluation(Result):
         return tuple(perplexity.measured_on for perplexity in self.perplexities)
 
     def to_frame(self) -> pd.DataFrame:
-        rows = []
-        for perplexity, zeros in zip(self.perplexities, self.zeros, strict=True):
+        rows: list[dict[str, Any]] = []
+        for number, (perplexity, zeros) in enumerate(zip(self.perplexities, self.zeros, strict=True)):
             low, high = perplexity.ratio_interval(self.perplexities[0])
             rows.append(
                 {
@@ -55,6 +59,8 @@ class Evaluation(Result):
                     "zeros": zeros,
                 }
             )
+            if self.sizes:
+                rows[-1] |= {"MB": self.sizes[number].bytes / 1e6, "bits a weight": self.sizes[number].bits}
         frame = pd.DataFrame(rows)
         return frame if len(rows) > 1 else frame.drop(columns=["× first", "low", "high"])
 
@@ -65,7 +71,10 @@ class Evaluation(Result):
         reference, *others = self.perplexities
         lines = [each.against(reference) for each in others] or reference.answer()[:1]
         mine, dense = (self.perplexities[at].measured_on.model for at in (-1, 0))
-        if others:
+        if self.sizes:
+            of = f" (of {self.sizes[0].told()}: {self.sizes[-1].bytes / self.sizes[0].bytes:.1%})" if others else ""
+            lines.append(f"{self.sizes[-1].told()}{of}.")
+        if others and mine.parameters != dense.parameters:
             kept = mine.parameters / dense.parameters
             lines.append(
                 f"{mine.parameters:,} parameters of {dense.parameters:,} ({kept:.1%}), {mine.num_layers} layers."
@@ -73,7 +82,7 @@ class Evaluation(Result):
         for part in (self.speed, self.tasks, self.retrieval, self.engine):
             lines += part.answer() if part else []
         if max(self.zeros) >= SPARSE:
-            lines.append(f"{max(self.zeros):.0%} of the entries are zero, stored as any other: no memory is saved.")
+            lines.append(f"{max(self.zeros):.0%} of the entries are zero; the size is what their storage takes.")
         if not self.tasks:
             lines.append("Perplexity is of one text; tasks, above all ones that the model writes for, can lose more.")
         return [*lines[: LINES - 1], reference.measured_on.line()]

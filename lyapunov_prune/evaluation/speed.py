@@ -11,6 +11,8 @@ from typing import Annotated
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from scipy import stats
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import SOME, Count, checked
@@ -21,7 +23,7 @@ from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.pictures import looks_at_images
 from lyapunov_prune.models.streamed import require_not_streamed
-from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.structure import Structure, find_layers, find_structure
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result, versions
@@ -33,8 +35,46 @@ def prompt_for(structure: Structure) -> int:
 
 
 @dataclass(frozen=True)
+class Faster:
+    """How many times as fast as the first model: the median of the ratios of the rounds, in which the models alternate.
+
+    `low` and `high` are its 95 % bootstrap interval over rounds (percentiles), NaN for one round. `most` is what
+    arithmetic allows at most, NaN where it is not known: the ratio of the multiplications of a forward, or of the
+    numbers of layers if that is larger (all costs of a layer go with it), and in decoding of the bytes of the layers.
+    """
+
+    value: float
+    low: float
+    high: float
+    most: float
+
+    @classmethod
+    def of(cls, ratios: np.ndarray, most: float) -> Faster:
+        low = high = math.nan
+        if len(ratios) > 1:
+            low, high = stats.bootstrap((ratios,), np.median, method="percentile", rng=0).confidence_interval
+        return cls(float(np.median(ratios)), float(low), float(high), most)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the machine did something else at times, since no model can be so much faster."""
+        return self.low > 1.001 * self.most  # a clock rounds
+
+    def told(self) -> str:
+        if self.busy:
+            return f"machine busy: measured beyond the × {self.most:.2f} that arithmetic allows"
+        told = f"× {self.value:.2f}"
+        if math.isfinite(self.low):
+            told += f" ({self.low:.2f} to {self.high:.2f})"
+        return told + (f", at most {self.most:.2f} by arithmetic" if math.isfinite(self.most) else "")
+
+
+@dataclass(frozen=True)
 class SpeedRow:
-    """Tokens per second (images for a classifier, without decoding): the median and the quartiles."""
+    """Tokens per second (images for a classifier, without decoding): the median and the quartiles.
+
+    `prefill_ratio` and `decode_ratio` compare with the first model; None in its own row and in older files.
+    """
 
     model: str
     parameters: int
@@ -42,6 +82,13 @@ class SpeedRow:
     prefill_quartiles: tuple[float, ...]
     decode: float
     decode_quartiles: tuple[float, ...]
+    prefill_ratio: Faster | None = None
+    decode_ratio: Faster | None = None
+
+    def told(self, phase: str) -> str:
+        """The speed in `phase` against that of the first model, if it was compared."""
+        ratio: Faster | None = getattr(self, f"{phase}_ratio")
+        return f"{getattr(self, phase):.4g} tokens/s" if ratio is None else ratio.told()
 
 
 # The columns of each phase: tokens per second, and how many times those of the first model.
@@ -49,11 +96,15 @@ PHASES = {phase: (f"{phase} tok/s", f"{phase} ratio") for phase in ("prefill", "
 
 
 def speed_columns(rows: Sequence[SpeedRow], phases: Mapping[str, tuple[str, str]] = PHASES) -> dict[str, list[float]]:
-    """The speeds of `rows` in each of `phases`, and their ratios to the first row."""
+    """The speeds of `rows` in each of `phases`, and their ratios to the first row; NaN where the machine was busy."""
     found = {}
     for phase, (speed, ratio) in phases.items():
         found[speed] = [getattr(row, phase) for row in rows]
-        found[ratio] = [each / found[speed][0] for each in found[speed]]
+        found[ratio] = []
+        for row, speed_of in zip(rows, found[speed], strict=True):
+            faster: Faster | None = getattr(row, f"{phase}_ratio")
+            plain = speed_of / found[speed][0]
+            found[ratio].append(plain if faster is None else math.nan if faster.busy else faster.value)
     return found
 
 
@@ -85,12 +136,9 @@ class Speed(Result):
         first = self.rows[0]
         where = f"{self.dtype} on {self.device}, {self.threads} threads"
         if self.images:
-            return [
-                f"{r.model}: {r.prefill / first.prefill:.2f} × the images/s of {first.model}." for r in self.rows[1:]
-            ]
+            return [f"{r.model}, images/s against {first.model}: {r.told('prefill')}." for r in self.rows[1:]]
         return [
-            f"{r.model}: {r.prefill / first.prefill:.2f} × the prefill and {r.decode / first.decode:.2f} × the "
-            f"decoding speed of {first.model} ({where})."
+            f"{r.model} against {first.model} ({where}): prefill {r.told('prefill')}; decoding {r.told('decode')}."
             for r in self.rows[1:]
         ] or [f"{first.model}: {first.prefill:.4g} tokens/s of prefill, {first.decode:.4g} decoding ({where})."]
 
@@ -111,7 +159,8 @@ def measure_speed(
 
     For image classifiers: one forward of `prompt` images; `steps` is ignored.
 
-    One warm-up round, then `repeats` rounds in which the models take turns. The first model is the reference. Token ids
+    One warm-up round, then `repeats` rounds in which the models take turns, so that a slow period of the machine meets
+    all of them. The first model is the reference, to which the others are compared round by round (`Faster`). Token ids
     and pixels are random, because speed does not depend on them. A decoder without a cache reads the whole text again
     at every step, one with length-dependent positions (`models.positions`) at the steps where they change.
 
@@ -127,19 +176,25 @@ def measure_speed(
         raise LyapunovPruneError("some of the models read text and some read images; time models of one kind")
     inputs = random_images(first, prompt) if images else _random_ids(first, prompt, steps)
     prefills: dict[str, list[float]] = {name: [] for name in given}
-    decodes: dict[str, list[float]] = {name: [] for name in given}
+    decodes: dict[str, list[list[float]]] = {name: [] for name in given}
+    work = {}
     with held(*given.values()):
         for turn in track(range(1 + repeats), "speed"):
             for name, model in given.items():
                 prefill, decode = _round(model, inputs.to(model.device), prompt)
                 if turn > 0:  # the first round is warm-up
                     prefills[name].append(prefill)
-                    decodes[name] += decode
-    rows = []
-    for name, model in given.items():
-        rows.append(SpeedRow(name, model.num_parameters(), *prefill_and_decode(prompt, prefills[name], decodes[name])))
+                    decodes[name].append(decode)
+        if len(given) > 1:
+            work = {name: _work(model, inputs.to(model.device), prompt) for name, model in given.items()}
     return Speed(
-        rows=tuple(rows),
+        rows=speed_rows(
+            [(name, model.num_parameters()) for name, model in given.items()],
+            prompt,
+            list(prefills.values()),
+            list(decodes.values()),
+            list(work.values()),
+        ),
         prompt=prompt,
         steps=0 if images else steps,
         repeats=repeats,
@@ -149,6 +204,46 @@ def measure_speed(
         versions=versions(),
         images=images,
     )
+
+
+def speed_rows(
+    models: Sequence[tuple[str, int]],
+    prompt: int,
+    prefills: ArrayLike,
+    decodes: ArrayLike,
+    work: Sequence[tuple[np.ndarray, np.ndarray]] = (),
+) -> tuple[SpeedRow, ...]:
+    """A row for each of `models`, by name and parameters, compared with the first round by round.
+
+    `prefills` (models, rounds) and `decodes` (models, rounds, steps) are seconds. `work` holds by model what a prefill
+    and what a decoded token takes, each in several measures of which the time is at least one's share.
+    """
+    rows = []
+    reading, writing = np.asarray(prefills), np.asarray(decodes)
+    for k, (name, parameters) in enumerate(models):
+        speeds = prefill_and_decode(prompt, reading[k], writing[k].ravel())
+        faster: list[Faster | None] = [None, None]
+        if k:
+            most = [max(first / mine) for first, mine in zip(work[0], work[k], strict=True)] if work else [math.nan] * 2
+            faster[0] = Faster.of(reading[0] / reading[k], float(most[0]))
+            if writing.size:
+                faster[1] = Faster.of(writing[0].sum(-1) / writing[k].sum(-1), float(most[1]))
+        rows.append(SpeedRow(name, parameters, *speeds, *faster))
+    return tuple(rows)
+
+
+def _work(model: PreTrainedModel, inputs: torch.Tensor, prompt: int) -> tuple[np.ndarray, np.ndarray]:
+    """What `Faster.most` goes by: operations and layers, of a prefill; of one token the bytes of the layers as well."""
+    layers = find_layers(model)
+    size = sum(tensor.nbytes for tensor in layers.layers.state_dict().values())
+    images = inputs.is_floating_point()
+    flops = []
+    for part in (inputs, inputs[:1]) if images else (inputs[:, :prompt], inputs[:, :1]):
+        with FlopCounterMode(display=False) as counter:
+            model(pixel_values=part) if images else model(part)
+        flops.append(max(counter.get_total_flops(), 1))
+    read, wrote = flops
+    return np.array([read, layers.num_layers], dtype=float), np.array([wrote, layers.num_layers, size], dtype=float)
 
 
 def prefill_and_decode(

@@ -26,7 +26,6 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.reloading import RELOADED, reload_check
-from lyapunov_prune.checkpoints.saving import size_of
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.grids import Grid
 from lyapunov_prune.compression.method import Rounder
@@ -41,6 +40,7 @@ from lyapunov_prune.models.from_folder import LOCAL, quiet
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.quantised import PACK, PACKER, unlogged
+from lyapunov_prune.models.size import model_size
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.weight_files import SINGLE
 from lyapunov_prune.models.wrappers import loading_class
@@ -205,7 +205,7 @@ class Packing:
 
     def size(self, model: PreTrainedModel) -> int:
         """The bytes of all tensors of `model`, packed."""
-        size = size_of(model)
+        size = model_size(model).bytes
         for name, bits in self._bits.items():
             module: Any = model.get_submodule(name)
             m, n, width = module.out_features, module.in_features, module.weight.itemsize
@@ -239,7 +239,8 @@ class Packing:
 
 def packed_in(folder: Path, model: PreTrainedModel) -> Packed:
     """The sizes of the weights in `folder` and of `model`, which it holds packed."""
-    return Packed(PACK, sum(file.stat().st_size for file in folder.glob("*.safetensors")), size_of(model))
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return Packed(PACK, size, model_size(model).bytes, model.num_parameters())
 
 
 def _changed(small: PreTrainedModel, loaded: PreTrainedModel, projections: tuple[Projection, ...]) -> str | None:

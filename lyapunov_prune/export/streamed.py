@@ -12,7 +12,7 @@ from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
-from lyapunov_prune.checkpoints.saving import Shards, size_of
+from lyapunov_prune.checkpoints.saving import Shards
 from lyapunov_prune.compression.recipe import Asked, recipe_for
 from lyapunov_prune.compression.report import REPORT, CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
@@ -22,6 +22,7 @@ from lyapunov_prune.export.table import require_streamed_format
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.decoder import Model, wrap
 from lyapunov_prune.models.left_out import require_whole
+from lyapunov_prune.models.size import model_size
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_with
@@ -71,7 +72,7 @@ def compress_on_disk(
     require_streamed(asked.allocation)
     require_empty(target)
     packing = _packing(model, asked) if format == PACKED else None
-    require_disk(target, packing.size(model) if packing else size_of(model), "the compressed files")
+    require_disk(target, packing.size(model) if packing else model_size(model).bytes, "the compressed files")
     recipe = recipe_for(model, batch, asked)
     with whole_folder(target) as folder:
         shards = Shards(decoder, tokenizer, folder)

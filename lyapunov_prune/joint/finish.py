@@ -25,7 +25,7 @@ from lyapunov_prune.joint.recovery import Lesson
 from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.search import Found
 from lyapunov_prune.merging.unmerged import Unmerged
-from lyapunov_prune.pruning.counting import sizes_in_memory
+from lyapunov_prune.models.size import model_size
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import describe
 from lyapunov_prune.results.files import whole_folder
@@ -69,7 +69,7 @@ def finish(job: Job, found: Found, tokenizer: PreTrainedTokenizerBase | None, ou
             chosen=chosen.value,
             error=paired_error(before, chosen),
             parameters=(dense.model.num_parameters(), compact.num_parameters()),
-            size=(_size(dense.model), _size(compact)),
+            size=(model_size(dense.model).bytes, model_size(compact).bytes),
             seconds=job.seconds,
             measured_on=job.origins[2],
         )
@@ -101,11 +101,6 @@ def _plan(job: Job, lesson: Lesson) -> PruningPlan:
         drop_activation=lesson.activation,
         reduction=job.student.reduction if lesson.activation else None,
     )
-
-
-def _size(model: PreTrainedModel) -> int:
-    """The bytes of its checkpoint."""
-    return sum(size for _, size in sizes_in_memory(model))
 
 
 def _recovered(job: Job, course: Course, pair: Pair, start: Pair) -> tuple[Unmerged, Lesson, list[float], Comparison]:

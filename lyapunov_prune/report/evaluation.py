@@ -35,18 +35,19 @@ def speed_figure(speed: Speed) -> str:
 
 
 def before_after_figure(shrunk: Shrinking) -> str:
-    """What the smaller model has of the dense one: parameters, bytes, speed (quartiles), perplexity (95 %)."""
+    """What the smaller model has of the dense one: parameters, bytes, speed (95 %), perplexity (95 %)."""
     dense, smaller = shrunk.evaluation.perplexities
     rows: list[tuple[str, float, tuple[float, float] | None, str]] = [
         (name, after / before, None, f"{before / 1e6:,.1f} → {after / 1e6:,.1f} {unit}")
         for name, (before, after), unit in (("parameters", shrunk.parameters, "M"), ("weights", shrunk.size, "MB"))
     ]
     if shrunk.evaluation.speed is not None:
-        first, last = shrunk.evaluation.speed.rows
-        for name, phase in (("reading", "prefill"), ("writing", "decode")):
-            before, after = getattr(first, phase), getattr(last, phase)
-            low, high = getattr(last, f"{phase}_quartiles")
-            rows.append((name, after / before, (low / before, high / before), f"{before:.3g} → {after:.3g} tok/s"))
+        last = shrunk.evaluation.speed.rows[-1]
+        for name, ratio in (("reading", last.prefill_ratio), ("writing", last.decode_ratio)):
+            if ratio is not None:
+                told = "machine busy" if ratio.busy else f"× {ratio.value:.2f}"
+                value = np.nan if ratio.busy else ratio.value
+                rows.append((name, value, (ratio.low, ratio.high), told))
     worth = f"{dense.value:.4g} → {smaller.value:.4g}"
     rows.append(("perplexity", smaller.value / dense.value, smaller.ratio_interval(dense), worth))
     figure, axes = one_panel(6.5, 1 + 0.4 * len(rows))

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.checkpoints.saving import size_of
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks
 from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.healing.heal import STEPS
 from lyapunov_prune.models.device import free_memory
+from lyapunov_prune.models.size import model_size
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.ranking.counts import search_budget
 from lyapunov_prune.ranking.split import numbers_of_layers, share_of
@@ -193,4 +193,5 @@ def _time(seconds: float) -> str:
 def smaller_bytes(model: PreTrainedModel, remove: int) -> int:
     """The bytes of `model` without `remove` layers of mean size."""
     layers = find_structure(model).layers
-    return size_of(model) - remove * sum(p.numel() * p.element_size() for p in layers.parameters()) // len(layers)
+    size = sum(p.numel() * p.element_size() for p in layers.parameters())
+    return model_size(model).bytes - remove * size // len(layers)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import printable
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.task_scores import TaskScore
+from lyapunov_prune.models.size import Size
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.frames import pd
@@ -73,7 +74,7 @@ class Shrinking(Result):
         (before, after), (large, small) = self.parameters, self.size
         lines = [
             f"{self.plan.model.name} without {self._gone()}: {before:,} → {after:,} parameters, "
-            f"{_bytes(large)} → {_bytes(small)}",
+            f"{Size(large, before).told()} → {Size(small, after).told()}",
             self._speed(),
             self._worth(),
             self._kept(),
@@ -106,9 +107,8 @@ class Shrinking(Result):
             return ""
         dense, smaller = speed.rows
         return (
-            f"Speed: reading {dense.prefill:.4g} → {smaller.prefill:.4g} tokens/s "
-            f"(× {smaller.prefill / dense.prefill:.2f}), writing {dense.decode:.4g} → {smaller.decode:.4g} "
-            f"(× {smaller.decode / dense.decode:.2f})"
+            f"Speed of the dense model: {dense.prefill:.4g} tokens/s read, {dense.decode:.4g} written. Of the smaller "
+            f"one: reading {smaller.told('prefill')}; writing {smaller.told('decode')}"
         )
 
     def _worth(self) -> str:
@@ -154,7 +154,3 @@ def main_score(scores: list[TaskScore]) -> TaskScore:
 
 def _score(score: TaskScore) -> str:
     return f"{score.value:.3g}" + (f" ± {1.96 * score.error:.2g}" if math.isfinite(score.error) else "")
-
-
-def _bytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -24,9 +24,9 @@ from lyapunov_prune.healing.heal import STEPS, heal
 from lyapunov_prune.healing.report import Healed
 from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.plain import plain
+from lyapunov_prune.models.size import model_size
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode, model_name
 from lyapunov_prune.models.wrappers import loading_class
-from lyapunov_prune.pruning.counting import sizes_in_memory
 from lyapunov_prune.pruning.removal import check_removal
 from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.ranking import counts
@@ -165,7 +165,7 @@ def _run(
         target=request.target.told(),
         plan=choice.plan,
         steps=(*choice.taken, healing),
-        size=_sizes(model, smaller),
+        size=(model_size(model).bytes, model_size(smaller).bytes),
         evaluation=evaluation,
         commands=commands,
         loader=loading_class(smaller).__name__,
@@ -243,11 +243,7 @@ def _evaluation(request: Request, smaller: PreTrainedModel, held_out: TokenBatch
     return Evaluation(
         perplexities=tuple(perplexity(m, held_out, batch_size=batch_size) for m in models.values()),
         zeros=tuple(map(zero_share, models.values())),
-        speed=measure_speed(models, prompt=prompt_for(find_structure(dense)), steps=16, repeats=3),
+        sizes=tuple(map(model_size, models.values())),
+        speed=measure_speed(models, prompt=prompt_for(find_structure(dense)), steps=16, repeats=5),
         tasks=None if task is None else evaluate_tasks(models, request.tokenizer, [task], batch_size=batch_size),
     )
-
-
-def _sizes(dense: PreTrainedModel, smaller: PreTrainedModel) -> tuple[int, int]:
-    large, small = (sum(size for _, size in sizes_in_memory(model)) for model in (dense, smaller))
-    return large, small

@@ -24,6 +24,8 @@ tags:
 
 About it.
 
+Size of the weights: 210.8 KB, 32 bits a weight.
+
 ## Load
 
 ```python

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.checkpoints import saving
-from lyapunov_prune.checkpoints.saving import Shards, size_of
+from lyapunov_prune.checkpoints.saving import Shards
 from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.size import model_size
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import find_structure
 
@@ -33,7 +34,7 @@ def write(source: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: P
             with layer_held(model, layer):
                 written.write(layer)
     written.finish()
-    assert sum(t.nbytes for t in tensors(target).values()) == size_of(model)
+    assert sum(t.nbytes for t in tensors(target).values()) == model_size(model).bytes
     return target
 
 

@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.compression import CompressionReport
+from lyapunov_prune.models.size import stored_size
 
 TEXT = ("--tokens", "64", "--context", "32")
 PACK = ("compress", "tiny", "--method", "rtn", "--format", "packed", "-o", "small")
 
 
-def test_a_packed_checkpoint_is_smaller_and_is_measured(run: Callable[..., Any]) -> None:
+def test_a_packed_checkpoint_is_smaller_and_is_measured(run: Callable[..., Any], reader: PreTrainedModel) -> None:
     done = run(*PACK, "--bits", "4")
     assert done.code == 0, done.err
     assert "Stored as packed integers (pack-quantized): " in done.out
@@ -32,10 +33,18 @@ def test_a_packed_checkpoint_is_smaller_and_is_measured(run: Callable[..., Any])
     AutoModelForCausalLM.from_pretrained("small")
     report = json.loads(Path("small/compression.json").read_text())
     assert report["packed"]["bytes"] == Path("small/model.safetensors").stat().st_size
+    size = stored_size("small")
+    assert size is not None
+    assert size.weights == report["packed"]["weights"] == reader.num_parameters()
+    assert size.bits < 32
+    assert f"Written: small ({size.told()})" in done.out
+    assert f"Size of the weights: {size.told()}." in Path("small/README.md").read_text()
 
     done = run("eval", "small", "--against", "tiny", "--speed", *TEXT)
     assert done.code == 0, done.err
     assert "The packed weights of small were unpacked on loading: these are speeds of dense ones." in done.out
+    assert f"{size.told()} (of " in done.out
+    assert "no memory is saved" not in done.out  # as it was said of every packed folder
     assert run("profile", "small", "-o", "run", *TEXT).code == 0
     assert run("rank", "small", "--criterion", "bi", "-o", "run2", *TEXT).code == 0
 

@@ -321,8 +321,8 @@ def test_the_pattern_says_the_sparsity(llama: PreTrainedModel) -> None:
 
 
 def test_what_is_packed_is_told_beside_what_it_would_be() -> None:
-    line = Packed("pack-quantized", 2_500_000, 10_000_000).line()
-    assert "2.5 MB of weights on disk, 0.250 of the 10.0 MB" in line
+    line = Packed("pack-quantized", 2_500_000, 10_000_000, 5_000_000).line()
+    assert "2.5 MB, 4 bits a weight, 0.250 of the 10.0 MB" in line
 
 
 def test_a_report_of_before_is_of_grids_with_a_zero_point(llama: PreTrainedModel, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lyapunov_prune.checkpoints import layer_stream as streaming
 from lyapunov_prune.checkpoints import saving
 from lyapunov_prune.checkpoints.outline import Outline
 from lyapunov_prune.checkpoints.reloading import GateCheck
-from lyapunov_prune.checkpoints.saving import size_of, write_model
+from lyapunov_prune.checkpoints.saving import write_model
 from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -32,6 +32,7 @@ from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.plain import find_projections
+from lyapunov_prune.models.size import model_size
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import find_structure, identify
 from lyapunov_prune.profiles.contraction import measure_contraction
@@ -336,7 +337,7 @@ def test_a_config_that_names_a_dense_matrix_as_packed_leaves_nothing(
 
 def test_what_is_packed_needs_the_disk_of_what_is_packed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(checkpoint).model
-    room = size_of(loaded) // 2
+    room = model_size(loaded).bytes // 2
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(room))
     with pytest.raises(LyapunovPruneError, match="bytes of disk"):

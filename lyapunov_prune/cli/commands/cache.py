@@ -20,6 +20,7 @@ def cache(
     by its settings, and commands that ask for the same measurement share it.
     """
     from lyapunov_prune.models.cache import cache_folder, cache_limit, cached, clear_cache
+    from lyapunov_prune.models.size import told_bytes
     from lyapunov_prune.results.claim import clear_unfinished, unfinished
 
     held, limit, jobs = cached(), cache_limit(), unfinished(JOBS)
@@ -31,8 +32,8 @@ def cache(
     for each in held:
         say(f"{each.size / 1e9:8.2f} GB  last used {each.used.astimezone():%Y-%m-%d %H:%M}  {each.source}")
     if jobs:
-        size = sum(each.size for each in jobs)
-        say(f"{JOBS}: {size / 1e6:.1f} MB of unfinished work and measurements{' deleted' if clear else ''}")
+        taken = told_bytes(sum(each.size for each in jobs))
+        say(f"{JOBS}: {taken} of unfinished work and measurements{' deleted' if clear else ''}")
     for job in jobs:
         used = f"{job.used.astimezone():%Y-%m-%d %H:%M}"
-        say(f"{job.size / 1e6:8.1f} MB  last used {used}  {job.kind}, by: lyapunov-prune {job.command}")
+        say(f"{told_bytes(job.size):>11}  last used {used}  {job.kind}, by: lyapunov-prune {job.command}")

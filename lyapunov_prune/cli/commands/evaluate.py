@@ -59,6 +59,7 @@ def evaluate(
     from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
     from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
     from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
+    from lyapunov_prune.models.size import stored_size
 
     if tasks is None:
         given.refuse("applies to the items of tasks; give --tasks with it", "limit", "few_shot")
@@ -87,6 +88,7 @@ def evaluate(
         tasks=scored,
         retrieval=found,
         engine=_in_llama_cpp(names, perplexities, batch, prompt) if speed else None,
+        sizes=tuple(size for name, m in models.items() if (size := stored_size(name, m)) is not None),
     )
     written = conclude(run, "eval.json", result)
     for part in result.further():

@@ -66,13 +66,13 @@ def heal(
     """
     inputs.require_loaded("heal", one_place=True)
 
-    from lyapunov_prune.checkpoints.saving import size_of
     from lyapunov_prune.data.text import require_source
     from lyapunov_prune.export.table import FORMATS
     from lyapunov_prune.healing.heal import heal as heal_model
     from lyapunov_prune.healing.sharded import sharing
     from lyapunov_prune.healing.trained import require_few, require_trainable
     from lyapunov_prune.models.gguf import source_file
+    from lyapunov_prune.models.size import model_size
     from lyapunov_prune.pruning.surgery import share_memory
     from lyapunov_prune.results.claim import Kept
     from lyapunov_prune.results.files import require_disk
@@ -91,7 +91,7 @@ def heal(
     require_source(inputs.text)
     loaded, dense = _pair(model, teacher, inputs, provenance)
     require_trainable(loaded.model, "the pruned model", training.rank)
-    require_disk(output, size_of(loaded.model), "the files of the healed model")
+    require_disk(output, model_size(loaded.model).bytes, "the files of the healed model")
     if provenance is not None:
         share_memory(loaded.model, dense, provenance.plan)
     original = _original(loaded, dense, own, provenance) if stored.name == "gguf" else None

@@ -163,7 +163,7 @@ def rank(
             kept = weighed.save(run / "weighed.json")
             show(weighed, weighed.plan().save(run / "plan.json"), kept=kept)
             return
-        places = {"folder": run, "jobs": jobs_folder()}
+        places: dict[str, Any] = {"folder": run, "jobs": jobs_folder()}
         ranking = measured_rank(loaded, batch, **by.how, **places, remove=remove, batch_size=batch_size)
     plan = written = None
     if remove is not None:
