@@ -60,10 +60,10 @@ def in_python(message: str) -> str:
     return _OPTION.sub(parameter, _SHRINK.sub(r"lp.shrink(model, tokenizer, '\2', remove=\1)", message))
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)` if a name in `known` is close to `word`; else ""."""
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.75) -> str:
+    """` (did you mean X?)` if a name in `known` is as close as `cutoff` (1: the same) to `word`; else ""."""
     by_lower = {name.lower(): name for name in known}
-    close = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.75)
+    close = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f" (did you mean {by_lower[close[0]]}?)" if close else ""
 
 

@@ -131,3 +131,70 @@ def test_a_new_run_waits_for_nothing_that_draws(tmp_path: Path) -> None:
         "assert 'matplotlib' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, cwd=tmp_path)
+
+
+# One mistake for every command, and more where an option names something: none of them waits for torch.
+MISTAKES = [
+    "shrink smollm2-135m -o new",
+    "shrink ./nowhere --remove 2 -o new",
+    "shrink smollm2-135m --remove 2 -o full",
+    "shrink smollm2-135m --remove 2 -o new --judge gone.txt",
+    "profile full",
+    "profile smollm2-135m --text gone.txt",
+    "rank gone.json",
+    "rank smollm2-135m --protect a",
+    "prune smollm2-135m --plan gone.json -o new",
+    "prune smollm2-135m --layers 3,x -o new",
+    "prune smollm2-135m --layers 3 -o full",
+    "compress smollm2-135m --bits 4 -o new",
+    "compress smollm2-135m --method rtn -o new",
+    "compress smollm2-135m --method int4 -o new",
+    "compress smollm2-135m --sparsity 5 -o new",
+    "compress smollm2-135m --method rtn --bits 4 --allocation gone.json -o new",
+    "compress gone.gguf -o new --sparsity 0.5",
+    "heal full --teacher smollm2-135m -o new",
+    "heal smollm2-135m -o new",
+    "joint smollm2-135m -o new",
+    "export smollm2-135m --quantize q4_0 -o new",
+    "export gone.gguf -o new",
+    "eval smollm2-135m --tasks gone.jsonl",
+    "eval smollm2-135m --retrieval gone.jsonl,gone.jsonl",
+    "eval smollm2-135m --against ./nowhere",
+    "eval smollm2-135m --limit 3",
+    "check smollm2-135m ./nowhere",
+    "explain smollm2-135m",
+    "explain smollm2-135m --kv-bits 3",
+    "sensitivity smollm2-135m --study layr",
+    "hierarchy smollm2-135m --prompts gone.txt",
+    "hierarchy smollm2-135m smollm2-135m --choices gone.jsonl",
+    "cache --clean",
+    "theorems all",
+    "demo now",
+    "report gone",
+]
+
+
+def test_every_command_refuses_a_mistake_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    script = (
+        "import shlex, sys\n"
+        "from lyapunov_prune.cli.app import COMMANDS, main\n"
+        "seen = set()\n"
+        "for line in sys.stdin.read().splitlines():\n"
+        "    sys.argv = ['lyapunov-prune', *shlex.split(line)]\n"
+        "    seen.add(sys.argv[1])\n"
+        "    try: main()\n"
+        "    except SystemExit as end: code = end.code\n"
+        "    assert code == 2, (code, line)\n"
+        "    assert 'torch' not in sys.modules, line\n"
+        "assert seen == {*COMMANDS}, seen ^ {*COMMANDS}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], input="\n".join(MISTAKES), capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"full"}
+    told = done.stderr.splitlines()
+    assert len(told) == len(MISTAKES)
+    assert "COMMAND" not in done.stderr

@@ -19,7 +19,7 @@ from lyapunov_prune.models.decoder import is_wrapped
 from lyapunov_prune.models.encoders import has_two_stacks
 from lyapunov_prune.models.gguf import BUILTIN_CARD
 from lyapunov_prune.models.left_out import left_out
-from lyapunov_prune.models.loading import HUB_ID
+from lyapunov_prune.models.names import HUB_ID
 from lyapunov_prune.models.pictures import looks_at_images
 from lyapunov_prune.models.size import Size, model_size
 from lyapunov_prune.models.wrappers import loading_class

@@ -2,7 +2,8 @@
 
 - `app`: the commands; `commands/`: what each does;
 - `options`: declared once, those of the model and of the text as two records; `ranked`, `removal`: those of what is
-  ranked and removed; `records`: how typer takes a record; `choices`: the names that options take; `inputs`: what
+  ranked and removed; `records`: how typer takes a record; `checks`: what an
+  option names, looked for before torch is imported; `choices`: the names that options take; `inputs`: what
   commands make of them;
 - `plans`: the plan that a file holds, and files that are pruned by one;
 - `terminal`: how results appear; `failures`: how a command that failed ends;

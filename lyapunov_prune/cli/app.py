@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lyapunov_prune import __version__
+from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.commands.cache import cache
 from lyapunov_prune.cli.commands.check import check
 from lyapunov_prune.cli.commands.compress import compress
@@ -79,7 +80,9 @@ def theorems(
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder with the results of a run, or one of its .json files.")],
+    run: Annotated[
+        Path, checks.THERE, typer.Argument(help="Folder with the results of a run, or one of its .json files.")
+    ],
 ) -> None:
     """Draw the figures and the self-contained report.html of a run, or print every row of one of its results."""
     from lyapunov_prune.report.page import load_result, write_report

@@ -19,6 +19,7 @@ from typing import TextIO
 import typer
 
 from lyapunov_prune.cli.jobs import JOBS
+from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError, did_you_mean, first_of, printable, reported
 from lyapunov_prune.progress import end_status
 
@@ -45,7 +46,9 @@ def as_refusal(error: BaseException, arguments: list[str]) -> LyapunovPruneError
         return error
     if isinstance(error, typer.TyperException):  # a usage error
         told = error.format_message().rstrip(".").replace("Value error, ", "")  # pydantic's prefix
-        return LyapunovPruneError(f"{_short(told)}{_meant(told)}; see lyapunov-prune COMMAND --help")
+        context = getattr(error, "ctx", None)  # of the command whose usage is wrong
+        name = "lyapunov-prune" if context is None else context.command_path
+        return LyapunovPruneError(f"{_short(told)}{_meant(told)}; see {name} --help")
     if type(error).__name__ == "OutOfMemoryError":  # torch's own, and torch may not have been imported
         told = str(error).partition(". ")[0]
         return LyapunovPruneError(f"{told}; lower --context, or give --device cpu")
@@ -124,7 +127,14 @@ def interrupted(began: float) -> str:
 def _meant(told: str) -> str:
     """Which of the choices that typer's message lists was meant."""
     found = re.search(r"'([^']*)' is not one of (.*)", told)
-    return did_you_mean(found[1], re.findall(r"'([^']*)'", found[2])) if found else ""
+    if not found:
+        return ""
+    word, known = found[1].lower(), re.findall(r"'([^']*)'", found[2])
+    widths = [method for method in known if method in METHODS and METHODS[method].unit == "bits"]
+    bits = re.fullmatch(r"(?:int|nf|fp|w|q)?([2-8])(?:-?bits?|a\d+)?", word)  # what others call a method
+    if bits and widths:
+        return f" (did you mean {' or '.join(widths)}, with --bits {bits[1]}?)"
+    return did_you_mean(word, known, cutoff=0.5)
 
 
 def _place(error: BaseException) -> str:

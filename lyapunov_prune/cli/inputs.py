@@ -43,7 +43,7 @@ def load_inputs(
 ) -> tuple[Decoder, TokenBatch]:
     """The model and its text; a `plan` has to be for that model, of which the text says nothing."""
     from lyapunov_prune.data.batch import require_context
-    from lyapunov_prune.data.text import require_source
+    from lyapunov_prune.data.sources import require_source
 
     require_source(inputs.text)  # before minutes of loading
     loaded = inputs.load(model, stack=stack)
@@ -190,9 +190,12 @@ def require_studies(study: str) -> tuple[str, ...]:
 
 def chosen_allocation(allocation: str) -> str | Allocation:
     """A schedule's name, or the Allocation in a file of that name."""
+    if not Path(allocation).is_file():
+        return allocation
+
     from lyapunov_prune.allocation.allocation import Allocation
 
-    return Allocation.load(allocation) if Path(allocation).is_file() else allocation
+    return Allocation.load(allocation)
 
 
 def profile_for(

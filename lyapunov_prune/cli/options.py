@@ -14,7 +14,8 @@ import typer
 
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import Range
-from lyapunov_prune.cli import choices
+from lyapunov_prune.cli import checks, choices
+from lyapunov_prune.cli.records import Held
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.format import Quantisation
@@ -45,6 +46,10 @@ def layer_indices(option: str, layers: str) -> list[int]:
             )
         found.extend(range(first, last + 1))
     return found
+
+
+LAYERS = Held(partial(layer_indices, "--layers"))
+PROTECTED = Held(partial(layer_indices, "--protect"))
 
 
 def count_or_share(text: str) -> int | float:
@@ -133,6 +138,7 @@ class TextOptions:
 
     text: Annotated[
         str,
+        checks.TEXT,
         text_option(
             help="builtin, a .txt file, a file of rows such as x.jsonl or x.csv:COLUMN, a hub data set "
             "name[:config[:split[:COLUMN]]], or self: text that the (dense) model writes, the default of prune --mend. "
@@ -146,7 +152,7 @@ class TextOptions:
     @property
     def images(self) -> bool:
         """Whether `text` names images, for a classifier of images."""
-        return self.text == "mnist-5k" or self.text.endswith(".npz") or Path(self.text).is_dir()
+        return checks.holds_images(self.text)
 
     def as_eval(self, context: int) -> Self:
         """The same text to score on: as much as `eval` takes, at the most, in windows of `context` tokens."""
@@ -177,16 +183,19 @@ class Inputs(TextOptions, ModelOptions):
 class RunOptions(Inputs):
     """The same, and where results go."""
 
-    output: Annotated[Path | None, output_option("--output", "-o", help="Folder for results; default: runs/MODEL.")] = (
-        None
-    )
+    output: Annotated[
+        Path | None, checks.RUN, output_option("--output", "-o", help="Folder for results; default: runs/MODEL.")
+    ] = None
 
 
 IN_MEMORY = f"needs the model in memory; leave it out, or --device {DISK}"
-Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in).")]
+Model = Annotated[
+    str, checks.MODEL, typer.Argument(help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in).")
+]
 Format = Annotated[choices.Format, output_option(**one_of(formats_of("prune"), "Format of the checkpoint."))]
 Judge = Annotated[
     str | None,
+    checks.TEXT,
     text_option(
         help="A second text that decides whether a step helped; named as --text. Default: self, or builtin if --text "
         "is self."
@@ -221,6 +230,7 @@ Bits = Annotated[
 ]
 Allocation = Annotated[
     str,
+    checks.SCHEDULE,
     what_option(
         autocompletion=lambda: list(SCHEDULES),
         **one_of(SCHEDULES, "How the amount is divided over matrices, or the JSON file of an Allocation."),
@@ -239,4 +249,6 @@ Quantize = Annotated[
     Quantisation | None,
     output_option(help="Type of the matrices in a .gguf file; default: f16, of which llama-quantize makes others."),
 ]
-Target = Annotated[Path, output_option("--output", "-o", help="Folder for the checkpoint; must be new or empty.")]
+Target = Annotated[
+    Path, checks.NEW, output_option("--output", "-o", help="Folder for the checkpoint; must be new or empty.")
+]

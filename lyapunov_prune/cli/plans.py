@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.cli.options import layer_indices
+from lyapunov_prune.cli.options import DISK, layer_indices
 from lyapunov_prune.cli.removal import Removal
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
@@ -40,11 +40,12 @@ def plan_for(model: Decoder | ModelIdentity, given: PruningPlan | MergekitSlices
     return given.plan(model if isinstance(model, ModelIdentity) else model.identity)
 
 
-def tell_written(provenance: Provenance, output: Path, *, scored: bool = True) -> None:
+def tell_written(provenance: Provenance, output: Path, *, scored: bool = True, streamed: bool = False) -> None:
     show(provenance, output, kept=_record(output))
     if scored:
+        device = f" --device {DISK}" if streamed else ""  # the models may not fit in memory
         dense = shlex.quote(provenance.source)
-        say(f"Next: lyapunov-prune eval {shlex.quote(str(output))} --against {dense}")
+        say(f"Next: lyapunov-prune eval {shlex.quote(str(output))} --against {dense}{device}")
 
 
 def _record(output: Path) -> Path | None:
@@ -99,6 +100,6 @@ def prune_files(
     provenance = remove(plan, output)
     say(f"Pruned on disk ({why}); the gate's checks {read}:")
     if checkpoint is None:
-        tell_written(provenance, output)
+        tell_written(provenance, output, streamed=stream)
     else:  # it may not load here, so that no eval of it is named
         show(provenance, output, kept=_record(output))

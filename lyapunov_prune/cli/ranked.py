@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from lyapunov_prune.cli import choices
-from lyapunov_prune.cli.options import ABOVE_ZERO, layer_indices, one_of, what_option
+from lyapunov_prune.cli.options import ABOVE_ZERO, PROTECTED, layer_indices, one_of, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.ranking import counts
 from lyapunov_prune.ranking.table import CRITERIA, default_criterion
@@ -29,7 +29,9 @@ Criterion = Annotated[
         )
     ),
 ]
-Protect = Annotated[str | None, what_option(help="Layers to keep, as 0-2,-1 (negative numbers count from the end).")]
+Protect = Annotated[
+    str | None, PROTECTED, what_option(help="Layers to keep, as 0-2,-1 (negative numbers count from the end).")
+]
 What = Annotated[
     counts.What,
     what_option(
@@ -94,7 +96,6 @@ class RankOptions:
         if self.what == "experts":
             given.refuse("applies to layers, and every layer loses the same number of experts; leave it out", "protect")
         CRITERIA.make(self.goes_by, **({"search": search} if "search" in takes else {}))
-        self.protected()
 
     @property
     def how(self) -> dict[str, Any]:

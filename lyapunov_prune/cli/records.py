@@ -9,7 +9,7 @@ import inspect
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
 from types import MappingProxyType
@@ -23,6 +23,13 @@ from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.progress import status
 
 _NUMBERS = Range(-(2**53), 2**53)  # what a float and every 64-bit counter hold, with room to add to
+
+
+@dataclass(frozen=True)
+class Held:
+    """In the annotation of an option: `check` raises LyapunovPruneError for a value before anything heavy is loaded."""
+
+    check: Callable[[Any], None]
 
 
 class Given:
@@ -50,13 +57,12 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
     A record is a parameter whose default is a dataclass of fields `Annotated[type, typer.Option(…)]`. The values in
     that default are those of the options: with `inputs: Inputs = Inputs(tokens=128)`, help says 128. A `Range`
-    in the annotation of an option is held before the command runs. A parameter whose default is a `Given` is no option;
-    it is told which were given.
+    or a `Held` in the annotation of an option is held before the command runs. A parameter whose default is a `Given`
+    is no option; it is told which were given.
     """
     parameters = [Parameter("typer_context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     told: list[str] = []
     records: dict[str, Any] = {}
-    ranges: dict[str, Range] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         record = parameter.default
         if isinstance(record, Given):
@@ -74,6 +80,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
     metadata = {parameter.name: getattr(parameter.annotation, "__metadata__", ()) for parameter in parameters}
     ranges = {name: range for name, of in metadata.items() for range in of if isinstance(range, Range)}
+    checks = [(name, held.check) for name, of in metadata.items() for held in of if isinstance(held, Held)]
 
     @wraps(command)
     def called(*, typer_context: typer.Context, **values: Any) -> None:
@@ -85,6 +92,9 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
                 wrong[f"{text[:40]}; give a number {range.words()}"] = number and not range.holds(value)
             if why := first_of(wrong):
                 raise LyapunovPruneError(f"{option if number else text} is {why}")
+        for name, check in checks:
+            if values[name] is not None:
+                check(values[name])
         made = {
             name: record(**{field.name: values.pop(field.name) for field in fields(record)})
             for name, record in records.items()

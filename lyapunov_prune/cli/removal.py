@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from lyapunov_prune.cli.options import DISK, Inputs, Judge, TextOptions, counted, what_option
+from lyapunov_prune.cli import checks
+from lyapunov_prune.cli.options import DISK, LAYERS, Inputs, Judge, TextOptions, counted, what_option
 from lyapunov_prune.cli.ranked import MaxKL, RankOptions
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.errors import LyapunovPruneError
@@ -27,9 +28,11 @@ class Asked:
         float | None, what_option(help="Number or share of layers, channels, or experts per layer.", **counted)
     ] = None
     max_kl: MaxKL = None
-    layers: Annotated[str | None, what_option(help="The layers to remove, as 3,7 or 3-7 (counted from 0).")] = None
+    layers: Annotated[str | None, LAYERS, what_option(help="The layers to remove, as 3,7 or 3-7 (counted from 0).")] = (
+        None
+    )
     plan_file: Annotated[
-        Path | None, what_option("--plan", help="A plan.json, or a .yaml file of mergekit slices.")
+        Path | None, checks.FILE, what_option("--plan", help="A plan.json, or a .yaml file of mergekit slices.")
     ] = None
 
 

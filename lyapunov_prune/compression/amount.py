@@ -12,11 +12,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import Count, Positive, Share
+from lyapunov_prune.compression.asking import require_options, require_spendable
 from lyapunov_prune.compression.compress import Compressed, compress
-from lyapunov_prune.compression.recipe import require_amount, require_options
-from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.hooks import final_state
@@ -83,23 +81,6 @@ class BudgetedCompression(Result):
         within = (self.kl <= self.max_kl).any()
         most = f"{self.unit} {self.amount:g} is the most tried" if within else "nothing tried is"
         return f"{self.method}, {self.schedule}: {most} within {self.max_kl:g} nats a token\n{self.measured_on.line()}"
-
-
-def require_spendable(method: str, allocation: Any, **said: Any) -> str:
-    """The unit that a budget is spent in. Raises LyapunovPruneError if the amount is given already or has no choice."""
-    given = [name for name, value in said.items() if value is not None]
-    why = ""
-    if given:
-        why = f"--max-kl says how much goes; leave out --{given[0]}"
-    elif not isinstance(allocation, str):
-        why = "the allocation says how much of every matrix; name a schedule with --max-kl"
-    elif allocation in SCHEDULES and SCHEDULES[allocation].unit == "bits":
-        why = f"allocation {allocation} has few means to choose among; give --max-kl with uniform"
-    if why:
-        raise LyapunovPruneError(why)
-    unit = "bits" if method in METHODS and METHODS[method].unit == "bits" else "sparsity"
-    require_amount(method, 0.5 if unit == "sparsity" else None, None, 4 if unit == "bits" else None, allocation)
-    return unit
 
 
 @runs_model

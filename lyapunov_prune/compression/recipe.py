@@ -20,10 +20,11 @@ from lyapunov_prune.arguments import Count
 from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
+from lyapunov_prune.compression.asking import require_amount, require_options
 from lyapunov_prune.compression.described import described
 from lyapunov_prune.compression.grids import require_groups
 from lyapunov_prune.compression.masks import Pattern, as_pattern
-from lyapunov_prune.compression.method import Method, rank_for, require_in_range
+from lyapunov_prune.compression.method import Method, rank_for
 from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError, first_of, named
@@ -211,48 +212,6 @@ def recipe_for(
     if rank is not None and rank >= highest:
         raise LyapunovPruneError(f"rank {rank} leaves every matrix as it is; give one below {highest}")
     return Recipe(made, allocation, projections, None if made.needs == "nothing" else given)
-
-
-def require_amount(
-    method: str, sparsity: float | None, rank: int | None, bits: float | None, allocation: str | Allocation
-) -> str:
-    """The unit of the amount. Raises LyapunovPruneError unless it is given exactly once and the method accepts it."""
-    takes = {"sparsity": ("sparsity",), "rank": ("sparsity", "rank"), "bits": ("bits",)}[METHODS[method].unit]
-    given = [name for name, x in (("sparsity", sparsity), ("rank", rank), ("bits", bits)) if x is not None]
-    shares = ["sparsity", "rank", "bits"]
-    schedule = allocation.schedule if isinstance(allocation, Allocation) else allocation
-    if isinstance(allocation, Allocation):
-        given, shares = [*given, allocation.unit], [allocation.unit]
-    elif allocation != "uniform" and allocation in SCHEDULES:
-        shares = [SCHEDULES[allocation].unit]
-    got = ", ".join(given) or "nothing"
-    wrong = {
-        f"method {method} takes {' or '.join(takes)}, and nothing beside it; got {got}": (
-            len(given) != 1 or given[0] not in takes
-        ),
-        f"unknown allocation {schedule!r}; give one of {', '.join(SCHEDULES)}, or a file": (
-            schedule == allocation and schedule not in SCHEDULES
-        ),
-        f"allocation {schedule} does not share out {got}; give uniform": got not in shares,
-    }
-    if why := first_of(wrong):
-        raise LyapunovPruneError(why)
-    if allocation == "uniform" and given[0] != "sparsity":
-        require_in_range(method, given[0], bits if rank is None else rank)  # type: ignore[arg-type]
-    return given[0]
-
-
-def require_options(allocation: str | Allocation, options: Mapping[str, Any] | None, bits: float | None = None) -> None:
-    """Raise LyapunovPruneError unless the schedule has these parameters; an Allocation accepts none.
-
-    Also for mean `bits` at which a schedule of bits would give every layer the same width.
-    """
-    if not isinstance(allocation, Allocation):
-        schedule = SCHEDULES.make(allocation, **(options or {}))
-        if bits is not None:
-            schedule.require_choice(bits)
-    elif options:
-        raise LyapunovPruneError(f"the allocation is made; leave out {next(iter(options))}, or name a schedule")
 
 
 def _allocated(

@@ -1,6 +1,6 @@
 """Texts as batches of tokens, and images as batches of pixels.
 
-- `text`: a text, cut into calibration and evaluation halves, as windows of tokens;
+- `sources`: what names a text; `text`: a text, cut into calibration and evaluation halves, as windows of tokens;
 - `rows`: lines of files, rows of JSON files, tables and data sets; `documents`: the plain text or chats in them;
 - `batch`: the windows, checked against a model;
 - `images`: images with their classes, checked against a model; `image_files`: reading them;

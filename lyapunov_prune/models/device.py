@@ -32,7 +32,10 @@ def resolve_device(name: str) -> str:
     if name == "cuda" and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     if not _usable(name):
-        raise LyapunovPruneError(f"there is no device {name} here; give cpu, cuda, cuda:1, mps, auto, spread or disk")
+        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+        gpus += ["mps"] if torch.backends.mps.is_available() else []
+        what = "CUDA device" if name == "cuda" else f"device {name}"
+        raise LyapunovPruneError(f"there is no {what} here; give {', '.join(['cpu', *gpus])}, auto, spread or disk")
     return name
 
 

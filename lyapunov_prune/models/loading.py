@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from lyapunov_prune.models.families import JUDGED
 from lyapunov_prune.models.folder import loading_errors, require_loadable
 from lyapunov_prune.models.from_folder import LOCAL, load_bare, load_folder, load_weights, quiet, tell_left_out
 from lyapunov_prune.models.gguf import builtin_folder, load_gguf
+from lyapunov_prune.models.names import require_model
 from lyapunov_prune.models.plain import require_weights
 from lyapunov_prune.models.structure import Structure, find_layers, require_causal, settle
 from lyapunov_prune.progress import status, warn
@@ -107,11 +107,7 @@ def checkpoint_folder(name: str, *, offline: bool = False) -> Path:
         return builtin_folder()
     if name and Path(name).is_dir():
         return Path(name)
-    meant = "" if "/" in name else did_you_mean(name, [BUILTIN])  # asking the hub may take half a minute
-    if Path(name).exists() or meant or name.startswith((".", "/", "~")) or not HUB_ID.fullmatch(name):
-        raise LyapunovPruneError(
-            f"no model at {name or repr(name)}{meant}; give a folder, a .gguf file, a hub id or {BUILTIN}"
-        )
+    require_model(name)
     return download(name, offline)
 
 
@@ -173,7 +169,6 @@ def known_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return getattr(torch, name)
 
 
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Files of a checkpoint besides weights; none of these can hold code.
 _FILES = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "README.md"]
 _FILES += ["LICENSE*", "LICENCE*", "NOTICE*"]

@@ -49,8 +49,11 @@ def require_fitting(fits: bool, what: str) -> None:
 def each_once(name: str, layers: Sequence[int], count: int) -> tuple[int, ...]:
     """`layers` ascending; raises LyapunovPruneError unless they are layers of a model of `count`, each once."""
     known, listed = range(count), list(layers)
-    if wrong := [i for i in listed if isinstance(i, bool | float) or i not in known or listed.count(i) > 1]:
-        raise LyapunovPruneError(f"{name}: layer {wrong[0]} of {list(layers)}; name each once, 0 to {count - 1}")
+    for i in listed:
+        if isinstance(i, bool | float) or i not in known:
+            raise LyapunovPruneError(f"{name}: there is no layer {i}; name layers from 0 to {count - 1}")
+        if listed.count(i) > 1:
+            raise LyapunovPruneError(f"{name}: layer {i} is named {listed.count(i)} times; name each once")
     return tuple(sorted(int(i) for i in layers))
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Literal
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.ranking.counts import SPLITS, Shrunk, count_of, require_count, require_share
+
+if TYPE_CHECKING:  # a target that cannot be must not wait for torch
+    from transformers import PreTrainedModel
 
 OPTIONS = {
     "remove": "--remove 25%",
@@ -87,6 +87,8 @@ class Target:
 
 def count_for(target: Target, model: PreTrainedModel) -> int:
     """How many layers of `model` go by a target that `is_counted`; raises LyapunovPruneError if so many cannot."""
+    from lyapunov_prune.models.structure import find_structure
+
     layers = find_structure(model).num_layers
     count = count_of(int(target.value) if target.value >= 1 else target.value, layers)
     require_count(count, layers)

@@ -63,9 +63,9 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         (["--remove", "99"], "remove 99 of 6 layers"),
         (["--remove", "0"], "'0' is neither a number above 0"),
         (["--remove", "-1"], "'-1' is neither a number above 0"),
-        (["--layers", "3,3"], "layer 3 of"),
-        (["--layers", "99"], "layer 99 of"),
-        (["--layers", "-1"], "layer -1 of"),
+        (["--layers", "3,3"], "layer 3 is named 2 times"),
+        (["--layers", "1,99"], "no layer 99; name layers from 0 to 5"),
+        (["--layers", "-1"], "no layer -1"),
         (["--layers", "0,1,2,3,4,5"], "keep at least one"),
         (["--layers", "a,b"], "--layers 'a,b'"),
         (["--layers", ""], "is not a list of layers"),
@@ -84,7 +84,7 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         (["--remove", "1", "--protect", "6"], "layer 6 to protect"),
         (["--remove", "2", "--protect", "0,1,2,3,-1"], "the protected, and 2"),
         (["--layers", "1", "--protect", "0"], "--protect applies to layers"),
-        (["--plan", "absent.json"], "cannot read absent.json"),
+        (["--plan", "absent.json"], "absent.json is not there"),
         (["--plan", "tiny/config.json"], "it holds no result"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -139,7 +139,8 @@ def test_an_unknown_choice(run_bad: Callable[..., str]) -> None:
 def test_a_usage_error(arguments: list[str], message: str, run_bad: Callable[..., str]) -> None:
     line = run_bad(*arguments)
     assert message in line
-    assert line.endswith("; see lyapunov-prune COMMAND --help\n")
+    command = f" {arguments[0]}" if arguments[0] in ("profile", "prune") else ""
+    assert line.endswith(f"; see lyapunov-prune{command} --help\n")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["prune", "--help"]], ids=" ".join)

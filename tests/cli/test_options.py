@@ -137,6 +137,7 @@ IMAGES = "x.npz holds images"
 )
 def test_an_option_without_effect_is_refused(line: str, option: str, tail: str, run_bad: Callable[..., str]) -> None:
     word = next(each for each in reversed(option.split()) if each.startswith("--"))
+    Path("p.json").touch()
     told = run_bad(*line.split(), *option.split())
     assert told.startswith(f"error: {word} ")
     assert tail in told

@@ -145,8 +145,8 @@ def test_a_pattern_and_an_allocation_by_hand(ids: torch.Tensor, tmp_path: Path) 
     ("options", "message"),
     [
         ({"method": "wnada", "sparsity": 0.5}, "unknown method 'wnada'"),
-        ({"method": "wanda"}, "got nothing"),
-        ({"method": "wanda", "sparsity": 0.5, "rank": 3}, "got sparsity, rank"),
+        ({"method": "wanda"}, "needs an amount"),
+        ({"method": "wanda", "sparsity": 0.5, "rank": 3}, "sparsity and rank"),
         ({"method": "wanda", "bits": 4}, "takes sparsity"),
         ({"method": "rtn", "sparsity": 0.5}, "takes bits"),
         ({"method": "rtn", "bits": 32}, "rtn.*bits 32"),
@@ -155,7 +155,7 @@ def test_a_pattern_and_an_allocation_by_hand(ids: torch.Tensor, tmp_path: Path) 
         ({"method": "rtn", "bits": 4, "allocation": "owl"}, "owl .* bits"),
         ({"method": "svd", "rank": 4, "allocation": "owl"}, "owl .* rank"),
         ({"method": "wanda", "sparsity": 0.5, "allocation": "bits"}, "bits .* sparsity"),
-        ({"method": "wanda", "sparsity": 0.5, "allocation": "best"}, "unknown allocation 'best'"),
+        ({"method": "wanda", "sparsity": 0.5, "allocation": "best"}, "unknown schedule 'best'"),
         ({"method": "wanda", "sparsity": 0.5, "allocation": "lyapunov"}, "contraction profile"),
         (
             {"method": "wanda", "sparsity": 0.5, "allocation": "lyapunov", "schedule_options": {"beta": 0.1}},

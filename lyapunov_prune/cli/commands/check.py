@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.inputs import begun_run, conclude, load_inputs, require_bounds
 from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import Model, RunOptions, what_option
@@ -21,7 +22,7 @@ Engines = Annotated[
 def check(
     model: Model,
     compressed: Annotated[
-        str | None, typer.Argument(help="A model made from MODEL by changing only its matrices.")
+        str | None, checks.MODEL, typer.Argument(help="A model made from MODEL by changing only its matrices.")
     ] = None,
     *,
     engines: Engines = False,
@@ -42,11 +43,12 @@ def check(
         _check_engines(model)
         return
 
+    inputs.require_loaded("check")
+
     from lyapunov_prune.bounds.check import check_grid, check_written
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.models.tokenizers import require_same_ids
 
-    inputs.require_loaded("check")
     run = begun_run(inputs.output, model, "bounds.json")
     loaded, batch = load_inputs(model, inputs)
     if compressed is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,17 +63,6 @@ def compress(
     them. With --device disk each layer is read, compressed and written before the next one.
     With --max-kl the amounts that were tried go to amounts.json; after an interruption the same command continues.
     """
-    from lyapunov_prune.compression.amount import compress_under_budget
-    from lyapunov_prune.compression.compress import compress as compress_model
-    from lyapunov_prune.compression.recipe import Asked
-    from lyapunov_prune.compression.report import REPORT
-    from lyapunov_prune.export.format import Finished
-    from lyapunov_prune.export.streamed import compress_on_disk, require_streamed
-    from lyapunov_prune.models.left_out import require_whole
-    from lyapunov_prune.models.plain import require_weights
-    from lyapunov_prune.results.files import require_empty
-
-    require_empty(output)
     share, keep_of = _share_or_pattern(sparsity)
     schedule = chosen_allocation(allocation)
     _require_amount(method, schedule, share, keep_of, bits, max_kl)
@@ -86,8 +74,19 @@ def compress(
     stored = FORMATS.make(format)
     if inputs.disk:
         given.refuse(IN_MEMORY, "max_kl")
-        require_streamed(schedule)
         require_streamed_format(format, "compress")
+
+    from lyapunov_prune.compression.amount import compress_under_budget
+    from lyapunov_prune.compression.compress import compress as compress_model
+    from lyapunov_prune.compression.recipe import Asked
+    from lyapunov_prune.compression.report import REPORT
+    from lyapunov_prune.export.format import Finished
+    from lyapunov_prune.export.streamed import compress_on_disk, require_streamed
+    from lyapunov_prune.models.left_out import require_whole
+    from lyapunov_prune.models.plain import require_weights
+
+    if inputs.disk:
+        require_streamed(schedule)
     amount: dict[str, Any] = {"sparsity": share, "bits": bits, "pattern": keep_of}
     how: dict[str, Any] = {"method": method, "allocation": schedule, "group_size": group_size}
     how["symmetric"] = stored.symmetric
@@ -128,8 +127,7 @@ def _require_amount(
     max_kl: float | None,
 ) -> None:
     """Raise LyapunovPruneError for an amount that the method or the schedule cannot use."""
-    from lyapunov_prune.compression.amount import require_spendable
-    from lyapunov_prune.compression.recipe import require_amount, require_options
+    from lyapunov_prune.compression.asking import require_amount, require_options, require_spendable
 
     if max_kl is not None:
         require_spendable(method, schedule, sparsity=share, bits=bits, pattern=keep_of)
@@ -168,6 +166,6 @@ def _share_or_pattern(sparsity: str | None) -> tuple[float | None, tuple[int, in
     elif sparsity is not None:
         with suppress(ValueError):
             share = float(sparsity)
-    if sparsity is not None and (not share or not math.isfinite(share)):
-        raise LyapunovPruneError(f"--sparsity {sparsity!r} is not a share above 0, as 0.5, or a pattern, as 2:4")
+    if sparsity is not None and not (share and 0 < share < 1):
+        raise LyapunovPruneError(f"--sparsity {sparsity!r} is not a share from 0 to 1, as 0.5, or a pattern, as 2:4")
     return share, keep_of

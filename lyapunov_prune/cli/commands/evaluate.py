@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.inputs import begun_run, conclude, load_inputs, require_retrieval, windows_at_once
 from lyapunov_prune.cli.options import IN_MEMORY, Inputs, Items, Model, RunOptions, model_option, what_option
 from lyapunov_prune.cli.records import Given
@@ -32,11 +33,13 @@ def evaluate(
     ] = False,
     tasks: Annotated[
         str | None,
+        checks.ITEMS,
         what_option(help="Also score tasks: .jsonl files or names of lm-evaluation-harness (piqa,arc_easy)."),
     ] = None,
     limit: Items = None,
     retrieval: Annotated[
         str | None,
+        checks.ITEMS,
         what_option(
             metavar="QUERIES,DOCS[,QRELS]",
             help="Also score retrieval by pooled states: .jsonl files of _id and text, a .tsv of query, document, "
@@ -47,12 +50,20 @@ def evaluate(
         int | None, what_option(min=0, help="Number of examples before each item; default: that of the task.")
     ] = None,
     against: Annotated[
-        str | None, model_option(help="A reference model to measure in the same run, usually the dense one.")
+        str | None,
+        checks.MODEL,
+        model_option(help="A reference model to measure in the same run, usually the dense one."),
     ] = None,
     inputs: RunOptions = RunOptions(),
     given: Given = Given(),
 ) -> None:
     """Measure perplexity, and on request speed, tasks and retrieval; writes eval.json."""
+    if tasks is None:
+        given.refuse("applies to the items of tasks; give --tasks with it", "limit", "few_shot")
+    if inputs.disk:
+        given.refuse(IN_MEMORY, "speed", "tasks", "retrieval")
+    sought_files = require_retrieval(retrieval) if retrieval is not None else None
+
     from lyapunov_prune.data.retrieval import load_retrieval
     from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
     from lyapunov_prune.evaluation.perplexity import perplexity
@@ -61,14 +72,10 @@ def evaluate(
     from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
     from lyapunov_prune.models.size import stored_size
 
-    if tasks is None:
-        given.refuse("applies to the items of tasks; give --tasks with it", "limit", "few_shot")
-    if inputs.disk:
-        given.refuse(IN_MEMORY, "speed", "tasks", "retrieval")
     names = [against, model] if against else [model]
     run = begun_run(inputs.output, model, "eval.json")
     chosen = load_tasks(tasks.split(","), few_shot=few_shot) if tasks is not None else None
-    sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
+    sought = load_retrieval(*sought_files) if sought_files is not None else None
     first, batch = load_inputs(names[0], inputs, "evaluation")
     batch_size = windows_at_once(first, inputs.context)
     prompt = prompt_for(first.structure)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.inputs import begun_run, conclude, load_inputs, require_bounds, windows_at_once
 from lyapunov_prune.cli.options import IN_MEMORY, Model, RunOptions, what_option
 from lyapunov_prune.cli.records import Given
@@ -20,11 +21,14 @@ def explain(
     dense: Model,
     compressed: Annotated[
         str | None,
+        checks.MODEL,
         typer.Argument(help="A model made from DENSE: packed, GGUF, sparse, rounded, pruned, mended, healed."),
     ] = None,
     *,
     kv_bits: Annotated[
-        int | None, what_option(help="Instead of COMPRESSED: DENSE with keys and values rounded to 8, 4 or 2 bits.")
+        int | None,
+        checks.CACHE_BITS,
+        what_option(help="Instead of COMPRESSED: DENSE with keys and values rounded to 8, 4 or 2 bits."),
     ] = None,
     inputs: RunOptions = RunOptions(tokens=2048, context=256),
     given: Given = Given(),
@@ -36,6 +40,11 @@ def explain(
     from the provenance of the checkpoint. If the folder of the run has a profile.json, its rho is shown beside. Writes
     explanation.json. The exit code is 1 if the parts do not add up or a bound is violated.
     """
+    if (compressed is None) == (kv_bits is None):
+        raise LyapunovPruneError("give COMPRESSED, or --kv-bits instead")
+    if inputs.disk:
+        given.refuse(IN_MEMORY, "kv_bits")
+
     from lyapunov_prune.data.unseen import require_unseen
     from lyapunov_prune.explaining.explain import explain as measured
     from lyapunov_prune.explaining.explain import told_cost
@@ -45,10 +54,6 @@ def explain(
     from lyapunov_prune.models.tokenizers import require_same_ids
     from lyapunov_prune.profiles.profile import LayerProfile
 
-    if (compressed is None) == (kv_bits is None):
-        raise LyapunovPruneError("give COMPRESSED, or --kv-bits instead")
-    if inputs.disk:
-        given.refuse(IN_MEMORY, "kv_bits")
     run = begun_run(inputs.output, dense, EXPLANATION)
     profile = run / "profile.json"
     known = LayerProfile.load(profile).contraction if profile.is_file() else None

@@ -31,6 +31,8 @@ def export(
     their tokenizer. The file is read back and compared, also in llama.cpp if xllamacpp is installed.
     """
     format = format_for(output, format, given)
+    if format != "gguf":
+        given.refuse("applies to a GGUF file; end --output in .gguf, or leave it out", "quantize")
     options: dict[str, Any] = {} if quantize is None else {"quantize": quantize}
     stored = FORMATS.make(format, **options)
     stored.require_target(output)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.inputs import begun_run, format_for
 from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import ABOVE_ZERO, Inputs, Target, TextOptions, model_option, what_option
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.provenance import Provenance
     from lyapunov_prune.results.result import Result
+
+_NO_ORIGIN = "no file in {} says which model it was made from; give that as --teacher"
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,12 @@ class Training:
 
 
 def heal(
-    model: Annotated[str, typer.Argument(help="Folder or .gguf file of a pruned model.")],
+    model: Annotated[str, checks.MODEL, typer.Argument(help="Folder or .gguf file of a pruned model.")],
     *,
     training: Training = Training(),
-    teacher: Annotated[str | None, model_option(help="The dense model; not needed if it is the built-in one.")] = None,
+    teacher: Annotated[
+        str | None, checks.MODEL, model_option(help="The dense model; not needed if it is the built-in one.")
+    ] = None,
     inputs: Inputs = Inputs(dtype="float32", text="self", tokens=25600, context=256),
     output: Target,
     given: Given = Given(),
@@ -65,8 +70,10 @@ def heal(
     by eval, unless --context is given. If the run is interrupted, the same command continues.
     """
     inputs.require_loaded("heal", one_place=True)
+    if teacher is None and not (model.endswith(".gguf") or (Path(model) / "provenance.json").is_file()):
+        raise LyapunovPruneError(_NO_ORIGIN.format(model))
 
-    from lyapunov_prune.data.text import require_source
+    from lyapunov_prune.data.sources import require_source
     from lyapunov_prune.export.table import FORMATS
     from lyapunov_prune.healing.heal import heal as heal_model
     from lyapunov_prune.healing.sharded import sharing
@@ -189,7 +196,7 @@ def _origin(model: str, teacher: str | None) -> tuple[Provenance | None, str]:
     if teacher is not None:
         return provenance, teacher
     if provenance is None:
-        raise LyapunovPruneError(f"no file in {model} says which model it was made from; give that as --teacher")
+        raise LyapunovPruneError(_NO_ORIGIN.format(model))
     if provenance.source != BUILTIN:  # a file that may be a stranger's does not choose what is loaded
         raise LyapunovPruneError(
             f"{model} was made from {provenance.source!r}; if you trust that, give it as --teacher"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lyapunov_prune.cli import choices
+from lyapunov_prune.cli import checks, choices
 from lyapunov_prune.cli.inputs import (
     begun_run,
     conclude,
@@ -112,7 +112,7 @@ def profile(
 
 
 def rank(
-    model: Annotated[str, typer.Argument(help="A model, as for profile, or the profile.json of one.")],
+    model: Annotated[str, checks.MEASURED, typer.Argument(help="A model, as for profile, or the profile.json of one.")],
     *,
     remove: Annotated[
         float | None,
@@ -206,10 +206,7 @@ def sensitivity(
     activations.json and jacobian.json, and for the study group drift.json. If the run is interrupted, the same command
     continues. Under `accelerate launch -m lyapunov_prune.cli` the processes share the work.
     """
-    from lyapunov_prune.models.launched import processes_of
-    from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.sensitivity.changes import Compression
-    from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity
 
     inputs.require_loaded("sensitivity")
     studies = require_studies(study)
@@ -220,6 +217,11 @@ def sensitivity(
             given.refuse(f"has no effect on {' and '.join(studies)}; leave it out", option)
     if base.rounds:
         given.refuse(f"has no effect on --method {method}; give --bits", "sparsity")
+
+    from lyapunov_prune.models.launched import processes_of
+    from lyapunov_prune.profiles.profile import kept_profile
+    from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity
+
     explained = ["activations.json", "jacobian.json", *(["drift.json"] if "group" in studies else [])] if why else []
     run = begun_run(inputs.output, model, "sensitivity.json", "sensitivity/profile.json", *explained)
     loaded, calibration = load_inputs(model, inputs)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.inputs import (
     begun_run,
     draw_report,
@@ -31,14 +32,20 @@ if TYPE_CHECKING:
 
 def hierarchy(
     dense: Model,
-    compressed: Annotated[str | None, typer.Argument(help="A model made from DENSE: pruned, sparse, rounded.")] = None,
+    compressed: Annotated[
+        str | None, checks.MODEL, typer.Argument(help="A model made from DENSE: pruned, sparse, rounded.")
+    ] = None,
     *,
     new_tokens: Annotated[int, what_option(min=1, help="Number of tokens to decode after each prompt.")] = 16,
     choices: Annotated[
-        Path | None, what_option(help="Multiple-choice items for both models: a .jsonl file of query, choices, gold.")
+        Path | None,
+        checks.FILE,
+        what_option(help="Multiple-choice items for both models: a .jsonl file of query, choices, gold."),
     ] = None,
     retrieval: Annotated[
-        str | None, what_option(metavar="QUERIES,DOCS[,QRELS]", help="Retrieval with both models, as for eval.")
+        str | None,
+        checks.ITEMS,
+        what_option(metavar="QUERIES,DOCS[,QRELS]", help="Retrieval with both models, as for eval."),
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -60,6 +67,11 @@ def hierarchy(
     (diverged-history.json), both answer --choices (choices.json), and verdict.json says which kinds of task survive.
     Prompts are windows of --context tokens, or those of --prompts. The exit code is 1 if a bound is violated.
     """
+    inputs.require_loaded("hierarchy")
+    if compressed is None:
+        given.refuse("compares two models; give COMPRESSED as well", "choices", "retrieval")
+    files = require_retrieval(retrieval) if retrieval is not None else None
+
     from lyapunov_prune.data.choices import load_items
     from lyapunov_prune.data.retrieval import load_retrieval
     from lyapunov_prune.forward.decoding import greedy_text
@@ -67,10 +79,7 @@ def hierarchy(
     from lyapunov_prune.models.structure import identify
     from lyapunov_prune.predictions.hierarchy import probe_layers
 
-    inputs.require_loaded("hierarchy")
-    if compressed is None:
-        given.refuse("compares two models; give COMPRESSED as well", "choices", "retrieval")
-    sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
+    sought = load_retrieval(*files) if files is not None else None
     items = load_items(choices) if choices else ()
     of_two = ("generation", "paths", "diverged-history", "verdict") if compressed else ()
     asked = [name for name, wanted in (("choices", choices), ("retrieval", retrieval)) if wanted]

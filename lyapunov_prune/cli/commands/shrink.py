@@ -68,15 +68,17 @@ def shrink(
     """
     inputs.require_loaded("shrink", one_place=True)
 
+    from lyapunov_prune.shrinking.target import Target as Wanted
+
+    wanted = Wanted.of(goal.remove, goal.max_kl, goal.max_drop, goal.what)
+
     from lyapunov_prune.evaluation.tasks import halves
     from lyapunov_prune.forward.own_text import SELF
     from lyapunov_prune.shrinking.report import REPORT
     from lyapunov_prune.shrinking.request import Request
     from lyapunov_prune.shrinking.shrink import carry_out
-    from lyapunov_prune.shrinking.target import Target as Wanted
     from lyapunov_prune.shrinking.written import is_gguf, require_output
 
-    wanted = Wanted.of(goal.remove, goal.max_kl, goal.max_drop, goal.what)
     require_output(model, output, goal.what)
     report = begun_run(None, model, REPORT, "eval.json") if is_gguf(output) else output
     folder = jobs_folder()
@@ -113,7 +115,7 @@ def shrink(
 
 def _require_texts(inputs: Inputs, judge: str | None) -> None:
     """Raise LyapunovPruneError for texts that cannot be, before minutes of loading."""
-    from lyapunov_prune.data.text import require_source
+    from lyapunov_prune.data.sources import require_source
     from lyapunov_prune.forward.own_text import SELF
 
     if inputs.text != SELF:

@@ -1,0 +1,77 @@
+"""What is asked of a method and a schedule: amounts and options that they do not take are refused, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lyapunov_prune.allocation.table import SCHEDULES
+from lyapunov_prune.compression.method import require_in_range
+from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.errors import LyapunovPruneError, first_of
+
+if TYPE_CHECKING:
+    from lyapunov_prune.allocation.allocation import Allocation
+
+# What says the amount of a method of each unit, and an example of each.
+_TAKES = {"sparsity": ("sparsity",), "rank": ("sparsity", "rank"), "bits": ("bits",)}
+_EXAMPLES = {"sparsity": "--sparsity 0.5", "rank": "rank=8", "bits": "--bits 4"}
+
+
+def require_amount(
+    method: str, sparsity: float | None, rank: int | None, bits: float | None, allocation: str | Allocation
+) -> str:
+    """The unit of the amount. Raises LyapunovPruneError unless it is given exactly once and the method accepts it."""
+    takes = _TAKES[METHODS[method].unit]
+    told = {name: x for name, x in (("sparsity", sparsity), ("rank", rank), ("bits", bits)) if x is not None}
+    if isinstance(allocation, str):
+        given = [*told]
+        shares = [*_TAKES] if allocation == "uniform" else [SCHEDULES[allocation].unit]
+    else:
+        given, shares = [*told, allocation.unit], [allocation.unit]
+    if not given:
+        raise LyapunovPruneError(f"--method {method} needs an amount; give {_EXAMPLES[takes[0]]} with it")
+    unit = given[0]
+    others = [name for name, known in METHODS.items() if unit in _TAKES[known.unit]]
+    own = [name for name, known in SCHEDULES.items() if name == "uniform" or known.unit == unit]
+    wrong = {
+        f"{' and '.join(given)} say the amount of --method {method}; give one of them": len(given) > 1,
+        f"--method {method} takes {' or '.join(takes)}, not {unit}; give {_EXAMPLES[takes[0]]}, or add --method "
+        f"{', '.join(others[:-1])} or {others[-1]}": unit not in takes,
+        f"allocation {allocation} does not share out {unit}; give {', '.join(own)}": unit not in shares,
+    }
+    if why := first_of(wrong):
+        raise LyapunovPruneError(why)
+    if allocation == "uniform" and unit != "sparsity":
+        require_in_range(method, unit, told[unit])
+    return unit
+
+
+def require_options(allocation: str | Allocation, options: Mapping[str, Any] | None, bits: float | None = None) -> None:
+    """Raise LyapunovPruneError unless the schedule has these parameters; an Allocation accepts none.
+
+    Also for mean `bits` at which a schedule of bits would give every layer the same width.
+    """
+    if isinstance(allocation, str):
+        schedule = SCHEDULES.make(allocation, **(options or {}))
+        if bits is not None:
+            schedule.require_choice(bits)
+    elif options:
+        raise LyapunovPruneError(f"the allocation is made; leave out {next(iter(options))}, or name a schedule")
+
+
+def require_spendable(method: str, allocation: Any, **said: Any) -> str:
+    """The unit that a budget is spent in. Raises LyapunovPruneError if the amount is given already or has no choice."""
+    given = [name for name, value in said.items() if value is not None]
+    why = ""
+    if given:
+        why = f"--max-kl says how much goes; leave out --{given[0]}"
+    elif not isinstance(allocation, str):
+        why = "the allocation says how much of every matrix; name a schedule with --max-kl"
+    elif allocation in SCHEDULES and SCHEDULES[allocation].unit == "bits":
+        why = f"allocation {allocation} has few means to choose among; give --max-kl with uniform"
+    if why:
+        raise LyapunovPruneError(why)
+    unit = "bits" if method in METHODS and METHODS[method].unit == "bits" else "sparsity"
+    require_amount(method, 0.5 if unit == "sparsity" else None, None, 4 if unit == "bits" else None, allocation)
+    return unit
