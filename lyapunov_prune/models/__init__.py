@@ -3,7 +3,8 @@
 - `decoder`: the handle that every room takes; `structure`: where a decoder keeps its layers, and which model it is;
 - `encoders`: which models read a text in both directions, and by which class they are loaded; `two_stacks`: the layers
   of the encoder or of the decoder of a model that has both, and what each of them reads;
-- `names`: what a model can be called; `loading`: a model in memory by any name, from the hub, through `from_folder` and `gguf` (which has the built-in
+- `names`: what a model can be called;
+- `loading`: a model in memory by any name, from the hub, through `from_folder` and `gguf` (which has the built-in
   model); `folder`: checks of a checkpoint before transformers reads it; `cache`: dequantised GGUF files; `quantised`:
   packed weights, unpacked on loading or left to their library; `quantised_names`: the layers that their settings name;
 - `gguf_header`, `gguf_layers`: the header of a GGUF file, and its parts about single layers; `gguf_copy`,

@@ -37,7 +37,7 @@ from lyapunov_prune.pruning.width import choose_channels
     ("remove", "message"),
     [
         ([LAYERS], "layer 6 of"),
-        ([-1], "no layer -1"),
+        ([-1], "layer -1 of"),
         ([2, 2], "name each once"),
         ([], "removes no layer"),
         (list(range(LAYERS)), "keep at least one"),
