@@ -7,7 +7,7 @@
   bars and intervals as words;
 - `files`: files and folders written whole or not at all;
 - `store`: a result read instead of measured again, if all parameters are the same, and finished jobs on disk, one line
-  each, which survive `kill -9`; `claim`: the lock of a folder.
+  each, which survive `kill -9`; `claim`: where unfinished work is kept, by its settings.
 
 A new result is a frozen dataclass that derives from `Result` and ends with `measured_on`.
 """
