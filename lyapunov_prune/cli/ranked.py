@@ -44,8 +44,6 @@ What = Annotated[
                 "activation: only with prune --layers",
                 "width: hidden channels of all blocks or experts (prune)",
                 f"experts: the same number per layer, by {_criteria_of('experts')}",
-                "layers,width and layers,experts: both, shared by measured loss (prune --remove 20% of the parameters "
-                "of the layers)",
             ]
         ),
     ),
@@ -101,3 +99,9 @@ class RankOptions:
     def how(self) -> dict[str, Any]:
         """These options as arguments of `ranking.rank`."""
         return {"criterion": self.goes_by, "what": self.what, "protect": self.protected()}
+
+
+def require_divergence(what: str, given: Given) -> None:
+    """Raise LyapunovPruneError for a budget of divergence for parts that leave every layer alike."""
+    if what in ("width", "experts"):
+        given.refuse(f"applies to layers, attentions and MLPs, not to --what {what}; give --remove", "max_kl")

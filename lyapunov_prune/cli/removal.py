@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.options import DISK, LAYERS, Inputs, Judge, TextOptions, counted, what_option
-from lyapunov_prune.cli.ranked import MaxKL, RankOptions
+from lyapunov_prune.cli.ranked import MaxKL, RankOptions, require_divergence
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.ranking.counts import SPLITS, require_share
 from lyapunov_prune.ranking.table import require_ranks
 
 if TYPE_CHECKING:
@@ -74,10 +73,9 @@ def require_classifier_options(removal: Removal, inputs: Inputs, format: str) ->
 def settled(removal: Removal, given: Given) -> Removal:
     """`removal` with its criterion. Raises LyapunovPruneError for options that do not go together."""
     what, remove, max_kl = removal.what, removal.remove, removal.max_kl
-    together = what in SPLITS
-    if together or what in ("width", "experts"):
+    if what in ("width", "experts"):
         given.refuse(f"names whole layers, and --what {what} removes other parts; give --remove or --plan", "layers")
-    require_share(what, remove)
+    require_divergence(what, given)
     if remove is None and max_kl is None:
         given.refuse_record(
             "applies to layers that a criterion chooses; give --remove or --max-kl with it",
@@ -93,14 +91,14 @@ def settled(removal: Removal, given: Given) -> Removal:
         removal = removal.settled(remove)
         removal.require(given, removal.search)
     if what != "width" and (remove is not None or max_kl is not None):
-        require_ranks(removal.goes_by, "layers" if together else what, remove=remove)
+        require_ranks(removal.goes_by, what, remove=remove)
     return removal
 
 
 def require_format(what: str, stored: Stored, given: Given) -> None:
     """Raise LyapunovPruneError for a format that cannot hold what is asked for."""
     plain = stored.name == "plain"
-    held = ("layers", *(stored.card.parts if stored.card else ()), *(("width", "experts", *SPLITS) if plain else ()))
+    held = ("layers", *(stored.card.parts if stored.card else ()), *(("width", "experts") if plain else ()))
     if what not in held:
         given.refuse(
             f"{what} leaves what --format {stored.name} does not hold; leave out --format, and convert the result "

@@ -8,9 +8,7 @@
   `candidates`: the sets that it tries first, `tried`: what it has tried;
 - `experts`: scores of the experts of every layer, and the plan that removes as many from each;
 - `stability`: how often a layer is picked when the windows are resampled, and ties;
-- `budget`: as many layers, or parts of layers, as a divergence allows, `within`: as many channels or experts, in the
-  order in which they leave;
-- `split`: layers and channels, or layers and experts, under one budget; `weighed`: plans weighed against each other.
+- `budget`: as many layers, attentions or MLPs as a divergence allows.
 
 A new criterion is a file in `criteria` and a row in `table.CRITERIA`; docs/adding/criterion.md shows one.
 """

@@ -10,7 +10,4 @@ from .oracle import GreedyRemoval as GreedyRemoval
 from .oracle import greedy_removal as greedy_removal
 from .ranking import LayerRanking as LayerRanking
 from .ranking import Ranking as Ranking
-from .split import split_removal as split_removal
 from .tried import BestRemoval as BestRemoval
-from .weighed import WeighedPlans as WeighedPlans
-from .within import most_within as most_within

@@ -8,11 +8,7 @@ from typing import Literal
 
 from lyapunov_prune.errors import LyapunovPruneError
 
-What = Literal["layers", "attention", "mlp", "activation", "width", "experts", "layers,width", "layers,experts"]
-Part = Literal["width", "experts"]
-Split = Literal["layers,width", "layers,experts"]
-Shrunk = Literal["layers", "layers,width", "layers,experts"]
-SPLITS: dict[str, Part] = {"layers,width": "width", "layers,experts": "experts"}  # --what for a shared budget
+What = Literal["layers", "attention", "mlp", "activation", "width", "experts"]
 
 
 def count_of(remove: int | float, of: int) -> int:
@@ -30,12 +26,6 @@ def require_count(remove: int, layers: int, what: str = "layers", having: int | 
         remedy = f"give 1 to {most}" if most else "give another model"
         of = f"{layers} layers" if having is None else f"{layers} layers, of which {having} have {what} to leave out"
         raise LyapunovPruneError(f"cannot remove {remove} of {of}; {remedy}")
-
-
-def require_share(what: str, remove: int | float | None) -> None:
-    """Raise LyapunovPruneError for a budget shared by two kinds of parts that is no share of their parameters."""
-    if what in SPLITS and not isinstance(remove, float):
-        raise LyapunovPruneError(f"--what {what} shares the parameters of the layers; give --remove 25% with it")
 
 
 def free_layers(layers: int, protect: Sequence[int]) -> tuple[int, ...]:

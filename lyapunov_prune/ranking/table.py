@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from lyapunov_prune.errors import LyapunovPruneError, first_of
-from lyapunov_prune.ranking.counts import SPLITS
 from lyapunov_prune.ranking.criterion import Criterion
 from lyapunov_prune.registry import Registry
 
@@ -36,7 +35,6 @@ DEFAULT: Final = "bi"
 
 # Why no criterion ranks these parts.
 _UNRANKED = {
-    **{what: f"two kinds of parts have no one order; they share a budget in prune --what {what}" for what in SPLITS},
     "activation": "no criterion orders activations; name the layers, as prune --layers 3,7",
     "width": "channels are no layers to rank; they are chosen by prune --what width --remove 20%",
 }
@@ -50,7 +48,7 @@ def default_criterion(remove: int | float | None, what: str = "layers") -> Liter
     """
     if what == "experts":
         return "reap"
-    return "best" if remove is not None and what in ("layers", *SPLITS) else DEFAULT
+    return "best" if remove is not None and what == "layers" else DEFAULT
 
 
 def require_ranks(

@@ -14,7 +14,6 @@ from lyapunov_prune.ranking.angular import AngularDistance
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.ranking.tried import BestRemoval
-from lyapunov_prune.ranking.weighed import WeighedPlans
 from lyapunov_prune.report.bounds import bounds_figures
 from lyapunov_prune.report.predictions import divergence_figure
 from lyapunov_prune.report.profiles import (
@@ -151,14 +150,6 @@ LAYERS = (
         "that checked chose, so they flatter the chosen set: other text must judge. How often each layer is picked "
         "when the windows are resampled says how much hangs on them.",
         lambda r: {"best": best_figure(r)},
-    ),
-    Section(
-        "weighed.json",
-        WeighedPlans,
-        "Plans weighed against each other",
-        "The ways that were tried to meet one target, each with the divergence of its predictions from those of the "
-        "dense model, on windows that did not choose its parts; p says how likely chance alone favours the chosen one "
-        "this much. The windows that compare have chosen it, so they flatter it a little.",
     ),
     Section(
         "sensitivity.json",

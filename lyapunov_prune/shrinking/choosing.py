@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,15 +18,9 @@ from lyapunov_prune.mending.judge import judged_mends
 from lyapunov_prune.mending.mend import Mend, fit_mends
 from lyapunov_prune.mending.report import Judgement, MendReport
 from lyapunov_prune.models.decoder import in_memory
-from lyapunov_prune.models.plain import plain
-from lyapunov_prune.models.units import Refits
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.removal import refits_of
 from lyapunov_prune.ranking.best import best_removal
-from lyapunov_prune.ranking.counts import Split
-from lyapunov_prune.ranking.split import split_removal
 from lyapunov_prune.ranking.tried import BestRemoval
-from lyapunov_prune.ranking.weighed import WeighedPlans
 from lyapunov_prune.shrinking.report import Taken
 
 Mended = tuple[tuple[Mend, ...], MendReport]
@@ -34,14 +28,13 @@ Mended = tuple[tuple[Mend, ...], MendReport]
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """What to remove, and the maps that close the gaps, or the refitted last matrices; none if they do not pay."""
+    """What to remove, and the maps that close the gaps; none if they do not pay."""
 
     plan: PruningPlan
-    found: BestRemoval | WeighedPlans
+    found: BestRemoval
     mends: tuple[Mend, ...]
     report: MendReport | None
     taken: tuple[Taken, ...]
-    refits: Refits = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,27 +85,7 @@ class Chooser:
         judged = None if fitted is None else (fitted[0], _judged(found, fitted[1]))
         return self._mended(plan, found, chosen, judged)
 
-    def split(self, remove: float, what: Split) -> Chosen:
-        """Remove a share of the parameters of the layers by `split_removal`; mend layers alone, refit the rest."""
-        began = time.monotonic()
-        found = split_removal(
-            self.model, self.reading, remove, what, search=self.search, folder=self.folder, batch_size=self.batch_size
-        )
-        plan = found.plan()
-        told = f"best of {len(found.plans)} ways to share the parameters, by KL"
-        chosen = Taken("layers and parts chosen", True, told, time.monotonic() - began)
-        if not plan.drops_parts and self.mend:
-            return self._mended(plan, found, chosen, None)
-        if not plan.channels:
-            return Chosen(plan, found, (), None, (chosen,))
-        began = time.monotonic()
-        refits, report = refits_of(plain(self.model), plan, self.batch, self.judge)
-        refitting = Taken("refitting", bool(refits), _told(report), time.monotonic() - began)
-        return Chosen(plan.seen_on(*report.texts), found, (), report, (chosen, refitting), refits)
-
-    def _mended(
-        self, plan: PruningPlan, found: BestRemoval | WeighedPlans, chosen: Taken, judged: Mended | None
-    ) -> Chosen:
+    def _mended(self, plan: PruningPlan, found: BestRemoval, chosen: Taken, judged: Mended | None) -> Chosen:
         """The layers of `plan` with the maps that pay; `judged` are maps that a search has fitted and judged."""
         began = time.monotonic()
         try:

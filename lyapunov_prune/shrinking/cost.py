@@ -17,7 +17,6 @@ from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.size import model_size
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.ranking.counts import search_budget
-from lyapunov_prune.ranking.split import numbers_of_layers, share_of
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ModelIdentity, Result
 from lyapunov_prune.shrinking.target import Target
@@ -27,7 +26,6 @@ _STEP = 5  # a step of distillation in forwards: one of the teacher, one of the 
 _SAVED = 1e8  # bytes per second, written and read back
 _WRITES = 16  # windows that a model generates at once
 TASK = "answering the task"
-_COMPARED = 2.0  # forwards of the windows that compare the ways to share a budget, for each way
 LOW_RANK = 16  # rank of the healing updates in half precision, or if the optimizer does not fit
 
 
@@ -110,26 +108,20 @@ def estimated(
     `answering` is the time in seconds of one pass over the task that chooses the layers. `minutes` bounds the whole.
     """
     context, choosing = texts.width, texts.searched(model)
-    shared = None if target.what == "layers" else target.value  # split between layers and parts of the others
     structure = find_structure(model)
     layers = structure.num_layers
     goes = max(1, layers // 4) if remove is None else remove
     counts = [goes] * (1 if remove is not None else 1 + math.ceil(math.log2(layers)))
-    if shared is not None:
-        goes = max(1, round(shared * layers))
-        counts = [count for count in numbers_of_layers(structure, share_of(structure, shared)) if count]
     window, chosen = window_seconds(model, context), choosing[0] * window_seconds(model, choosing[1])
     smaller = smaller_bytes(model, goes)
-    budgets = [search or search_budget(layers, count, mend=shared is None) for count in counts]
-    budget = sum(budgets) + (_COMPARED * (1 + len(counts)) if shared is not None else 0)
+    budgets = [search or search_budget(layers, count, mend=True) for count in counts]
+    budget = sum(budgets)
     seconds = {"writing the text": 0.0}
     if texts.learn is None:  # the model writes them
         written = [(texts.windows, context), *([choosing] if choosing[1] != context else [])]
         seconds["writing the text"] = sum(writing_seconds(model, *text) for text in written)
     seconds["choosing layers"] = budget * chosen / 2
-    # Refitting takes two forwards of both texts and two passes through the layers. Mending costs as much as each of the
-    # four sets that the search mends.
-    seconds["mending"] = 3 * chosen if shared is not None else budget * chosen / 16
+    seconds["mending"] = budget * chosen / 16  # as much as each of the four sets that the search mends
     seconds["healing"] = (steps or STEPS) * _STEP * window
     if answering:  # the dense model and every choice answer one half; both models answer the other half at the end
         seconds[TASK] = answering * (len(counts) + 3) / 2

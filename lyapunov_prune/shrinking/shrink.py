@@ -29,7 +29,6 @@ from lyapunov_prune.models.structure import find_structure, identify, in_eval_mo
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.removal import check_removal
 from lyapunov_prune.pruning.surgery import Operation, cut
-from lyapunov_prune.ranking import counts
 from lyapunov_prune.results.files import require_disk
 from lyapunov_prune.results.store import Store
 from lyapunov_prune.shrinking.choosing import Chooser, Chosen
@@ -51,7 +50,6 @@ def shrink(
     remove: Amount | None = None,
     max_kl: Positive | None = None,
     max_drop: str | None = None,
-    what: counts.Shrunk = "layers",
     minutes: Positive | None = None,
     batch: TokenBatch | None = None,
     judge: TokenBatch | None = None,
@@ -69,10 +67,6 @@ def shrink(
     task fall by no more than `max_drop` says, as `gsm8k:0.02`, by name or by file as `evaluation.load_tasks` takes
     them: every second item chooses, the others are reported. Multiple choice hides what arithmetic loses; a task with
     generated answers shows it.
-
-    `what` is removed: whole `layers`; or `layers,width` or `layers,experts`, and then `remove` is a share of the
-    parameters of the layers, split between layers and channels or experts of the others by measured KL
-    (`ranking.split`). The last matrices are refitted if channels go.
 
     Layers are chosen by criterion `best` (`ranking.best`), their gaps mended (`mending`), the result healed from
     `model` (`healing`). Mending and healing are kept only where windows that they did not learn from say that they pay,
@@ -95,7 +89,7 @@ def shrink(
     model = model_of(model)
     place = None if folder is None else Path(folder)
     texts = Texts(batch, judge, evaluation, tokens, context)
-    target = Target.of(remove, max_kl, max_drop, what)
+    target = Target.of(remove, max_kl, max_drop)
     request = Request(
         model,
         tokenizer,
@@ -113,7 +107,7 @@ def shrink(
 def carry_out(request: Request, output: Path | None, told: Callable[[Estimate], Any] = lambda _: None) -> Shrunk:
     """`shrink` as requested; `told` is called with the estimate before anything is written."""
     if output is not None:
-        require_output(model_name(request.model), output, request.target.what)
+        require_output(model_name(request.model), output)
     request.require()
     texts = request.texts
     about = {"model": identify(request.model).key, "target": request.target.option(), "seed": request.seed}
@@ -149,7 +143,7 @@ def _run(
         batch_size=request.batch_size,
     )
     choice = _chosen(request, chooser, remove, None if items is None else items[0])
-    decoder, operation = plain(model), Operation(choice.plan, mends=choice.mends, refits=choice.refits)
+    decoder, operation = plain(model), Operation(choice.plan, mends=choice.mends)
     made = cut(decoder, operation, shared=True)
     pruned, gate = made.model, check_removal(decoder, made, operation, learn)
     gate.require_passed()
@@ -182,9 +176,7 @@ def _run(
 
 
 def _chosen(request: Request, chooser: Chooser, remove: int | None, task: Task | None) -> Chosen:
-    """The layers to remove: as many as asked, as many as the target allows to lose, or layers and parts of others."""
-    if request.target.what != "layers":
-        return chooser.split(request.target.value, request.target.what)
+    """The layers to remove: as many as asked, or as many as the target allows to lose."""
     if remove is not None:
         return chooser.choose(remove)
     lost: Loss = partial(divergence, request.model, chooser)

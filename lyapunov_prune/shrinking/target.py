@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.ranking.counts import SPLITS, Shrunk, count_of, require_count, require_share
+from lyapunov_prune.ranking.counts import count_of, require_count
 
 if TYPE_CHECKING:  # a target that cannot be must not wait for torch
     from transformers import PreTrainedModel
@@ -21,16 +21,11 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Target:
-    """The target: `by` is one of OPTIONS, `value` its value; `max_drop` also names the `task` that is scored.
-
-    `what` is removed: whole `layers`, or a name of SPLITS (layers and parts of the others); `remove` is then a share of
-    the parameters of the layers.
-    """
+    """The target: `by` is one of OPTIONS, `value` its value; `max_drop` also names the `task` that is scored."""
 
     by: Literal["remove", "max_kl", "max_drop"]
     value: float
     task: str | None = None
-    what: Shrunk = "layers"
 
     @classmethod
     def of(
@@ -38,10 +33,8 @@ class Target:
         remove: int | float | None = None,
         max_kl: float | None = None,
         max_drop: str | None = None,
-        what: Shrunk = "layers",
     ) -> Target:
         """The one target that is given. Raises LyapunovPruneError for none, two, or a bad `max_drop`."""
-        require_share(what, remove)
         given = {"remove": remove, "max_kl": max_kl, "max_drop": max_drop}
         named = [name for name, value in given.items() if value is not None]
         if len(named) != 1:
@@ -49,7 +42,7 @@ class Target:
             told = f"{both} are {len(named)} targets" if named else "no target says how much goes"
             raise LyapunovPruneError(f"{told}; give one of {', '.join(OPTIONS.values())}")
         if remove is not None:
-            return cls("remove", remove, what=what)
+            return cls("remove", remove)
         if max_kl is not None:
             return cls("max_kl", max_kl)
         assert max_drop is not None
@@ -65,12 +58,10 @@ class Target:
     @property
     def is_counted(self) -> bool:
         """Whether the number of layers follows from the model alone, before any layer is chosen."""
-        return self.by == "remove" and self.what == "layers"
+        return self.by == "remove"
 
     def told(self) -> str:
         """The target as a phrase, for example `25% of the layers`."""
-        if self.what in SPLITS:
-            return f"{self.value:.0%} of the parameters of the layers, by layers and {SPLITS[self.what]}"
         layers = f"{self.value:.0%} of the layers" if self.value < 1 else f"{self.value:g} layers"
         return {
             "remove": "1 layer" if self.value == 1 else layers,
@@ -81,8 +72,7 @@ class Target:
     def option(self) -> list[str]:
         """The target as command-line options."""
         name = f"--{self.by.replace('_', '-')}"
-        option = [name, f"{self.task}:{self.value:g}" if self.task else f"{self.value:g}"]
-        return option if self.what == "layers" else ["--what", self.what, *option]
+        return [name, f"{self.task}:{self.value:g}" if self.task else f"{self.value:g}"]
 
 
 def count_for(target: Target, model: PreTrainedModel) -> int:

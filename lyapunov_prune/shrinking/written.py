@@ -26,7 +26,6 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.counting import COUNTED, count_check, leaving
 from lyapunov_prune.pruning.gate import GateReport, attempt, bytes_in
 from lyapunov_prune.pruning.provenance import Provenance, describe, save
-from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 from lyapunov_prune.results.result import Result, versions
@@ -39,13 +38,11 @@ def is_gguf(output: Path) -> bool:
     return output.suffix == SUFFIX
 
 
-def require_output(name: str, output: Path, what: str = "layers") -> None:
+def require_output(name: str, output: Path) -> None:
     """Raise LyapunovPruneError unless the shrunk model of `name` can be written to `output`, a folder or a file."""
     if not is_gguf(output):
         require_empty(output)
         return
-    if what != "layers":
-        raise LyapunovPruneError(f"a .gguf file loses whole layers; leave out --what {what}, or export what is written")
     require_file(output)
     header = read_header(source_file(name))
     values_without(header, tuple(range(header.layers)))
@@ -87,8 +84,7 @@ def write_shrunk(
     `gate` is the gate of the removal, before healing. This function checks again that the files load as they were saved
     and hold exactly what should be left. Raises CheckFailed if not, and LyapunovPruneError if writing fails.
     """
-    found = "best.json" if isinstance(choice.found, BestRemoval) else "weighed.json"
-    results: dict[str, Result] = {REPORT: report, found: choice.found, "eval.json": report.evaluation}
+    results: dict[str, Result] = {REPORT: report, "best.json": choice.found, "eval.json": report.evaluation}
     healed: dict[str, Any] = {}
     if healing is not None:
         results[HEALING] = healing
@@ -130,9 +126,7 @@ def by_hand(
     chosen = ["--remove", f"{len(plan.remove)}", "--criterion", "best"]
     if search is not None:
         chosen += ["--search", f"{search:g}"]
-    if target.what != "layers":
-        chosen = [*target.option(), *chosen[2:]]
-    elif choice.report is None:  # without --mend, `best` would compare the sets with open gaps
+    if choice.report is None:  # without --mend, `best` would compare the sets with open gaps
         chosen = ["--layers", ",".join(map(str, plan.remove))]
     else:
         chosen.append("--mend")

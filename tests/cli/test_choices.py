@@ -18,8 +18,7 @@ from lyapunov_prune.sensitivity import table as studies
 TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "dtype": (choices.DType, _DTYPES),
     "stack": (choices.Stack, get_args(encoders.Stack)),
-    "shrunk": (counts.Shrunk, ("layers", *counts.SPLITS)),
-    "what": (counts.What, (*FIELDS, *counts.SPLITS)),
+    "what": (counts.What, FIELDS),
 }
 
 

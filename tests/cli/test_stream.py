@@ -103,7 +103,7 @@ def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> No
             ["prune", "tiny", "--remove", "2", "-o", "out"],
             "--remove needs the model in memory .* of rank --device disk",
         ),
-        (["prune", "tiny", "--what", "width", "--max-kl", "1", "-o", "out"], "--what needs the model in memory"),
+        (["prune", "tiny", "--what", "width", "--max-kl", "1", "-o", "out"], "--max-kl applies to layers"),
         (
             ["prune", "tiny", "--what", "width", "--remove", "25%", "--judge", "builtin", "-o", "out"],
             "--judge needs the model in memory",

@@ -121,8 +121,6 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         told = {"picked": some(5, most=1), "tied": (1, 3), "channels": (), "widths": ()}
         told |= {"experts": ((), (), (), (), (0, 2)), "routed": some(5, finite=False, most=1)}
         return {"scores": loose(5), "drop_activation": (4,), "reduction": "affine", **told}
-    if name == "WeighedPlans":
-        return {"kl": loose(2, 3), "chosen": 1}
     if name == "Allocation":
         amount = some(2, most=1)
         kept = {"names": ("a", "b"), "sizes": (5, 5), "amount": amount, "budget": float(amount.mean())}

@@ -6,7 +6,6 @@ import json
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import VOCABULARY, judge_briefly, make_mixture, make_tiny
+from helpers import VOCABULARY, judge_briefly, make_tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
@@ -28,9 +27,7 @@ from lyapunov_prune.healing.heal import heal
 from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.provenance import Provenance
-from lyapunov_prune.ranking.split import split_removal
 from lyapunov_prune.ranking.tried import BestRemoval
-from lyapunov_prune.ranking.weighed import WeighedPlans
 from lyapunov_prune.results.history import history_of
 from lyapunov_prune.sensitivity.sweep import Sweep
 from lyapunov_prune.shrinking import choosing, request, texts
@@ -78,43 +75,6 @@ def test_what_is_written_is_what_is_returned(
     after = state(reader)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert history_of(reader).steps == ()
-
-
-@pytest.mark.parametrize("what", ["layers,width", "layers,experts"])
-def test_layers_and_parts_of_the_others_share_one_budget(
-    what: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, healing_kept: None
-) -> None:
-    experts = what == "layers,experts"
-    model = (make_mixture("mixtral", **WORDS) if experts else make_tiny("llama", **WORDS)).eval()
-    before, out = state(model), tmp_path / "out"
-    done = lp.shrink(model, tokenizer, out, remove=0.3, what=what, **SMALL)
-    plan = done.report.plan
-    weighed = WeighedPlans.load(out / "weighed.json")
-    assert weighed.plans[weighed.chosen].remove == plan.remove
-    assert weighed.plans[weighed.chosen].channels == plan.channels
-    assert weighed.plans[weighed.chosen].experts == plan.experts
-    layers = sum(p.numel() for p in find_structure(model).layers.parameters())
-    assert done.report.parameters[0] - done.report.parameters[1] >= 0.3 * layers
-    loaded = AutoModelForCausalLM.from_pretrained(out)
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in done.model.state_dict().items())
-    assert Healing.load(out / "healing.json").steps == 3
-    assert f"prune {plan.model.name} --what {what} --remove 0.3" in done.report.commands[0]
-    assert Shrinking.load(out / "shrink.json").to_json() == done.report.to_json()
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def test_layers_alone_are_mended_where_they_win(
-    reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def alone(*given: Any, **how: Any) -> WeighedPlans:
-        found = split_removal(*given, **how)
-        return replace(found, chosen=next(n for n, plan in enumerate(found.plans) if not plan.drops_parts))
-
-    monkeypatch.setattr(choosing, "split_removal", alone)
-    report = lp.shrink(reader, tokenizer, remove=0.3, what="layers,width", **SMALL).report
-    assert report.plan.remove
-    assert not report.plan.channels
-    assert [step.name for step in report.steps] == ["layers and parts chosen", "mending", "healing"]
 
 
 def test_a_step_that_does_not_pay_is_dropped_and_named(
@@ -183,16 +143,14 @@ def timed_alone(reading: Reading, prompts: torch.Tensor, steps: int, choose: Any
     return continued(reading, prompts, steps, choose)
 
 
-@pytest.mark.parametrize("asked", [{"remove": 2}, {"remove": 0.3, "what": "layers,width"}])
 def test_what_goes_on_ends_as_if_it_had_never_stopped(
-    asked: dict[str, Any],
     reader: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     healing_kept: None,
 ) -> None:
-    whole = lp.shrink(reader, tokenizer, **asked, **SMALL)
+    whole = lp.shrink(reader, tokenizer, remove=2, **SMALL)
 
     def killed(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
@@ -200,13 +158,13 @@ def test_what_goes_on_ends_as_if_it_had_never_stopped(
     kept: dict[str, Any] = {"folder": tmp_path / "jobs", **SMALL}
     monkeypatch.setattr(module, "heal", killed)
     with pytest.raises(KeyboardInterrupt):
-        lp.shrink(reader, tokenizer, tmp_path / "out", **asked, **kept)
+        lp.shrink(reader, tokenizer, tmp_path / "out", remove=2, **kept)
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(module, "heal", heal)
     monkeypatch.setattr(request, "count_for", lambda *_: pytest.fail("counted again"))
     monkeypatch.setattr(own_text, "continued", timed_alone)
     monkeypatch.setattr("lyapunov_prune.ranking.best.angular_distance", lambda *_, **__: pytest.fail("ranked again"))
-    done = lp.shrink(reader, tokenizer, tmp_path / "out", **asked, **kept)
+    done = lp.shrink(reader, tokenizer, tmp_path / "out", remove=2, **kept)
     assert done.report.plan.to_json() == whole.report.plan.to_json()
     assert {k: v.tolist() for k, v in done.model.state_dict().items()} == {
         k: v.tolist() for k, v in whole.model.state_dict().items()
@@ -341,7 +299,6 @@ def test_minutes_bound_the_healing(
         ({"remove": 1.0}, "remove is 1.0"),
         ({"remove": 0}, "remove is 0"),
         ({"remove": None, "max_kl": 0.0}, "max_kl is 0.0"),
-        ({"remove": 0.2, "what": "mlp"}, "what is 'mlp'"),
     ],
 )
 def test_bad_input_costs_no_forward(
@@ -369,11 +326,6 @@ def test_a_folder_that_is_not_empty_is_refused(
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(LyapunovPruneError, match="not empty"):
         lp.shrink(reader, tokenizer, tmp_path, remove=1, **SMALL)
-
-
-def test_a_gguf_file_loses_whole_layers(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(LyapunovPruneError, match="whole layers"):
-        lp.shrink(reader, tokenizer, "small.gguf", remove=0.2, what="layers,width", **SMALL)
 
 
 def test_the_report_is_strict_json(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -21,8 +21,6 @@ from lyapunov_prune.shrinking.target import Target, count_for
         {"max_drop": ":0.02"},
         {"max_drop": "gsm8k.jsonl:much"},
         {"max_drop": "gsm8k.jsonl:2"},
-        {"remove": 2, "what": "layers,width"},
-        {"max_kl": 0.1, "what": "layers,experts"},
     ],
 )
 def test_what_is_no_target_is_refused(asked: dict[str, Any]) -> None:
@@ -32,12 +30,6 @@ def test_what_is_no_target_is_refused(asked: dict[str, Any]) -> None:
 
 def test_a_drop_names_its_task() -> None:
     assert Target.of(max_drop="a:b.jsonl:0.02") == Target("max_drop", 0.02, "a:b.jsonl")
-
-
-def test_a_share_of_parameters_counts_no_layers() -> None:
-    target = Target.of(remove=0.2, what="layers,width")
-    assert not target.is_counted
-    assert target.option() == ["--what", "layers,width", "--remove", "0.2"]
 
 
 @pytest.mark.parametrize(("remove", "count"), [(2, 2), (0.25, 2), (0.5, 3), (LAYERS - 1, LAYERS - 1)])

@@ -32,7 +32,7 @@ from lyapunov_prune.cli.options import (
     one_of,
     what_option,
 )
-from lyapunov_prune.cli.ranked import MaxKL, RankOptions
+from lyapunov_prune.cli.ranked import MaxKL, RankOptions, require_divergence
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import keep, note, say, show
 from lyapunov_prune.ranking.table import require_ranks
@@ -128,6 +128,7 @@ def rank(
     profile_file = Path(model) if model.endswith(".json") else None
     by = by.settled(None if inputs.disk or profile_file is not None else remove)
     by.require(given)
+    require_divergence(by.what, given)
     require_ranks(by.goes_by, by.what, remove=remove, streamed=inputs.disk, profiled=profile_file is not None)
     if max_kl is not None:
         given.refuse("cannot be combined with --max-kl; give one of the two", "remove")
@@ -143,7 +144,6 @@ def rank(
     from lyapunov_prune.ranking.measured import rank_layers
     from lyapunov_prune.ranking.rank import rank as measured_rank
     from lyapunov_prune.ranking.ranking import LayerRanking
-    from lyapunov_prune.ranking.within import most_within
     from lyapunov_prune.results.files import require_writable
 
     ranking: Ranking
@@ -158,11 +158,6 @@ def rank(
         loaded, batch = load_inputs(model, inputs, stack=stack)
         by = by.of_model(loaded, given)
         batch_size = windows_at_once(loaded, inputs.context)
-        if max_kl is not None and by.what == "experts":
-            weighed = most_within(loaded, batch, by.what, max_kl, criterion=by.goes_by, batch_size=batch_size)
-            kept = weighed.save(run / "weighed.json")
-            show(weighed, weighed.plan().save(run / "plan.json"), kept=kept)
-            return
         places: dict[str, Any] = {"folder": run, "jobs": jobs_folder()}
         ranking = measured_rank(loaded, batch, **by.how, **places, remove=remove, batch_size=batch_size)
     plan = written = None

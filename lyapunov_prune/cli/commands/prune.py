@@ -53,9 +53,6 @@ def prune(
 
     --what experts removes the same number of experts from every layer that has experts.
 
-    --what layers,width and layers,experts share one budget, --remove 20% of the parameters of the layers: five ways to
-    share it, including each kind alone, are compared by their measured KL on windows that were not used to choose.
-
     --what attention, mlp and activation remove a part of each layer. In a plain checkpoint this saves no time:
     attention and MLP are zeroed, an activation is cancelled. With --format compact attentions are absent and a block
     without activation is one matrix; the checkpoint is smaller and faster, and loads with this package or with the
@@ -77,7 +74,7 @@ def prune(
     format = format_for(output, format, given)
     stored = FORMATS.make(format)
     require_format(removal.what, stored, given)
-    if not (removal.mend or "width" in removal.what or removal.plan_file):
+    if not (removal.mend or removal.what == "width" or removal.plan_file):
         given.refuse(UNJUDGED, "judge")
     stored.require_names(model, output)
     why, packed = _why_files(model, inputs, format)
@@ -140,7 +137,7 @@ def _prune_in_memory(
     loaded, batch = load_inputs(model, inputs, stack=stack, plan=given_plan)
     require_weights(loaded.model, "unquantised")  # before anything is measured
     require_whole(loaded.model)
-    narrower = "width" in removal.what or (isinstance(given_plan, PruningPlan) and bool(given_plan.channels))
+    narrower = removal.what == "width" or (isinstance(given_plan, PruningPlan) and bool(given_plan.channels))
     if not (mend or narrower):
         given.refuse(UNJUDGED, "judge")
     judged = load_judge(removal.judge, loaded, batch, inputs) if mend or narrower else None
@@ -173,30 +170,9 @@ def _chosen(
     from lyapunov_prune.pruning.width import choose_channels
     from lyapunov_prune.ranking.rank import rank
     from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
-    from lyapunov_prune.ranking.split import split_removal
-    from lyapunov_prune.ranking.within import most_within
 
     remove, max_kl = removal.remove, removal.max_kl
     batch_size = windows_at_once(loaded, batch.context)
-    weighed = None
-    if removal.what in ("layers,width", "layers,experts"):
-        assert remove is not None
-        weighed = split_removal(
-            loaded,
-            batch,
-            remove,
-            removal.what,
-            criterion=removal.goes_by,
-            protect=removal.protected(),
-            search=removal.search,
-            folder=jobs_folder(),
-            batch_size=batch_size,
-        )
-    elif max_kl is not None and removal.what in ("width", "experts"):
-        weighed = most_within(loaded, batch, removal.what, max_kl, criterion=removal.criterion, batch_size=batch_size)
-    if weighed is not None:
-        show(weighed, None)
-        return weighed.plan()
     if removal.what == "width":
         assert remove is not None
         return choose_channels(loaded, batch, remove, batch_size=batch_size)

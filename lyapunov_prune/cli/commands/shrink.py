@@ -11,7 +11,6 @@ from lyapunov_prune.cli.options import ABOVE_ZERO, Inputs, Judge, Model, Target,
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.ranking import counts
 
 if TYPE_CHECKING:
     from lyapunov_prune.models.decoder import Decoder
@@ -38,13 +37,6 @@ class Goal:
             "losses in arithmetic.",
         ),
     ] = None
-    what: Annotated[
-        counts.Shrunk,
-        what_option(
-            help="layers: whole layers. layers,width and layers,experts: also hidden channels or experts, shared by "
-            "measured loss; --remove 25% then counts parameters of the layers."
-        ),
-    ] = "layers"
 
 
 def shrink(
@@ -70,7 +62,7 @@ def shrink(
 
     from lyapunov_prune.shrinking.target import Target as Wanted
 
-    wanted = Wanted.of(goal.remove, goal.max_kl, goal.max_drop, goal.what)
+    wanted = Wanted.of(goal.remove, goal.max_kl, goal.max_drop)
 
     from lyapunov_prune.evaluation.tasks import halves
     from lyapunov_prune.forward.own_text import SELF
@@ -79,7 +71,7 @@ def shrink(
     from lyapunov_prune.shrinking.shrink import carry_out
     from lyapunov_prune.shrinking.written import is_gguf, require_output
 
-    require_output(model, output, goal.what)
+    require_output(model, output)
     report = begun_run(None, model, REPORT, "eval.json") if is_gguf(output) else output
     folder = jobs_folder()
     _require_texts(inputs, judge)
