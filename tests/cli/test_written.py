@@ -193,7 +193,7 @@ def test_the_cache_is_shown_and_emptied(
     assert done.out.splitlines()[1].endswith("  x.gguf")
     assert run("sensitivity", "x.gguf", "--study", "removal", "-o", "run", *QUICK[:-2]).code == 0
     line = run("cache").out.splitlines()[-1]
-    assert re.search(r"MB  last used .*  sweep, by: lyapunov-prune sensitivity x.gguf --study removal", line)
+    assert re.search(r"KB  last used .*  sweep, by: lyapunov-prune sensitivity x.gguf --study removal", line)
     assert "GB deleted" in run("cache", "--clear").out
     assert len(run("cache").out.splitlines()) == 1
     assert not Path("runs/jobs").exists()
