@@ -6,7 +6,6 @@ import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from itertools import groupby
 from typing import Any, TextIO
 
 import torch
@@ -19,7 +18,6 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from lyapunov_prune.data.batch import require_known
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.harness_tasks import SEED, quietly
-from lyapunov_prune.forward.continuations import Continuations
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.hooked import hooked, overridden
@@ -42,8 +40,7 @@ class ProjectModel(HFLM):
 
     `bos` says whether texts begin with a BOS token; no other special token is added. Nothing is truncated: an item that
     does not fit the context is refused. Decoding is greedy and uses only the end-of-text tokens of the generation
-    config. `read` holds the ids of every scored or continued text; `bars` is where progress is shown. Log-likelihoods
-    equal those of the harness up to rounding; `continuations` scores the choices of an item together.
+    config. `read` holds the ids of every scored or continued text; `bars` is where progress is shown.
     """
 
     def __init__(
@@ -54,17 +51,15 @@ class ProjectModel(HFLM):
         *,
         bos: bool,
         batch_size: int,
-        continuations: Continuations,
         bars: TextIO,
     ) -> None:
         self._start = [tokenizer.bos_token_id] if bos else []
-        self._config = structure.config
         self._context = structure.max_context or _UNCUT
         self._vocabulary = structure.config.vocab_size
-        self._continuations = continuations
-        self._items: list[tuple[str, int]] = []
         self._bars = bars
         self.read: list[list[int]] = []
+        if switches(structure.config):  # padding would give a short text the positions of a long one
+            batch_size = 1
         # A copy: the harness gives a tokenizer without a padding token one.
         super().__init__(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size, max_length=_UNCUT)
 
@@ -81,10 +76,6 @@ class ProjectModel(HFLM):
         batch = self.tokenizer.pad({"input_ids": rows}, padding_side=padding_side, return_tensors="pt")
         return batch["input_ids"], batch["attention_mask"]
 
-    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        self._items = [(request.task_name, request.doc_id) for request in requests]
-        return super().loglikelihood(requests, disable_tqdm=True)
-
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
@@ -92,24 +83,12 @@ class ProjectModel(HFLM):
         self._require(rows)
         self.read += rows
         with redirect_stderr(self._bars):
-            if self._continuations.possible:
-                return self._by_item(rows, [len(continuation) for _, _, continuation in requests])
             log_likelihoods: list[tuple[float, bool]] = []
-            override_bs = 1 if switches(self._config) else override_bs
             width = _STRETCH * self.batch_size
             for start in track(range(0, len(requests), width), "log-likelihoods"):
                 some = requests[start : start + width]
                 log_likelihoods += super()._loglikelihood_tokens(some, disable_tqdm=True, override_bs=override_bs)
         return log_likelihoods
-
-    def _by_item(self, rows: list[list[int]], scored: list[int]) -> list[tuple[float, bool]]:
-        """Scores the choices of an item together; they are consecutive."""
-        items = self._items if len(self._items) == len(rows) else list(range(len(rows)))  # rolling windows
-        together = [list(some) for _, some in groupby(range(len(rows)), key=items.__getitem__)]
-        answers: list[tuple[float, bool]] = []
-        for some in track(together, "log-likelihoods", cost=lambda some: sum(len(rows[i]) for i in some)):
-            answers += self._continuations([rows[i] for i in some], [scored[i] for i in some])
-        return answers
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         rows = [self.tok_encode(request.args[0]) for request in requests]
@@ -119,11 +98,9 @@ class ProjectModel(HFLM):
             raise LyapunovPruneError("this tokenizer has no end-of-text token, which generation stops at; give it one")
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))  # the longest first, to fail early
         texts: dict[int, str] = {}
-        # Padding would give a short text the positions of a long one.
-        size = 1 if switches(self._config) else self.batch_size
         with redirect_stderr(self._bars):
-            for start in track(range(0, len(order), size), "answers"):
-                some = order[start : start + size]
+            for start in track(range(0, len(order), self.batch_size), "answers"):
+                some = order[start : start + self.batch_size]
                 answers = super().generate_until([requests[i] for i in some], disable_tqdm=True)
                 texts.update(zip(some, answers, strict=True))
         return [texts[i] for i in range(len(rows))]
@@ -155,18 +132,12 @@ def run(
     layer when logits are not finite, and LyapunovPruneError for an item that does not fit the context.
     """
     require_not_streamed(model)
-    decoder = wrap(model)
+    structure = wrap(model).structure
     for task in tasks.values():
         task.set_fewshot_seed(SEED)  # the same examples for every model
-    structure = decoder.structure
     shown = sys.stderr  # `quietly` lets only the bars through
-    # Before hooks are set, because it runs a trial with larger logits than any text.
-    trial = torch.arange(1, 33, device=model.device)[None] % structure.config.vocab_size
-    continuations = Continuations(decoder, trial)
     with quietly(), _only_finite(model, structure), _greedy(model), _fresh_cache(model, structure.config):
-        asked = ProjectModel(
-            model, structure, tokenizer, bos=bos, batch_size=batch_size, continuations=continuations, bars=shown
-        )
+        asked = ProjectModel(model, structure, tokenizer, bos=bos, batch_size=batch_size, bars=shown)
         # simple_evaluate would seed every generator and look the model up on the hub.
         harness_results = evaluate(asked, dict(tasks), limit=limit, bootstrap_iters=_DRAWS, log_samples=True)
     return harness_results, asked.read

@@ -13,7 +13,6 @@
 - `states`: each layer run on the output of the changed layers before it; the states of a text at all boundaries, on
   disk if they do not fit in memory, and final states of a changed model;
 - `own_text`: text that the model writes itself, for calibration;
-- `continuations`: log-likelihoods of texts with a common beginning.
 
 Nothing here outlasts its block: hooks are removed and weights restored, also after an error.
 """

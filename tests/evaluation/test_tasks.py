@@ -125,22 +125,6 @@ def test_partial_evaluation_scores_the_continuation_after_each_beginning(
     assert scores.tasks[0].chance == pytest.approx((1 / 2 + 1 / 3 + 1 / 2) / 3)
 
 
-def test_log_likelihoods_by_item_are_the_harness_own(family: str, files: list[str], blanks: str) -> None:
-    model = make_tiny(family, vocab_size=len(VOCABULARY), max_position_embeddings=256)
-    tasks = load_tasks([files[0], blanks])
-    objects = {task.name: task.harness for task in tasks}
-    ours, read = harness.run(model, make_tokenizer(), objects, limit=None, bos=False, batch_size=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness.Continuations, "possible", False, raising=False)
-        patch.setattr(harness.Continuations, "__init__", lambda *_: None)
-        own, theirs = harness.run(model, make_tokenizer(), objects, limit=None, bos=False, batch_size=1)
-    assert read == theirs
-    for task in objects:
-        for a, b in zip(ours["samples"][task], own["samples"][task], strict=True):
-            np.testing.assert_allclose([r[0][0] for r in a["resps"]], [r[0][0] for r in b["resps"]], rtol=1e-4)
-            assert [r[0][1] for r in a["resps"]] == [r[0][1] for r in b["resps"]]
-
-
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_answers_are_greedy_and_no_penalty_hides_a_repetition(
     batch_size: int, tokenizer: PreTrainedTokenizerFast, files: list[str]

@@ -27,7 +27,6 @@ from lyapunov_prune.evaluation import harness, harness_tasks
 from lyapunov_prune.evaluation.retrieval import _embed
 from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.evaluation.tasks import load_tasks
-from lyapunov_prune.forward.continuations import Continuations
 from lyapunov_prune.forward.decoding import continued
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import cached_logits, deviation, last_logits
@@ -234,17 +233,6 @@ def scores(model: PreTrainedModel, texts: list[list[int]], shared: int) -> list[
 LENGTHS = (SWITCH - 2, SWITCH + 1, SWITCH + 2, SWITCH + 9)
 
 
-def test_continuations(model: PreTrainedModel, prompts: torch.Tensor) -> None:
-    beginning = prompts[0].tolist()
-    texts = [[*beginning, *range(k + 3, k + 3 + length - PROMPT)] for k, length in enumerate(LENGTHS)]
-    with torch.no_grad():
-        score = Continuations(wrap(model), prompts[:1, :32])
-        for _ in range(2):  # the first time it is tried with and without a cache
-            found = score(texts, [length - PROMPT for length in LENGTHS])
-            np.testing.assert_allclose([x for x, _ in found], scores(model, texts, PROMPT), rtol=1e-6)
-        assert score.cached
-
-
 def item() -> ChoiceItem:
     """Its choices begin with the space behind the query."""
     return ChoiceItem("q" * (PROMPT - 1), tuple("abcd"[k] * (n - PROMPT) for k, n in enumerate(LENGTHS)), 0)
@@ -273,13 +261,11 @@ def test_items_and_answers_of_a_task(
     tasks = load_tasks([choices, questions])
     objects = {task.name: task.harness for task in tasks}
     before = dict(vars(model))
-    for possible in (True, False):
-        monkeypatch.setattr(harness.Continuations, "possible", possible, raising=False)
-        found, _ = harness.run(model, tokenizer, objects, limit=None, bos=False, batch_size=3)
-        texts = [tokenizer(item().stem + choice)["input_ids"] for choice in item().choices]
-        told = [answer[0][0] for answer in found["samples"]["choices"][0]["resps"]]
-        with torch.no_grad():
-            np.testing.assert_allclose(told, scores(model, texts, PROMPT - 1), rtol=1e-4)
+    found, _ = harness.run(model, tokenizer, objects, limit=None, bos=False, batch_size=3)
+    texts = [tokenizer(item().stem + choice)["input_ids"] for choice in item().choices]
+    told = [answer[0][0] for answer in found["samples"]["choices"][0]["resps"]]
+    with torch.no_grad():
+        np.testing.assert_allclose(told, scores(model, texts, PROMPT - 1), rtol=1e-4)
     answers = {sample["doc_id"]: sample["resps"][0][0] for sample in found["samples"]["questions"]}
     for i, q in enumerate(asked):
         ids = torch.tensor([tokenizer(f"Question: {q}\nAnswer:")["input_ids"]])
