@@ -98,7 +98,7 @@ def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> No
         (["rank", "tiny", "--criterion", "kl", "--what", "mlp"], "criterion kl runs the model once for every layer"),
         (["rank", "tiny", "--criterion", "bi", "--max-kl", "0.5"], "--max-kl needs the model in memory"),
         (["eval", "tiny", "--speed"], "--speed needs the model in memory"),
-        (["eval", "tiny", "--tasks", "piqa.jsonl"], "--tasks needs the model in memory"),
+        (["eval", "tiny", "--tasks", "piqa"], "--tasks needs the model in memory"),
         (
             ["prune", "tiny", "--remove", "2", "-o", "out"],
             "--remove needs the model in memory .* of rank --device disk",
@@ -117,6 +117,7 @@ def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> No
     ],
 )
 def test_what_is_not_streamed_is_refused(arguments: list[str], message: str, run: Callable[..., Any]) -> None:
+    Path("model.gguf").write_bytes(b"GGUF")
     done = run(*arguments, "--device", "disk")
     assert (done.code, done.changed, done.err.count("\n")) == (2, set(), 1)
     assert re.search(message, done.err)

@@ -431,7 +431,7 @@ def test_eval_scores_tasks_of_both_models(
     assert json.loads(Path("runs/tiny/eval.json").read_text())["tasks"]["limit"] == 2
     for options, message in (
         (["--limit", "2"], "give --tasks with it"),
-        (["--tasks", "nothing.jsonl"], "cannot read nothing.jsonl"),
+        (["--tasks", "nothing.jsonl"], "nothing.jsonl is not there"),
     ):
         done = called(capsys, monkeypatch, *options)
         assert (done["code"], done["out"], done["err"].count("\n")) == (2, "", 1)
