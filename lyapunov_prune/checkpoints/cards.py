@@ -16,7 +16,6 @@ from lyapunov_prune.errors import printable
 from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.decoder import is_wrapped
-from lyapunov_prune.models.encoders import has_two_stacks
 from lyapunov_prune.models.gguf import BUILTIN_CARD
 from lyapunov_prune.models.left_out import left_out
 from lyapunov_prune.models.names import HUB_ID
@@ -125,8 +124,7 @@ def _text(told: Mapping[str, object], key: str) -> str | None:
 
 
 def _task(model: PreTrainedModel) -> str | None:
-    """The hub's name for the task of `model`; None for encoder-decoders and multimodal models, which have several."""
+    """The hub's name for the task of `model`; None for multimodal models, which have several."""
     if looks_at_images(model):
         return "image-classification"
-    several = is_wrapped(model) or has_two_stacks(model.config)
-    return None if several else "text-generation"
+    return None if is_wrapped(model) else "text-generation"

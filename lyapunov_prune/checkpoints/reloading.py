@@ -34,7 +34,7 @@ from lyapunov_prune.models.kinds import plain_attributes
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt
 from lyapunov_prune.models.quantised import quantisation, unlogged
 from lyapunov_prune.models.sharing import share_equal
-from lyapunov_prune.models.two_stacks import structure_like
+from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.models.wrappers import auto_class, loading_class
 
 RELOADED = "reloads as saved"
@@ -89,7 +89,7 @@ def reload_check(
     limit = SAME_LIMIT[pruned.dtype]
     broken = _wrong_keys(info)
     if not broken:
-        again = Decoder(reloaded, structure_like(reloaded, decoder.structure))
+        again = Decoder(reloaded, find_layers(reloaded))
         broken = changed_setting(decoder.layers, again.layers)
     if broken:
         return GateCheck(RELOADED, False, float("inf"), limit, broken)

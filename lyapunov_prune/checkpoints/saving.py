@@ -25,10 +25,10 @@ from lyapunov_prune.checkpoints.tensor_files import write_index
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.decoder import Decoder, takes_model, wrap_text
+from lyapunov_prune.models.decoder import Decoder, takes_model, wrap_any
 from lyapunov_prune.models.digest import combined, saved_tensors, tensor_digests
 from lyapunov_prune.models.left_out import require_whole
-from lyapunov_prune.models.plain import PlainText
+from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import in_eval_mode, model_name
 from lyapunov_prune.results.files import RETRY, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
@@ -36,7 +36,7 @@ from lyapunov_prune.results.result import Result
 
 
 @takes_model
-def save(model: PlainText, tokenizer: PreTrainedTokenizerBase | None, target: str | Path) -> GateCheck:
+def save(model: Plain, tokenizer: PreTrainedTokenizerBase | None, target: str | Path) -> GateCheck:
     """Write `model`, changed in memory, to the folder `target`, with tokenizer, history and model card.
 
     The folder loads with plain transformers. Raises LyapunovPruneError for a model that cannot be written whole (with
@@ -72,7 +72,7 @@ def write_model(
     with whole_folder(target, remedy) as folder:
         save_files(model, tokenizer, folder)
         with torch.no_grad():
-            decoder = wrap_text(model)
+            decoder = wrap_any(model)
             inputs = sample_inputs(decoder, None)
             check = in_eval_mode(reload_check)(decoder, folder, inputs)
             if check.passed and is_compact(model):

@@ -13,7 +13,6 @@ from lyapunov_prune.ranking.table import CRITERIA
 
 Along = Literal["depth", "sublayers", "time"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
-Stack = Literal["encoder", "decoder"]
 
 if TYPE_CHECKING:
     Criterion = str

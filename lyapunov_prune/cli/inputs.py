@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.cli.choices import Stack
 from lyapunov_prune.cli.jobs import JOBS, jobs_folder
 from lyapunov_prune.cli.options import Inputs
 from lyapunov_prune.cli.records import Given
@@ -38,7 +37,6 @@ def load_inputs(
     inputs: Inputs,
     split: Split = "calibration",
     *,
-    stack: Stack | None = None,
     plan: PruningPlan | MergekitSlices | None = None,
 ) -> tuple[Decoder, TokenBatch]:
     """The model and its text; a `plan` has to be for that model, of which the text says nothing."""
@@ -46,7 +44,7 @@ def load_inputs(
     from lyapunov_prune.data.sources import require_source
 
     require_source(inputs.text)  # before minutes of loading
-    loaded = inputs.load(model, stack=stack)
+    loaded = inputs.load(model)
     if plan is not None:
         plan.require_model(loaded.identity)
     require_context(loaded.structure, inputs.context)

@@ -108,7 +108,7 @@ class ModelOptions:
         """Whether the weights stay in their files, from which one layer at a time is read."""
         return self.device == DISK
 
-    def load(self, model: str, *, text_only: bool = False, stack: choices.Stack | None = None) -> Decoder:
+    def load(self, model: str, *, text_only: bool = False) -> Decoder:
         if self.disk:
             from lyapunov_prune.checkpoints.streamed import load_streamed
 
@@ -122,7 +122,6 @@ class ModelOptions:
             device="auto" if self.spread else self.device,
             device_map="auto" if self.spread else None,
             text_only=text_only,
-            stack=stack,
         )
 
     def require_loaded(self, what: str, *, one_place: bool = False) -> None:
@@ -200,10 +199,6 @@ Judge = Annotated[
         help="A second text that decides whether a step helped; named as --text. Default: self, or builtin if --text "
         "is self."
     ),
-]
-Stack = Annotated[
-    choices.Stack | None,
-    model_option("--stack", help="For an encoder-decoder, such as T5: take the layers of its encoder or decoder."),
 ]
 Seeds = Annotated[int, what_option(min=1, help="Number of random perturbations to average over.")]
 Items = Annotated[int | None, what_option("--limit", min=1, help="Number of items of each task; default: all.")]

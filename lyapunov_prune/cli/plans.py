@@ -40,12 +40,11 @@ def plan_for(model: Decoder | ModelIdentity, given: PruningPlan | MergekitSlices
     return given.plan(model if isinstance(model, ModelIdentity) else model.identity)
 
 
-def tell_written(provenance: Provenance, output: Path, *, scored: bool = True, streamed: bool = False) -> None:
+def tell_written(provenance: Provenance, output: Path, *, streamed: bool = False) -> None:
     show(provenance, output, kept=_record(output))
-    if scored:
-        device = f" --device {DISK}" if streamed else ""  # the models may not fit in memory
-        dense = shlex.quote(provenance.source)
-        say(f"Next: lyapunov-prune eval {shlex.quote(str(output))} --against {dense}{device}")
+    device = f" --device {DISK}" if streamed else ""  # the models may not fit in memory
+    dense = shlex.quote(provenance.source)
+    say(f"Next: lyapunov-prune eval {shlex.quote(str(output))} --against {dense}{device}")
 
 
 def _record(output: Path) -> Path | None:

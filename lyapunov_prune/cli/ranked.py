@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.options import ABOVE_ZERO, PROTECTED, layer_indices, one_of, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.ranking import counts
 from lyapunov_prune.ranking.table import CRITERIA, default_criterion
-
-if TYPE_CHECKING:  # a usage error must not wait for torch
-    from lyapunov_prune.models.decoder import Decoder
 
 
 def _criteria_of(part: str) -> str:
@@ -73,12 +70,6 @@ class RankOptions:
     def settled(self, remove: float | None) -> Self:
         """These options with a criterion, the default if none is given; `remove` is None where no number is known."""
         return self if self.criterion else replace(self, criterion=default_criterion(remove, self.what))
-
-    def of_model(self, loaded: Decoder, given: Given) -> Self:
-        """These options with the default of encoders and encoder-decoders, which `best` does not take."""
-        if not loaded.causal and "criterion" not in given:
-            return replace(self, criterion=default_criterion(None, self.what))
-        return self
 
     @property
     def goes_by(self) -> str:

@@ -118,7 +118,7 @@ def require_files(removal: Removal, inputs: Inputs, stored: Stored, why: str, pa
         f"needs {'plain weights' if packed else 'the model in memory'} ({why}); give --layers 3,7 or a --plan FILE of "
         f"rank{'' if packed else f' --device {DISK}'}, without it",
         *([] if measured else [*what, "remove"]),
-        *("max_kl", *([] if held else ["format"]), "mend", "judge", "dtype", "stack"),
+        *("max_kl", *([] if held else ["format"]), "mend", "judge", "dtype"),
     )
     if not measured:
         given.refuse_record(

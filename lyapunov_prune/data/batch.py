@@ -83,7 +83,7 @@ class TokenBatch:
         return shared_tokens(self.stream, seen.fingerprint) if seen.fingerprint and not seen.images else 0
 
     def measured_on(self, model: Model, seed: int | None = None) -> MeasuredOn:
-        """The record of a measurement of a model; one with two stacks is given as the handle of one."""
+        """The record of a measurement of a model."""
         return MeasuredOn(
             **about(model),
             text=self.text,

@@ -137,7 +137,7 @@ def begins_with_bos(tokenizer: PreTrainedTokenizerBase, bos: bool | None) -> boo
 
 
 def _start_token(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The BOS token, or that of encoders, CLS."""
+    """The BOS token, or for want of one CLS."""
     return tokenizer.cls_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 

@@ -64,7 +64,7 @@ def write_pruned(
     stored.require_names(model.model.config._name_or_path, Path(target))
     require_whole(model.model)
     if mend or plan.channels:
-        wrap(model)  # raises for encoders and encoder-decoders
+        wrap(model)  # raises for classifiers of images
     plan.require_model(model.identity)
     batch = None if batch is None else as_examples(model, batch)
     _require_held(stored, model, plan, mend=mend)

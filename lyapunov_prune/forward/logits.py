@@ -16,7 +16,6 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.pictures import image_shape, looks_at_images
 from lyapunov_prune.models.positions import rotation, stretches
 from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.models.two_stacks import decoder_call, empty_cache
 
 # Largest relative deviation of a token's logits. The same kernels on the same shapes agree bit for bit; folded
 # constants (GPT-2) and the cache's kernels do not, and a model ruined by a removal (SmolLM2 without layer 0) amplifies
@@ -78,13 +77,8 @@ def random_images(model: PreTrainedModel, number: int = 2) -> torch.Tensor:
 
 
 def uncached_logits(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tensor:
-    """The logits for token ids or images; of an encoder without logits its first output, the final state."""
-    if inputs.is_floating_point():
-        output = model(inputs)
-    else:
-        call, ids = decoder_call(model, inputs)
-        output = call(ids, use_cache=False)
-    return output.logits if "logits" in output else output[0]
+    """The logits for token ids or images."""
+    return model(inputs).logits if inputs.is_floating_point() else model(inputs, use_cache=False).logits
 
 
 def last_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -92,11 +86,10 @@ def last_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
     Each equals that of a forward over the text up to there: one forward, and another one where positions change.
     """
-    call, ids = decoder_call(model, ids)
     parts = []
     for first, last in stretches(model.config.get_text_config(decoder=True), _prefix(ids), ids.shape[1]):
         number = last - first + 1
-        parts.append(call(ids[:, :last], use_cache=False, **only_last(model, number)).logits[:, -number:])
+        parts.append(model(ids[:, :last], use_cache=False, **only_last(model, number)).logits[:, -number:])
     return torch.cat(parts, dim=1)
 
 
@@ -144,9 +137,8 @@ def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool 
     `positions` passes the position of each step, as `generate` does; some forwards count from zero at each call without
     it. None for a decoder that returns no cache.
     """
-    call, ids = decoder_call(model, ids)
     start = _prefix(ids)
-    output = call(ids[:, :start], use_cache=True, **only_last(model, 1), **empty_cache(model))
+    output = model(ids[:, :start], use_cache=True, **only_last(model, 1))
     if not cache_of(model, output):
         return None
     steps = [output.logits[:, -1:]]
@@ -154,7 +146,7 @@ def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool 
         carried = carried_on(model, output, t)
         if carried and positions:
             carried |= position(model, ids[:, :1], t)
-        output = call(ids[:, t if carried else 0 : t + 1], **carried, use_cache=True)
+        output = model(ids[:, t if carried else 0 : t + 1], **carried, use_cache=True)
         steps.append(output.logits[:, -1:])
     return torch.cat(steps, dim=1)
 

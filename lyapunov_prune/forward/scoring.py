@@ -17,7 +17,6 @@ from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked, overridden
-from lyapunov_prune.models.two_stacks import decoder_call
 
 # A block of logits of this size stays in the cache between the product and the exponentials.
 _ROWS, _COLUMNS = 1024, 1024
@@ -73,18 +72,17 @@ class Scorer:
 
     def __call__(self, ids: torch.Tensor) -> tuple[list[float], torch.Tensor]:
         """The mean loss of each window in nats, summed in float64, and the final state (windows × tokens × width)."""
-        _, read = decoder_call(self.model, ids)
         if self.blockwise:
             state = final_state(self.structure, ids)
-            return [self._loss(rows[:-1], wanted[1:]) for rows, wanted in zip(state, read, strict=True)], state
+            return [self._loss(rows[:-1], wanted[1:]) for rows, wanted in zip(state, ids, strict=True)], state
         if self.enters and is_large(self.model, ids):
             state = final_state(self.structure, ids)
-            return [self.loss(rows, wanted) for rows, wanted in zip(state, read, strict=True)], state
+            return [self.loss(rows, wanted) for rows, wanted in zip(state, ids, strict=True)], state
         states: list[torch.Tensor] = []
         with hooked(after=[(self.structure.backbone, lambda module, args, kwargs, output: states.append(output[0]))]):
             logits = _logits(self.model, ids)
         state = states[0] if states else final_state(self.structure, ids)  # a model may bypass its backbone's forward
-        return [next_token_loss(rows, wanted) for rows, wanted in zip(logits, read, strict=True)], state
+        return [next_token_loss(rows, wanted) for rows, wanted in zip(logits, ids, strict=True)], state
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
         """The model's logits of final states: tokens × width to tokens × vocabulary, in the model's dtype.
@@ -198,13 +196,11 @@ class Scorer:
         answer = type(self._answer)(**{**self._answer, next(iter(self._answer)): state[None]})
         ids = torch.zeros(1, len(state), dtype=torch.int64, device=next(self.decoder.parameters()).device)
         with overridden(self.decoder, lambda *args, **kwargs: answer):
-            call, _ = decoder_call(self.model, ids.new_zeros(1, 2))
-            return call(ids, use_cache=False).logits[0]
+            return self.model(ids, use_cache=False).logits[0]
 
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    call, ids = decoder_call(model, ids)
-    return call(ids, use_cache=False).logits
+    return model(ids, use_cache=False).logits
 
 
 def rows_at_once(vocabulary: int) -> int:

@@ -1,8 +1,6 @@
 """Everything that depends on a model family; no other room asks for a model's name or `model_type`.
 
 - `decoder`: the handle that every room takes; `structure`: where a decoder keeps its layers, and which model it is;
-- `encoders`: which models read a text in both directions, and by which class they are loaded; `two_stacks`: the layers
-  of the encoder or of the decoder of a model that has both, and what each of them reads;
 - `names`: what a model can be called;
 - `loading`: a model in memory by any name, from the hub, through `from_folder` and `gguf` (which has the built-in
   model); `folder`: checks of a checkpoint before transformers reads it; `cache`: dequantised GGUF files; `quantised`:

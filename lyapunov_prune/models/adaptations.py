@@ -131,22 +131,6 @@ def first_layer_stays(lack: str) -> Callable[[Cut], str | None]:
     return lambda cut: why if cut.kept[0] != 0 else None
 
 
-def t5(cut: Cut) -> str | None:
-    """The first layer of each stack of T5 holds the position bias that all layers of the stack read."""
-    return first_layer_stays("holds the position bias of its stack")(cut) or encoder_no_shorter(cut)
-
-
-def encoder_no_shorter(cut: Cut) -> str | None:
-    """transformers sizes the cache of `generate` for T5's decoder by the number of layers of the encoder."""
-    encoder, decoder = cut.config.num_layers, cut.config.num_decoder_layers
-    if encoder >= min(decoder, cut.before.num_layers):
-        return None
-    return (
-        f"the encoder would have {encoder} layers and the decoder {decoder}, and transformers generates with a cache "
-        "of as many layers as the encoder has; remove layers of the decoder first (--stack decoder)"
-    )
-
-
 def random_blocks(cut: Cut) -> None:
     """BigBird seeds its random blocks with the layer's number; full attention ignores the seed, so it may change."""
     if cut.config.attention_type == "original_full":

@@ -11,9 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import Parsed, checked
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.dispatched import bring_all
-from lyapunov_prune.models.encoders import CAUSAL, Stack, is_encoder
 from lyapunov_prune.models.families import Family, family_entry
 from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.mixtures import Mixtures, find_mixtures
@@ -29,7 +27,6 @@ from lyapunov_prune.models.structure import (
     model_name,
     settle,
 )
-from lyapunov_prune.models.two_stacks import stack_structure
 from lyapunov_prune.models.units import Units, find_units
 from lyapunov_prune.results.result import ModelIdentity
 
@@ -42,8 +39,6 @@ T = TypeVar("T")
 class Decoder:
     """A decoder-only language model and its structure, made by `load` or `wrap`.
 
-    Some functions also take the handle of an encoder, or of one stack of an encoder-decoder.
-
     It is valid as long as `model` keeps its modules; weights may change in place. `tokenizer` is the one that the model
     was loaded with, or None if `wrap` was given none.
     """
@@ -53,9 +48,8 @@ class Decoder:
     tokenizer: Any = None
 
     def __repr__(self) -> str:
-        of = f" of the {self.structure.stack}" if self.structure.stack else ""
         return (
-            f"{model_name(self.model)} ({self.structure.model_type}): {self.structure.num_layers} layers{of}, "
+            f"{model_name(self.model)} ({self.structure.model_type}): {self.structure.num_layers} layers, "
             f"{self.model.num_parameters():,} parameters, {self.model.dtype} on {self.model.device}"
         )
 
@@ -79,16 +73,6 @@ class Decoder:
         return is_packed(self.model)
 
     @property
-    def encoder(self) -> bool:
-        """Whether it is an encoder, which attends in both directions."""
-        return is_encoder(self.model)
-
-    @property
-    def causal(self) -> bool:
-        """Whether it is a decoder with one stack of layers, which predicts every next token of its text."""
-        return not self.encoder and self.structure.stack is None
-
-    @property
     def wrapped(self) -> bool:
         """Whether it is the text part of a larger model."""
         return is_wrapped(self.model)
@@ -106,7 +90,7 @@ class Decoder:
     @property
     def identity(self) -> ModelIdentity:
         """Hashes of its settings and weights as they are now; every weight is read at each call."""
-        return identify(self.model, structure=self.structure)
+        return identify(self.model)
 
 
 # What a public function accepts as a model.
@@ -114,25 +98,16 @@ Model = PreTrainedModel | Decoder
 
 
 @checked
-def wrap(model: Model, tokenizer: PreTrainedTokenizerBase | None = None, *, stack: Stack | None = None) -> Decoder:
+def wrap(model: Model, tokenizer: PreTrainedTokenizerBase | None = None) -> Decoder:
     """The handle of `model`, which all functions of this package accept in its place; a handle is returned as it is.
 
     Weights that accelerate has offloaded are put where they can be read at any time, and packed weights into the form
     in which they are measured.
 
-    With `stack`, `model` is an encoder-decoder (`AutoModelForSeq2SeqLM`), and the handle is that of the layers of its
-    encoder or of its decoder, which profile, rank and prune accept.
-
-    Raises LyapunovPruneError for an encoder, an encoder-decoder without `stack`, a model without a list of layers, and
-    for weights on `meta`.
+    Raises LyapunovPruneError for an encoder, an encoder-decoder, a model without a list of layers, and for weights on
+    `meta`.
     """
-    if stack is not None:
-        bring_all(model_of(model))
-        return Decoder(model_of(model), stack_structure(model_of(model), stack), tokenizer)
     if isinstance(model, Decoder):
-        if not model.causal:
-            what = "reads text in both directions" if model.encoder else f"is the {model.structure.stack} of two stacks"
-            raise LyapunovPruneError(f"this {type(model.model).__name__} {what}; {CAUSAL}")
         return model
     with held(model):
         if stream_of(model) is None:
@@ -141,22 +116,10 @@ def wrap(model: Model, tokenizer: PreTrainedTokenizerBase | None = None, *, stac
         return Decoder(model, find_structure(model), tokenizer)
 
 
-def wrap_text(model: Model) -> Decoder:
-    """`wrap`, which also takes encoders, and handles of one stack of an encoder-decoder."""
-    if isinstance(model, Decoder):
-        return model
-    return wrap_layers(model) if is_encoder(model) else wrap(model)
-
-
 def wrap_any(model: Model) -> Decoder:
-    """`wrap_text`, which also takes image classifiers: they have layers but no language head."""
-    return wrap_layers(model) if looks_at_images(model_of(model)) else wrap_text(model)
-
-
-def wrap_layers(model: Model) -> Decoder:
-    """The handle of any transformer with one stack of layers."""
-    if isinstance(model, Decoder):
-        return model
+    """`wrap`, which also takes image classifiers: they have layers but no language head."""
+    if isinstance(model, Decoder) or not looks_at_images(model):
+        return wrap(model)
     bring_all(model)
     return Decoder(model, find_layers(model))
 
@@ -175,8 +138,6 @@ def identity_of(model: Model | ModelIdentity) -> ModelIdentity:
 # Annotations of public functions: the caller gives a `Model`, the function receives the handle, or the identity.
 Streamable = Annotated[Decoder, Parsed(Model, wrap)]
 InMemory = Annotated[Decoder, Parsed(Model, in_memory)]
-StreamableText = Annotated[Decoder, Parsed(Model, wrap_text)]  # encoders and stacks too
-InMemoryText = Annotated[Decoder, Parsed(Model, partial(in_memory, handle=wrap_text))]
 InMemoryAny = Annotated[Decoder, Parsed(Model, partial(in_memory, handle=wrap_any))]  # and image classifiers
 Identified = Annotated[ModelIdentity, Parsed(Model | ModelIdentity, identity_of)]
 
@@ -217,8 +178,7 @@ def takes_identity(
 
 def is_wrapped(model: PreTrainedModel) -> bool:
     """Whether the decoder is the text part of a larger model."""
-    config = model.config
-    return not config.is_encoder_decoder and config.get_text_config(decoder=True) is not config
+    return model.config.get_text_config(decoder=True) is not model.config
 
 
 def model_of(model: Model) -> PreTrainedModel:

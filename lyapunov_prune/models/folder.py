@@ -27,9 +27,8 @@ from transformers.models.auto.modeling_auto import (
 from lyapunov_prune.arguments import Range, fits
 from lyapunov_prune.errors import LyapunovPruneError, first_line, first_of, reported
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, family_of, register
-from lyapunov_prune.models.encoders import Stack, encoder_class, has_two_stacks, stack_remedy
 from lyapunov_prune.models.quantised import UNPACK, quantisation
-from lyapunov_prune.models.structure import LAYER_COUNTS
+from lyapunov_prune.models.structure import LAYER_COUNTS, is_encoder
 from lyapunov_prune.models.weight_files import weight_files
 from lyapunov_prune.results.files import parsed, require_file
 
@@ -47,11 +46,10 @@ def require_loadable(
     *,
     images: bool = False,
     quantised: Callable[[PreTrainedConfig], bool] = lambda config: False,
-    stack: Stack | None = None,
 ) -> PreTrainedConfig:
     """Return the config in `folder` if it holds a decoder with complete safetensors weights of its own.
 
-    With `images` it must be an image classifier's, with `stack` an encoder-decoder's. `quantised(config)` says whether
+    With `images` it must be an image classifier's. `quantised(config)` says whether
     the caller accepts a quantised checkpoint. The weight files are those that transformers would choose; only their
     headers and sizes are read. Raises LyapunovPruneError otherwise.
     """
@@ -66,7 +64,7 @@ def require_loadable(
     why = ""
     if method and not quantised(config):
         why = f"has weights that are {method}; {UNPACK}"
-    elif other := _no_classifier(config) if images else _no_decoder(config, stack):
+    elif other := _no_classifier(config) if images else _no_decoder(config):
         why = other
     elif chosen:
         why = (
@@ -140,18 +138,15 @@ def _no_classifier(config: PreTrainedConfig) -> str | None:
     return f"holds {', '.join(named)}, and images need a {known}; give one, or a text (--text) for a decoder"
 
 
-def _no_decoder(config: PreTrainedConfig, stack: Stack | None) -> str | None:
-    """Why the config is not that of a decoder, or with `stack` of an encoder-decoder, as `_no_classifier` says it."""
+def _no_decoder(config: PreTrainedConfig) -> str | None:
+    """Why the config is not that of a decoder, as `_no_classifier` says it."""
     architectures = ", ".join(config.architectures or ()) or config.model_type
     if family_of(config) in CLASSIFIERS:
         return f"is an image classifier ({architectures}), and text needs a decoder; give images, or a decoder"
-    if stack is not None:
-        two = has_two_stacks(config)
-        return None if two else f"is no encoder-decoder of text ({architectures}); leave out --stack"
-    if encoder_class(config):
-        return None
     if config.is_encoder_decoder:
-        return f"is an encoder-decoder ({architectures}); {stack_remedy(config)}"
+        return f"is an encoder-decoder ({architectures}); give a decoder"
+    if config.architectures and is_encoder(config, getattr(transformers, config.architectures[0], None)):
+        return f"is an encoder ({architectures}), which reads text in both directions; give a decoder"
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys()
     return None if family_of(config) in known else f"is not a causal language model ({architectures}); give a decoder"
 

@@ -18,7 +18,6 @@ from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.dispatched import bring_weights, offload_folder, require_placed
-from lyapunov_prune.models.encoders import Stack, is_encoder
 from lyapunov_prune.models.folder import loading_errors, require_loadable
 from lyapunov_prune.models.left_out import find_left_out, keep_left_out
 from lyapunov_prune.models.quantised import (
@@ -35,7 +34,6 @@ from lyapunov_prune.models.quantised import (
 from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
 from lyapunov_prune.models.structure import Structure, find_layers, find_structure
 from lyapunov_prune.models.tokenizers import require_bounded, require_bounded_file
-from lyapunov_prune.models.two_stacks import stack_structure
 from lyapunov_prune.models.weight_files import stored_names, targets_of, weight_files
 from lyapunov_prune.models.wrappers import auto_class
 from lyapunov_prune.progress import warn
@@ -49,20 +47,17 @@ _TOKENIZER = ("token*", "vocab*", "*.model", "tekken.json", "*.tiktoken")
 _SETTINGS = "tokenizer_config.json"
 
 
-def load_folder(
-    folder: Path, options: dict[str, Any], *, text_only: bool = False, stack: Stack | None = None
-) -> Decoder:
+def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = False) -> Decoder:
     """Load the checkpoint in `folder` with its history, by transformers' `options` (`dtype`, `device_map`).
 
-    A decoder inside a multimodal model is loaded with the whole model, or alone with `text_only` (`auto_class`). Of an
-    encoder-decoder, `stack` names whose layers the handle is for.
+    A decoder inside a multimodal model is loaded with the whole model, or alone with `text_only` (`auto_class`).
 
     Packed integers in a format of `is_unpacked` are unpacked; other packed weights stay packed, and are refused on the
     `meta` device. Raises LyapunovPruneError for anything that cannot be loaded whole.
     """
     with quiet():  # faults of the config are reported in one line
         quantised = is_unpacked if options["device_map"] == "meta" else is_loadable
-        config = require_loadable(folder, quantised=quantised, stack=stack)
+        config = require_loadable(folder, quantised=quantised)
     packed = quantisation(config)
     if packed and is_unpacked(config):
         options = options | unpacking()
@@ -82,9 +77,7 @@ def load_folder(
         wanted = "a causal decoder" if auto is AutoModelForCausalLM else "the text model alone (export --text-only)"
         if text_only:
             wanted = "the whole model (leave out text_only)"
-        if stack is not None:
-            wanted = "another encoder-decoder"
-        loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True}, auto, wanted, stack)
+        loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True}, auto, wanted)
     if packed and is_unpacked(config):  # transformers drops it, but it marks models whose weights must not be changed
         loaded.model.config.quantization_config = config.quantization_config
     tell_left_out(loaded.model, loaded.structure, folder, asked=text_only)
@@ -99,15 +92,10 @@ def load_whole(
     options: dict[str, Any],
     auto: Any = AutoModelForCausalLM,
     wanted: str = "a causal decoder",
-    stack: Stack | None = None,
 ) -> Decoder:
     """Model and tokenizer; refused if any weight would have to be initialised. `wanted` names the remedy."""
     model = load_weights(auto, where, folder, source | LOCAL | options, wanted)
-    if stack is not None:
-        structure = stack_structure(model, stack)
-    else:
-        structure = find_layers(model) if is_encoder(model) else find_structure(model)
-    return Decoder(model.eval(), structure, _load_tokenizer(where, folder, source))
+    return Decoder(model.eval(), find_structure(model), _load_tokenizer(where, folder, source))
 
 
 def load_bare(folder: Path) -> Decoder:
@@ -193,9 +181,7 @@ def _tell_of_code(model: PreTrainedModel, where: Path) -> None:
         return
     config = model.config.get_text_config(decoder=True)
     unknown = list(unknown_settings(config))
-    numbers = []
-    if not model.config.is_encoder_decoder:  # whose layers are numbered twice
-        numbers = unknown_layer_numbers(config, find_layers(model).num_layers)
+    numbers = unknown_layer_numbers(config, find_layers(model).num_layers)
     code = vars(model.config).pop("auto_map", None)
     if not code and not numbers:
         return

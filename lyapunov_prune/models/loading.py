@@ -20,7 +20,6 @@ from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.device import resolve_device
 from lyapunov_prune.models.dispatched import known_map
-from lyapunov_prune.models.encoders import Stack
 from lyapunov_prune.models.families import JUDGED
 from lyapunov_prune.models.folder import loading_errors, require_loadable
 from lyapunov_prune.models.from_folder import LOCAL, load_bare, load_folder, load_weights, quiet, tell_left_out
@@ -45,7 +44,6 @@ def load(
     offline: bool = False,
     device_map: Literal["auto"] | Mapping[str, int | str] | None = None,
     text_only: bool = False,
-    stack: Stack | None = None,
 ) -> Decoder:
     """Load a decoder and its tokenizer, in eval mode; returns the handle that every function accepts as a model.
 
@@ -61,9 +59,6 @@ def load(
     A decoder inside a multimodal model is loaded with the whole model, so that a checkpoint made of it still reads
     pictures. With `text_only` only the text model is loaded, and a line on stderr names what is left out.
 
-    With `stack` the model is an encoder-decoder (T5, BART, …), and the handle is that of the layers of its `encoder` or
-    its `decoder`, which profile, rank and prune accept.
-
     Raises LyapunovPruneError, with the remedy, for anything that cannot be loaded whole.
     """
     wanted = known_dtype(dtype)
@@ -78,23 +73,19 @@ def load(
     with status(f"loading {name}"):
         folder = None if name.endswith(".gguf") else checkpoint_folder(name, offline=offline)
         adapted = folder is not None and holds_adapters(folder)
-        why = ""
-        if adapted and (stack or device_map is not None):
-            why = "adapters, which are merged into a decoder on one device; leave out the device map and --stack"
-        elif stack and folder is None:
-            why = "one stack of layers; leave out --stack"
-        if why:
-            raise LyapunovPruneError(f"{name} holds {why}")
+        if adapted and device_map is not None:
+            raise LyapunovPruneError(
+                f"{name} holds adapters, which are merged into a decoder on one device; leave out the device map"
+            )
         if folder is None:
             loaded = load_gguf(Path(name), options | {"dtype": wanted or torch.float32})
         elif adapted:
             loaded = _load_merged(folder, options, offline, text_only)
         else:
-            loaded = load_folder(folder, options, text_only=text_only, stack=stack)
+            loaded = load_folder(folder, options, text_only=text_only)
         loaded.model.config._name_or_path = name
         settle(loaded.model)
-        if loaded.causal:
-            require_causal(loaded.model)
+        require_causal(loaded.model)
     return loaded
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lyapunov_prune.arguments import Parsed
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.decoder import Decoder, Model, in_memory, model_of, wrap, wrap_any, wrap_text
+from lyapunov_prune.models.decoder import Decoder, Model, in_memory, model_of, wrap, wrap_any
 from lyapunov_prune.models.projections import Projection, structure_projections
 from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation
 from lyapunov_prune.models.structure import Structure
@@ -38,7 +38,6 @@ def plain(model: Model, handle: Callable[[Model], Decoder] = wrap) -> Decoder:
 
 # Annotations for models that can be copied and saved: decoders, or image classifiers too.
 Plain = Annotated[Decoder, Parsed(Model, plain)]
-PlainText = Annotated[Decoder, Parsed(Model, partial(plain, handle=wrap_text))]
 PlainAny = Annotated[Decoder, Parsed(Model, partial(plain, handle=wrap_any))]
 
 

@@ -153,8 +153,6 @@ def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -
     for name in gone:
         delattr(config, name)
     fields = vars(config)
-    if config.is_encoder_decoder and "decoder" in count:  # one config for both stacks has lists for the encoder alone
-        others = frozenset(fields)
     if (fields.get("decoder_sparse_step") or 1) != 1:
         # A step cannot describe the kept layers; the list of exceptions beside it can.
         step, dense = fields["decoder_sparse_step"], fields.get("mlp_only_layers") or []
@@ -169,9 +167,8 @@ def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -
             setattr(config, name, sum(i < value for i in kept))
         elif name in LAST_LAYERS and isinstance(value, int):
             setattr(config, name, sum(i >= total - value for i in kept))
-    # The decoder of an encoder-decoder sizes its caches by `num_hidden_layers`, which counts the missing encoder's
-    # layers.
-    for name in {count} if config.is_encoder_decoder else {count, "num_hidden_layers"}:
+    # BART's decoder sizes its caches by `num_hidden_layers`, which counts the missing encoder's layers.
+    for name in {count, "num_hidden_layers"}:
         # ProphetNet computes this from the encoder's number.
         elsewhere = name != count and isinstance(getattr(type(config), name, None), property)
         if getattr(config, name, None) == total and not elsewhere:

@@ -11,13 +11,13 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from lyapunov_prune.errors import LyapunovPruneError, first_of, reported
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.dispatched import bring_weights
-from lyapunov_prune.models.encoders import CAUSAL, Stack, is_encoder, require_no_two_stacks
 from lyapunov_prune.models.experts import require_choosable
 from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation
@@ -48,7 +48,6 @@ class Structure:
     layers_path: str  # the name of `layers` inside the model, as in state-dict keys
     config: Any  # the text config, which holds the number of layers
     count: str  # the name of that setting
-    stack: Stack | None = None  # which one, if the model has two
 
     @property
     def num_layers(self) -> int:
@@ -110,13 +109,15 @@ def find_structure(model: PreTrainedModel) -> Structure:
 
     Raises LyapunovPruneError for an encoder, an encoder-decoder, or a model without a list of layers.
     """
-    require_no_two_stacks(model)
     kind = type(model).__name__
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     read = isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.ndim == 2
     wrong = {
-        f"{kind} reads text in both directions; {CAUSAL}": is_encoder(model),
+        f"{kind} is an encoder-decoder; give a decoder": model.config.is_encoder_decoder,
+        f"{kind} is an encoder, which reads text in both directions; give a decoder": (
+            is_encoder(model.config, type(model))
+        ),
         f"{kind} returns its outputs without names; set model.config.return_dict = True": (
             getattr(model.config, "return_dict", True) is False
         ),
@@ -129,38 +130,31 @@ def find_structure(model: PreTrainedModel) -> Structure:
     return find_layers(model)
 
 
+def is_encoder(config: PreTrainedConfig, kind: type | None) -> bool:
+    """Whether a model of the class `kind` with this config is an encoder: BERT and its like, with or without a head.
+
+    It is one if transformers has a masked language model for its config, and `kind` is not the causal class for it.
+    """
+    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING or getattr(config, "is_decoder", False):
+        return False
+    return kind is not MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
 def find_layers(model: PreTrainedModel) -> Structure:
-    """The structure of any transformer with one stack of layers: the largest module list of the right length.
+    """The structure of any transformer with one stack of layers.
 
-    Raises LyapunovPruneError if there is no such list.
+    It is the largest module list whose length is one of the settings `LAYER_COUNTS` of the text config. Raises
+    LyapunovPruneError if there is no such list.
     """
-    require_no_two_stacks(model)
     config = model.config.get_text_config(decoder=True)
-    return layers_in(model, config, LAYER_COUNTS)
-
-
-def layers_in(
-    model: PreTrainedModel,
-    config: Any,
-    counts: Sequence[str],
-    *,
-    within: str = "",
-    backbone: nn.Module | None = None,
-    stack: Stack | None = None,
-) -> Structure:
-    """The structure of the largest module list whose length is one of the settings `counts` of `config`.
-
-    Only lists inside the module `within` are looked at; "" means the whole model. `backbone` None means that of
-    `backbone_of`. Raises LyapunovPruneError if there is no such list.
-    """
     kind = f"{type(model).__name__} ({config.model_type})"
-    lengths = {name: getattr(config, name) for name in counts if getattr(config, name, None)}
+    lengths = {name: getattr(config, name) for name in LAYER_COUNTS if getattr(config, name, None)}
     why = f"keeps no module list of its {list(lengths.values())[-1]} layers" if lengths else "counts no decoder layers"
     for count, length in lengths.items():
         lists = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) == length and f"{name}.".startswith(within)
+            if isinstance(module, nn.ModuleList) and len(module) == length
         }
         if not lists:
             continue
@@ -174,20 +168,17 @@ def layers_in(
             break
         return Structure(
             model_type=family_of(config),
-            backbone=backbone_of(model, path) if backbone is None else backbone,
+            backbone=backbone_of(model, path),
             layers=lists[path],
             layers_path=path,
             config=config,
             count=count,
-            stack=stack,
         )
-    raise LyapunovPruneError(f"{kind} {why}; this {'encoder' if is_encoder(model) else 'decoder'} is not supported")
+    raise LyapunovPruneError(f"{kind} {why}; this decoder is not supported")
 
 
 def backbone_of(model: PreTrainedModel, layers_path: str) -> nn.Module:
     """`model` without its head; for Llama 4 and Mllama, which name no base model, the module that holds the layers."""
-    if is_encoder(model):  # without a head, it is its own base model
-        return model.base_model
     return model.base_model if model.base_model is not model else model.get_submodule(layers_path.rpartition(".")[0])
 
 
@@ -266,20 +257,17 @@ def model_name(model: PreTrainedModel) -> str:
     return model.config._name_or_path or type(model).__name__
 
 
-def identify(
-    model: PreTrainedModel, weights: dict[str, str] | None = None, structure: Structure | None = None
-) -> ModelIdentity:
+def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> ModelIdentity:
     """The identity of a model: names and shapes of all parameters, digests of all weights, and settings.
 
-    `weights` are the digests of a model whose weights are elsewhere, such as on disk; None computes them. `structure`
-    is needed for a model with two stacks; None looks for it.
+    `weights` are the digests of a model whose weights are elsewhere, such as on disk; None computes them.
     """
     stream = stream_of(model)
     if weights is None:
         settle(model)
         bring_weights(model)
         weights = weight_digests(model) if stream is None else stream.digests
-    structure = find_layers(model) if structure is None else structure
+    structure = find_layers(model)
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name}{tuple(parameter.shape)};".encode())
@@ -291,5 +279,4 @@ def identify(
         architecture=digest.hexdigest(),
         weights=weights,
         settings=forward_settings(model),
-        stack=structure.stack,
     )

@@ -6,18 +6,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.encoders import encoder_class, has_two_stacks
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import require_causal
 
@@ -31,10 +24,6 @@ def auto_class(config: PreTrainedConfig, *, text_only: bool = False) -> Any:
 
     Raises LyapunovPruneError if `text_only` needs a class that transformers does not have.
     """
-    if encoder := encoder_class(config):
-        return encoder
-    if has_two_stacks(config):
-        return AutoModelForSeq2SeqLM
     text, whole = (_class_of(config, m) for m in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING))
     apart = text is not None and text is not whole
     if whole is None or (apart and (text_only or text.__name__ in (config.architectures or ()))):

@@ -14,7 +14,7 @@ from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change, changed_finals, finals_without_each
 from lyapunov_prune.forward.sublayers import Kind, silent
-from lyapunov_prune.models.decoder import InMemory, StreamableText, runs_model
+from lyapunov_prune.models.decoder import InMemory, Streamable, runs_model
 from lyapunov_prune.predictions.tiles import MEASURES, measures
 from lyapunov_prune.results.arrays import require_fields
 from lyapunov_prune.results.frames import columns, pd
@@ -77,7 +77,7 @@ class SublayerDivergence(SkipDivergence):
 
 @runs_model
 def skip_divergence(
-    model: StreamableText,
+    model: Streamable,
     batch: Readable,
     *,
     temperature: Positive = 1.0,

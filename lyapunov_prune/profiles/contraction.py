@@ -15,7 +15,7 @@ from lyapunov_prune.arguments import Count, Positive, Seeds
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.rounding import roughness
-from lyapunov_prune.models.decoder import StreamableText, runs_model
+from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.models.device import differentiable
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
 from lyapunov_prune.profiles.contraction_profile import ABOVE_FLOOR, ContractionProfile, Pooling, below_floor_error
@@ -31,7 +31,7 @@ FLOOR_TOKENS = 128
 
 @runs_model
 def measure_contraction(
-    model: StreamableText,
+    model: Streamable,
     batch: Readable,
     *,
     epsilon: Positive = 1e-2,

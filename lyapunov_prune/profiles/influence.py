@@ -18,7 +18,7 @@ from lyapunov_prune.forward.hooks import hidden_of, layer_input, require_finite_
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, Sublayers, require_some
 from lyapunov_prune.linalg import token_energy, widen
-from lyapunov_prune.models.decoder import StreamableText, runs_model
+from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.profiles.propagation import drawn_means
@@ -65,7 +65,7 @@ class InfluenceProfile(Result):
 
 
 @runs_model
-def block_influence(model: StreamableText, batch: Readable, *, batch_size: Count = 1) -> InfluenceProfile:
+def block_influence(model: Streamable, batch: Readable, *, batch_size: Count = 1) -> InfluenceProfile:
     """Measure Block Influence of every layer in one forward per window.
 
     `1 − cos(a, b)` is computed as `½ ‖a/‖a‖ − b/‖b‖‖²`, which avoids cancellation when a layer barely turns the state.
@@ -172,7 +172,7 @@ class SublayerInfluence(Result):
 
 
 @runs_model
-def sublayer_influence(model: StreamableText, batch: Readable, *, batch_size: Count = 1) -> SublayerInfluence:
+def sublayer_influence(model: Streamable, batch: Readable, *, batch_size: Count = 1) -> SublayerInfluence:
     """Measure both sublayers of every layer in one forward per window.
 
     The stream after the first sublayer is read at the input of the second, so residual multipliers are included;

@@ -14,7 +14,7 @@ from lyapunov_prune.arguments import Count, Seeds
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.models.decoder import Model, StreamableText, takes_model
+from lyapunov_prune.models.decoder import Model, Streamable, takes_model
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling, dtype_note
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
@@ -83,10 +83,9 @@ class LayerProfile(Result):
             *self._doubts(),
         ]
         if self.candidates:
-            command = "shrink" if model.stack is None else f"prune --stack {model.stack}"
             lines += [
                 "These are scores, no losses: only a model without the layers shows what they cost. Next: "
-                f"lyapunov-prune {command} {shlex.quote(model.name)} --remove {len(self.candidates)} -o smaller"
+                f"lyapunov-prune shrink {shlex.quote(model.name)} --remove {len(self.candidates)} -o smaller"
             ]
         else:
             lines[0] = "No layer stands out as one to remove."
@@ -142,7 +141,7 @@ class LayerProfile(Result):
 
 
 @takes_model
-def profile_layers(model: StreamableText, batch: Readable, *, batch_size: Count = 1, **how: Any) -> LayerProfile:
+def profile_layers(model: Streamable, batch: Readable, *, batch_size: Count = 1, **how: Any) -> LayerProfile:
     """`measure_contraction`, whose other options are `how`, and `block_influence` on the same tokens."""
     reading = read(model, batch)
     return LayerProfile(

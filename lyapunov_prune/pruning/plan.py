@@ -242,7 +242,7 @@ class PruningPlan(Removed, Result):
             f"the activation (reduction {self.reduction}) of ": self.drop_activation,
         }
         removed = [
-            f"{part}{len(indices)} of {self.model.num_layers} layers of {self.model.whose} "
+            f"{part}{len(indices)} of {self.model.num_layers} layers of {self.model.name} "
             f"by {self.criterion}{blend}: {', '.join(map(str, indices))}"
             for part, indices in parts.items()
             if indices

@@ -165,8 +165,7 @@ def describe(
 
 def _kind(plan: PruningPlan) -> tuple[str, str]:
     """The kind of the pruning, for a tag, and what is left or gone, for a title."""
-    its = "" if plan.model.stack is None else f" of its {plan.model.stack}"
-    depth, experts = f"with {len(plan.kept)} of {plan.model.num_layers} layers{its}", plan.experts_gone
+    depth, experts = f"with {len(plan.kept)} of {plan.model.num_layers} layers", plan.experts_gone
     kind, parts = "depth", ""
     if plan.channels:
         kind = "width"
@@ -182,8 +181,7 @@ def _removed(plan: PruningPlan, stored: Stored) -> str:
     """What is gone, by which measurements, and what that saves in this format."""
     lines = []
     if plan.remove:
-        whose = "the original" if plan.model.stack is None else f"the original's {plan.model.stack}"
-        lines.append(f"Layers of {whose}, counted from 0: {', '.join(map(str, plan.remove))}.")
+        lines.append(f"Layers of the original, counted from 0: {', '.join(map(str, plan.remove))}.")
     if plan.channels:
         lines.append(
             f"{plan.channels_gone} hidden channels of every {plan.narrowed} of a layer that stays; which of each says "

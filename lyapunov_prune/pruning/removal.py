@@ -39,11 +39,11 @@ from lyapunov_prune.mending.refit import judged_refits
 from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.merging.merge import Merged, merge_rounding
 from lyapunov_prune.merging.reduction import HiddenMap
-from lyapunov_prune.models.decoder import Decoder, InMemoryText, Model, takes_model, wrap, wrap_text
+from lyapunov_prune.models.decoder import Decoder, InMemory, Model, takes_model, wrap
 from lyapunov_prune.models.families import TRUSTED
 from lyapunov_prune.models.feedforward import Affine, FeedForward, lifted
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
-from lyapunov_prune.models.plain import Plain, PlainText
+from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.units import Refits
 from lyapunov_prune.models.width import find_width
@@ -55,7 +55,7 @@ from lyapunov_prune.pruning.surgery import Operation, cut, without_parts
 
 
 @takes_model
-def remove_layers(model: PlainText, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
+def remove_layers(model: Plain, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
     """A new model without the layers of `plan` (or a plain list of indices); `model` is untouched.
 
     `surgery.without_parts` describes the cut. The result saves with `save_pretrained` and loads with plain
@@ -115,7 +115,7 @@ COPIED = "channels are the original's"
 
 @takes_model
 def verify_removal(
-    original: InMemoryText,
+    original: InMemory,
     pruned: Model,
     plan: PruningPlan | Sequence[int],
     batch: Tokens | None = None,
@@ -136,8 +136,7 @@ def verify_removal(
     """
     operation = Operation(as_plan(original, plan), merged, mends)
     try:
-        stack = original.structure.stack
-        result = wrap_text(pruned) if stack is None else wrap(pruned, stack=stack)
+        result = wrap(pruned)
     except LyapunovPruneError as error:  # the result is no decoder
         return GateReport((crashed(RELOADED, error),))
     examples = None if batch is None else as_examples(original, batch)
@@ -170,8 +169,6 @@ def removal_gate(
     computed = operation.computes or folded  # the family's weights hold what depends on the layer's number
     gate = Gate(original, pruned, sample_inputs(original, batch), operation.standing_in, computed, batch)
     checks: dict[str, Check] = {SKIPPED: lambda: _same(gate, operation), CACHED: gate.cached}
-    if original.encoder:
-        del checks[CACHED]
     if original.wrapped or reads_pictures(original.model):
         checks[PICTURED] = lambda: _same_with_picture(gate, shares)
     if operation.merged or operation.mends:

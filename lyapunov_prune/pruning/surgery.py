@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.masking import masked, masked_experts
 from lyapunov_prune.forward.sublayers import silenced
@@ -32,7 +32,6 @@ from lyapunov_prune.models.mixtures import drop_experts
 from lyapunov_prune.models.settings import lost_attention, slice_settings
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.models.two_stacks import rebuilt, renew_configs
 from lyapunov_prune.models.units import Refits
 from lyapunov_prune.models.width import find_width, narrow
 from lyapunov_prune.models.wrappers import require_levels_stay, require_text_alone
@@ -189,8 +188,6 @@ def without_layers(decoder: Decoder, plan: PruningPlan, memo: Mapping[int, Any] 
     why = family.adapt(Cut(pruned, layers, config, original.config, plan.kept))
     if why := why or lost_attention(original.config, config):  # after `adapt`, which may say where attentions are
         raise LyapunovPruneError(why)
-    if original.stack is not None:
-        renew_configs(pruned)
     _rename_ties(pruned)
     return Decoder(pruned, structure)
 
@@ -237,7 +234,10 @@ def _rename_ties(pruned: PreTrainedModel) -> None:
     tied = {name: module for name, module in pruned.named_modules() if "_tied_weights_keys" in vars(module)}
     if not tied:
         return
-    fresh = rebuilt(pruned, copy.deepcopy(pruned.config))
+    kind: Any = type(pruned)
+    what = f"these layers of {kind.__name__} cannot be removed correctly: the model cannot be built without them"
+    with reported(what, "remove other layers", Exception), torch.device("meta"):
+        fresh = kind(copy.deepcopy(pruned.config))
     for name, module in tied.items():
         module._tied_weights_keys = fresh.get_submodule(name)._tied_weights_keys
     pruned.all_tied_weights_keys = fresh.all_tied_weights_keys
@@ -269,8 +269,6 @@ def _slice_tables(
 
 def _configs(model: PreTrainedModel, text: Any, original: Structure) -> list[Any]:
     """`text`, and every other text config that the model's modules hold; usually one object is shared by all."""
-    if original.stack is not None:
-        return [text]  # `renew_configs` makes the others
     configs = {id(text): text}
     for module in model.modules():
         config = getattr(module, "config", None)

@@ -15,7 +15,7 @@ from lyapunov_prune.forward.hooks import require_finite_layers, residual_stream,
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.states import room_for
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import StreamableText, runs_model
+from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -107,7 +107,7 @@ class AngularDistance(Ranking):
 
 @runs_model
 def angular_distance(
-    model: StreamableText,
+    model: Streamable,
     batch: Readable,
     *,
     batch_size: Count = 1,

@@ -11,7 +11,7 @@ from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change
 from lyapunov_prune.forward.sublayers import named_branches, silent
-from lyapunov_prune.models.decoder import InMemoryText, runs_model
+from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.profiles.contraction_profile import floor_note
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -86,7 +86,7 @@ class BudgetedRemoval(Result):
 
 @runs_model
 def remove_under_budget(
-    model: InMemoryText,
+    model: InMemory,
     batch: Readable,
     ranking: LayerRanking,
     max_kl: Positive,

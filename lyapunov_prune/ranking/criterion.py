@@ -55,15 +55,13 @@ class Criterion(Choice):
     `parts` are what it can rank: whole layers, their attention or MLP, the experts of each. `streamed` are the parts
     that it can rank in a model which is read one layer at a time. `profiled` says whether a saved LayerProfile holds
     all that it needs. `chooses` says in words how it chooses a
-    number of layers together; it is empty if layers have scores, which give an order. `next_token` says whether it goes
-    by the loss of the next token, which encoders do not predict.
+    number of layers together; it is empty if layers have scores, which give an order.
     """
 
     parts: ClassVar[tuple[str, ...]] = ("layers",)
     streamed: ClassVar[tuple[str, ...]] = ()
     profiled: ClassVar[bool] = False
     chooses: ClassVar[str] = ""
-    next_token: ClassVar[bool] = False
 
     @abstractmethod
     def rank(self, asked: Asked) -> Ranking:

@@ -8,7 +8,7 @@ from pathlib import Path
 from lyapunov_prune.arguments import Amount, Count, Positive, Seed, Seeds
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.models.decoder import StreamableText, runs_model
+from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.profiles.propagation import listed
 from lyapunov_prune.ranking.counts import What, count_of, protected_layers, require_count
 from lyapunov_prune.ranking.criterion import Asked
@@ -19,7 +19,7 @@ from lyapunov_prune.ranking.table import CRITERIA, default_criterion, require_ra
 
 @runs_model
 def rank(
-    model: StreamableText,
+    model: Streamable,
     batch: Readable,
     *,
     criterion: str | None = None,
@@ -58,7 +58,7 @@ def rank(
     """
     streamed = model.stream is not None
     if criterion is None:
-        criterion = default_criterion(remove if model.causal and not streamed else None, what)
+        criterion = default_criterion(None if streamed else remove, what)
     given = {"alpha": alpha, "seeds": listed(seeds), "seed": seed, "search": search, "judge": judge}
     options = {option: given[option] for option in CRITERIA[criterion].options() if option in given}
     if mend or "mend" in CRITERIA[criterion].options():
@@ -66,7 +66,7 @@ def rank(
     if temperature != 1 or "temperature" in CRITERIA[criterion].options():
         options["temperature"] = temperature
     made = CRITERIA.make(criterion, **options)
-    require_ranks(criterion, what, remove=remove, protect=bool(protect), streamed=streamed, causal=model.causal)
+    require_ranks(criterion, what, remove=remove, protect=bool(protect), streamed=streamed)
     reading = read(model, batch)
     if what == "experts":
         if remove is not None:

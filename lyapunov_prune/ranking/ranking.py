@@ -145,7 +145,7 @@ class LayerRanking(Ranking):
                 + (f"; less often: {', '.join(f'{i} ({often[i]:.0%})' for i in shaky)}." if shaky else ".")
             )
         lines.append("A score orders layers; it says neither how many can go nor what they cost together.")
-        if self.what == "layers" and self.model.stack is None:
+        if self.what == "layers":
             lines.append(
                 f"Next: lyapunov-prune shrink {shlex.quote(self.model.name)} --remove {len(some)} -o smaller "
                 "compares whole sets by their measured loss."

@@ -59,12 +59,11 @@ def require_ranks(
     protect: bool = False,
     streamed: bool = False,
     profiled: bool = False,
-    causal: bool = True,
 ) -> None:
     """Raise LyapunovPruneError if a criterion cannot rank `what` of the layers.
 
-    It may be defined for whole layers only, need the number of layers to remove, need what a `streamed` model
-    cannot give, the next tokens that only a `causal` one predicts, or more than a saved profile (`profiled`).
+    It may be defined for whole layers only, need the number of layers to remove, or need what a `streamed` model
+    cannot give, or more than a saved profile (`profiled`).
     """
     known, name = CRITERIA[criterion], f"criterion {criterion}"
     of = "whole layers" if known.parts == ("layers",) else ", ".join(known.parts)
@@ -74,8 +73,6 @@ def require_ranks(
         _UNRANKED.get(what, ""): what in _UNRANKED,
         f"{name} is defined for {of} only; with --what {what} give one of {ranks}": what not in known.parts,
         f"{name} {known.chooses}; give --remove N with it": known.chooses and remove is None,
-        f"{name} goes by the loss of every next token of a text, and only a decoder with one stack of layers predicts "
-        "those; give --criterion bi": known.next_token and not causal,
         f"{name} runs the model once for every layer, and a streamed one reads all of its files each time; go by one "
         f"of {streams}": streamed and what not in known.streamed,
         f"a profile holds no scores of {name if what == 'layers' else what}; give a MODEL to measure": (

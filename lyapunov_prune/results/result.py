@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from markupsafe import Markup
 
@@ -55,7 +55,7 @@ class ModelIdentity:
     `weights` holds digests of all weights, by dtype: as they are, and rounded to every narrower one
     (`models/digest.py`). So a model is recognised after a cast, and one changed bit makes it another. `settings` holds
     the config's settings that affect the forward (`models/settings.py`), as JSON values; None in files of older
-    versions. `stack` says which layers are counted in a model with two stacks, `encoder` or `decoder`.
+    versions.
     """
 
     name: str
@@ -65,7 +65,7 @@ class ModelIdentity:
     architecture: str  # SHA-256 over parameter names and shapes
     weights: dict[str, str]
     settings: dict[str, Any] | None = None
-    stack: str | None = None
+    stack: Literal[None] = None  # files of older versions may name one of two stacks
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))  # shown to users, and folders may have any name
@@ -73,14 +73,9 @@ class ModelIdentity:
         require_fitting(0 <= self.num_layers <= _MOST_LAYERS, f"no model has {self.num_layers} layers")
 
     @property
-    def whose(self) -> str:
-        """The name, or `the encoder of` it, for a sentence about its layers."""
-        return self.name if self.stack is None else f"the {self.stack} of {self.name}"
-
-    @property
     def key(self) -> dict[str, Any]:
         """What numbers depend on: all but the name."""
-        return {"weights": self.weights, "settings": self.settings, "stack": self.stack}
+        return {"weights": self.weights, "settings": self.settings}
 
     def same_as(self, other: ModelIdentity) -> bool:
         """Whether both are the same model; raises LyapunovPruneError if their weights share no dtype, even rounded."""
@@ -99,7 +94,7 @@ class ModelIdentity:
         """Raise LyapunovPruneError unless `other`, the model of `what`, is this one. Raises as `same_as` does."""
         if not self.same_as(other):
             raise LyapunovPruneError(
-                f"{what} is of {other.whose} ({other.model_type}, {other.num_layers} layers), not of {self.whose}"
+                f"{what} is of {other.name} ({other.model_type}, {other.num_layers} layers), not of {self.name}"
                 f"{self.other_setting(other)}; {remedy}"
             )
 
@@ -108,7 +103,7 @@ class ModelIdentity:
 
         A setting that only one config has does not count, since versions of transformers differ in theirs.
         """
-        mine, theirs = ({"stack": identity.stack, **(identity.settings or {})} for identity in (self, other))
+        mine, theirs = (identity.settings or {} for identity in (self, other))
         for name, value in mine.items():
             if name in theirs and value != theirs[name]:
                 return printable(f" (its {name} is {str(value)[:60]}, not {str(theirs[name])[:60]})")
@@ -147,10 +142,9 @@ class MeasuredOn:
                 f"({self.split}, {self.text_hash[:12]}), {self.context} pixels wide"
             )
         bos = {True: "BOS", False: "no BOS", None: "ids given"}[self.bos]
-        halves = "; the encoder reads one half of a window, the decoder the other" if self.model.stack else ""
         return printable(
-            f"{self.model.whose}, {self.dtype} on {self.device}; {self.tokens} tokens of {self.text} "
-            f"({self.split}, {self.text_hash[:12]}), context {self.context}, {bos}{halves}"
+            f"{self.model.name}, {self.dtype} on {self.device}; {self.tokens} tokens of {self.text} "
+            f"({self.split}, {self.text_hash[:12]}), context {self.context}, {bos}"
         )
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import require_studies
-from lyapunov_prune.models import encoders
 from lyapunov_prune.models.loading import _DTYPES
 from lyapunov_prune.pruning.plan import FIELDS
 from lyapunov_prune.ranking import counts
@@ -17,7 +16,6 @@ from lyapunov_prune.sensitivity import table as studies
 
 TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "dtype": (choices.DType, _DTYPES),
-    "stack": (choices.Stack, get_args(encoders.Stack)),
     "what": (counts.What, FIELDS),
 }
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from families.features import FEATURES, NONE, WRONG, YES, judge_features
-from families.stacks import SETTINGS, STACKS, judge_stack
-from families.verdicts import PAGE, judge, load_stacks, load_table, page
+from families.verdicts import PAGE, judge, load_table, page
 from families.zoo import ZOO, make_zoo, model_type_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -22,9 +21,7 @@ def test_on_disk_only_families_of_the_table_are_taken() -> None:
 
 
 def test_the_page_shows_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(load_table(), load_stacks()), (
-        "run python tests/families/verdicts.py"
-    )
+    assert PAGE.read_text(encoding="utf-8") == page(load_table()), "run python tests/families/verdicts.py"
 
 
 # All families take minutes: `verdicts.py` judges them, and the table is what it wrote.
@@ -40,17 +37,6 @@ def test_no_feature_is_wrong() -> None:
     assert not [key for key, found in verdicts.items() if found.startswith(WRONG)]
     untried = {name for name, row in rows.items() if set(row["features"].values()) == {NONE}}
     assert untried == {name for name, row in rows.items() if row["control"] != YES}
-
-
-@pytest.mark.parametrize("family", ["bart", "t5"])
-def test_stacks_are_as_the_table_says(family: str) -> None:
-    for stack in STACKS:
-        assert judge_stack(family, stack) == load_stacks()[f"{family}, {stack}"]
-
-
-def test_no_stack_is_wrong() -> None:
-    assert list(load_stacks()) == [f"{family}, {stack}" for family in SETTINGS for stack in STACKS]
-    assert not [verdict for row in load_stacks().values() for verdict in row.values() if verdict.startswith(WRONG)]
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """What the gate says about every family: `python tests/families/verdicts.py [NAME ...]` writes table and page.
 
-With names only their rows are made again; `encoder-decoders` is the name of the second table. The tables are
-`results.json` and `stacks.json` beside this file, the page is `docs/families.md`. The test compares with the tables.
+With names only their rows are made again. The table is `results.json` beside this file, the page is `docs/families.md`.
+The test compares with the table.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds `families` and `helpers`
 from families.control import verify_intact
 from families.features import FEATURES, NONE, WRONG, YES, judge_features
-from families.stacks import SETTINGS, STACKS, judge_stack
-from families.stacks import TRIED as OF_STACKS
 from families.zoo import LAYERS, VOCABULARY, ZOO, make_zoo, model_type_of
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -42,7 +40,6 @@ from lyapunov_prune.profiles import sublayer_growth
 from lyapunov_prune.pruning.surgery import refusal
 
 TABLE = Path(__file__).with_name("results.json")
-STACKED, OF_STACKED = "encoder-decoders", Path(__file__).with_name("stacks.json")
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 TRIED = {
     "calibration": "`compress --method wanda` on every matrix ([compression.md](compression.md))",
@@ -191,14 +188,8 @@ def load_table() -> dict[str, Row]:
     return table
 
 
-def load_stacks() -> dict[str, dict[str, str]]:
-    """What was found for each stack, by family and stack."""
-    table: dict[str, dict[str, str]] = json.loads(OF_STACKED.read_text(encoding="utf-8"))
-    return table
-
-
-def page(table: dict[str, Row], stacks: dict[str, dict[str, str]]) -> str:
-    """The tables as Markdown, with the counts on top."""
+def page(table: dict[str, Row]) -> str:
+    """The table as Markdown, with the counts on top."""
     passed = {name: row for name, row in table.items() if row["control"] == YES}
     every = [name for name, row in passed.items() if set(row["removals"].values()) == {YES}]
     some = [name for name, row in passed.items() if name not in every and YES in row["removals"].values()]
@@ -251,18 +242,6 @@ def page(table: dict[str, Row], stacks: dict[str, dict[str, str]]) -> str:
         cells = [row["control"], *(row["removals"].get(label, "-") for label in REMOVALS)]
         cells += [row["measured"], row["checked"], *row["features"].values()]
         lines.append(f"| {name} | {row['model_class']} | {' | '.join(map(cell, cells))} |")
-    lines += [
-        "",
-        "## Encoder-decoders",
-        "",
-        "Each stack of a tiny random model of four layers a stack, taken by `--stack`",
-        "([removing-layers.md](removing-layers.md#encoder-decoders)). Attention, mlp and experts are those of",
-        "`prune --what`: the part of one layer, or an expert of every layer.",
-        "",
-        f"| model type | stack | {' | '.join(OF_STACKS)} |",
-        f"| {' | '.join(['---'] * (2 + len(OF_STACKS)))} |",
-        *(f"| {' | '.join([*name.split(', '), *map(cell, found.values())])} |" for name, found in stacks.items()),
-    ]
     lines += ["", "## Reasons", ""]
     lines += [
         f"{number}. {note.replace('<', '&lt;').replace('*', chr(92) + '*')}" for number, note in enumerate(notes, 1)
@@ -282,19 +261,13 @@ def _row(name: str) -> Row:
 
 
 def main() -> None:
-    names = sys.argv[1:] or [*ZOO, STACKED]
-    pairs = [(family, stack) for family in SETTINGS for stack in STACKS] if STACKED in names else []
-    names = [name for name in names if name != STACKED]
+    names = sys.argv[1:] or list(ZOO)
     with multiprocessing.get_context("spawn").Pool(2, initializer=_start) as pool:
         rows = dict(zip(names, pool.map(_row, names, chunksize=1), strict=True))
-        found = pool.starmap(judge_stack, pairs, chunksize=1)
-    if pairs:
-        stacks = {", ".join(pair): each for pair, each in zip(pairs, found, strict=True)}
-        OF_STACKED.write_text(json.dumps(stacks, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     kept = load_table() if TABLE.exists() else {}
     table = {name: rows.get(name) or kept[name] for name in ZOO}
     TABLE.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    made = page(table, load_stacks())
+    made = page(table)
     PAGE.write_text(made, encoding="utf-8")
     print("\n".join(made.splitlines()[6:16]))
 

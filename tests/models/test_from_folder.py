@@ -114,12 +114,13 @@ def test_a_pickle_beside_safetensors_is_not_read(checkpoint: Path, reader: PreTr
     ("save", "message"),
     [
         (lambda: transformers.BertLMHeadModel(bert()), "an encoder"),
+        (lambda: transformers.BertForMaskedLM(bert()), "an encoder"),
         (
             lambda: transformers.T5ForConditionalGeneration(t5()),
             "T5For",
         ),
     ],
-    ids=["encoder with head", "encoder-decoder"],
+    ids=["encoder as a decoder", "encoder", "encoder-decoder"],
 )
 def test_no_decoder_is_refused(save: Callable[[], PreTrainedModel], message: str, checkpoint: Path) -> None:
     save().save_pretrained(checkpoint)

@@ -133,6 +133,11 @@ def test_an_encoder_decoder_is_refused() -> None:
         find_structure(transformers.T5ForConditionalGeneration(config))
 
 
+def test_an_encoder_with_another_head_is_refused() -> None:
+    with pytest.raises(LyapunovPruneError, match="encoder"):
+        find_structure(transformers.BertForMaskedLM(make_bert(is_decoder=False).config))
+
+
 def test_an_encoder_is_refused() -> None:
     with pytest.raises(LyapunovPruneError, match="BertLMHeadModel"):
         require_causal(make_bert(is_decoder=False))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families.zoo import make_zoo
 from helpers import LAYERS, TINY, from_settings, make_tiny, operated
-from transformers import FalconH1Config, LlamaConfig, PreTrainedModel, ProphetNetConfig
+from transformers import FalconH1Config, LlamaConfig, PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, remove_layers, verify_removal
 from lyapunov_prune.models.decoder import wrap
@@ -176,12 +176,6 @@ def test_a_list_is_of_layers_only_where_the_defaults_of_its_class_are() -> None:
     assert len(limits) == len(multipliers) == 2
     slice_settings(config, "num_hidden_layers", (1,), 2)
     assert (config.time_step_limit, config.mlp_multipliers, config.num_hidden_layers) == (limits, multipliers, 1)
-
-
-def test_the_count_of_an_encoder_is_left_alone() -> None:
-    config = ProphetNetConfig(num_encoder_layers=3, num_decoder_layers=3)
-    slice_settings(config, "num_decoder_layers", (0, 2), 3)
-    assert (config.num_decoder_layers, config.num_hidden_layers) == (2, 3)
 
 
 def test_a_step_and_its_exceptions_become_exceptions() -> None:

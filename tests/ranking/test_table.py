@@ -140,7 +140,6 @@ def test_who_ranks_what() -> None:
     assert ranked("mlp", remove=2, streamed=True) == {"bi", "from-end", "random"}
     assert ranked(remove=2, profiled=True) == {"rho", "bi", "blend", "blend-minmax", "from-end", "random"}
     assert ranked("mlp", remove=2, profiled=True) == set()
-    assert ranked(remove=2, causal=False) == {name for name in of_layers if not CRITERIA[name].next_token} > {"bi"}
 
 
 def test_best_is_taken_where_whole_layers_go_and_their_number_is_known() -> None:

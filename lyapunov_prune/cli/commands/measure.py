@@ -20,18 +20,7 @@ from lyapunov_prune.cli.inputs import (
     windows_at_once,
 )
 from lyapunov_prune.cli.jobs import jobs_folder
-from lyapunov_prune.cli.options import (
-    IN_MEMORY,
-    Inputs,
-    Method,
-    Model,
-    RunOptions,
-    Seeds,
-    Stack,
-    counted,
-    one_of,
-    what_option,
-)
+from lyapunov_prune.cli.options import IN_MEMORY, Inputs, Method, Model, RunOptions, Seeds, counted, one_of, what_option
 from lyapunov_prune.cli.ranked import MaxKL, RankOptions, require_divergence
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import keep, note, say, show
@@ -54,7 +43,6 @@ def profile(
     ] = "depth",
     seeds: Seeds = 4,
     epsilon: Annotated[float, what_option(help="Relative size of the perturbation.")] = 1e-2,
-    stack: Stack = None,
     inputs: RunOptions = RunOptions(),
     given: Given = Given(),
 ) -> None:
@@ -64,7 +52,6 @@ def profile(
     later, for models with state-space, linear-attention or convolution layers; writes persistence.json and figures.
     """
     if along == "time":
-        given.refuse("has no effect with --along time; leave it out", "stack")
         inputs.require_loaded("--along time")
 
         from lyapunov_prune.profiles.persistence import measure_persistence
@@ -78,14 +65,12 @@ def profile(
     by_sublayer = along == "sublayers"
     if by_sublayer:
         inputs.require_loaded("--along sublayers")
-    if inputs.disk:
-        given.refuse(IN_MEMORY, "stack")
 
     from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.profiles.sublayer_growth import sublayer_growth
 
     run = begun_run(inputs.output, model, "profile.json", *(["sublayer-growth.json"] if by_sublayer else []))
-    loaded, batch = load_inputs(model, inputs, stack=stack)
+    loaded, batch = load_inputs(model, inputs)
     batch_size = windows_at_once(loaded, inputs.context)
     drawn, path = range(seeds), run / "profile.json"
     before = path.stat().st_mtime_ns if path.exists() else None
@@ -120,7 +105,6 @@ def rank(
     ] = None,
     max_kl: MaxKL = None,
     by: RankOptions = RankOptions(),
-    stack: Stack = None,
     inputs: RunOptions = RunOptions(),
     given: Given = Given(),
 ) -> None:
@@ -134,10 +118,10 @@ def rank(
         given.refuse("cannot be combined with --max-kl; give one of the two", "remove")
     if profile_file is not None:
         measured_already = f"applies to a model, and {profile_file} was measured already; leave it out"
-        given.refuse(measured_already, "max_kl", "stack")
+        given.refuse(measured_already, "max_kl")
         given.refuse_record(measured_already, Inputs)
     if inputs.disk:
-        given.refuse(IN_MEMORY, "max_kl", "stack")
+        given.refuse(IN_MEMORY, "max_kl")
 
     from lyapunov_prune.profiles.profile import LayerProfile
     from lyapunov_prune.ranking.budget import remove_under_budget
@@ -155,8 +139,7 @@ def rank(
     else:
         run = run_folder(inputs.output, model)
         require_writable(run)
-        loaded, batch = load_inputs(model, inputs, stack=stack)
-        by = by.of_model(loaded, given)
+        loaded, batch = load_inputs(model, inputs)
         batch_size = windows_at_once(loaded, inputs.context)
         places: dict[str, Any] = {"folder": run, "jobs": jobs_folder()}
         ranking = measured_rank(loaded, batch, **by.how, **places, remove=remove, batch_size=batch_size)

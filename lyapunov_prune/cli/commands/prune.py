@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import format_for, load_examples, load_inputs, load_judge, windows_at_once
 from lyapunov_prune.cli.jobs import jobs_folder
-from lyapunov_prune.cli.options import DISK, Format, Inputs, Model, Stack, Target, layer_indices
+from lyapunov_prune.cli.options import DISK, Format, Inputs, Model, Target, layer_indices
 from lyapunov_prune.cli.plans import plan_for, prune_files, read_plan, tell_written
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.removal import (
@@ -39,7 +38,6 @@ def prune(
     *,
     removal: Removal = Removal(),
     format: Format = "plain",
-    stack: Stack = None,
     inputs: Inputs = Inputs(),
     output: Target,
     given: Given = Given(),
@@ -68,7 +66,6 @@ def prune(
     """
     require_one_choice(removal, given)
     if inputs.images:
-        given.refuse("applies to an encoder-decoder, not to a classifier; leave it out", "stack")
         require_classifier_options(removal, inputs, format)
     removal = settled(removal, given)
     format = format_for(output, format, given)
@@ -89,7 +86,7 @@ def prune(
     elif inputs.images:
         _prune_classifier(model, removal, inputs, format, output, given)
     else:
-        _prune_in_memory(model, removal, inputs, stack, format, output, given)
+        _prune_in_memory(model, removal, inputs, format, output, given)
 
 
 def _why_files(model: str, inputs: Inputs, format: str) -> tuple[str | None, str | None]:
@@ -118,9 +115,7 @@ def _prune_classifier(model: str, removal: Removal, inputs: Inputs, format: str,
     tell_written(write_pruned(classifier, None, plan, output, examples, format=format), output)
 
 
-def _prune_in_memory(
-    model: str, removal: Removal, inputs: Inputs, stack: choices.Stack | None, format: str, output: Path, given: Given
-) -> None:
+def _prune_in_memory(model: str, removal: Removal, inputs: Inputs, format: str, output: Path, given: Given) -> None:
     """Load the model and the text, choose, cut, check and write."""
     # Imported here, because files are pruned in less memory than this takes.
     from lyapunov_prune.export.gguf import gguf_period
@@ -134,7 +129,7 @@ def _prune_in_memory(
     if mend and "text" not in given:  # see experiments/6_recovery
         inputs = replace(inputs, text=SELF)
     given_plan = None if removal.plan_file is None else read_plan(removal.plan_file)
-    loaded, batch = load_inputs(model, inputs, stack=stack, plan=given_plan)
+    loaded, batch = load_inputs(model, inputs, plan=given_plan)
     require_weights(loaded.model, "unquantised")  # before anything is measured
     require_whole(loaded.model)
     narrower = removal.what == "width" or (isinstance(given_plan, PruningPlan) and bool(given_plan.channels))
@@ -148,10 +143,11 @@ def _prune_in_memory(
         plan = plan_for(loaded, given_plan)
     else:
         period = gguf_period(model) if format == "gguf" else 1
-        removal = _by_periods(removal, given) if period > 1 else removal.of_model(loaded, given)
+        if period > 1:
+            removal = _by_periods(removal, given)
         plan = _chosen(loaded, batch, removal, period, judged)
     written = write_pruned(loaded, loaded.tokenizer, plan, output, batch, format=format, mend=mend, judge=judged)
-    tell_written(written, output, scored=loaded.causal)
+    tell_written(written, output)
 
 
 def _by_periods(removal: Removal, given: Given) -> Removal:
@@ -198,6 +194,5 @@ def _within_budget(loaded: Decoder, batch: TokenBatch, ranking: Any, max_kl: flo
 
     spent = remove_under_budget(loaded, batch, ranking, max_kl, batch_size=batch_size)
     show(spent, None)
-    if loaded.causal:
-        say(expectation().told(float(spent.kl[spent.within - 1]), spent.parts))
+    say(expectation().told(float(spent.kl[spent.within - 1]), spent.parts))
     return spent.plan()

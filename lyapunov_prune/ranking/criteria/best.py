@@ -22,7 +22,6 @@ class Best(Together):
 
     help = "sets that the others propose and swaps of them, compared by loss"
     reference = "measured, see experiments/2_criteria"
-    next_token = True
     chooses = "searches among sets"
 
     def chosen(self, asked: Asked) -> BestRemoval:

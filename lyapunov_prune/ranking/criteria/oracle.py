@@ -15,7 +15,6 @@ class Oracle(Together):
 
     help = "greedy: at each step the layer whose removal raises the loss least"
     reference = "SLEB, ICML 2024, arXiv:2402.09025"
-    next_token = True
     chooses = "searches step by step"
 
     def chosen(self, asked: Asked) -> GreedyRemoval:
