@@ -163,7 +163,6 @@ MISTAKES = [
     "eval smollm2-135m --limit 3",
     "check smollm2-135m ./nowhere",
     "explain smollm2-135m",
-    "explain smollm2-135m --kv-bits 3",
     "sensitivity smollm2-135m --study layr",
     "hierarchy smollm2-135m --prompts gone.txt",
     "hierarchy smollm2-135m smollm2-135m --choices gone.jsonl",

@@ -75,14 +75,6 @@ def _schedule(name: str) -> None:
         SCHEDULES[name]  # refuses one that there is not
 
 
-def _cache_bits(bits: int) -> None:
-    if bits not in (8, 4, 2):
-        raise LyapunovPruneError(
-            f"--kv-bits {bits} is no number of bits that keys and values are rounded to; give 8, 4 or 2"
-        )
-
-
-CACHE_BITS = Held(_cache_bits)
 MODEL = Held(_model)
 MEASURED = Held(_measured)
 TEXT = Held(_text)

@@ -6,7 +6,6 @@
 - `sublayers`: the same for attention and MLP;
 - `blame`: KL and loss when one layer alone is compressed, and when all others are;
 - `token_kinds`: how far final state, logits and probabilities turn, by kind of token;
-- `kv_cache`: a model with rounded keys and values, which can be compared like a compressed one;
 - `explanation`: the result; `explain`: measures all of it from shared forwards, and estimates the time.
 """
 

@@ -91,12 +91,3 @@ def overridden(module: nn.Module, method: Callable[..., Any], name: str = "forwa
             del module.__dict__[name]
         else:
             module.__dict__[name] = before
-
-
-def keep_hooked(after: Hooks) -> None:
-    """Run hooks after the forwards of their modules, as in `hooked`, for as long as the modules live.
-
-    Meant for a copy of a model that is dropped together with its hooks.
-    """
-    for module, hook in after:
-        module.register_forward_hook(hook, with_kwargs=True)

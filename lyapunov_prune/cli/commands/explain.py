@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated
 
 import typer
 
 from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.inputs import begun_run, conclude, load_inputs, require_bounds, windows_at_once
-from lyapunov_prune.cli.options import IN_MEMORY, Model, RunOptions, what_option
-from lyapunov_prune.cli.records import Given
+from lyapunov_prune.cli.options import Model, RunOptions
 from lyapunov_prune.cli.terminal import note, show
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
-
-if TYPE_CHECKING:
-    from lyapunov_prune.explaining.kv_cache import CacheBits
+from lyapunov_prune.errors import CheckFailed
 
 
 def explain(
     dense: Model,
     compressed: Annotated[
-        str | None,
+        str,
         checks.MODEL,
         typer.Argument(help="A model made from DENSE: packed, GGUF, sparse, rounded, pruned, mended, healed."),
-    ] = None,
+    ],
     *,
-    kv_bits: Annotated[
-        int | None,
-        checks.CACHE_BITS,
-        what_option(help="Instead of COMPRESSED: DENSE with keys and values rounded to 8, 4 or 2 bits."),
-    ] = None,
     inputs: RunOptions = RunOptions(tokens=2048, context=256),
-    given: Given = Given(),
 ) -> None:
     """Show where the error of COMPRESSED comes from: what each layer inherits, adds and amplifies.
 
@@ -40,16 +30,10 @@ def explain(
     from the provenance of the checkpoint. If the folder of the run has a profile.json, its rho is shown beside. Writes
     explanation.json. The exit code is 1 if the parts do not add up or a bound is violated.
     """
-    if (compressed is None) == (kv_bits is None):
-        raise LyapunovPruneError("give COMPRESSED, or --kv-bits instead")
-    if inputs.disk:
-        given.refuse(IN_MEMORY, "kv_bits")
-
     from lyapunov_prune.data.unseen import require_unseen
     from lyapunov_prune.explaining.explain import explain as measured
     from lyapunov_prune.explaining.explain import told_cost
     from lyapunov_prune.explaining.explanation import EXPLANATION
-    from lyapunov_prune.explaining.kv_cache import with_rounded_cache
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.models.tokenizers import require_same_ids
     from lyapunov_prune.profiles.profile import LayerProfile
@@ -58,11 +42,11 @@ def explain(
     profile = run / "profile.json"
     known = LayerProfile.load(profile).contraction if profile.is_file() else None
     loaded, batch = load_inputs(dense, inputs, "evaluation")
-    other = inputs.load(compressed) if compressed else with_rounded_cache(loaded, cast("CacheBits", kv_bits))
+    other = inputs.load(compressed)
     for model in (loaded.model, other.model):
         require_unseen(model, batch)
     reading = read(loaded, batch)
-    require_same_ids(loaded.tokenizer, other.tokenizer, (dense, compressed or dense), reading.scorer.vocabulary)
+    require_same_ids(loaded.tokenizer, other.tokenizer, (dense, compressed), reading.scorer.vocabulary)
     note(told_cost(reading))
     result = measured(
         loaded, other, reading, profile=known, batch_size=windows_at_once(loaded, inputs.context), folder=run

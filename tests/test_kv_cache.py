@@ -12,9 +12,9 @@ from families.zoo import make_zoo
 from helpers import hooks_of, make_tiny
 from transformers import PreTrainedModel
 
+from experiments.kv_cache import with_rounded_cache
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.explaining.explain import explain
-from lyapunov_prune.explaining.kv_cache import with_rounded_cache
 from lyapunov_prune.models.structure import find_structure
 
 HEAD = 8

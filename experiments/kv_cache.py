@@ -13,7 +13,6 @@ from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder, InMemory, takes_model, wrap
-from lyapunov_prune.models.hooked import keep_hooked
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.roles import role
@@ -51,7 +50,8 @@ def with_rounded_cache(model: InMemory, bits: CacheBits) -> Decoder:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     modules = dict.fromkeys(p.module for p in held)
     for m in modules:
-        keep_hooked([(changed.get_submodule(m), partial(_round, [p for p in held if p.module == m], size, bits))])
+        hook = partial(_round, [p for p in held if p.module == m], size, bits)
+        changed.get_submodule(m).register_forward_hook(hook)
     return wrap(changed, model.tokenizer)
 
 
@@ -65,7 +65,7 @@ def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _round(
-    parts: Sequence[Projection], size: int, bits: int, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor
+    parts: Sequence[Projection], size: int, bits: int, module: nn.Module, args: Any, output: torch.Tensor
 ) -> torch.Tensor:
     output = output.clone()
     for p in parts:
