@@ -40,8 +40,8 @@ def dither(decoder: Decoder, seed: int = 0) -> Dithered:
     The step is that of the grid of the weight's own block (`steps_of`), so rounding to the old grid gives the old
     weights back. A matrix that several modules share is dithered once. The noise has the variance of rounding to that
     grid, so it costs what the rounding did: perplexity × 1.29 on SmolLM2-135M-Instruct from Q4_1 (4,096 tokens of the
-    WikiText validation text, seed 0, 95 % 1.25 to 1.34). Say what the dithered reference costs wherever it is used. Raises LyapunovPruneError for another dtype,
-    and for a model in which no matrix lies on a grid.
+    WikiText validation text, seed 0, 95 % 1.25 to 1.34). Say what the dithered reference costs wherever it is used.
+    Raises LyapunovPruneError for another dtype, and for a model in which no matrix lies on a grid.
     """
     model = copy.deepcopy(plain(decoder).model)
     random = torch.Generator().manual_seed(seed)
