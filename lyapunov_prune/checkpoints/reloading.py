@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from lyapunov_prune.models.kinds import plain_attributes
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt
 from lyapunov_prune.models.quantised import quantisation, unlogged
 from lyapunov_prune.models.sharing import share_equal
-from lyapunov_prune.models.structure import find_layers
+from lyapunov_prune.models.structure import Structure, backbone_of
 from lyapunov_prune.models.wrappers import auto_class, loading_class
 
 RELOADED = "reloads as saved"
@@ -89,7 +89,7 @@ def reload_check(
     limit = SAME_LIMIT[pruned.dtype]
     broken = _wrong_keys(info)
     if not broken:
-        again = Decoder(reloaded, find_layers(reloaded))
+        again = Decoder(reloaded, _structure_like(reloaded, decoder.structure))
         broken = changed_setting(decoder.layers, again.layers)
     if broken:
         return GateCheck(RELOADED, False, float("inf"), limit, broken)
@@ -121,6 +121,14 @@ def wrong_packed_keys(folder: Path, config: PreTrainedConfig) -> str | None:
     with quiet(), unlogged(config):
         loaded: Any = auto_class(config).from_pretrained(folder, device_map="meta", **options)
     return _wrong_keys(loaded[1])
+
+
+def _structure_like(model: PreTrainedModel, structure: Structure) -> Structure:
+    """`structure` in another model of its class; a list as long may stand in its vision tower."""
+    path = structure.layers_path
+    config = model.config.get_text_config(decoder=True)
+    layers: Any = model.get_submodule(path)
+    return replace(structure, backbone=backbone_of(model, path), layers=layers, config=config)
 
 
 def _wrong_keys(info: Mapping[str, Any]) -> str | None:
