@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -51,6 +52,20 @@ def pack_others(folder: Path, *dense: str, bits: int = 4, **changes: Any) -> Non
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": PACK}},
     }
     edit_json(folder / "config.json", quantization_config=config | changes)
+
+
+def pack_with_zero_points(folder: Path) -> None:
+    """`pack_others` in 4 bits, with a packed zero point for each row, which compressed-tensors itself packs."""
+    pack_others(folder)
+    state = load_file(folder / WEIGHTS)
+    for key in [key for key in state if key.endswith(".weight_scale")]:
+        zeros = torch.arange(len(state[key]))[:, None] % 16 - 8
+        packed = pack_to_int32(zeros.to(torch.int8), 4, packed_dim=0).contiguous()
+        state[key.replace("weight_scale", "weight_zero_point")] = packed
+    save_file(state, folder / WEIGHTS, {"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    settings["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    edit_json(folder / "config.json", quantization_config=settings)
 
 
 def spoil_what_is_packed(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:

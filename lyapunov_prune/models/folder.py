@@ -29,7 +29,7 @@ from lyapunov_prune.errors import LyapunovPruneError, first_line, first_of, repo
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, family_of, register
 from lyapunov_prune.models.quantised import UNPACK, quantisation
 from lyapunov_prune.models.structure import LAYER_COUNTS, is_encoder
-from lyapunov_prune.models.weight_files import weight_files
+from lyapunov_prune.models.weight_files import require_indexed, weight_files
 from lyapunov_prune.results.files import parsed, require_file
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -183,6 +183,7 @@ def _require_safetensors(folder: Path, named: str | None) -> None:
         what = f"{file} is truncated or corrupt"
         with reported(what, "fetch it again", SafetensorError, OSError), safe_open(file, framework="pt"):
             pass  # opening reads the header and compares it with the file's size
+    require_indexed(folder, named)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ weights are never read as numbers nor changed.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -24,7 +25,7 @@ from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
-from lyapunov_prune.errors import require_extra
+from lyapunov_prune.errors import LyapunovPruneError, require_extra
 from lyapunov_prune.results.files import parsed
 
 # Where a config keeps the settings; older versions of compressed-tensors use the second name.
@@ -128,6 +129,10 @@ def packed_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 _METHOD = "compressed-tensors"
 _PACKED, _SCALE = ".weight_packed", ".weight_scale"
+_ORDERED = ("group", "dynamic", "true")  # what compressed-tensors no longer knows
+# The order of columns is left out on unpacking, and so are the zero points of experts, which are fused.
+_UNREAD = re.compile(r"\.weight_g_idx$|\.experts\.\d+\..*weight_zero_point$")
+_NOT_READ = f"which transformers does not apply when it unpacks; {UNPACK}"
 PACKER = "compressed_tensors", "packed", "packing weights"  # library, extra, and what needs it
 DENSE = "weight"  # transformers' name for weights that its unpacking rule leaves alone
 PACK = "pack-quantized"  # the library's name for integers of few bits packed into 32-bit words
@@ -167,17 +172,25 @@ def is_loadable(config: PreTrainedConfig) -> bool:
 
 
 def require_scales(files: Iterable[Path], config: PreTrainedConfig) -> None:
-    """Raise ValueError for scales of the wrong shape, which torch would broadcast over their matrices.
+    """Raise LyapunovPruneError for what transformers does not unpack, and for scales of the wrong shape.
+
+    It would leave out an order of columns, and it has no zero points for fused experts. Scales of another shape would
+    be broadcast over their matrices.
 
     A matrix of m rows is packed as (m, ⌈n · bits / 32⌉) with scales (m, 1) or (m, n / group size). With several groups
     a matrix must fit one that names it, or any group if none does (files may use other names).
     """
     groups = list(config.quantization_config["config_groups"].values())
+    if any(str(group["weights"].get("actorder")).lower() in _ORDERED for group in groups):
+        raise LyapunovPruneError(f"the columns of its groups are in an order of their own (actorder), {_NOT_READ}")
     shapes: dict[str, list[int]] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            ours = (name for name in opened.keys() if name.endswith((_PACKED, _SCALE)))  # noqa: SIM118
+            names = opened.keys()
+            ours = (name for name in names if name.endswith((_PACKED, _SCALE)) or _UNREAD.search(name))
             shapes |= {name: opened.get_slice(name).get_shape() for name in ours}
+    if unread := [name for name in shapes if _UNREAD.search(name)]:
+        raise LyapunovPruneError(f"the checkpoint holds {unread[0]}, {_NOT_READ}")
     for name in [name for name in shapes if name.endswith(_PACKED)]:
         module = name.removesuffix(_PACKED)
         scale = shapes.get(module + _SCALE, [0, 0])

@@ -38,14 +38,47 @@ def weight_files(folder: Path, named: str | None) -> list[Path]:
     name = next(usual, None) if named is None else named
     if name is None:
         return []
-    names = [name]
-    if isinstance(name, str) and name.endswith(".safetensors.index.json"):
-        index = _inside(folder, name, ".json")
-        what = f"{index} is not an index of weights and may be truncated or corrupt"
-        failures = OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
-        with reported(what, "fetch it again", *failures):
-            names = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    names = sorted({*weight_map(folder, name).values()}) or [name]
     return [_inside(folder, name) for name in names]
+
+
+def weight_map(folder: Path, name: Any) -> dict[str, str]:
+    """The file of each tensor, as the index `name` in `folder` says; {} if `name` is no index."""
+    if not (isinstance(name, str) and name.endswith(".safetensors.index.json")):
+        return {}
+    index = _inside(folder, name, ".json")
+    what = f"{index} is not an index of weights and may be truncated or corrupt"
+    failures = OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+    with reported(what, "fetch it again", *failures):
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        sorted({*files.values()})  # fails unless all are names
+    return files
+
+
+def require_indexed(folder: Path, named: str | None) -> None:
+    """Raise LyapunovPruneError if files in `folder` disagree on where a tensor is.
+
+    transformers takes the copy in the last file, whatever the index says, and one file rather than an index beside it.
+    """
+    single, indexed = ((folder / name).is_file() for name in (SINGLE, INDEX))
+    meant = weight_map(folder, INDEX if named is None and indexed else named)
+    if named is None and single:
+        others = sorted(name for name in {*meant.values()} - {SINGLE} if (folder / name).is_file())
+        if others:
+            raise LyapunovPruneError(
+                f"{folder} holds {SINGLE}, and {INDEX} names {others[0]}; move away what is not meant, or "
+                "name in config.json, as transformers_weights, what is"
+            )
+        return
+    for path in weight_files(folder, named) if meant else ():
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+        for key in names:
+            if meant.get(key, path.name) != path.name:
+                raise LyapunovPruneError(
+                    f"{path} holds {key}, which the index gives to {meant[key]}; fetch both files again, or remove "
+                    "the copy that is not meant"
+                )
 
 
 def stored_names(folder: Path, named: str | None) -> set[str]:

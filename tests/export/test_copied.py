@@ -21,19 +21,21 @@ import pytest
 import torch
 from families.zoo import make_zoo
 from helpers import REMOVE, TINY, VOCABULARY, limit_file_size, linked, make_small, make_tiny, on_disk, saved, tensors
-from packed_files import pack_others
+from packed_files import pack_others, pack_with_zero_points
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, modeling_utils
 
 from lyapunov_prune.checkpoints import tensor_files
 from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.checkpoints.tensor_files import Piece, read_tensors
 from lyapunov_prune.cli.app import main
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
 from lyapunov_prune.export import copied as shards
 from lyapunov_prune.export.copied import prune_on_disk, too_large
 from lyapunov_prune.export.pruned import write_pruned
+from lyapunov_prune.export.quantised_copy import read_quantised
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
 from lyapunov_prune.models import device
@@ -171,6 +173,17 @@ def test_packed_layers_are_removed_and_their_names_follow(
             assert deviation(found(ids, use_cache=False).logits, wanted) <= SAME_LIMIT[torch.float32]
 
 
+def test_layers_with_zero_points_are_removed(checkpoint: Path, ids: torch.Tensor, tmp_path: Path) -> None:
+    pack_with_zero_points(checkpoint)
+    on_disk(checkpoint, tmp_path / "disk", (0, 1))
+    whole = load(checkpoint).model
+    with torch.no_grad(), skipped(find_structure(whole), (0, 1)):
+        wanted = whole(ids, use_cache=False).logits
+    with torch.no_grad():
+        found = load(tmp_path / "disk").model(ids, use_cache=False).logits
+    assert deviation(found, wanted) <= SAME_LIMIT[torch.float32]
+
+
 def test_a_config_whose_names_stay_behind_fails_the_gate(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +218,6 @@ def decoys(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("named", "single"),
     [
-        (None, True),
         (None, False),
         ("true.safetensors", True),
         ("true.safetensors.index.json", True),
@@ -240,6 +252,45 @@ def test_the_files_read_are_those_that_transformers_opens(
     with torch.no_grad():
         wanted = remove_layers(plain.eval(), REMOVE)(ids).logits
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "disk")(ids).logits, wanted)
+
+
+@pytest.mark.parametrize("fault", ["a stale copy", "an overlay", "one elsewhere", "a stray file"])
+def test_a_tensor_in_a_file_the_index_does_not_give_it_to_is_refused(
+    fault: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """transformers took the copy of the last file, or the stray one, and no way of reading said a word."""
+    state = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    norm = "model.norm.weight"
+    files = {"b.safetensors": {norm: state.pop(norm)}, "m.safetensors": state}
+    where = {key: file for file, held in files.items() for key in held}
+    stale = {norm: 2 * files["b.safetensors"][norm]}
+    if fault == "a stale copy":
+        files["m.safetensors"] = state | stale
+    elif fault == "an overlay":  # sorts first
+        files["a.safetensors"], where["extra"] = stale | {"extra": torch.ones(1)}, "a.safetensors"
+    elif fault == "one elsewhere":
+        where |= {norm: "m.safetensors", "extra": "b.safetensors"}
+    else:
+        files["model.safetensors"] = {key: torch.zeros_like(t) for key, t in (state | stale).items()}
+    for file, held in files.items():
+        save_file(held, checkpoint / file, {"format": "pt"})
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    told = r"model\.safetensors" if fault == "a stray file" else r"model\.norm\.weight"
+    for way in (load, load_streamed, lambda source: on_disk(source, tmp_path / "disk")):
+        with pytest.raises(LyapunovPruneError, match=told):
+            way(checkpoint)
+    named_fp8(checkpoint)
+    with pytest.raises(LyapunovPruneError, match=told):
+        read_quantised(checkpoint, "x")
+
+
+def named_fp8(folder: Path) -> None:
+    """Say in the config that the weights are in fp8, whose layers are copied without a kernel."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_a_folder_of_links_as_the_hub_s_cache_has_them_is_pruned(checkpoint: Path, tmp_path: Path) -> None:

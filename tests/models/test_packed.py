@@ -20,6 +20,7 @@ from transformers.quantizers.quantizer_compressed_tensors import CompressedTenso
 
 from lyapunov_prune import compress, heal, load, remove_layers
 from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.packed import write_packed
@@ -191,6 +192,22 @@ def test_what_is_not_whole_is_refused(small: Path, spoil: Callable[..., Any]) ->
     save_file(tensors, small / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(LyapunovPruneError, match="fetch it again"):
         load(small)
+
+
+@pytest.mark.parametrize("unread", ["weight_g_idx", "an order", "zero points of experts"])
+def test_what_transformers_does_not_apply_is_refused(unread: str, small: Path) -> None:
+    """An order of columns was left out with a warning, 103 % off; zero points of experts ended in an AssertionError."""
+    if unread == "an order":
+        edited(small, lambda packed, group: group["weights"].update(actorder="group"))
+    else:
+        tensors = load_file(small / "model.safetensors")
+        name = f"{NAME}g_idx" if unread == "weight_g_idx" else "model.layers.1.mlp.experts.0.w1.weight_zero_point"
+        tensors[name] = torch.zeros(16, dtype=torch.int32)
+        save_file(tensors, small / "model.safetensors", metadata={"format": "pt"})
+    for way in (load, load_streamed):
+        with pytest.raises(LyapunovPruneError, match="original weights") as refused:
+            way(small)
+        assert "fetch it again" not in str(refused.value)
 
 
 def test_bits_that_are_not_those_of_the_file_are_refused(small: Path) -> None:
