@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lyapunov_prune.arguments import Range, fits
-from lyapunov_prune.errors import LyapunovPruneError, first_line, first_of, reported
+from lyapunov_prune.errors import LyapunovPruneError, first_line, first_of, reason_of, reported
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, family_of, register
 from lyapunov_prune.models.quantised import UNPACK, quantisation
 from lyapunov_prune.models.structure import LAYER_COUNTS, is_encoder
@@ -38,6 +39,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # Implementations in torch itself. Any other name is fetched, from a package or as a repository's code.
 _BUILT_IN = ("eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 _MOST_LAYERS = 10**4  # they are built before any weight is looked for
+# What parsers raise on files that are cut or damaged; other errors are of what whole files say.
+_BROKEN = (json.JSONDecodeError, UnicodeDecodeError, SafetensorError, EOFError, struct.error)
 _CHOICES = ("attn_implementation", "experts_implementation")
 
 
@@ -209,4 +212,8 @@ def _diagnosis(where: Path | str, error: Exception) -> str:
             f"{where} has a setting that {version} does not accept: {first_line(error)}; correct it there, or give "
             "another model"
         )
-    return f"cannot load {where}, it may be truncated or corrupt: {first_line(error)}; fetch it again"
+    if "automatic conversion of the weights" in str(error):  # the rest of it points to a report that is not shown
+        return f"{where} holds weights that {version} cannot convert as its config.json asks; give the original weights"
+    if isinstance(error, _BROKEN) or "not a valid JSON" in str(error):
+        return f"cannot load {where}, it may be truncated or corrupt: {first_line(error)}; fetch it again"
+    return f"cannot load {where}: {reason_of(error)}; correct its config.json, or give another model"

@@ -154,10 +154,12 @@ def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], 
     why = ""
     if broken:
         why = f"lacks {len(broken)} weights of a {type(model).__name__} or has them in another shape ({broken[0]})"
+        if info["unexpected_keys"]:  # perhaps under a name of another program
+            why += f", and holds {min(info['unexpected_keys'])}, which is none of them"
     elif is_compact(model) and info["unexpected_keys"]:  # the config is wrong about what was removed
         why = f"holds {sorted(info['unexpected_keys'])[0]}, which its config cuts out"
     if why:
-        raise LyapunovPruneError(f"{where} {why}; fetch it again, or give {wanted}")
+        raise LyapunovPruneError(f"{where} {why}; give a complete checkpoint, or {wanted}")
     _tell_of_code(model, where)
     return model
 

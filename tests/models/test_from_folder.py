@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import BROKEN, TINY, UP, VOCABULARY, WEIGHTS, bert, edit_json, equal, linked, moe, shard
+from helpers import BROKEN, TINY, UP, VOCABULARY, WEIGHTS, bert, edit_json, equal, linked, make_tiny, moe, shard
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.errors import LyapunovPruneError
@@ -322,3 +322,32 @@ def test_a_quantised_text_model_inside_is_refused() -> None:
     config.text_config.quantization_config = {"quant_method": "fp8"}
     assert quantisation(config) == "quantised (fp8)"
     assert quantisation(transformers.AutoConfig.for_model("gemma3")) == ""
+
+
+@pytest.mark.parametrize("fault", ["no model_type", "a padding token outside the vocabulary", "cut"])
+def test_only_a_broken_file_is_to_be_fetched_again(
+    fault: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    make_tiny("phi3").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    if fault == "no model_type":
+        del config["model_type"]
+    elif fault != "cut":
+        config["pad_token_id"] = 32000
+    text = json.dumps(config)
+    path.write_text(text[: len(text) // 2] if fault == "cut" else text)
+    with pytest.raises(LyapunovPruneError) as refused:
+        load(tmp_path)
+    assert ("fetch it again" in str(refused.value)) == (fault == "cut")
+
+
+def test_a_tensor_under_a_name_of_another_program_is_named(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    make_tiny("llama").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["model.layers.0.mlp.other.weight"] = state.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LyapunovPruneError, match=r"up_proj.*holds model\.layers\.0\.mlp\.other"):
+        load(tmp_path)

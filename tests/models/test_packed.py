@@ -105,7 +105,7 @@ def test_a_matrix_that_no_group_names_is_refused(small: Path) -> None:
         packed["config_groups"]["group_1"] = group | {"targets": ["model.layers.0.mlp.up_proj"]}
         group["targets"] = ["model.layers.1.mlp.up_proj"]
 
-    with pytest.raises(LyapunovPruneError, match=r"small|fetch it again"):
+    with pytest.raises(LyapunovPruneError, match="original weights"):
         load(edited(small, other_targets))
 
 
@@ -190,7 +190,7 @@ def test_what_is_not_whole_is_refused(small: Path, spoil: Callable[..., Any]) ->
     tensors = load_file(small / "model.safetensors")
     spoil(tensors)
     save_file(tensors, small / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(LyapunovPruneError, match="fetch it again"):
+    with pytest.raises(LyapunovPruneError, match=r"lacks|scales|cannot (load|convert)"):
         load(small)
 
 
@@ -211,7 +211,7 @@ def test_what_transformers_does_not_apply_is_refused(unread: str, small: Path) -
 
 
 def test_bits_that_are_not_those_of_the_file_are_refused(small: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match="fetch it again"):
+    with pytest.raises(LyapunovPruneError, match=r"lacks|scales|cannot (load|convert)"):
         load(edited(small, lambda packed, group: group["weights"].update(num_bits=8)))
 
 
