@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lyapunov_prune.allocation.knapsack import cheapest
 from lyapunov_prune.allocation.schedule import Schedule
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import np
@@ -22,8 +19,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.allocation.schedule import Amounts
 
 DENSE = 16  # the width that stands for a layer left as it is
-TOLERANCE = 1e-9  # of the cost over the cheapest widths: how far the widths that are found may be from the best
-_SCALE = 1e4  # of the largest cost: HiGHS ends within 1e-6 of the least sum, in whatever unit
 
 
 class BitWidths(Schedule):
@@ -88,55 +83,7 @@ def least_cost(cost: np.ndarray, widths: np.ndarray, sizes: np.ndarray, budget: 
     """
     require_numbers(cost, f"costs of {len(widths)} widths in each layer", "give wider widths, or other text")
     require_reached(budget, widths)
-    above = cost - cost.min(1, keepdims=True)  # what is paid over the cheapest widths
-    share, rows = sizes / sizes.sum(), np.arange(len(cost))
-    pick = _cheaper(above, share, widths, budget, np.zeros(len(cost), dtype=np.int64))
-    # The solver's tolerances are absolute, so the unit is the cost that is already reached.
-    while (total := above[rows, pick].sum()) > 0:
-        found = _cheaper(above, share, widths, budget, pick)
-        if above[rows, found].sum() >= total * (1 - TOLERANCE):
-            break
-        pick = found
-    return widths[pick]
-
-
-def _cheaper(cost: np.ndarray, share: np.ndarray, widths: np.ndarray, budget: float, pick: np.ndarray) -> np.ndarray:
-    """The index of the width of every layer with the least sum of `cost`, without those that cost more than `pick`."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    (L, W), most = cost.shape, cost[np.arange(len(cost)), pick].sum()
-    allowed = cost <= most
-    with _nothing_printed():
-        found = milp(
-            np.where(allowed, cost, 0).ravel() * (_SCALE / most if most > 0 else 1),
-            integrality=np.ones(L * W),
-            bounds=Bounds(0, allowed.ravel()),
-            constraints=[
-                LinearConstraint(np.kron(np.eye(L), np.ones(W)), 1, 1),
-                LinearConstraint((share[:, None] * widths).ravel(), -np.inf, budget * (1 + 1e-12)),
-            ],
-            options={"mip_rel_gap": 0},
-        )
-    if found.x is None:
-        raise LyapunovPruneError(f"no widths were found for a mean of {budget:g} bits ({found.message}); give another")
-    return found.x.reshape(L, W).argmax(1)
-
-
-@contextmanager
-def _nothing_printed() -> Iterator[None]:
-    """Drop what C code prints on stdout within the block: HiGHS has lines that its options do not turn off."""
-    flush = ctypes.CDLL(None).fflush if os.name == "posix" else lambda _: None
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    try:
-        flush(None)
-        os.dup2(nowhere, 1)
-        yield
-    finally:
-        flush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
+    return widths[cheapest(cost, sizes[:, None] * widths, budget * float(sizes.sum()))]
 
 
 def require_reached(budget: float, widths: Sequence[int] | np.ndarray) -> None:

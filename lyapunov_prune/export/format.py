@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from lyapunov_prune.results.result import Result
 
 
-# The types that the gguf package rounds to; llama-quantize makes others of an f16 file.
-Quantisation = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+# The types that llama.cpp runs and writes without an importance matrix.
+Quantisation = Literal[
+    "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0", "q3_k", "q2_k", "iq4_nl",
+    "iq4_xs", "iq3_s", "iq3_xxs", "mxfp4",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -245,7 +245,7 @@ def _anew(original: Original, made: Decoder) -> dict[str, Anew]:
     other = sum(each.quantisation != before[each.name].quantisation for each in stored)
     told = ", ".join(f"{count} as {kind}" for kind, count in kinds.items())
     if other:
-        told += f"; {other} of them had a quantisation that is not written here (llama-quantize writes it)"
+        told += f"; the rows of {other} of them are no whole blocks of the type that they had"
     warn(f"{len(stored)} tensors changed and are written again: {told}; the others are copied byte for byte")
     return {each.name: each.anew for each in stored}
 

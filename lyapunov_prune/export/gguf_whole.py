@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +27,7 @@ from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, gguf_file
 from lyapunov_prune.models.gguf_copy import write_pieces
 from lyapunov_prune.models.gguf_header import Header, Value, number, read_header, text
 from lyapunov_prune.models.gguf_metadata import architecture_values, gguf_family, unread
-from lyapunov_prune.models.gguf_tensors import stored_tensors
+from lyapunov_prune.models.gguf_tensors import Chosen, stored_tensors
 from lyapunov_prune.models.gguf_vocabulary import CONVERT, vocabulary_values
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import Plain
@@ -44,24 +46,24 @@ _NEW = ("general.architecture", "general.type", "general.alignment")
 
 @runs_model
 def write_gguf(
-    model: Plain, tokenizer: PreTrainedTokenizerBase | None, target: str | Path, quantize: Quantisation = "f16"
+    model: Plain,
+    tokenizer: PreTrainedTokenizerBase | None,
+    target: str | Path,
+    quantize: Quantisation = "f16",
+    chosen: Mapping[str, Chosen] = MappingProxyType({}),
 ) -> Exported:
-    """Write `model` to the GGUF file `target`, its matrices rounded to `quantize`.
+    """Write `model` to the GGUF file `target`, its matrices rounded to `quantize`, or as `chosen` says by their names.
 
     Raises LyapunovPruneError for a model that llama.cpp's keys cannot describe and for a target that exists. Raises
     CheckFailed if transformers or llama.cpp read something else than the rounded model. In both cases nothing is left
     there.
     """
     require_file(target)
-    require_whole(model.model)
-    if model.wrapped:
-        raise LyapunovPruneError(f"llama.cpp keeps what reads pictures or sound in a file of its own; {CONVERT}")
+    values = header_values(model, tokenizer, quantize)
     config, name = model.structure.config, model_name(model.model)
     family = gguf_family(config)
-    values = architecture_values(config, family, Path(name).stem)
-    values |= _other_values(model, tokenizer, quantize)
     result = wrap_any(copy.deepcopy(model.model))
-    stored = list(stored_tensors(result.model, family, quantize))
+    stored = list(stored_tensors(result.model, family, quantize, chosen))
     pieces, moved = [piece for piece, _ in stored], max(share for _, share in stored)
     size = sum(piece.size for piece in pieces)
     require_disk(Path(target).parent, size, "the tensors of the model")
@@ -83,6 +85,18 @@ def write_gguf(
     return Exported(name, "gguf", dict(kinds), size, checks, not_run)
 
 
+def header_values(
+    model: Decoder, tokenizer: PreTrainedTokenizerBase | None, quantize: Quantisation
+) -> dict[str, Value]:
+    """The header of the file that `write_gguf` makes; raises LyapunovPruneError for a model that it cannot describe."""
+    require_whole(model.model)
+    if model.wrapped:
+        raise LyapunovPruneError(f"llama.cpp keeps what reads pictures or sound in a file of its own; {CONVERT}")
+    config = model.structure.config
+    values = architecture_values(config, gguf_family(config), Path(model_name(model.model)).stem)
+    return values | _other_values(model, tokenizer, quantize)
+
+
 def _origin(decoder: Decoder) -> Header | None:
     """The header of the GGUF file that the model's history names; None if there is no such file any more."""
     first = next((step.source for step in history_of(decoder.model).steps), decoder.model.config._name_or_path)
@@ -99,13 +113,14 @@ def _other_values(decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, q
     """The keys beside the architecture's: the tokenizer, the description, and how the model was made."""
     origin = _origin(decoder)
     kinds = {each.name.removeprefix("MOSTLY_").removeprefix("ALL_"): each for each in gguf.LlamaFileType}
+    file_type = next(each for name, each in kinds.items() if name.startswith(quantize.upper()))  # Q4_K: that of Q4_K_S
     if origin is None:
         values = vocabulary_values(tokenizer, decoder.structure.config.vocab_size)
     else:
         taken = ("tokenizer.", "general.")
         values = {key: value for key, value in origin.values.items() if key.startswith(taken) and key not in _NEW}
     values |= {
-        "general.file_type": number(kinds[quantize.upper()]),
+        "general.file_type": number(file_type),
         "general.quantization_version": number(gguf.GGML_QUANT_VERSION),
     }
     history, made = history_with("export", (), decoder.model), made_by(decoder.model.config._name_or_path)

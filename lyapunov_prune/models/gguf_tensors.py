@@ -7,7 +7,6 @@ transformers' reader undoes it. To learn what the reader does, it is run on the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,20 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.ggml import Kind, bits_of, dequantised, fits, quantised
 from lyapunov_prune.models.gguf_copy import Anew, Piece
 from lyapunov_prune.models.gguf_header import Tensor
 from lyapunov_prune.models.gguf_metadata import GGUFFamily, rope_tensors
 
 _MOVES = (0.01, 0.5)  # largest relative change by rounding to 16 bits or more, and to fewer
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """How a matrix is stored: its type, and the importance of its columns (`ggml.quantised`)."""
+
+    type: Kind
+    importance: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -43,9 +51,8 @@ def rounded(
 ) -> list[Rounded]:
     """The tensors `changed` (keyed by the model's names), each in the quantisation that it has in `before`.
 
-    `before` is keyed by the names in a GGUF file of this model. Types that the gguf package cannot write (K-quants)
-    become Q8_0, or float16 if rows are not whole blocks. Raises LyapunovPruneError for a tensor that such a file does
-    not hold as one tensor.
+    `before` is keyed by the names in a GGUF file of this model. Raises LyapunovPruneError for a tensor that such a file
+    does not hold as one tensor, and as `ggml.quantised`.
     """
     architecture = model.config.model_type.removesuffix("_text")
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
@@ -59,8 +66,8 @@ def rounded(
         order, shift = _reading(processor, name, shape)
         stored = np.empty(order.size, dtype=np.float32)
         stored[order.ravel()] = values.detach().float().cpu().numpy().ravel() - shift
-        kind, data = _quantised(stored.reshape(shape), before[name].kind)
-        again = gguf.quants.dequantize(data, kind).reshape(shape).astype(np.float32)
+        kind, data = _quantised(stored.reshape(shape), Chosen(Kind(before[name].kind)))
+        again = dequantised(data, kind).reshape(shape)
         back = torch.from_numpy(again.ravel()[order.ravel()] + np.float32(shift)).reshape(values.shape)
         made.append(Rounded(name, kind.name, Anew(int(kind), data.tobytes()), back.to(values.dtype)))
     return made
@@ -76,21 +83,21 @@ def _reading(processor: Any, name: str, shape: tuple[int, ...]) -> tuple[np.ndar
     return read.weights - shift, shift
 
 
-def _quantised(values: np.ndarray, kind: int) -> tuple[gguf.GGMLQuantizationType, np.ndarray]:
-    """`values` in `kind`; in Q8_0 if the gguf package cannot write that, in float16 if rows are not whole blocks."""
-    known = [gguf.GGMLQuantizationType(kind)] if kind in set(gguf.GGMLQuantizationType) else []
-    for each in (*known, gguf.GGMLQuantizationType.Q8_0):
-        with suppress(NotImplementedError, ValueError, gguf.quants.QuantError):
-            return each, gguf.quants.quantize(values, each)
-    return gguf.GGMLQuantizationType.F16, gguf.quants.quantize(values, gguf.GGMLQuantizationType.F16)
+def _quantised(values: np.ndarray, how: Chosen) -> tuple[Kind, np.ndarray]:
+    """`values` in the type of `how`; in Q8_0 or float16 if their rows are not whole blocks of it."""
+    kind = next(kind for kind in (how.type, Kind.Q8_0, Kind.F16) if fits(kind, values.shape[-1]))
+    return kind, quantised(values.reshape(-1, values.shape[-1]), kind, how.importance)
 
 
-def stored_tensors(model: PreTrainedModel, family: GGUFFamily, quantisation: str) -> Iterator[tuple[Piece, float]]:
+def stored_tensors(
+    model: PreTrainedModel, family: GGUFFamily, quantisation: str, chosen: Mapping[str, Chosen]
+) -> Iterator[tuple[Piece, float]]:
     """The tensors of a GGUF file of the whole `model`, each with the relative error of rounding; changes `model` alike.
 
-    Matrices are rounded to `quantisation`, in `model` too; below 8 bits the embeddings become Q8_0, as in llama.cpp.
-    Vectors stay float32, and matrices whose rows are not whole blocks become float16. The error is ‖after − before‖ /
-    ‖stored‖ (Frobenius), divided by the most that such rounding can cause (`_MOVES`): above 1 something is wrong.
+    Matrices are rounded as `chosen` says, keyed by the model's names, and others to `quantisation`, in `model` too;
+    there below 8 bits the embeddings become Q8_0, as in llama.cpp. Vectors stay float32, and matrices whose rows are
+    not whole blocks become Q8_0 or float16. The error is ‖after − before‖ / ‖stored‖ (Frobenius), divided by the most
+    that such rounding can cause (`_MOVES`): above 1 something is wrong.
     Raises LyapunovPruneError for a tensor that llama.cpp has no name for.
     """
     config = model.config
@@ -105,32 +112,27 @@ def stored_tensors(model: PreTrainedModel, family: GGUFFamily, quantisation: str
         if name is None:
             raise LyapunovPruneError(f"llama.cpp has no tensor for {own} in {family.architecture}; write it plain")
         values = _laid_out(name, tensor.detach().float().cpu(), config, family, into_file=True)
-        kind, data = _quantised(values.numpy(), _kind_of(name, values, quantisation))
-        again = torch.from_numpy(gguf.quants.dequantize(data, kind).reshape(values.shape).astype(np.float32))
+        kind, data = _quantised(values.numpy(), chosen.get(own) or _how(name, values, quantisation))
+        again = torch.from_numpy(dequantised(data, kind).reshape(values.shape))
         before = tensor.detach().float().clone()
         tensor.copy_(_laid_out(name, again, config, family, into_file=False))
         moved = float((tensor.float() - before).norm() / values.norm().clamp_min(1e-30).to(tensor.device))
-        yield _piece(name, values, kind, data), moved / _MOVES[_bits(kind) < 16]
+        yield _piece(name, values, kind, data), moved / _MOVES[bits_of(kind) < 16]
     for name, values in rope_tensors(config).items():
-        yield _piece(name, values, gguf.GGMLQuantizationType.F32, values.numpy()), 0.0
+        yield _piece(name, values, Kind.F32, values.numpy()), 0.0
 
 
-def _piece(name: str, values: torch.Tensor, kind: gguf.GGMLQuantizationType, data: np.ndarray) -> Piece:
+def _piece(name: str, values: torch.Tensor, kind: Kind, data: np.ndarray) -> Piece:
     dims = tuple(reversed(values.shape))
     return Piece(name, Tensor(name, dims, int(kind), Path(), 0, data.nbytes), Anew(int(kind), data.tobytes()))
 
 
-def _kind_of(name: str, values: torch.Tensor, quantisation: str) -> int:
+def _how(name: str, values: torch.Tensor, quantisation: str) -> Chosen:
     if values.ndim == 1:
-        return int(gguf.GGMLQuantizationType.F32)
-    kind = gguf.GGMLQuantizationType[quantisation.upper()]
-    outer = name in ("token_embd.weight", "output.weight") and _bits(kind) < 8
-    return int(gguf.GGMLQuantizationType.Q8_0 if outer else kind)
-
-
-def _bits(kind: gguf.GGMLQuantizationType) -> float:
-    items, size = gguf.GGML_QUANT_SIZES[kind]
-    return 8 * size / items
+        return Chosen(Kind.F32)
+    kind = Kind[quantisation.upper()]
+    outer = name in ("token_embd.weight", "output.weight") and bits_of(kind) < 8
+    return Chosen(Kind.Q8_0 if outer else kind)
 
 
 def _laid_out(

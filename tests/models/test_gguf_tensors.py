@@ -43,14 +43,17 @@ def test_changed_tensors_are_read_back_as_they_were_rounded(name: str, tmp_path:
     assert all(torch.equal(after[key], before[key]) for key in before.keys() - own)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
-def test_what_the_gguf_package_does_not_quantise_to_takes_8_bits(kind: str, tmp_path: Path) -> None:
-    file = write_gguf(make_tiny("llama", vocab_size=len(VOCABULARY)), tmp_path / "x.gguf")
+@pytest.mark.parametrize(
+    ("kind", "width", "written"), [("Q4_K", 256, "Q4_K"), ("Q4_K", 96, "Q8_0"), ("Q5_0", 96, "Q5_0")]
+)
+def test_every_type_is_written_where_rows_are_whole_blocks(kind: str, width: int, written: str, tmp_path: Path) -> None:
+    model = make_tiny("llama", vocab_size=len(VOCABULARY), intermediate_size=width)
+    file = write_gguf(model, tmp_path / "x.gguf")
     dense = read_gguf(file, {"dtype": torch.float32, "device_map": "cpu"})
     before = {t.name: t for t in read_header(file).tensors}
-    name = "blk.0.ffn_up.weight"
-    own = f"{dense.structure.layers_path}.0.mlp.up_proj.weight"
+    name = "blk.0.ffn_down.weight"
+    own = f"{dense.structure.layers_path}.0.mlp.down_proj.weight"
     before[name] = replace(before[name], kind=int(gguf.GGMLQuantizationType[kind]))
     norm = f"{dense.structure.layers_path}.0.input_layernorm.weight"
     changed = {key: dense.model.state_dict()[key] for key in (own, norm)}
-    assert [each.quantisation for each in rounded(dense.model, changed, before)] == ["Q8_0", "F32"]
+    assert [each.quantisation for each in rounded(dense.model, changed, before)] == [written, "F32"]

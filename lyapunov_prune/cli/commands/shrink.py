@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_beside, windows_at_once
 from lyapunov_prune.cli.jobs import jobs_folder
-from lyapunov_prune.cli.options import ABOVE_ZERO, Inputs, Judge, Model, Target, counted, what_option
+from lyapunov_prune.cli.options import ABOVE_ZERO, Inputs, Judge, Model, Size, Target, counted, what_option
 from lyapunov_prune.cli.records import Given
+from lyapunov_prune.cli.sized import write_sized
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -37,6 +38,7 @@ class Goal:
             "losses in arithmetic.",
         ),
     ] = None
+    size: Size = None
 
 
 def shrink(
@@ -56,8 +58,13 @@ def shrink(
     One target says how much to remove. Mending and healing are kept only if text that they were not fitted on shows
     that they help. The expected time and memory are printed first. Without --text the model writes the text to learn
     from. If the run is interrupted, the same command continues. If --output ends in .gguf, MODEL's GGUF file is copied
-    without the layers and only changed tensors are written again; the report goes to runs/MODEL.
+    without the layers and only changed tensors are written again; the report goes to runs/MODEL. With --size no layer
+    goes: every matrix gets the block type of llama.cpp that its share of the loss deserves.
     """
+    if goal.size is not None:
+        given_up = ("remove", "max_kl", "max_drop", "minutes", "judge")
+        write_sized(model, goal.size, inputs, output, given, *given_up)
+        return
     inputs.require_loaded("shrink", one_place=True)
 
     from lyapunov_prune.shrinking.target import Target as Wanted

@@ -1,0 +1,134 @@
+"""From a model to a GGUF file of a size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lyapunov_prune.allocation.knapsack import cheapest
+from lyapunov_prune.arguments import Seed
+from lyapunov_prune.budget.cost import TensorCost, costs, in_parts, kinds_for, size_in
+from lyapunov_prune.budget.fisher import matrices_of
+from lyapunov_prune.budget.size import bytes_for
+from lyapunov_prune.budget.spent import Spent
+from lyapunov_prune.data.batch import TokenBatch, require_disjoint
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.export.gguf import require_file
+from lyapunov_prune.export.gguf_whole import header_values, write_gguf
+from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.decoder import Decoder, runs_model, wrap
+from lyapunov_prune.models.ggml import dequantised, quantised
+from lyapunov_prune.models.gguf import gguf_file
+from lyapunov_prune.models.gguf_tensors import Chosen
+from lyapunov_prune.models.plain import Plain
+from lyapunov_prune.progress import status, track
+
+_PLACE = 160  # bytes in a header for a tensor's name and place, and the space up to the next one, at most
+
+
+@runs_model
+def spend(
+    model: Plain,
+    tokenizer: PreTrainedTokenizerBase | None,
+    size: str,
+    output: str | Path,
+    *,
+    batch: Readable,
+    judge: TokenBatch,
+    seed: Seed = 0,
+) -> Spent:
+    """Write `model` to the GGUF file `output` of at most `size` (`300MB`, `50%` or `4.5bpw`), as good as that allows.
+
+    Every matrix, embedding and head among them, gets one block type: those with the least sum of costs (`cost.costs`,
+    measured on `batch`) within the bytes (`allocation.knapsack`). Vectors stay float32. The KL is measured on `judge`.
+
+    Raises LyapunovPruneError for a size below the least, which is named, and above 16 bits, for texts that share
+    tokens, for an `output` that exists, and as `write_gguf`; then nothing is written.
+    """
+    require_file(output)
+    reading = read(model, batch)
+    require_disjoint(reading.batch, judge)
+    room = room_for(model, tokenizer, size)
+    weights = sum(p.numel() for p in matrices_of(model.model).values())
+    found = list(costs(reading, bits=8 * room / weights, seed=seed))
+    pick = chosen_types(found, room)
+    chosen = {t.name: Chosen(t.kinds[k], t.importance) for t, k in zip(found, pick, strict=True)}
+    judged = read(model, judge)
+    kl = divergences(judged, read(rounded_copy(model, chosen), judge))
+    written = write_gguf(model, tokenizer, output, "f16", chosen)
+    taken = np.array([t.bytes[k] for t, k in zip(found, pick, strict=True)])
+    return Spent(
+        wanted=size,
+        names=tuple(chosen),
+        types=tuple(each.type.name for each in chosen.values()),
+        bytes=taken.astype(np.float64),
+        cost=np.array([t.cost[k] for t, k in zip(found, pick, strict=True)]),
+        bits=8 * float(taken.sum()) / weights,
+        size=written.size,
+        kl=kl,
+        measured_on=reading.measured_on(seed),
+        judged_on=judged.measured_on(),
+        rounded_before=gguf_file(str(model.model.config._name_or_path)) is not None,
+    )
+
+
+def room_for(decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, size: str) -> int:
+    """The bytes of matrices that `size` allows. Raises LyapunovPruneError for less than the narrowest types take."""
+    header = header_values(decoder, tokenizer, "f16")
+    tensors = list(decoder.model.parameters())
+    head = sum(len(key) + 16 + len(value.raw) for key, value in header.items()) + _PLACE * len(tensors)
+    matrices = matrices_of(decoder.model)
+    head += 4 * sum(p.numel() for p in tensors if p.ndim != 2)
+    weights = sum(p.numel() for p in matrices.values())
+    room = bytes_for(size, weights, head)
+    least = sum(size_in(kinds_for(p.shape[1])[0], p.numel()) for p in matrices.values())
+    if room < least:
+        raise LyapunovPruneError(
+            f"{size} is less than the narrowest types take: {(least + head) / 1e6:.4g} MB, {8 * least / weights:.3g} "
+            "bits a weight; give more, or remove layers first (prune)"
+        )
+    return room
+
+
+def chosen_types(found: Sequence[TensorCost], room: int) -> np.ndarray:
+    """The index of each matrix's type: the least total cost within `room` bytes."""
+    most = max(len(t.kinds) for t in found)
+    cost, size = np.full((len(found), most), np.inf), np.zeros((len(found), most))
+    for row, t in enumerate(found):
+        cost[row, : len(t.kinds)], size[row, : len(t.kinds)] = t.cost, t.bytes
+    return cheapest(cost, size, room)
+
+
+@torch.no_grad()
+def rounded_copy(decoder: Decoder, chosen: dict[str, Chosen]) -> Decoder:
+    """A copy of the model with every matrix rounded as `chosen` says."""
+    made = copy.deepcopy(decoder.model)
+    for name, p in track(list(matrices_of(made).items()), "rounding"):
+        p.copy_(torch.from_numpy(rounded(p.float().cpu().numpy(), chosen[name])))
+    return wrap(made, decoder.tokenizer)
+
+
+def rounded(W: np.ndarray, how: Chosen) -> np.ndarray:
+    """`W` (rows × columns) as it is read back from the blocks of `how`."""
+    parts = in_parts(W, lambda rows: dequantised(quantised(W[rows], how.type, how.importance), how.type))
+    return np.concatenate(parts)
+
+
+def divergences(dense: Reading, changed: Reading) -> np.ndarray:
+    """KL(dense ‖ changed) of every window, (windows,) float64: nats a token, over all positions but the last."""
+    found = []
+    with status("divergence"), torch.no_grad():
+        for ids in dense.windows(1):
+            total, positions = 0.0, 0
+            for mine, theirs in zip(dense.logits(ids)[0], changed.logits(ids)[0], strict=True):
+                p, q = lift(mine).log_softmax(-1), lift(theirs).log_softmax(-1)
+                total += float((p.exp() * (p - q)).sum())
+                positions += len(p)
+            found.append(total / positions)
+    return np.array(found)

@@ -1,0 +1,74 @@
+"""The result: what a size was spent on, and what it lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lyapunov_prune.evaluation.judging import Comparison, compare
+from lyapunov_prune.results.arrays import require_fields
+from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+REPORT = "size.json"
+_APART = 1.5  # predicted and measured differ much if one is so many times the other
+
+
+@dataclass(frozen=True)
+class Spent(Result):
+    """A model of a size: the type of every matrix, and KL(dense ‖ rounded) in nats a token, predicted and measured.
+
+    `types`, `bytes` and `cost` (nats a token) are by matrix, `cost` the predicted part of each. `kl` (windows,) is
+    measured on `judged_on`, a text that neither the costs nor the importances used; those are of `measured_on`. `bits`
+    is the mean over the weights of all matrices, `size` the bytes of all tensors.
+    """
+
+    wanted: str
+    names: tuple[str, ...]
+    types: tuple[str, ...]
+    bytes: np.ndarray
+    cost: np.ndarray
+    bits: float
+    size: int
+    kl: np.ndarray
+    measured_on: MeasuredOn
+    judged_on: MeasuredOn
+    rounded_before: bool
+
+    def __post_init__(self) -> None:
+        require_fields("size", self, (len(self.names),), "bytes", "cost", least=0.0)
+
+    @property
+    def predicted(self) -> float:
+        """KL in nats a token, to second order: the sum of the matrices' costs."""
+        return float(self.cost.sum())
+
+    @property
+    def measured(self) -> Comparison:
+        """The mean KL over windows, as `change`, with its interval."""
+        return compare(np.zeros_like(self.kl), self.kl)
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame({"matrix": self.names, "type": self.types, "MB": self.bytes / 1e6, "cost": self.cost})
+
+    def summary(self) -> pd.DataFrame:
+        """By type, the most bytes first."""
+        groups = (
+            self.to_frame().groupby("type").agg(matrices=("matrix", "size"), MB=("MB", "sum"), cost=("cost", "sum"))
+        )
+        return groups.sort_values("MB", ascending=False).reset_index()
+
+    def answer(self) -> list[str]:
+        found = self.measured
+        lines = [
+            f"{self.measured_on.model.name} in {self.size / 1e6:.4g} MB ({self.wanted}), {self.bits:.3g} bits a weight",
+            f"KL {found.change:.3g} nats a token ({found.low:.3g} to {found.high:.3g}) on {self.judged_on.tokens} "
+            f"tokens of {self.judged_on.text}; {self.predicted:.3g} predicted",
+        ]
+        ratio = self.predicted / max(found.change, 1e-30)
+        if not 1 / _APART < ratio < _APART:
+            lines.append("Prediction and measurement differ much: this few bits are beyond second order")
+        if self.rounded_before:
+            lines.append("The weights were quantised before and are rounded twice; a dense original would lose less")
+        return lines
