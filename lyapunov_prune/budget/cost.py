@@ -21,7 +21,7 @@ KINDS = (
     *(Kind.IQ4_XS, Kind.MXFP4, Kind.IQ4_NL, Kind.Q4_0, Kind.Q4_K, Kind.Q4_1),
     *(Kind.Q5_0, Kind.Q5_K, Kind.Q5_1, Kind.Q6_K, Kind.Q8_0, Kind.BF16, Kind.F16),
 )
-# Types of fewer bits than this share of the mean are not tried: they are the slowest to write, and were never chosen.
+# Types of fewer bits than this share of the mean are not tried, to save time: they are the slowest to write.
 _NARROW = 0.6
 _AT_ONCE = 2**20  # numbers rounded at once
 _FLOOR = 1e-6  # of the mean importance: a block whose columns all have none would have no scale
