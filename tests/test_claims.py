@@ -195,3 +195,14 @@ def test_a_claim_of_several_models_holds_of_the_committed_results(
     text = (tables.EXPERIMENTS / page / "README.md").read_text(encoding="utf-8")
     assert words in " ".join(text.split())
     assert holds()
+
+
+ROUNDED = ["experiments/README.md", "docs/compression.md", "docs/differences.md", "docs/results.md"]
+ROUNDED += [f"experiments/{chapter}/README.md" for chapter in ("3_compression", "4_hierarchy", "7_bounds")]
+
+
+@pytest.mark.parametrize("page", ROUNDED)
+def test_a_page_that_compares_roundings_says_that_the_weights_lie_on_a_grid(page: str) -> None:
+    text = (tables.REPOSITORY / page).read_text(encoding="utf-8")
+    assert "lie on a grid" in text
+    assert "#the-models" in text or "## The models" in text

@@ -60,7 +60,7 @@ def test_planted_fault_a_table_that_parted_is_seen() -> None:
 # Numbers with decimals that are no measurements of ours: versions, names of models, settings, what a paper prints.
 NAMES = (
     r"Python (?:≥ )?[\d.]+(?: to [\d.]+)?|transformers [\d.]+|ERNIE [\d.]+|Qwen-?[\d.]+|§[\d.]+|arxiv.org/abs/[\d.]+|"
-    r"arXiv:[\d.]+|Wanda; [\d.]+ to [\d.]+|qwen2\.5-coder-1\.5b|Coder 1\.5B|"
+    r"arXiv:[\d.]+|Wanda; [\d.]+ to [\d.]+|qwen2\.5-coder-1\.5b|Coder-1\.5B-Instruct|"
     r"(?<!\*)\*−?[\d.,]+\*(?!\*)"  # in italics: what a paper prints
 )
 PAPERS = r"The paper reports −0.44|its −0.44"
