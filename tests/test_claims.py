@@ -110,6 +110,21 @@ def reap_over_layers(count: int) -> tuple[float, float]:
     return found.low, found.high
 
 
+def words_outside_8_bits() -> dict[str, set[str]]:
+    """The words of `hierarchy` about a kind of task, of all compressions but those to 8 bits."""
+    words: dict[str, set[str]] = {}
+    for _, compressed, kind, word, *_ in rows(tables.written("verdicts")["verdicts"]):
+        if not compressed.startswith("8 bits"):
+            words.setdefault(kind, set()).add(word)
+    return words
+
+
+def over_influence(criterion: str) -> set[str]:
+    """The texts on which a criterion is better than Block Influence with eight layers of Qwen removed."""
+    found = [r for r in TEXTS.OnOneText.all(TEXTS.HERE) if r.measured_on.model.name == QWEN]
+    return {r.measured_on.text for r in found if told(r.of(criterion, 8), r.of("bi", 8)) == "better"}
+
+
 def nearly_one() -> int:
     """The transitions of Qwen that contract by less than two per cent."""
     home = tables.HOMES["residual_growth"] / "qwen2.5-coder-1.5b"
@@ -162,6 +177,11 @@ def nearly_one() -> int:
         ),
         (
             "4_hierarchy",
+            "Outside the rows at 8 bits every verdict is the one word of its kind",
+            lambda: set(map(len, words_outside_8_bits().values())) == {1},
+        ),
+        (
+            "4_hierarchy",
             "in every row of the two smaller models, by the same test; on Qwen in four rows of seven",
             lambda: [drawn_repeat_less(folder) for folder in ("", "gemma-3-270m", QWEN)] == [7, 7, 4],
         ),
@@ -206,3 +226,10 @@ def test_a_page_that_compares_roundings_says_that_the_weights_lie_on_a_grid(page
     text = (tables.REPOSITORY / page).read_text(encoding="utf-8")
     assert "lie on a grid" in text
     assert "#the-models" in text or "## The models" in text
+
+
+def test_what_results_say_of_the_blend_and_of_rho_on_qwen_holds() -> None:
+    text = " ".join((tables.REPOSITORY / "docs/results.md").read_text(encoding="utf-8").split())
+    assert "so do we for the blend on all three texts of the table above, for ρ on WikiText and C4 alone" in text
+    assert over_influence("blend") == {"builtin", "c4.jsonl", "wiki.test.raw"}
+    assert over_influence("rho") == {"c4.jsonl", "wiki.test.raw"}
