@@ -1,8 +1,6 @@
 """What each layer does to the state and to an error in it.
 
 - `propagation`: follow an error through the layers; `contraction`: the factor ρ, as a `contraction_profile`;
-- `persistence`: ρ along time, how long an error in a recurrent state lasts, as a `persistence_profile`,
-  and the linear map from a state to a later one, whose norm bounds it;
 - `influence`: the angle by which a layer, or its attention or MLP alone, turns the state;
 - `sublayer_growth`: growth of error and state through attention and MLP, whose product is the layer's ρ;
 - `expert_use`: the tokens, weights and outputs of each expert;

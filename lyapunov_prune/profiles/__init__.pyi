@@ -8,8 +8,6 @@ from .influence import SublayerInfluence as SublayerInfluence
 from .influence import sublayer_influence as sublayer_influence
 from .jacobian import JacobianNorms as JacobianNorms
 from .jacobian import sublayer_jacobians as sublayer_jacobians
-from .persistence import measure_persistence as measure_persistence
-from .persistence_profile import PersistenceProfile as PersistenceProfile
 from .profile import LayerProfile as LayerProfile
 from .profile import profile_layers as profile_layers
 from .sublayer_growth import SublayerGrowth as SublayerGrowth

@@ -7,7 +7,6 @@ from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDiverg
 from lyapunov_prune.profiles.activations import ActivationStatistics
 from lyapunov_prune.profiles.influence import InfluenceProfile, SublayerInfluence
 from lyapunov_prune.profiles.jacobian import JacobianNorms
-from lyapunov_prune.profiles.persistence_profile import PersistenceProfile
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.ranking.angular import AngularDistance
@@ -21,8 +20,6 @@ from lyapunov_prune.report.profiles import (
     contraction_figure,
     influence_figure,
     jacobian_figure,
-    left_figure,
-    persistence_figure,
     sublayer_figure,
 )
 from lyapunov_prune.report.ranking import (
@@ -47,18 +44,6 @@ LAYERS = (
         "how far a layer turns the hidden state. Both are measurements on the text named below, not bounds.",
         lambda r: {"contraction": contraction_figure(r.contraction), "influence": influence_figure(r.influence)},
         in_folders=True,
-    ),
-    Section(
-        "persistence.json",
-        PersistenceProfile,
-        "How long errors last in recurrent states",
-        "The state of one layer is moved by a little, and the same tokens are read on: how much of the error is left. "
-        "Half-life is the number of tokens until half is; ρ along time is the factor a token, beside the factor √ρ by "
-        "which a layer changes an error that reaches it from below. Bars and bands are 95 % bootstrap intervals over "
-        "windows and seeds, all of it measured on the text named below. The bound holds for an error in any direction, "
-        "on this text: the recurrence is linear in its state, and the bound is its norm. An error in the keys and "
-        "values of attention does not fade.",
-        lambda r: {"persistence": persistence_figure(r), "left": left_figure(r)},
     ),
     Section(
         "influence.json",

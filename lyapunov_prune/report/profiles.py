@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter
 
 from lyapunov_prune.profiles.activations import ActivationStatistics
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.profiles.influence import InfluenceProfile, SublayerInfluence
 from lyapunov_prune.profiles.jacobian import JacobianNorms
-from lyapunov_prune.profiles.persistence_profile import PersistenceProfile
 from lyapunov_prune.report.drawing import (
     COLOURS,
     GREY,
@@ -129,57 +128,6 @@ def contraction_figure(profile: ContractionProfile) -> str:
     log_axis(axes)
     axes.margins(y=0.12)
     return over_depth(figure, axes, len(layers), "contraction factor ρ")
-
-
-def persistence_figure(profile: PersistenceProfile) -> str:
-    """Half-life of an error in each layer's state, and its factor a token beside the factor √ρ of a layer."""
-    figure, (lives, factors) = panels(9, 5.6, 2)
-    layers, most = np.array(profile.layers), float(profile.tokens)
-    half, sides = profile.half_life, np.minimum(profile.half_life_interval, most)
-    ends = np.isfinite(half)
-    own = {"fmt": "o", "color": COLOURS["rho"]}
-    with_intervals(lives, layers[ends], half[ends], sides[ends], label="half of the error is left", **own)
-    if not ends.all():
-        lasting = np.full((~ends).sum(), most)
-        lives.plot(layers[~ends], lasting, "^", color=COLOURS["bi"], label=f"more than {profile.tokens} tokens")
-    shown = np.minimum(half, most)
-    lives.set_ylim(shown.min() / 2, shown.max() * 2)
-    lives.set_ylabel("half-life, tokens")
-    log_axis(lives)
-    lives.legend(frameon=False, fontsize=SMALL)
-    with_intervals(factors, layers, profile.rho, profile.rho_interval, label="ρ along time, a token", **own)
-    slowest = profile.bound[:, -1] ** (1 / profile.tokens)
-    factors.plot(layers, slowest, "_", markersize=10, color=INK, label="no direction above, a token")
-    depth, sides = np.sqrt(profile.depth.rho), np.sqrt(profile.depth.rho_interval)
-    other = {"fmt": "s", "color": COLOURS["rho, token pooling"]}
-    with_intervals(factors, np.arange(len(depth)), depth, sides, label="√ρ along depth", **other)
-    factors.axhline(1, color=GREY, linewidth=0.8)
-    factors.set_ylim(bottom=0)
-    where = {"ncols": 3, "loc": "lower left", "bbox_to_anchor": (0, 1)}
-    return over_depth(figure, factors, profile.measured_on.model.num_layers, "factor of an error", **where)
-
-
-def left_figure(profile: PersistenceProfile) -> str:
-    """What is left of an error over the next tokens: all layers, the two extremes with interval and bound."""
-    figure, axes = one_panel(9, 3.8)
-    tokens = np.arange(profile.tokens + 1)
-    above = np.where(profile.left > 10 * profile.floor, profile.left, np.nan)
-    for curve in above:
-        axes.plot(tokens, curve, color=GREY, linewidth=0.6, alpha=0.6)
-    order = profile.order
-    for at, which, colour in ((order[0], "longest", COLOURS["bi"]), (order[-1], "shortest", COLOURS["rho"])):
-        axes.plot(tokens, above[at], color=colour, label=f"layer {profile.layers[at]}, {which}")
-        low, high = profile.interval[at].T
-        axes.fill_between(tokens, low, high, where=np.isfinite(above[at]), color=colour, alpha=0.2, linewidth=0)
-        bound = np.where(np.isfinite(above[at]), profile.bound[at], np.nan)
-        axes.plot(tokens, bound, "--", color=colour, label="its bound")
-    axes.axhline(0.5, color=GREY, linewidth=0.8)
-    axes.set_xlabel("tokens after the error")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylabel("share of the error that is left")
-    log_axis(axes)
-    axes.legend(frameon=False, fontsize=SMALL, ncols=2)
-    return svg(figure)
 
 
 def influence_figure(profile: InfluenceProfile) -> str:

@@ -80,11 +80,6 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
     if name == "SublayerInfluence":
         windows = {"windows": {field: loose(5, 3) for field in ("attention", "mlp")}}
         return {field: loose(5) for field in ("attention", "mlp", "attention_spread", "mlp_spread")} | windows
-    if name == "PersistenceProfile":
-        left = some(2, 4, most=1)
-        left[:, 0] = 1
-        sides = {"interval": loose(2, 4, 2), "floor": some(2, 4), "bound": loose(2, 4)}
-        return {"left": left, **sides, "output": some(2, 3), "kl": some(2, 3), "convolution": (False, True)}
     if name == "SublayerGrowth":
         return {field: loose(5, 2) for field in ("error_growth", "state_growth", "token_rho")}
     if name == "AmplificationDrift":

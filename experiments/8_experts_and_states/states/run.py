@@ -16,10 +16,10 @@ import torch
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
+from experiments.along_time import along_time
 from experiments.common import Model, run_command
 from experiments.small import MODELS, Changed, changed, keep, kl_of, over
 from experiments.statements import bullets, interval, short, table
-from lyapunov_prune.profiles import measure_persistence
 
 HERE = Path(__file__).parent
 FILE = HERE / "states.json"
@@ -67,13 +67,13 @@ def along(found: Changed) -> dict[str, Any]:
     if "along" not in found.store:
         given = found.given
         few = replace(given.evaluation, ids=given.evaluation.ids[:8])
-        time = measure_persistence(given.loaded.model, few)
+        depth, time = lp.measure_contraction(given.loaded.model, few), along_time(given.loaded, few)
         found.store.add(
             "along",
             {
-                "depth": time.depth.rho.tolist(),
-                "depth interval": time.depth.rho_interval.tolist(),
-                "measured on": time.measured_on.line(),
+                "depth": depth.rho.tolist(),
+                "depth interval": depth.rho_interval.tolist(),
+                "measured on": depth.measured_on.line(),
                 "layers": list(time.layers),
                 "time": time.rho.tolist(),
                 "time interval": time.rho_interval.tolist(),

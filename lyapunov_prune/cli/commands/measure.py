@@ -10,7 +10,6 @@ import typer
 from lyapunov_prune.cli import checks, choices
 from lyapunov_prune.cli.inputs import (
     begun_run,
-    conclude,
     draw_report,
     explain,
     explain_drift,
@@ -37,8 +36,7 @@ def profile(
     along: Annotated[
         choices.Along,
         what_option(
-            help="depth: from layer to layer. sublayers: also through attention and MLP (sublayer-growth.json). time: "
-            "from token to token, in recurrent states."
+            help="depth: from layer to layer. sublayers: also through attention and MLP (sublayer-growth.json)."
         ),
     ] = "depth",
     seeds: Seeds = 4,
@@ -46,22 +44,7 @@ def profile(
     inputs: RunOptions = RunOptions(),
     given: Given = Given(),
 ) -> None:
-    """Measure the contraction and Block Influence of every layer; writes profile.json and figures.
-
-    --along time measures instead how much of an error in the recurrent state of each layer is left 1 to 64 tokens
-    later, for models with state-space, linear-attention or convolution layers; writes persistence.json and figures.
-    """
-    if along == "time":
-        inputs.require_loaded("--along time")
-
-        from lyapunov_prune.profiles.persistence import measure_persistence
-
-        run = begun_run(inputs.output, model, "persistence.json")
-        loaded, batch = load_inputs(model, inputs)
-        at_once = windows_at_once(loaded, inputs.context)
-        found = measure_persistence(loaded.model, batch, epsilon=epsilon, seeds=range(seeds), batch_size=at_once)
-        conclude(run, "persistence.json", found)
-        return
+    """Measure the contraction and Block Influence of every layer; writes profile.json and figures."""
     by_sublayer = along == "sublayers"
     if by_sublayer:
         inputs.require_loaded("--along sublayers")
