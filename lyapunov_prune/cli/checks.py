@@ -16,15 +16,10 @@ def _model(name: str) -> None:
     require_model(name)
 
 
-def holds_images(source: str) -> bool:
-    """Whether `source` names images, for a classifier of images."""
-    return source == "mnist-5k" or source.endswith(".npz") or Path(source).is_dir()
-
-
 def _text(source: str) -> None:
     from lyapunov_prune.data.sources import require_source
 
-    if source != SELF and not holds_images(source):
+    if source != SELF:
         require_source(source)
 
 

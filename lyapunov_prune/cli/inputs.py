@@ -15,11 +15,8 @@ from lyapunov_prune.cli.terminal import show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
     from lyapunov_prune.allocation.allocation import Allocation
     from lyapunov_prune.data.batch import Split, TokenBatch
-    from lyapunov_prune.data.examples import Examples
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.profiles.contraction_profile import ContractionProfile
     from lyapunov_prune.pruning.mergekit import MergekitSlices
@@ -105,24 +102,6 @@ def load_prompted(model: str, inputs: Inputs, prompts: Path | None, given: Given
     )
     loaded = inputs.load(model)
     return loaded, load_prompts(prompts, loaded.tokenizer)
-
-
-def load_examples(
-    model: str, inputs: Inputs, given: Given
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, Examples]:
-    """The model, its tokenizer if it has one, and its examples: images, or the calibration half of a text."""
-    if not inputs.images:
-        loaded, batch = load_inputs(model, inputs)
-        return loaded.model, loaded.tokenizer, batch
-
-    inputs.require_loaded("a classifier of images", one_place=True)
-    given.refuse(f"applies to a text, and {inputs.text} holds images; leave it out", "tokens", "context")
-
-    from lyapunov_prune.data.image_files import load_images
-    from lyapunov_prune.models.loading import load_classifier
-
-    classifier = load_classifier(model, dtype=inputs.dtype, device=inputs.device)
-    return classifier.model, None, load_images(inputs.text, classifier)
 
 
 def explain(run: Path, loaded: Decoder, batch: TokenBatch, batch_size: int) -> None:

@@ -141,17 +141,11 @@ class TextOptions:
         text_option(
             help="builtin, a .txt file, a file of rows such as x.jsonl or x.csv:COLUMN, a hub data set "
             "name[:config[:split[:COLUMN]]], or self: text that the (dense) model writes, the default of prune --mend. "
-            "Chats go through the model's chat template. For a ViT or DeiT (joint, prune): mnist-5k, a folder of class "
-            "folders, or an .npz."
+            "Chats go through the model's chat template."
         ),
     ] = "builtin"
     tokens: Annotated[int, text_option(min=2, help="Number of tokens.")] = 4096
     context: Annotated[int, text_option(min=2, help="Tokens per window.")] = 512
-
-    @property
-    def images(self) -> bool:
-        """Whether `text` names images, for a classifier of images."""
-        return checks.holds_images(self.text)
 
     def as_eval(self, context: int) -> Self:
         """The same text to score on: as much as `eval` takes, at the most, in windows of `context` tokens."""

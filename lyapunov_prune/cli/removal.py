@@ -61,15 +61,6 @@ def require_one_choice(removal: Removal, given: Given) -> None:
         given.refuse("has no effect, because the plan says what is removed; leave it out", "what")
 
 
-def require_classifier_options(removal: Removal, inputs: Inputs, format: str) -> None:
-    """Raise LyapunovPruneError for what cannot be done to a classifier of images."""
-    if removal.plan_file is None or format != "compact" or inputs.disk or removal.mend:
-        raise LyapunovPruneError(
-            "a classifier of images is pruned by a plan; give --plan FILE and --format compact, and no --device disk "
-            "or --mend"
-        )
-
-
 def settled(removal: Removal, given: Given) -> Removal:
     """`removal` with its criterion. Raises LyapunovPruneError for options that do not go together."""
     what, remove, max_kl = removal.what, removal.remove, removal.max_kl

@@ -3,7 +3,7 @@
 - `sources`: what names a text; `text`: a text, cut into calibration and evaluation halves, as windows of tokens;
 - `rows`: lines of files, rows of JSON files, tables and data sets; `documents`: the plain text or chats in them;
 - `batch`: the windows, checked against a model;
-- `images`: images with their classes, checked against a model; `image_files`: reading them;
+- `images`: images with their classes, checked against a model;
 - `examples`: what text and images have in common, and three disjoint parts of either;
 - `prompts`: the user's own prompts, each of its own length;
 - `unseen`: refuses to score a model on what it was made with;

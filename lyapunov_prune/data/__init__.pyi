@@ -1,7 +1,6 @@
 from .choices import ChoiceItem as ChoiceItem
 from .choices import load_items as load_items
 from .examples import slices as slices
-from .image_files import load_images as load_images
 from .images import ImageBatch as ImageBatch
 from .prompts import load_prompts as load_prompts
 from .retrieval import load_retrieval as load_retrieval

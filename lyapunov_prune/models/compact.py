@@ -18,7 +18,6 @@ from lyapunov_prune.models import modeling_compact
 MODULE = "modeling_compact.py"
 PREFIX = "compact_"  # starts the `model_type` of every compact checkpoint
 NO_ATTENTION = "no attention is left, and nothing would count positions in the cache of a decoder; keep one"
-CLASSIFIERS = ("vit", "deit")  # the families of image classifiers
 
 
 def family_of(config: Any) -> str:

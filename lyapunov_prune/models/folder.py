@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 
 from lyapunov_prune.arguments import Range, fits
 from lyapunov_prune.errors import LyapunovPruneError, first_line, first_of, reason_of, reported
-from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, family_of, register
+from lyapunov_prune.models.compact import MODULE, PREFIX, family_of, register
 from lyapunov_prune.models.quantised import UNPACK, quantisation
 from lyapunov_prune.models.structure import LAYER_COUNTS, is_encoder
 from lyapunov_prune.models.weight_files import require_indexed, weight_files
@@ -47,14 +47,12 @@ _CHOICES = ("attn_implementation", "experts_implementation")
 def require_loadable(
     folder: Path,
     *,
-    images: bool = False,
     quantised: Callable[[PreTrainedConfig], bool] = lambda config: False,
 ) -> PreTrainedConfig:
     """Return the config in `folder` if it holds a decoder with complete safetensors weights of its own.
 
-    With `images` it must be an image classifier's. `quantised(config)` says whether
-    the caller accepts a quantised checkpoint. The weight files are those that transformers would choose; only their
-    headers and sizes are read. Raises LyapunovPruneError otherwise.
+    `quantised(config)` says whether the caller accepts a quantised checkpoint. The weight files are those that
+    transformers would choose; only their headers and sizes are read. Raises LyapunovPruneError otherwise.
     """
     for path in folder.iterdir():
         require_file(path)
@@ -67,7 +65,7 @@ def require_loadable(
     why = ""
     if method and not quantised(config):
         why = f"has weights that are {method}; {UNPACK}"
-    elif other := _no_classifier(config) if images else _no_decoder(config):
+    elif other := _no_decoder(config):
         why = other
     elif chosen:
         why = (
@@ -131,21 +129,9 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _no_classifier(config: PreTrainedConfig) -> str | None:
-    """Why the config is not that of a known image classifier, as words after the name of its folder; None if it is."""
-    named = config.architectures or [config.model_type]
-    compact = register(family_of(config)) if family_of(config) in CLASSIFIERS else None
-    if compact and set(named) <= {config.model_type, compact.__name__, compact.__bases__[1].__name__}:
-        return None
-    known = " or ".join(register(family).__bases__[1].__name__ for family in CLASSIFIERS)
-    return f"holds {', '.join(named)}, and images need a {known}; give one, or a text (--text) for a decoder"
-
-
 def _no_decoder(config: PreTrainedConfig) -> str | None:
-    """Why the config is not that of a decoder, as `_no_classifier` says it."""
+    """Why the config is not that of a decoder, as words after the name of its folder; None if it is."""
     architectures = ", ".join(config.architectures or ()) or config.model_type
-    if family_of(config) in CLASSIFIERS:
-        return f"is an image classifier ({architectures}), and text needs a decoder; give images, or a decoder"
     if config.is_encoder_decoder:
         return f"is an encoder-decoder ({architectures}); give a decoder"
     if config.architectures and is_encoder(config, getattr(transformers, config.architectures[0], None)):

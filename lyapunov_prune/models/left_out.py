@@ -16,7 +16,6 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.pictures import looks_at_images
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.progress import warn
 
@@ -113,12 +112,9 @@ def copy_left_out(source: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 def require_whole(model: PreTrainedModel) -> None:
-    """Raise LyapunovPruneError if parts of the model's checkpoint would be lost without being asked for.
-
-    Image classifiers are exempt: their missing parts belong to other tasks.
-    """
+    """Raise LyapunovPruneError if parts of the model's checkpoint would be lost without being asked for."""
     left = left_out(model)
-    if left is not None and left.parts and not left.asked and not looks_at_images(model):
+    if left is not None and left.parts and not left.asked:
         raise LyapunovPruneError(
             f"the written model would lack {_grouped(left.parts)}, for which {type(model).__name__} has no place for; "
             "leave them out first, by export --text-only"

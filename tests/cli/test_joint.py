@@ -7,17 +7,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from helpers import Done, make_classifier
+from helpers import Done
 
 from lyapunov_prune.export import compact_gate
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.joint import points
 from lyapunov_prune.joint import search as module
 from lyapunov_prune.joint.result import JointRun
-from lyapunov_prune.models.loading import PROCESSOR, load_classifier
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 
@@ -130,35 +128,3 @@ def test_bad_input(options: list[str], told: str, run: Callable[..., Done]) -> N
     assert done.err.startswith("error: ")
     assert done.err.count("\n") == 1
     assert told in done.err
-
-
-def test_the_plan_of_a_classifier_is_cut_out_of_the_dense_one(run: Callable[..., Done]) -> None:
-    """By images and in the compact format; the rest is refused in a line."""
-    make_classifier("vit").save_pretrained("vit")
-    Path("vit", PROCESSOR).write_text(json.dumps({"image_mean": [0.5], "image_std": [0.25]}))
-    rng = np.random.default_rng(0)
-    np.savez("images.npz", images=rng.random((100, 8, 8), dtype=np.float32), labels=np.arange(100) % 5)
-    options = ("--text", "images.npz")
-    done = run(*(word if word != "tiny" else "vit" for word in JOINT), "--remove", "3", *options)
-    assert done.code == 0, done.err
-    assert "Top-1 accuracy on data" in Path("out/README.md").read_text()
-    plan = ("prune", "vit", "--plan", "out/plan.json", "-o", "cut")
-    for wrong, told in (
-        ((), "image classifier (ViTForImageClassification)"),
-        (options, "give --plan FILE and --format compact"),
-        ((*options, "--format", "compact", "--device", "disk"), "--device disk"),
-    ):
-        refused = run(*plan, *wrong)
-        assert (refused.code, refused.err.count("\n"), refused.changed) == (2, 1, set()), refused.err
-        assert told in refused.err
-    done = run(*plan, *options, "--format", "compact")
-    assert done.code == 0, done.err
-    both = [load_classifier(name) for name in ("out", "cut")]
-    assert both[0].model.config.cuts == both[1].model.config.cuts
-    assert both[0].model.num_parameters() == both[1].model.num_parameters()
-    assert both[0].normalisation == both[1].normalisation
-    written = Provenance.load("cut/provenance.json")
-    assert (written.source, written.format, written.gate.passed) == ("vit", "compact", True)
-    wrong_model = run("prune", "out", *plan[2:4], "-o", "other", *options, "--format", "compact")
-    assert (wrong_model.code, wrong_model.changed) == (2, set())
-    assert "is of vit" in wrong_model.err

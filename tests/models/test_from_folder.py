@@ -11,7 +11,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import BROKEN, TINY, UP, VOCABULARY, WEIGHTS, bert, edit_json, equal, linked, make_tiny, moe, shard
+from helpers import (
+    BROKEN,
+    TINY,
+    UP,
+    VOCABULARY,
+    WEIGHTS,
+    bert,
+    edit_json,
+    equal,
+    linked,
+    make_classifier,
+    make_tiny,
+    moe,
+    shard,
+)
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -119,8 +133,9 @@ def test_a_pickle_beside_safetensors_is_not_read(checkpoint: Path, reader: PreTr
             lambda: transformers.T5ForConditionalGeneration(t5()),
             "T5For",
         ),
+        (lambda: make_classifier("vit"), "ViTForImageClassification"),
     ],
-    ids=["encoder as a decoder", "encoder", "encoder-decoder"],
+    ids=["encoder as a decoder", "encoder", "encoder-decoder", "image classifier"],
 )
 def test_no_decoder_is_refused(save: Callable[[], PreTrainedModel], message: str, checkpoint: Path) -> None:
     save().save_pretrained(checkpoint)

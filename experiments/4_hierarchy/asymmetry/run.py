@@ -20,7 +20,7 @@ import numpy as np
 from scipy import stats
 
 from experiments.common import Model, draw, of_model, run_command
-from experiments.recoveries import VIT
+from experiments.images import VIT
 from experiments.statements import bullets, counted, interval, percent, short, table
 from experiments.taught import Taught, numbers, taught
 from lyapunov_prune.errors import LyapunovPruneError
@@ -104,8 +104,7 @@ class Asymmetry(Result):
 
 def main(
     model: Model = Model(VIT),
-    images: str = "mnist-5k",
-    text: str | None = None,
+    text: str = "builtin",
     tokens: int = 40960,
     depths: str = "4,6,8,10,11,12",
     steps: int = 24,
@@ -115,7 +114,7 @@ def main(
 ) -> None:
     rates = {"adamw": tuple(numbers(adamw, "--adamw")), "sgd": tuple(numbers(sgd, "--sgd"))}
     removed = tuple(int(n) for n in numbers(depths, "--depths"))
-    given = taught(model, images, text, tokens)
+    given = taught(model, text, tokens)
     if max(removed) > min(given.most):
         raise LyapunovPruneError(f"--depths {depths!r}: of one type {min(given.most)} can go at most")
     if steps < 2 or seeds < 2:

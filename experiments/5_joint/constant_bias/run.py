@@ -18,7 +18,7 @@ import numpy as np
 from scipy import stats
 
 from experiments.common import Model, draw, of_model, run_command
-from experiments.recoveries import VIT
+from experiments.images import VIT
 from experiments.statements import bullets, short, table
 from experiments.taught import Taught, taught
 from lyapunov_prune.errors import LyapunovPruneError
@@ -73,8 +73,7 @@ class ConstantBias(Result):
 
 def main(
     model: Model = Model(VIT),
-    images: str = "mnist-5k",
-    text: str | None = None,
+    text: str = "builtin",
     tokens: int = 40960,
     reach: int = 8,
     steps: int = 12,
@@ -85,7 +84,7 @@ def main(
             f"a reach of {reach}, {steps} steps, {seeds} seeds; give {LEAST_REACH}, 1 and 2 or more: one seed has no "
             "spread to hold a difference against"
         )
-    given = taught(model, images, text, tokens)
+    given = taught(model, text, tokens)
     if reach > min(given.most):
         raise LyapunovPruneError(f"--reach {reach}: of one type {min(given.most)} can go at most")
     found = measure(given, reach, steps, seeds)

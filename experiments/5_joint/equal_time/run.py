@@ -21,20 +21,8 @@ import typer
 from transformers import PreTrainedModel
 
 from experiments.common import Model, draw, of_model, run_command
-from experiments.recoveries import (
-    IMAGES,
-    VIT,
-    Images,
-    Subject,
-    difference,
-    finished,
-    four,
-    gained,
-    spread,
-    subject,
-    together,
-    told,
-)
+from experiments.images import VIT
+from experiments.recoveries import IMAGES, Subject, difference, finished, four, gained, spread, subject, together, told
 from experiments.statements import bullets, counted, table
 from lyapunov_prune.data.examples import Examples, model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
@@ -105,7 +93,6 @@ class EqualTime(Result):
 
 def main(
     model: Model = Model(VIT, "cpu", "float32"),
-    images: Images = None,
     text: str = "builtin",
     tokens: int = 40960,
     context: int = 256,
@@ -115,7 +102,7 @@ def main(
     repeats: int = 25,
 ) -> None:
     torch.set_num_threads(1)  # what the processor spends is then what a forward takes
-    given = subject(model, images, text, tokens, context)
+    given = subject(model, text, tokens, context)
     found = measure(given, tuple(speedup or SPEEDUPS), seeds, steps, repeats)
     folder = of_model(HERE, model.name, VIT)
     found.save(folder / "equal_time.json")

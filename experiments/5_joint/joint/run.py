@@ -2,24 +2,41 @@
 
     lyapunov-prune joint smollm2-135m --remove 8 -o smaller
     python experiments/5_joint/joint/run.py smaller
+    python experiments/5_joint/joint/run.py fewer --vit
 
 Takes over joint.json of a finished run as MODEL.json and draws its map as MODEL.svg, beside this file; what it says
-goes into README.md by `make tables`.
+goes into README.md by `make tables`. With --vit it first makes that run, with the ViT that 5_joint/vit trains.
 """
 
 from pathlib import Path
 
 import typer
 
-from experiments.common import draw
+from experiments.common import Model, draw
+from experiments.images import VIT
+from experiments.recoveries import IMAGES, subject
 from experiments.statements import bullets, percent, short, table
+from lyapunov_prune.joint import remove_jointly
 from lyapunov_prune.joint.result import REPORT, JointRun
 from lyapunov_prune.report.joint import joint_figure
 
 HERE = Path(__file__).parent
 
 
-def main(finished: Path) -> None:
+def main(finished: Path, vit: bool = False) -> None:
+    if vit:
+        of = subject(Model(VIT, "cpu", "float32"), "", 0, 0)
+        remove_jointly(
+            of.model,
+            None,
+            of.data,
+            finished,
+            remove=8,
+            reduction="identity",
+            recipe=of.recipe,
+            folder=of.jobs,
+            batch_size=IMAGES,
+        )
     run = JointRun.load(finished / REPORT)
     name = run.plan.model.name
     run.save(HERE / f"{name}.json")

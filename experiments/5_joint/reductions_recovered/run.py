@@ -15,7 +15,8 @@ import numpy as np
 import typer
 
 from experiments.common import Model, draw, of_model, run_command
-from experiments.recoveries import VIT, Images, Subject, difference, four, gained, spread, subject, together, told
+from experiments.images import VIT
+from experiments.recoveries import Subject, difference, four, gained, spread, subject, together, told
 from experiments.statements import bullets, counted, runs, table
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.state import TrainingState
@@ -79,7 +80,6 @@ class ReductionsRecovered(Result):
 
 def main(
     model: Model = Model(VIT, "cpu", "float32"),
-    images: Images = None,
     text: str = "builtin",
     tokens: int = 40960,
     context: int = 256,
@@ -87,7 +87,7 @@ def main(
     seeds: int = 4,
     steps: int = 100,
 ) -> None:
-    given = subject(model, images, text, tokens, context)
+    given = subject(model, text, tokens, context)
     found = measure(given, tuple(remove or REMOVED), seeds, steps)
     folder = of_model(HERE, model.name, VIT)
     found.save(folder / "reductions.json")

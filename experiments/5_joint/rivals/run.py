@@ -16,21 +16,9 @@ import numpy as np
 from scipy import stats
 
 from experiments.common import Model, draw, of_model, run_command
+from experiments.images import VIT
 from experiments.noisy_maps import noisy_choices
-from experiments.recoveries import (
-    VIT,
-    Images,
-    Subject,
-    difference,
-    finished,
-    four,
-    gained,
-    spread,
-    subject,
-    together,
-    told,
-    unit,
-)
+from experiments.recoveries import Subject, difference, finished, four, gained, spread, subject, together, told, unit
 from experiments.statements import bullets, counted, percent, short, signed, table
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.joint.chains import Pair, chains
@@ -87,7 +75,6 @@ class Rivals(Result):
 
 def main(
     model: Model = Model(VIT, "cpu", "float32"),
-    images: Images = None,
     text: str = "builtin",
     tokens: int = 40960,
     context: int = 256,
@@ -95,7 +82,7 @@ def main(
     seeds: int = 3,
     steps: int | None = None,
 ) -> None:
-    given = subject(model, images, text, tokens, context)
+    given = subject(model, text, tokens, context)
     found = measure(given, random, seeds, steps)
     folder = of_model(HERE, model.name, VIT)
     found.save(folder / "rivals.json")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli import choices
-from lyapunov_prune.cli.inputs import draw_report, load_examples
+from lyapunov_prune.cli.inputs import draw_report, load_inputs
 from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import (
     ABOVE_ZERO,
@@ -19,14 +19,12 @@ from lyapunov_prune.cli.options import (
     one_of,
     what_option,
 )
-from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.table import DEFAULT, REDUCTIONS
 
 STEPS, LAST_STEPS = 12, 100  # of each point of the map, and of the chosen pair (experiments/5_joint)
 _RANK = 8
-_IMAGES = 32  # in a step, and in a forward
 
 
 def joint(
@@ -46,7 +44,6 @@ def joint(
     device: Device = "auto",
     text: TextOptions = TextOptions(tokens=40960, context=256),
     output: Target,
-    given: Given = Given(),
 ) -> None:
     """Remove attentions and activations, so many of each as a map of the score after recovery says.
 
@@ -61,27 +58,24 @@ def joint(
     from lyapunov_prune.data.examples import slices
     from lyapunov_prune.joint.recovery import Recipe
     from lyapunov_prune.joint.run import remove_jointly
-    from lyapunov_prune.models.structure import find_layers
     from lyapunov_prune.ranking.counts import count_of
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
     folder = jobs_folder()
-    at_once = _IMAGES if inputs.images else 1
-    dense, tokenizer, data = load_examples(model, inputs, given)
+    dense, batch = load_inputs(model, inputs)
     done = remove_jointly(
         dense,
-        tokenizer,
-        slices(data),
+        dense.tokenizer,
+        slices(batch),
         output,
-        remove=remove if remove is None else count_of(remove, 2 * find_layers(dense).num_layers),
+        remove=remove if remove is None else count_of(remove, 2 * dense.structure.num_layers),
         speedup=speedup,
         reduction=reduction,
         steps=STEPS,
         recover_steps=LAST_STEPS,
-        recipe=Recipe(batch=at_once, rank=_RANK),
+        recipe=Recipe(rank=_RANK),
         folder=folder,
-        batch_size=at_once,
     )
     draw_report(output)
     show(done, output, kept=output / "joint.json")

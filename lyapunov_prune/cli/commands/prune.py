@@ -6,20 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.cli.inputs import format_for, load_examples, load_inputs, load_judge, windows_at_once
+from lyapunov_prune.cli.inputs import format_for, load_inputs, load_judge, windows_at_once
 from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import DISK, Format, Inputs, Model, Target, layer_indices
 from lyapunov_prune.cli.plans import plan_for, prune_files, read_plan, tell_written
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.removal import (
-    UNJUDGED,
-    Removal,
-    require_classifier_options,
-    require_files,
-    require_format,
-    require_one_choice,
-    settled,
-)
+from lyapunov_prune.cli.removal import UNJUDGED, Removal, require_files, require_format, require_one_choice, settled
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.export.table import FORMATS
 from lyapunov_prune.merging.table import DEFAULT
@@ -65,8 +57,6 @@ def prune(
     --device disk measures the channels in this way too, and refits no matrix.
     """
     require_one_choice(removal, given)
-    if inputs.images:
-        require_classifier_options(removal, inputs, format)
     removal = settled(removal, given)
     format = format_for(output, format, given)
     stored = FORMATS.make(format)
@@ -83,8 +73,6 @@ def prune(
         if removal.what == "width" and removal.remove is not None:  # with one layer in memory at a time
             plan = choose_channels(*load_inputs(model, inputs), removal.remove)
         prune_files(model, removal, plan, why, inputs.disk, format, output)
-    elif inputs.images:
-        _prune_classifier(model, removal, inputs, format, output, given)
     else:
         _prune_in_memory(model, removal, inputs, format, output, given)
 
@@ -101,18 +89,6 @@ def _why_files(model: str, inputs: Inputs, format: str) -> tuple[str | None, str
     if inputs.spread:
         return None, packed
     return packed or too_large(model, resolve_device(inputs.device)), packed
-
-
-def _prune_classifier(model: str, removal: Removal, inputs: Inputs, format: str, output: Path, given: Given) -> None:
-    """Carry out a plan on a classifier of images."""
-    from lyapunov_prune.export.pruned import write_pruned
-    from lyapunov_prune.models.decoder import wrap_any
-
-    assert removal.plan_file is not None
-    loaded, _, examples = load_examples(model, inputs, given)
-    classifier = wrap_any(loaded)
-    plan = plan_for(classifier, read_plan(removal.plan_file))
-    tell_written(write_pruned(classifier, None, plan, output, examples, format=format), output)
 
 
 def _prune_in_memory(model: str, removal: Removal, inputs: Inputs, format: str, output: Path, given: Given) -> None:
