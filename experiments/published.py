@@ -13,7 +13,9 @@ from typing import NamedTuple
 class Row(NamedTuple):
     """A model of Tables 1 and 2; `violations` None where the paper checked no bounds.
 
-    `degradation` is perplexity over dense at 50 % sparsity, None where the first version's abstract gives none.
+    `degradation` is perplexity over dense at 50 % sparsity, None where the first version's abstract gives none;
+    `calibrated` is the perplexity of Wanda with calibration and of the dense model beside it (Table 7); `checks` of
+    bounds are from §6.1, `growth` is the mean norm growth K of Appendix B.
     """
 
     name: str
@@ -27,14 +29,34 @@ class Row(NamedTuple):
     threshold: float
     violations: int | None
     degradation: float | None
+    calibrated: tuple[float, float] | None = None
+    checks: int | None = None
+    growth: float | None = None
 
 
 MODELS = (
-    Row("GPT-2 Small", "117M", 12, 768, "transformer", 26.53, (11, 11), 0.96, 0.50, 0, 120),
+    Row("GPT-2 Small", "117M", 12, 768, "transformer", 26.53, (11, 11), 0.96, 0.50, 0, 120, None, 14_040, 101.8),
     Row("GPT-2 Medium", "345M", 24, 1024, "transformer", 19.90, (21, 23), 2.05, 0.50, 0, None),
-    Row("Qwen3.5-2B", "1.9B", 24, 2048, "transformer", 13.54, (13, 23), 1.11, 0.60, 0, None),
+    Row(
+        "Qwen3.5-2B",
+        "1.9B",
+        24,
+        2048,
+        "transformer",
+        13.54,
+        (13, 23),
+        1.11,
+        0.60,
+        0,
+        None,
+        (26.0, 13.5),
+        1_744_896,
+        55.7,
+    ),
     Row("LFM2-2.6B", "2.6B", 30, 2560, "hybrid", 34.15, (19, 29), 1.12, 0.80, None, 7),
-    Row("Mistral-7B", "7.2B", 32, 4096, "transformer", 6.31, (17, 31), 1.14, 0.95, 0, 11),
+    Row(
+        "Mistral-7B", "7.2B", 32, 4096, "transformer", 6.31, (17, 31), 1.14, 0.95, 0, 11, (8.4, 6.15), 2_899_968, 259.3
+    ),
     Row("Qwen3-8B", "8B", 36, 4096, "transformer", 10.38, (18, 35), 1.33, 0.80, None, 42922),
 )
 # Model, criterion, layers removed: perplexity, mean accuracy in per cent (None: not printed).

@@ -80,10 +80,14 @@ def table_1(own: list[Column]) -> str:
             *(f"{short(float(c.contraction.rho_token.max()))} ({c.contraction.rho_token.argmax()})" for c in own),
             *[None] * len(MODELS),
         ],
-        "norm growth K": [*(c.contraction.growth for c in own), *[None] * len(MODELS)],
+        "norm growth K": [*(c.contraction.growth for c in own), *(m.growth and f"{m.growth:g}" for m in MODELS)],
         "50 % Wanda, perplexity / dense": [
             *(c.pruning and interval(c.pruning.degradation, c.pruning.low, c.pruning.high) for c in own),
             *(m.degradation for m in MODELS),
+        ],
+        "the same, calibrated": [
+            *[None] * len(own),
+            *(m.calibrated and m.calibrated[0] / m.calibrated[1] for m in MODELS),
         ],
         "spread of components, naive": [
             *(c.pruning and c.pruning.spread("weight-only") for c in own),
@@ -91,7 +95,7 @@ def table_1(own: list[Column]) -> str:
         ],
         "spread of components, Wanda": [*(c.pruning and c.pruning.spread("wanda") for c in own), *[None] * len(MODELS)],
         "s*": [*(star(c) for c in own), *(f"{m.threshold:.2f}" for m in MODELS)],
-        "bound checks": [*(c.bounds and c.bounds.checks for c in own), *[None] * len(MODELS)],
+        "bound checks": [*(c.bounds and c.bounds.checks for c in own), *(m.checks for m in MODELS)],
         "violations": [*(c.bounds and c.bounds.violations for c in own), *(m.violations for m in MODELS)],
     }
     return table(["", *names(own)], ([name, *values] for name, values in rows.items()))
