@@ -82,15 +82,15 @@ def _width(model: PreTrainedModel) -> bool:
 
 
 def _experts(model: PreTrainedModel) -> bool | str:
-    """As many experts as a group of the router's leave every mixture."""
+    """The experts that a ranking names leave every mixture, one of each group of the router's."""
     try:
         mixtures = find_mixtures(find_structure(model))
     except LyapunovPruneError as error:
         if "has experts; " in error.message:
             return NONE
         raise
-    first = [group[0] for group in mixtures.router.groups_of(range(mixtures.router.experts))]
-    return _passes(model, PruningPlan.given(model, experts=dict.fromkeys(mixtures.layers, first)))
+    ranking: Any = lp.rank(model, _ids(3, 24), what="experts")
+    return _passes(model, ranking.plan(mixtures.router.groups))
 
 
 def _healing(model: PreTrainedModel) -> bool:
