@@ -99,6 +99,6 @@ def prune_files(
     provenance = remove(plan, output)
     say(f"Pruned on disk ({why}); the gate's checks {read}:")
     if checkpoint is None:
-        tell_written(provenance, output, streamed=stream)
+        tell_written(provenance, output, streamed=format != "gguf")
     else:  # it may not load here, so that no eval of it is named
         show(provenance, output, kept=_record(output))

@@ -38,6 +38,7 @@ def test_ranked_pruned_and_scored_as_in_memory(run: Callable[..., Any]) -> None:
     assert (done.code, done.err) == (0, "")
     assert "the gate's checks on files, and on logits of streamed models:" in done.out
     assert "Not run: cached decoding." in done.out
+    assert "Next: lyapunov-prune eval smaller --against tiny --device disk\n" in done.out
     made = Provenance.load(Path("smaller") / PROVENANCE)
     assert made.not_run == (CACHED,)
     assert [c.name for c in made.gate.checks][-1] == SKIPPED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models import device as device_module
 from lyapunov_prune.models.device import free_memory, resolve_device
 
@@ -30,6 +31,14 @@ def test_auto_is_the_gpu_if_there_is_one(
     assert resolve_device("auto") == wanted
     assert resolve_device("cuda") == ("cuda" if rank is None else f"cuda:{rank}")
     assert resolve_device("cuda:1") == "cuda:1"
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device_module, "_usable", lambda name: False)
+    for name, told in (("cuda", "no CUDA device here; give cpu, "), ("cuda:1", "no device cuda:1 here; give cpu, ")):
+        with pytest.raises(LyapunovPruneError, match=told):
+            resolve_device(name)
 
 
 def test_what_torch_keeps_unused_of_a_gpu_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
