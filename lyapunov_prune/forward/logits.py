@@ -23,6 +23,7 @@ from lyapunov_prune.models.structure import Structure
 SAME_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 TOKENS = 64
 STEPS = 8
+_FAR = 1e3  # nats; the probability is 0 even in float64
 _LIFTED = 2**19  # entries of positions × vocabulary compared in float64 at once
 WINDOW_LIMIT = 1024  # the check does not run past longer sliding windows: it would take longer than the removal
 
@@ -36,7 +37,11 @@ def require_one_vocabulary(*sizes: int) -> None:
 
 
 def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    """`max_t ‖z_t − z'_t‖ / ‖z'_t − mean z'_t‖` in float64; infinite when a value is not finite."""
+    """`max_t ‖z_t − z'_t‖ / ‖z'_t − mean z'_t‖` in float64; infinite when a value is not finite.
+
+    Entries that mask tokens (fewer than half, more than _FAR below the largest) count only where they are no masks in
+    `logits`: a norm with −1e30 in it would hide every other difference.
+    """
     if logits.shape != reference.shape:
         return float("inf")
     worst, rows = 0.0, max(1, _LIFTED // logits.shape[-1])
@@ -44,7 +49,13 @@ def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
     for a, b in ((lift(z), lift(wanted)) for z, wanted in parts):
         if not (a.isfinite().all() and b.isfinite().all()):
             return float("inf")
-        spread = torch.linalg.vector_norm(b - b.mean(-1, keepdim=True), dim=-1)
+        floor = b.amax(-1, keepdim=True) - _FAR
+        masked = b < floor
+        masked &= 2 * masked.sum(-1, keepdim=True) < b.shape[-1]
+        if masked.any():
+            a, b = (x.where(~masked, x.clamp_min(floor) - floor) for x in (a, b))
+        mean = b.sum(-1, keepdim=True) / (~masked).sum(-1, keepdim=True)
+        spread = torch.linalg.vector_norm((b - mean).masked_fill(masked, 0), dim=-1)
         worst = max(worst, float((torch.linalg.vector_norm(a - b, dim=-1) / spread.clamp_min(1e-300)).max()))
     return worst
 
