@@ -28,9 +28,9 @@ from transformers.models.auto.modeling_auto import (
 from lyapunov_prune.arguments import Range, fits
 from lyapunov_prune.errors import LyapunovPruneError, first_line, first_of, reason_of, reported
 from lyapunov_prune.models.compact import MODULE, PREFIX, family_of, register
-from lyapunov_prune.models.quantised import UNPACK, quantisation
+from lyapunov_prune.models.quantised import UNPACK, is_unpacked, quantisation
 from lyapunov_prune.models.structure import LAYER_COUNTS, is_encoder
-from lyapunov_prune.models.weight_files import require_indexed, weight_files
+from lyapunov_prune.models.weight_files import require_indexed, require_plain, weight_files
 from lyapunov_prune.results.files import parsed, require_file
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -77,6 +77,8 @@ def require_loadable(
     if why:
         raise LyapunovPruneError(f"{folder} {why}")
     _require_safetensors(folder, named)
+    if not method or is_unpacked(config):
+        require_plain(weight_files(folder, named))
     if os.path.lexists(folder / _GENERATION):
         with loading_errors(folder / _GENERATION):
             if not isinstance(json.loads((folder / _GENERATION).read_text(encoding="utf-8")), dict):

@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from lyapunov_prune.errors import LyapunovPruneError, reported
-from lyapunov_prune.models.quantised import DENSE, unpacker
+from lyapunov_prune.models.quantised import DENSE, UNPACK, unpacker
 from lyapunov_prune.models.structure import Structure
 
 BUFFER = 2**18  # fits into the CPU cache: with 1 MB a copy takes at least twice as long
@@ -79,6 +79,18 @@ def require_indexed(folder: Path, named: str | None) -> None:
                     f"{path} holds {key}, which the index gives to {meant[key]}; fetch both files again, or remove "
                     "the copy that is not meant"
                 )
+
+
+def require_plain(files: Iterable[Path]) -> None:
+    """Raise LyapunovPruneError for matrices in 8 bits, which transformers would read without their scales."""
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                dtype = file.get_slice(key).get_dtype()
+                if dtype.startswith("F8_") or (dtype in ("I8", "U8") and key.endswith(".weight")):
+                    raise LyapunovPruneError(
+                        f"{path} holds {key} in {dtype}, and config.json does not say how; {UNPACK}"
+                    )
 
 
 def stored_names(folder: Path, named: str | None) -> set[str]:

@@ -29,6 +29,7 @@ from helpers import (
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.loading import load
@@ -366,3 +367,20 @@ def test_a_tensor_under_a_name_of_another_program_is_named(tokenizer: PreTrained
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(LyapunovPruneError, match=r"up_proj.*holds model\.layers\.0\.mlp\.other"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("scale", [None, "weight_scale", "weight_scale_inv"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_matrices_in_8_bits_that_the_config_does_not_name_are_refused(
+    scale: str | None, dtype: torch.dtype, checkpoint: Path
+) -> None:
+    """They were read without their scales: another model, 138 % off."""
+    state = load_file(checkpoint / WEIGHTS)
+    name = "model.layers.1.mlp.up_proj.weight"
+    state[name] = (100 * state[name]).to(dtype)
+    if scale:
+        state[name.replace("weight", scale)] = torch.full((1,), 0.01)
+    save_file(state, checkpoint / WEIGHTS, {"format": "pt"})
+    for way in (load, load_streamed, lambda folder: read_outline(folder, folder)):
+        with pytest.raises(LyapunovPruneError, match=r"up_proj\.weight in (F8|I8).*original weights"):
+            way(checkpoint)
