@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.errors import require_extra
+from lyapunov_prune.errors import CheckFailed, require_extra
 from lyapunov_prune.evaluation.llama_cpp import ENGINE, ask
 from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.speed import SpeedRow, speed_columns, speed_rows
@@ -23,6 +24,8 @@ from lyapunov_prune.progress import status
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
+# Most nats a token by which the loss in llama.cpp, which rounds the inputs of matrices to 8 bits, may differ from ours.
+SAME = 0.02
 STEPS = 16  # tokens decoded after each prompt
 REPEATS = 5
 
@@ -49,6 +52,16 @@ class EngineScores(Result):
     @property
     def measured_on(self) -> tuple[MeasuredOn, ...]:
         return tuple(perplexity.measured_on for perplexity in self.perplexities)
+
+    def require_same(self) -> None:
+        """Raise CheckFailed if a file has another loss in llama.cpp than here, by more than `SAME` nats a token."""
+        for theirs, ours in zip(self.perplexities, self.own, strict=True):
+            if not abs(theirs.nll - math.log(ours)) <= SAME:
+                raise CheckFailed(
+                    f"llama.cpp computes something else with {theirs.measured_on.model.name} than this program: "
+                    f"perplexity {theirs.value:.4g} there and {ours:.4g} here; trust neither, and convert the original "
+                    "checkpoint again"
+                )
 
     def to_frame(self) -> pd.DataFrame:
         columns = {

@@ -203,7 +203,7 @@ def _rounding(side: Side, ids: torch.Tensor) -> float:
 
 def _other_settings(dense: ModelIdentity, compressed: ModelIdentity) -> str:
     """A phrase about settings that differ between two models with as many layers; empty if there are none."""
-    other = compressed.other_setting(dense) if dense.num_layers == compressed.num_layers else ""
+    other = compressed.other_settings(dense) if dense.num_layers == compressed.num_layers else ""
     common = dense.weights.keys() & compressed.weights.keys()
     same = dense.architecture == compressed.architecture and any(
         dense.weights[dtype] == compressed.weights[dtype] for dtype in common

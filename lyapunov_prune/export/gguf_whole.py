@@ -26,13 +26,12 @@ from lyapunov_prune.models.decoder import Decoder, runs_model, wrap_any
 from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, gguf_file
 from lyapunov_prune.models.gguf_copy import write_pieces
 from lyapunov_prune.models.gguf_header import Header, Value, number, read_header, text
-from lyapunov_prune.models.gguf_metadata import architecture_values, gguf_family, unread
+from lyapunov_prune.models.gguf_metadata import architecture_values, gguf_family
 from lyapunov_prune.models.gguf_tensors import Chosen, stored_tensors
 from lyapunov_prune.models.gguf_vocabulary import CONVERT, vocabulary_values
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import model_name
-from lyapunov_prune.progress import warn
 from lyapunov_prune.pruning.gate import GateReport, OnFiles, attempt
 from lyapunov_prune.pruning.provenance import made_by
 from lyapunov_prune.results.files import require_disk, whole_file
@@ -70,11 +69,7 @@ def write_gguf(
     with whole_file(target) as file:
         write_pieces(file, values, pieces, gguf.GGUF_DEFAULT_ALIGNMENT)
         detail = "distance of the numbers in the file, over the most that rounding moves"
-        on_file: dict[str, OnFiles] = {}
-        if lost := unread(config, family):
-            warn(f"not read back by transformers: it does not read {lost} from a GGUF file")
-        else:
-            on_file[RELOADED] = partial(file_reloads, result, within=1e-6)
+        on_file: dict[str, OnFiles] = {RELOADED: partial(file_reloads, result, within=1e-6)}
         context = values[f"{family.architecture}.context_length"].read()
         on_file |= engine_checks(result, tokenizer, max(2, context - GREEDY))
         found = [attempt(name, partial(check, file)) for name, check in on_file.items()]

@@ -111,7 +111,7 @@ def plan_for_quantised(checkpoint: Quantised, plan: PruningPlan) -> PruningPlan:
     made on the model before quantisation is accepted too, with a warning that weights were not compared.
     """
     mine, theirs = checkpoint.identity, plan.model
-    other = mine.other_setting(theirs)
+    other = mine.other_settings(theirs)
     if other or (mine.model_type, mine.num_layers) != (theirs.model_type, theirs.num_layers):
         raise LyapunovPruneError(
             f"this plan was made for {theirs.name} ({theirs.model_type}, {theirs.num_layers} layers), not for "

@@ -30,8 +30,9 @@ from lyapunov_prune.results.files import delete, halves, release_lock, whole_fol
 BUILTIN, BUILTIN_VERSION = "smollm2-135m", "0.1.2"
 PLACE, LIMIT = "LYAPUNOV_PRUNE_CACHE", "LYAPUNOV_PRUNE_CACHE_GB"
 _GIGABYTES = 20.0
+READER = 2  # raised when a file is read otherwise, so that what older versions dequantised is not taken
 _SEAL = "cached.json"
-_ENTRY = "[0-9a-f]{64}-[0-9][^-]*-[0-9][^-]*"  # SHA-256 of a file, versions of transformers and gguf
+_ENTRY = "[0-9a-f]{64}-[0-9][^-]*-[0-9][^-]*"  # SHA-256 of a file, versions of what reads it
 _VERSION = "[0-9.]+"
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ def cache_folder() -> Path:
 
 
 def builtin_place() -> Path:
-    return cache_folder() / f"{BUILTIN}-{BUILTIN_VERSION}"
+    return cache_folder() / f"{BUILTIN}-{BUILTIN_VERSION}.{READER}"
 
 
 def cache_limit() -> float:
@@ -72,7 +73,7 @@ class Entry:
         self._source, self._limit = source.name, cache_limit()
         with reported(f"cannot read {source}", "check its permissions"):
             content = _sha256(source)
-        self.folder = cache_folder() / "gguf" / f"{content}-{version('transformers')}-{version('gguf')}"
+        self.folder = cache_folder() / "gguf" / f"{content}-{version('transformers')}-{version('gguf')}+{READER}"
 
     def read(self, read: Callable[[Path], T]) -> T | None:
         """Return `read(folder)` of the cached checkpoint; None if there is none or any byte of it has changed.

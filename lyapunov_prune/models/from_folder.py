@@ -136,6 +136,7 @@ def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], 
         with loading_errors(where), quiet():
             bare = auto.from_pretrained(folder, **_PLAIN_OUTPUT, **options | {"device_map": "meta"})
         require_placed(bare, options["device_map"])
+    plain = {} if "config" in options else _PLAIN_OUTPUT  # beside a config, these would reach the model's constructor
     with offload_folder(options["device_map"]) as converted:
         with loading_errors(where), quiet():
             loaded: Any = auto.from_pretrained(
@@ -143,7 +144,7 @@ def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], 
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 offload_folder=converted,
-                **_PLAIN_OUTPUT,
+                **plain,
                 **options,
             )
         model, info = loaded

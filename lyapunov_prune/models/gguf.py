@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers import AutoConfig
 
 from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.models.cache import BUILTIN, BUILTIN_VERSION, PLACE, Entry, builtin_place
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.folder import require_no_adapter_config
-from lyapunov_prune.models.from_folder import load_folder, load_whole, quiet
+from lyapunov_prune.models.folder import loading_errors, require_no_adapter_config
+from lyapunov_prune.models.from_folder import LOCAL, load_folder, load_whole, quiet
 from lyapunov_prune.models.gguf_copy import pieces_of, write_pieces
 from lyapunov_prune.models.gguf_header import Header, read_header
-from lyapunov_prune.models.gguf_layers import full_attention
+from lyapunov_prune.models.gguf_settings import read_settings, require_used
 from lyapunov_prune.progress import status
 from lyapunov_prune.results.files import require_writable, whole_folder
 from lyapunov_prune.results.history import HISTORY, History, history_of, keep_history
@@ -131,24 +132,16 @@ def _dequantise(path: Path) -> Decoder:
         # In an empty folder, because transformers would take the tokenizer of whatever lies beside the file; by an
         # absolute path, because it would prefer a file of the same name in the current folder.
         source = {"gguf_file": str(path.absolute())}
-        loaded = load_whole(path, nothing, source, {"dtype": torch.float32, "device_map": "cpu"})
+        with loading_errors(path), quiet():
+            config = AutoConfig.from_pretrained(nothing, **source | LOCAL)
+        read_settings(header, config)
+        loaded = load_whole(path, nothing, source, {"dtype": torch.float32, "device_map": "cpu", "config": config})
+    require_used(header, loaded.model)
     keep_history(loaded.model, stored_history(header))
-    _name_windows(loaded, header)
     # The weights are dense now; save_pretrained refuses while these are set.
     loaded.model.config.__dict__.pop("quantization_config", None)
     loaded.model.__dict__.pop("hf_quantizer", None)
     return loaded
-
-
-def _name_windows(loaded: Decoder, header: Header) -> None:
-    """List the windowed layers in the config: transformers assumes the family's period instead of the file's.
-
-    The layers of `loaded` still follow the assumed period; loading what `_save` writes follows the config.
-    """
-    config = loaded.structure.config
-    full = full_attention(header) if getattr(config, "layer_types", None) else None
-    if full is not None:
-        config.layer_types = ["full_attention" if each else "sliding_attention" for each in full]
 
 
 def stored_history(header: Header) -> History:

@@ -166,14 +166,12 @@ def read_header(path: Path) -> Header:
 
 def _read_one(path: Path) -> Header:
     require_file(path)
-    failures = ValueError, KeyError, struct.error, OverflowError  # mmap raises ValueError for an empty file
-    with (
-        reported(f"cannot read {path}", "check the path and its permissions"),
-        reported(f"{path} is truncated or not a GGUF file", "fetch it again", *failures),
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-    ):
-        return _parsed(path, data)
+    with reported(f"cannot read {path}", "check the path and its permissions"):
+        try:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _parsed(path, data)
+        except (ValueError, KeyError, struct.error, OverflowError):  # mmap raises ValueError for an empty file
+            raise LyapunovPruneError(f"{path} is truncated or not a GGUF file; fetch it again") from None
 
 
 def _require(sound: bool) -> None:

@@ -22,11 +22,6 @@ from lyapunov_prune.progress import warn
 
 # The YaRN settings of transformers that llama.cpp computes alike.
 _YARN = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "type"}
-# Settings that transformers' GGUF reader leaves at their defaults.
-_ASSUMED = (
-    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
-    *("attention_bias", "mlp_bias", "use_sliding_window"),
-)
 
 
 @dataclass(frozen=True)
@@ -123,21 +118,6 @@ def rope_tensors(config: PretrainedConfig) -> dict[str, torch.Tensor]:
     if rope["rope_type"] == "longrope":
         return {f"rope_factors_{each}.weight": torch.tensor(rope[f"{each}_factor"]) for each in ("long", "short")}
     return {}
-
-
-def unread(config: PretrainedConfig, family: GGUFFamily) -> str | None:
-    """The first setting of `config` that transformers' GGUF reader would not restore from the file; None if none."""
-    default, rope = type(config)(), _rope(config)
-    narrow = {"qwen2": config.hidden_size // config.num_attention_heads, "qwen3": 128}
-    assumed = {key: getattr(default, key) for key in _ASSUMED if hasattr(default, key)}
-    local = config.rope_parameters.get("sliding_attention", {})
-    lost = {
-        "head_dim": head_size(config) != narrow.get(family.architecture, head_size(config)),
-        "the rotary scaling": rope["rope_type"] != "default" or bool(rope.get("partial_rotary_factor", 1) != 1),
-        "the rotary base of windows": local.get("rope_theta", 1e4) != 1e4,
-        **{key: getattr(config, key) != value for key, value in assumed.items()},
-    }
-    return first_of(lost)
 
 
 def head_size(config: PretrainedConfig) -> int:

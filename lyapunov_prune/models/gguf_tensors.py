@@ -66,7 +66,7 @@ def rounded(
         order, shift = _reading(processor, name, shape)
         stored = np.empty(order.size, dtype=np.float32)
         stored[order.ravel()] = values.detach().float().cpu().numpy().ravel() - shift
-        kind, data = _quantised(stored.reshape(shape), Chosen(Kind(before[name].kind)))
+        kind, data = _quantised(name, stored.reshape(shape), Chosen(Kind(before[name].kind)))
         again = dequantised(data, kind).reshape(shape)
         back = torch.from_numpy(again.ravel()[order.ravel()] + np.float32(shift)).reshape(values.shape)
         made.append(Rounded(name, kind.name, Anew(int(kind), data.tobytes()), back.to(values.dtype)))
@@ -83,9 +83,14 @@ def _reading(processor: Any, name: str, shape: tuple[int, ...]) -> tuple[np.ndar
     return read.weights - shift, shift
 
 
-def _quantised(values: np.ndarray, how: Chosen) -> tuple[Kind, np.ndarray]:
-    """`values` in the type of `how`; in Q8_0 or float16 if their rows are not whole blocks of it."""
+def _quantised(name: str, values: np.ndarray, how: Chosen) -> tuple[Kind, np.ndarray]:
+    """The matrix `name` in the type of `how`; in Q8_0 or float16 if its rows are not whole blocks of it.
+
+    Raises LyapunovPruneError for a number that float16 cannot hold.
+    """
     kind = next(kind for kind in (how.type, Kind.Q8_0, Kind.F16) if fits(kind, values.shape[-1]))
+    if kind == Kind.F16 and (largest := np.abs(values).max()) > (most := np.finfo(np.float16).max):
+        raise LyapunovPruneError(f"{name} holds {largest:.5g}, and f16 ends at {most:.5g}; give --quantize bf16")
     return kind, quantised(values.reshape(-1, values.shape[-1]), kind, how.importance)
 
 
@@ -112,7 +117,7 @@ def stored_tensors(
         if name is None:
             raise LyapunovPruneError(f"llama.cpp has no tensor for {own} in {family.architecture}; write it plain")
         values = _laid_out(name, tensor.detach().float().cpu(), config, family, into_file=True)
-        kind, data = _quantised(values.numpy(), chosen.get(own) or _how(name, values, quantisation))
+        kind, data = _quantised(name, values.numpy(), chosen.get(own) or _how(name, values, quantisation))
         again = torch.from_numpy(dequantised(data, kind).reshape(values.shape))
         before = tensor.detach().float().clone()
         tensor.copy_(_laid_out(name, again, config, family, into_file=False))

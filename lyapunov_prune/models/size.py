@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -13,6 +14,7 @@ from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.from_folder import load_bare
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.loading import checkpoint_folder
+from lyapunov_prune.models.quantised import is_packed
 from lyapunov_prune.models.weight_files import weight_files
 
 
@@ -56,8 +58,9 @@ def stored_size(name: str | Path, model: PreTrainedModel | None = None) -> Size 
     with suppress(LyapunovPruneError, OSError):
         if str(name).endswith(".gguf"):
             header = read_header(Path(name))
-            return Size(sum(part.stat().st_size for part in header.parts), sum(t.size for t in header.tensors))
+            return Size(sum(part.stat().st_size for part in header.parts), sum(prod(t.dims) for t in header.tensors))
         folder = checkpoint_folder(str(name), offline=True)
         if files := weight_files(folder, None):
-            return Size(sum(file.stat().st_size for file in files), load_bare(folder).model.num_parameters())
+            plain = model if model is not None and not is_packed(model) else load_bare(folder).model
+            return Size(sum(file.stat().st_size for file in files), plain.num_parameters())
     return None if model is None else model_size(model)

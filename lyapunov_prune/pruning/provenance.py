@@ -80,7 +80,7 @@ class Provenance(Result):
         identity = identify(dense)
         if not self.plan.model.same_as(identity):
             raise LyapunovPruneError(
-                f"{name}{identity.other_setting(self.plan.model)} is not the model that {made} was made from, which "
+                f"{name}{identity.other_settings(self.plan.model)} is not the model that {made} was made from, which "
                 f"{Path(made) / PROVENANCE} records as {self.source!r}; give that one as {option}"
             )
 

@@ -7,12 +7,13 @@ import importlib
 import json
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 from markupsafe import Markup
 
 from lyapunov_prune.arguments import checked
@@ -79,7 +80,7 @@ class ModelIdentity:
 
     def same_as(self, other: ModelIdentity) -> bool:
         """Whether both are the same model; raises LyapunovPruneError if their weights share no dtype, even rounded."""
-        if self.architecture != other.architecture or self.other_setting(other):
+        if self.architecture != other.architecture or self.other_settings(other):
             return False
         common = self.weights.keys() & other.weights.keys()
         if not common:
@@ -95,19 +96,33 @@ class ModelIdentity:
         if not self.same_as(other):
             raise LyapunovPruneError(
                 f"{what} is of {other.name} ({other.model_type}, {other.num_layers} layers), not of {self.name}"
-                f"{self.other_setting(other)}; {remedy}"
+                f"{self.other_settings(other)}; {remedy}"
             )
 
-    def other_setting(self, other: ModelIdentity) -> str:
-        """For a message: in brackets, the first setting that both configs have with different values; empty if none.
+    def other_settings(self, other: ModelIdentity) -> str:
+        """For a message: in brackets, the settings that both configs have with different values; empty if none.
 
-        A setting that only one config has does not count, since versions of transformers differ in theirs.
+        A setting that only one config has does not count, since versions of transformers differ in theirs, nor do
+        numbers that are equal in float32, which is all that a GGUF header holds.
         """
         mine, theirs = (identity.settings or {} for identity in (self, other))
-        for name, value in mine.items():
-            if name in theirs and value != theirs[name]:
-                return printable(f" (its {name} is {str(value)[:60]}, not {str(theirs[name])[:60]})")
-        return ""
+        told = [f"its {name} is {str(a)[:60]}, not {str(b)[:60]}" for name, a, b in _differing(mine, theirs)]
+        return printable(f" ({'; '.join(told)})") if told else ""
+
+
+def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name, value in mine.items():
+        other = theirs.get(name, value)
+        if isinstance(value, dict) and isinstance(other, dict):
+            yield from ((f"{name}.{inner}", a, b) for inner, a, b in _differing(value, other))
+        elif _rounded(value) != _rounded(other):
+            yield name, value, other
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return np.float32(value) if isinstance(value, float) else value
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def test_a_file_and_a_folder(run: Callable[..., Done]) -> None:
         ("export tiny -o x.gguf --format plain", "--format does not fit x.gguf"),
         ("export tiny -o x --format gguf", "end --output in .gguf"),
         ("export tiny -o x.gguf --quantize q4_k_m", "for '--quantize': 'q4_k_m' is not one of 'f32'"),
-        ("export tiny -o x --quantize q8_0", "plain has no quantize"),
+        ("export tiny -o x --quantize q8_0", "--quantize applies to a GGUF file"),
         ("export tiny -o x --format packed", "packed"),
         ("export absent -o x.gguf", "absent"),
         ("compress tiny --sparsity 0.5 -o x.gguf", "write plain, and export that"),

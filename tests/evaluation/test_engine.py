@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import VOCABULARY, Done, make_tiny, write_gguf
+from helpers import VOCABULARY, Done, make_tiny, saved, write_gguf
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation import engine, llama_cpp
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.llama_cpp import installed
+from lyapunov_prune.models.loading import load
 
 ASKED = ("--speed", "--tokens", "96", "--context", "48")
 
@@ -38,6 +39,26 @@ def test_the_same_windows_have_the_same_losses_there(file: Path, run: Callable[.
     assert found.engine.types == ("Q8_0", "Q8_0")
     assert all(row.prefill > 0 and row.decode > 0 for row in found.engine.rows)
     assert "In llama.cpp: perplexity" in done.out
+
+
+@pytest.mark.skipif(not installed(), reason="needs xllamacpp")
+def test_another_loss_there_fails(file: Path, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "SAME", 0.0)
+    done = run("eval", "x.gguf", *ASKED, "-o", "out")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert Evaluation.load("out/eval.json").engine is not None
+
+
+def test_a_file_is_measured_beside_a_folder_with_more_special_tokens(
+    file: Path, run: Callable[..., Done], tmp_path: Path
+) -> None:
+    named = load("x.gguf").tokenizer
+    named.add_special_tokens({"additional_special_tokens": ["<|more|>"]})
+    model = make_tiny("llama", vocab_size=len(named) + 8)
+    saved(model, named, tmp_path / "dense")
+    for pair in (("x.gguf", "--against", "dense"), ("dense", "--against", "x.gguf")):
+        done = run("eval", *pair, "--tokens", "96", "--context", "48")
+        assert done.code == 0, done.err
 
 
 def test_an_engine_that_crashes_hangs_or_is_absent_is_one_line(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import VOCABULARY, make_small, make_tiny, make_tokenizer, write_gguf
+from helpers import VOCABULARY, equal, make_small, make_tiny, make_tokenizer, write_gguf
 from transformers import PreTrainedModel
 
-from lyapunov_prune.checkpoints.reloading import RELOADED
+from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import installed
 from lyapunov_prune.export import gguf_whole, llama_cpp
@@ -24,9 +24,10 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.gguf_copy import Piece
 from lyapunov_prune.models.gguf_header import Value, read_header
 from lyapunov_prune.models.loading import load
+from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.results.history import history_of
 
-# Settings of which transformers' reader takes nothing from a file are at its defaults. No windows but Gemma's.
+# No windows but Gemma's.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None, "head_dim": 32},
@@ -63,6 +64,10 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_cpp, "installed", lambda: False)
 
 
+def passes(*args: Any, **options: Any) -> GateCheck:
+    return GateCheck(RELOADED, True, 0.0, 0.0, "")
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_reads_back_in_transformers_and_llama_cpp(name: str, tmp_path: Path) -> None:
     told = export(wrap(tiny(name)), make_tokenizer(), tmp_path / "x.gguf", "q8_0")
@@ -70,50 +75,40 @@ def test_every_family_reads_back_in_transformers_and_llama_cpp(name: str, tmp_pa
     assert told.stored["Q8_0"] > told.stored["F32"]
 
 
-@ENGINES
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
-        (
-            "llama",
-            {
-                "rope_parameters": SCALED,
-                "attention_bias": True,
-            },
-        ),
-        (
-            "qwen3",
-            {
-                "rope_parameters": {
-                    "rope_type": "yarn",
-                    "rope_theta": 1e4,
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 160,
-                },
-                "head_dim": 16,
-            },
-        ),
-        (
-            "phi3",
-            {
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "rope_theta": 1e4,
-                    "original_max_position_embeddings": 160,
-                    "short_factor": [1.0] * 8,
-                    "long_factor": [1 + i / 4 for i in range(8)],
-                }
-            },
-        ),
-        ("gemma3", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window_pattern": 3}),
-        ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0}),
-    ],
-)
-def test_what_transformers_does_not_read_llama_cpp_does(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    told = export(wrap(tiny(name, **changes)), make_tokenizer(), tmp_path / "x.gguf", "f32")
-    assert [check.name for check in told.checks] == [ROUNDED, ENGINE]
-    assert told.not_run == (RELOADED,)
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 160}
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1 + i / 4 for i in range(8)]}
+OLDER = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+LOCAL = {"rope_type": "default", "rope_theta": 5e4}
+NARROW = {"head_dim": 16, "query_pre_attn_scalar": 16}
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"rope_parameters": LINEAR}) for name in ("llama", "mistral", "qwen2", "qwen3")),
+    *((name, {"rope_parameters": YARN}) for name in ("llama", "mistral", "qwen2", "qwen3")),
+    *((name, {"rope_parameters": SCALED}) for name in ("llama", "mistral")),
+    ("llama", {"rope_parameters": SCALED, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 3e-5}),
+    ("qwen3", {"rope_parameters": YARN | {"factor": 4.0}, "head_dim": 16}),
+    ("phi3", {"rope_parameters": LONG | FACTORS}),
+    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5}}),
+    ("gemma3", {**NARROW, "sliding_window_pattern": 3}),
+    ("gemma3", {**NARROW, "rope_parameters": {"full_attention": OLDER, "sliding_attention": LOCAL}}),
+    ("gemma2", {**NARROW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), SETTINGS)
+def test_every_setting_is_read_back_and_computed_by_llama_cpp(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = wrap(tiny(name, **changes))
+    told = export(model, make_tokenizer(), tmp_path / "x.gguf", "f32")
+    assert [check.name for check in told.checks] == [ROUNDED, RELOADED, *[ENGINE] * installed()]
+    again = load(tmp_path / "x.gguf")
+    if not name.startswith("gemma"):  # whose norms gain one in the file, in float32
+        assert equal(again.model, model.model)
+    config = again.structure.config
+    assert config.rms_norm_eps == model.structure.config.rms_norm_eps
+    ids = torch.arange(2, 90)[None]
+    with torch.no_grad():
+        assert torch.allclose(again.model(ids).logits, model.model(ids).logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("fault", ["queries", "norms", "shifted back"])
@@ -130,7 +125,7 @@ def test_numbers_in_a_wrong_place_fail_the_gate(fault: str, tmp_path: Path, monk
     with pytest.raises(CheckFailed, match=ROUNDED if fault == "shifted back" else RELOADED):
         export(wrap(tiny(name)), make_tokenizer(), tmp_path / "x.gguf")
     if fault == "queries" and installed():  # llama.cpp sees it too
-        monkeypatch.setattr(gguf_whole, "unread", lambda config, family: "anything")
+        monkeypatch.setattr(gguf_whole, "file_reloads", passes)
         with pytest.raises(CheckFailed, match=ENGINE):
             export(wrap(tiny(name)), make_tokenizer(), tmp_path / "x.gguf")
     assert not list(tmp_path.iterdir())
@@ -160,6 +155,9 @@ def test_what_is_left_out_of_the_file_fails_in_llama_cpp(
         return write(path, {key: value for key, value in values.items() if key != missing}, kept, alignment)
 
     monkeypatch.setattr(gguf_whole, "write_pieces", faulty)
+    with pytest.raises(CheckFailed, match=RELOADED):
+        export(wrap(tiny(name, **changes)), make_tokenizer(), tmp_path / "x.gguf")
+    monkeypatch.setattr(gguf_whole, "file_reloads", passes)
     with pytest.raises(CheckFailed, match=ENGINE):
         export(wrap(tiny(name, **changes)), make_tokenizer(), tmp_path / "x.gguf")
 
@@ -218,6 +216,38 @@ def test_a_model_that_llama_cpp_cannot_be_told_is_refused(
     with pytest.raises(LyapunovPruneError, match=told):
         export(wrap(model), make_tokenizer(), tmp_path / "x.gguf")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_number_beyond_half_precision_is_refused_and_bf16_holds_it(no_engine: None, tmp_path: Path) -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = 7e4
+    with pytest.raises(LyapunovPruneError, match=r"blk\.1\.ffn_up.*bf16"):
+        export(wrap(model), make_tokenizer(), tmp_path / "x.gguf", "f16")
+    export(wrap(model), make_tokenizer(), tmp_path / "x.gguf", "bf16")
+
+
+@pytest.mark.parametrize("rope", [LINEAR, YARN, SCALED], ids=lambda rope: rope["rope_type"])
+def test_the_built_in_model_keeps_a_scaling(rope: dict[str, Any], no_engine: None, tmp_path: Path) -> None:
+    """Three of its layers. A file that was read without its scaling was off by half, and nothing said so."""
+    dense = load("smollm2-135m")
+    model = remove_layers(dense, list(range(3, dense.structure.num_layers)))
+    model.config.rope_parameters = {**rope, "rope_theta": model.config.rope_parameters["rope_theta"]}
+    made = wrap(type(model)(model.config).eval())
+    made.model.load_state_dict(model.state_dict())
+    export(made, dense.tokenizer, tmp_path / "x.gguf", "f32")
+    again = load(tmp_path / "x.gguf")
+    wanted_rope = made.structure.config.rope_parameters
+    assert again.structure.config.rope_parameters == {
+        name: value if isinstance(value, str) else pytest.approx(value) for name, value in wanted_rope.items()
+    }
+    Plain().export(again, tmp_path / "folder")
+    ids = torch.arange(1000, 1064)[None]
+    with torch.no_grad():
+        wanted = made.model(ids).logits
+        assert (wanted - model(ids).logits).norm() > 0.01 * wanted.norm()  # the scaling matters
+        for one in (again, load(tmp_path / "folder")):
+            assert torch.allclose(one.model(ids).logits, wanted, atol=1e-4)
 
 
 def test_a_compact_model_stays_compact(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models import cache as cache_module
 from lyapunov_prune.models import gguf
-from lyapunov_prune.models.cache import cache_folder, cached, clear_cache
+from lyapunov_prune.models.cache import builtin_place, cache_folder, cached, clear_cache
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.gguf_settings import shortest
 from lyapunov_prune.models.loading import load
 
 
@@ -90,6 +91,7 @@ def test_what_is_cached_is_what_the_file_holds(dtype: str | None, file: Path, ma
     assert all(torch.equal(t, wanted[name].to(t.dtype)) for name, t in second.model.state_dict().items())
     mine, theirs = (m.config.to_dict() for m in (second.model, plain))
     said = {"dtype", "_name_or_path", "quantization_config", "architectures"}  # how it was saved
+    theirs["rms_norm_eps"] = shortest(theirs["rms_norm_eps"])  # which the file holds in float32
     assert {k: v for k, v in mine.items() if k not in said} == {k: v for k, v in theirs.items() if k not in said}
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
     assert second.tokenizer.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
@@ -328,7 +330,7 @@ def test_what_is_in_the_cache_is_told(file: Path, place: Path) -> None:
 
 def test_only_the_cache_s_own_is_deleted(file: Path, checkpoint: Path, place: Path) -> None:
     load(file)
-    builtin = cache_folder() / "smollm2-135m-0.1.2"
+    builtin = builtin_place()
     checkpoint.rename(builtin)
     assert {each.source for each in cached()} == {"x.gguf", "smollm2-135m"}
     name = next(path.name for path in place.iterdir() if path.is_dir())
@@ -362,7 +364,7 @@ def test_a_link_goes_and_what_it_points_to_stays(file: Path, place: Path, checkp
     whole = entry(place)
     whole.rename(elsewhere)
     whole.symlink_to(elsewhere)
-    builtin = cache_folder() / "smollm2-135m-0.1.2"
+    builtin = builtin_place()
     builtin.symlink_to(checkpoint)
     assert [each.size for each in cached()] == [0, 0]
     before = {path: path.read_bytes() for folder in (elsewhere, checkpoint) for path in folder.iterdir()}

@@ -181,7 +181,7 @@ def test_a_plan_is_not_for_a_long_context_variant_of_its_weights(run: Callable[.
     edit_json(Path("tiny/config.json"), rope_scaling=YARN)
     done = run("prune", "tiny", "--plan", "run/plan.json", "-o", "small")
     assert done.code == 2
-    assert "rope_parameters is {'rope_type': 'yarn'" in done.err
+    assert "rope_parameters.rope_type is yarn" in done.err
     assert not Path("small").exists()
     done = run("prune", "tiny", "--device", "disk", "--plan", "run/plan.json", "-o", "small")
     assert done.code == 2

@@ -28,7 +28,7 @@ def evaluate(
         what_option(
             "--speed",
             help="Also measure the speed of prefill and decoding; of .gguf files also in llama.cpp, with the "
-            "perplexity of the same windows (needs xllamacpp).",
+            "perplexity of the same windows, which must agree (needs xllamacpp).",
         ),
     ] = False,
     tasks: Annotated[
@@ -102,17 +102,24 @@ def evaluate(
         show(part, None, kept=written, answered=True)
     if speed:
         _say_unpacked(models)
+    if result.engine is not None:
+        result.engine.require_same()
 
 
 def _models(first: Decoder, names: list[str], inputs: Inputs, batch: TokenBatch) -> dict[str, PreTrainedModel]:
     """The models by name, none of which was made with the text of `batch`."""
     from lyapunov_prune.data.unseen import require_unseen
-    from lyapunov_prune.models.tokenizers import require_same_tokenizer
+    from lyapunov_prune.models.gguf import gguf_file
+    from lyapunov_prune.models.tokenizers import require_same_ids, require_same_tokenizer
 
     models = {names[0]: first.model}
     for name in names[1:]:
         other = inputs.load(name)
-        require_same_tokenizer(first.tokenizer, other.tokenizer, (names[0], name))
+        both = (names[0], name)
+        if any(map(gguf_file, both)):  # whose tokenizer may lack special tokens of the folder
+            require_same_ids(first.tokenizer, other.tokenizer, both, first.structure.config.vocab_size)
+        else:
+            require_same_tokenizer(first.tokenizer, other.tokenizer, both)
         models[name] = other.model
     for model in models.values():
         require_unseen(model, batch)
