@@ -48,6 +48,7 @@ MODULES = {
     "compared": "experiments.compared",
     "differences": "experiments.differences",
     "mutants": "mutants",
+    "used_texts": "experiments.used_texts",
 }
 _ASKED = re.compile(r"(<!-- (?:(\w+):)?([\w., /-]+(?: \| [^|\n]+?)*) -->\n?)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -123,6 +124,14 @@ def cell(table: str, *place: str) -> str:
     raise KeyError(place)
 
 
+def refuse_burnt() -> None:
+    """Raise SystemExit if a committed result reports on a text that was used to fit or to choose, or tells none."""
+    sys.path.insert(0, str(REPOSITORY))
+    if found := importlib.import_module("experiments.used_texts").faults():
+        raise SystemExit("\n".join(found))
+
+
 if __name__ == "__main__":
+    refuse_burnt()
     for document in DOCUMENTS:
         document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
