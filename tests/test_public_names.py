@@ -158,7 +158,6 @@ MISTAKES = [
     "export smollm2-135m --quantize q4_0 -o new",
     "export gone.gguf -o new",
     "eval smollm2-135m --tasks gone.jsonl",
-    "eval smollm2-135m --retrieval gone.jsonl,gone.jsonl",
     "eval smollm2-135m --against ./nowhere",
     "eval smollm2-135m --limit 3",
     "check smollm2-135m ./nowhere",

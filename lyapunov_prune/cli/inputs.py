@@ -12,7 +12,7 @@ from lyapunov_prune.cli.jobs import JOBS, jobs_folder
 from lyapunov_prune.cli.options import Inputs
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import show
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.allocation.allocation import Allocation
@@ -142,16 +142,6 @@ def require_bounds(hold: bool, violated: int, where: Path) -> None:
     """Raise CheckFailed unless all bounds hold; `where` says which are violated."""
     if not hold:
         raise CheckFailed(f"{violated} bounds are violated; see {where}")
-
-
-def require_retrieval(files: str) -> list[str]:
-    """The two or three files of a retrieval task."""
-    names = [name.strip() for name in files.split(",")]
-    if len(names) not in (2, 3) or not all(names):
-        raise LyapunovPruneError(
-            f"--retrieval {files!r} is not two or three files; give QUERIES.jsonl,DOCS.jsonl,QRELS.tsv"
-        )
-    return names
 
 
 def require_studies(study: str) -> tuple[str, ...]:

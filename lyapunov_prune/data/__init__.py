@@ -7,7 +7,7 @@
 - `examples`: what text and images have in common, and three disjoint parts of either;
 - `prompts`: the user's own prompts, each of its own length;
 - `unseen`: refuses to score a model on what it was made with;
-- `choices`: multiple-choice items and questions from JSONL files; `retrieval`: queries and documents.
+- `choices`: multiple-choice items and questions from JSONL files.
 """
 
 import lazy_loader

@@ -1,6 +1,4 @@
 from .perplexity import Perplexity as Perplexity
-from .retrieval import RetrievalScores as RetrievalScores
-from .retrieval import evaluate_retrieval as evaluate_retrieval
 from .score import ItemScores as ItemScores
 from .score import paired_error as paired_error
 from .score import score as score

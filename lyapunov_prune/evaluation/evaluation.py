@@ -1,4 +1,4 @@
-"""The result of `lyapunov-prune eval`: perplexity and zeros, optionally speed, tasks, retrieval and llama.cpp."""
+"""The result of `lyapunov-prune eval`: perplexity and zeros, optionally speed, tasks and llama.cpp."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.evaluation.engine import EngineScores
 from lyapunov_prune.evaluation.perplexity import Perplexity
-from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.evaluation.task_scores import TaskScores
 from lyapunov_prune.models.size import Size
@@ -24,7 +23,7 @@ SPARSE = 0.05
 
 @dataclass(frozen=True)
 class Evaluation(Result):
-    """Perplexity of one model, or of two on the same tokens; speeds, tasks and retrieval measured in the same run.
+    """Perplexity of one model, or of two on the same tokens; speeds and tasks measured in the same run.
 
     `zeros` is the share of zeros among the entries of each model's layers (matrices and larger tensors). `sizes` are
     those of the files that the models were loaded from, or would be saved as; empty in files of older versions.
@@ -34,7 +33,6 @@ class Evaluation(Result):
     zeros: tuple[float, ...]
     speed: Speed | None
     tasks: TaskScores | None = None
-    retrieval: RetrievalScores | None = None
     engine: EngineScores | None = None
     sizes: tuple[Size, ...] = ()
 
@@ -65,7 +63,7 @@ class Evaluation(Result):
         return frame if len(rows) > 1 else frame.drop(columns=["× first", "low", "high"])
 
     def further(self) -> list[Result]:
-        return [part for part in (self.speed, self.tasks, self.retrieval, self.engine) if part is not None]
+        return [part for part in (self.speed, self.tasks, self.engine) if part is not None]
 
     def answer(self) -> list[str]:
         reference, *others = self.perplexities
@@ -79,7 +77,7 @@ class Evaluation(Result):
             lines.append(
                 f"{mine.parameters:,} parameters of {dense.parameters:,} ({kept:.1%}), {mine.num_layers} layers."
             )
-        for part in (self.speed, self.tasks, self.retrieval, self.engine):
+        for part in (self.speed, self.tasks, self.engine):
             lines += part.answer() if part else []
         if max(self.zeros) >= SPARSE:
             lines.append(f"{max(self.zeros):.0%} of the entries are zero; the size is what their storage takes.")

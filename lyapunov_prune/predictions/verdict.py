@@ -1,4 +1,4 @@
-"""Which kinds of task a compression spares: retrieval, multiple choice and generation, with the same three questions.
+"""Which kinds of task a compression spares: multiple choice and generation, with the same three questions.
 
 In which space is the task decided? How far did that space move, and how far may it move? Does the error grow through
 the generated text? All numbers come from measurements made elsewhere.
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.retrieval import TOP, RetrievalScores
 from lyapunov_prune.predictions.choice_comparison import ChoiceComparison
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.history import HistoryDivergence
@@ -26,7 +24,7 @@ _Z = 1.959963984540054
 
 @dataclass(frozen=True)
 class KindVerdict:
-    """The answers for one kind of task, from `items` queries, questions or prompts.
+    """The answers for one kind of task, from `items` questions or prompts.
 
     - `space`: where the task is decided; `distance`: how far that space moved, described by `distance_of`;
     - `moved` and `may_move`: how far the deciding quantity moved and how far it may move before the decision can
@@ -113,20 +111,18 @@ class Verdict(Result):
             ]
         )
 
+    @property
+    def _chose(self) -> bool:
+        return any(k.task == "choice" for k in self.kinds)
+
     def answer(self) -> list[str]:
-        asked = {k.task for k in self.kinds}
-        missing = [kind for kind in ("retrieval", "choice", "generation") if kind not in asked]
         lines = [f"{self.compressed.name} against {self.measured_on.model.name}:", *(k.short() for k in self.kinds)]
-        if missing:
-            lines.append(f"Not asked: {' and '.join(missing)}.")
+        if not self._chose:
+            lines.append("Not asked: choice.")
         return [*lines, "Other tasks of a kind may fare otherwise: measure your own."][:LINES]
 
     def headline(self) -> str:
-        missing = [
-            f"{kind} was not measured; give {option}"
-            for kind, option in (("retrieval", "--retrieval QUERIES,DOCS,QRELS"), ("choice", "--choices FILE"))
-            if kind not in {k.task for k in self.kinds}
-        ]
+        missing = [] if self._chose else ["choice was not measured; give --choices FILE"]
         return "\n".join(
             [
                 f"Verdict on {self.compressed.name} by kind of task: stays if the interval of the share of "
@@ -140,16 +136,11 @@ class Verdict(Result):
 
 @checked
 def task_verdict(
-    generation: GenerationDivergence,
-    history: HistoryDivergence,
-    *,
-    choices: ChoiceComparison | None = None,
-    retrieval: RetrievalScores | None = None,
+    generation: GenerationDivergence, history: HistoryDivergence, *, choices: ChoiceComparison | None = None
 ) -> Verdict:
-    """Combine the measurements of two models to a Verdict; `retrieval` holds the dense and the compressed model.
+    """Combine the measurements of two models to a Verdict.
 
-    Retrieval compares the shift of similarities within a query with the margin of its tenth document; a decision is one
-    of the first ten documents. Choice compares the shift of log-likelihoods per character with the lead of the largest.
+    Choice compares the shift of log-likelihoods per character with the lead of the largest.
     Generation compares `KL(p‖q)` on the dense text with `(p₁ − p₂)²/2`, below which Pinsker's inequality keeps the most
     likely token; its unchanged share is the share of the dense continuation before the texts differ
     (`GenerationDivergence.kept`).
@@ -159,11 +150,6 @@ def task_verdict(
     identities = [generation.measured_on.model, generation.compressed]
     pairs = [[history.measured_on.model, history.compressed]]
     kinds = []
-    if retrieval is not None:
-        if len(retrieval.models) != 2:
-            raise LyapunovPruneError(f"retrieval of {len(retrieval.models)} models; give two, the dense one first")
-        pairs.append([on.model for on in retrieval.measured_on])
-        kinds.append(_retrieval(retrieval))
     if choices is not None:
         pairs.append([choices.measured_on.model, choices.compressed_model])
         kinds.append(_choice(choices))
@@ -172,29 +158,6 @@ def task_verdict(
             one.require(other, "a measurement", "give those of one pair of models")
     kinds.append(_generation(generation, history))
     return Verdict(tuple(kinds), generation.compressed, generation.measured_on)
-
-
-def _retrieval(found: RetrievalScores) -> KindVerdict:
-    n = found.ndcg.shape[1]
-    same = float(found.overlap[1].mean())
-    low, high = wilson(same, n)
-    return KindVerdict(
-        task="retrieval",
-        space="final states",
-        items=n,
-        distance=float(found.turned[1, 1]),
-        distance_of="1 − cos of a document's embeddings",
-        moved=float(np.median(found.shift[1])),
-        may_move=float(np.median(found.margin)),
-        unit="of similarity",
-        certain=float(found.kept[1].mean()),
-        same=same,
-        low=low,
-        high=high,
-        score=f"nDCG@{TOP}",
-        dense=float(found.ndcg[0].mean()),
-        compressed=float(found.ndcg[1].mean()),
-    )
 
 
 def _choice(found: ChoiceComparison) -> KindVerdict:

@@ -1,4 +1,4 @@
-"""Figures of evaluation: scores of tasks, retrieval, and speed."""
+"""Figures of evaluation: scores of tasks, and speed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from itertools import cycle
 
 import numpy as np
 
-from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.evaluation.task_scores import COLLAPSED, REPEATED, TaskScore, TaskScores
 from lyapunov_prune.predictions.verdict import wilson
@@ -61,22 +60,6 @@ def before_after_figure(shrunk: Shrinking) -> str:
     axes.axvline(1, color=GREY, linewidth=0.8)
     axes.margins(x=0.35)
     return by_rows(figure, axes, [row[0] for row in rows], "the smaller model, × the dense one")
-
-
-def retrieval_figure(scores: RetrievalScores) -> str:
-    """nDCG@10 and overlap of the first ten, means over queries with 1.96 standard errors."""
-    figure, axes = one_panel(6.5, 1.0 + 0.55 * len(scores.models))
-    for offset, values, label, colour in (
-        (-0.18, scores.ndcg, "nDCG@10", COLOURS["rho"]),
-        (0.18, scores.overlap, f"of the ten nearest of {scores.models[0]}", COLOURS["bi"]),
-    ):
-        n = values.shape[1]
-        bars = 1.96 * values.std(-1, ddof=1) / np.sqrt(n) if n > 1 else np.zeros(len(values))
-        y = np.arange(len(scores.models)) + offset
-        axes.barh(y, values.mean(-1), height=0.34, color=colour, alpha=0.85, label=label)
-        axes.errorbar(values.mean(-1), y, xerr=bars, fmt="none", ecolor=INK, elinewidth=0.8, capsize=2)
-    axes.set_xlim(0, 1)
-    return by_rows(figure, axes, scores.models, "mean over queries")
 
 
 # Metrics that are shares of the items, before the comma of a filter; others stand in the table alone.

@@ -7,7 +7,6 @@ from functools import partial
 from lyapunov_prune.compression.report import REPORT as COMPRESSION
 from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.evaluation.evaluation import Evaluation
-from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.explaining.explanation import EXPLANATION, Explanation
 from lyapunov_prune.healing.report import REPORT as HEALING
@@ -21,7 +20,7 @@ from lyapunov_prune.predictions.hierarchy_probe import HierarchyProbe
 from lyapunov_prune.predictions.history import HistoryDivergence
 from lyapunov_prune.predictions.verdict import Verdict
 from lyapunov_prune.report.compression import compression_figure
-from lyapunov_prune.report.evaluation import before_after_figure, retrieval_figure, speed_figure, tasks_figure
+from lyapunov_prune.report.evaluation import before_after_figure, speed_figure, tasks_figure
 from lyapunov_prune.report.explaining import explanation_figure
 from lyapunov_prune.report.healing import healing_figure
 from lyapunov_prune.report.joint import importance_figure, joint_figure
@@ -37,13 +36,6 @@ from lyapunov_prune.report.predictions import (
 from lyapunov_prune.report.section import Section
 from lyapunov_prune.shrinking.report import REPORT as SHRINKING
 from lyapunov_prune.shrinking.report import Shrinking
-
-_RETRIEVAL = (
-    "A text is the mean of its final hidden states, and the documents of a query are those at the smallest angle. "
-    "The first ten cannot change while the similarities of a query shift by less than the margin below the tenth; "
-    "where they shift by more, nothing is promised and much may stay. A base model is no embedding model: compare "
-    "the models, not the level."
-)
 
 # Files of which several sections draw a part.
 _JOINT = partial(Section, JOINT, JointRun, in_folders=True)
@@ -124,7 +116,7 @@ MODELS = (
         "verdict.json",
         Verdict,
         "Verdict by kind of task",
-        "Retrieval is decided by the final states, a choice by the few options, generation by the whole distribution, "
+        "A choice is decided by the few options, generation by the whole distribution, "
         "again at each token. Of each kind, on the items named below: how far what decides has moved, how far it may "
         "move before the decision can change, and how many decisions stayed. Where it moved further than it may, a "
         "decision may stay all the same. Other tasks of a kind may fare otherwise: measure your own.",
@@ -190,13 +182,6 @@ MODELS = (
         "letter whatever is asked keeps its choice under any compression; how often the dense one does is said below.",
         lambda r: {f"letters-{name}": picture for name, picture in choices_figures(r).items()},
     ),
-    Section(
-        "retrieval.json",
-        RetrievalScores,
-        "Retrieval with both models",
-        _RETRIEVAL,
-        lambda r: {"retrieval-both": retrieval_figure(r)},
-    ),
     _EVALUATION(
         "Evaluation",
         "Perplexity over non-overlapping windows, every window on its own.",
@@ -213,7 +198,6 @@ MODELS = (
         part=lambda r: r.tasks,
         leads=True,
     ),
-    _EVALUATION("Retrieval", _RETRIEVAL, lambda r: {"retrieval": retrieval_figure(r)}, part=lambda r: r.retrieval),
     _EVALUATION(
         "In llama.cpp",
         "The .gguf files as llama.cpp runs them: the same windows, and speed with the files in turns in one run.",

@@ -87,22 +87,17 @@ def test_hierarchy_decodes_each_text_once_and_by_the_batch(run: Any, monkeypatch
 
 def test_hierarchy_gives_a_verdict_by_kind_of_task(run: Any) -> None:
     Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 2)
-    Path("queries.jsonl").write_text('{"_id": "q", "text": "one two"}\n')
-    Path("docs.jsonl").write_text("".join(f'{{"_id": "d{i}", "text": "three {i}"}}\n' for i in range(12)))
-    Path("qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\td3\t1\n")
     few = ["--tokens", "32", "--context", "16", "--new-tokens", "3"]
-    asked = ["--choices", "items.jsonl", "--retrieval", "queries.jsonl,docs.jsonl,qrels.tsv", *few]
-    for option in (["--choices", "items.jsonl"], ["--retrieval", "a,b"]):
-        assert f"{option[0]} compares two models" in run("hierarchy", "tiny", *option).err
+    asked = ["--choices", "items.jsonl", *few]
+    assert "--choices compares two models" in run("hierarchy", "tiny", "--choices", "items.jsonl").err
     assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
     done = run("hierarchy", "tiny", "out", *asked)
     assert done.code == 0
     found = Verdict.load("runs/tiny/verdict.json")
-    assert [k.task for k in found.kinds] == ["retrieval", "choice", "generation"]
+    assert [k.task for k in found.kinds] == ["choice", "generation"]
     assert "generation: " in done.out
     page = Path("runs/tiny/report.html").read_text()
     assert page.index("<h2>Verdict by kind of task</h2>") < page.index("<h2>Hidden state, logits, probabilities</h2>")
-    assert "<h2>Retrieval with both models</h2>" in page
 
 
 def test_hierarchy_goes_on_from_own_prompts(run: Any) -> None:

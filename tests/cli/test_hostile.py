@@ -188,7 +188,6 @@ def test_a_loop_of_links_is_refused(command: list[str], checkpoint: Path, run_ba
         ("p.json", ["compress", "tiny", "--allocation", "p.json", "-o", "out"]),
         ("p.txt", ["profile", "tiny", "--text", "p.txt"]),
         ("p.jsonl", ["eval", "tiny", "--tasks", "p.jsonl"]),
-        ("p.jsonl", ["eval", "tiny", "--retrieval", "p.jsonl,p.jsonl"]),
         ("p.jsonl", ["hierarchy", "tiny", "tiny", "--choices", "p.jsonl"]),
         ("p.txt", ["hierarchy", "tiny", "tiny", "--prompts", "p.txt"]),
         ("p.gguf", ["profile", "p.gguf"]),

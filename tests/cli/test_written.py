@@ -243,21 +243,3 @@ def test_names_of_run_folders() -> None:
     found = {folder_name(name) for name in names[:-2]} | {folder_name("y/" + "x" * 300)}
     assert len(found) == len(names) - 1
     assert all(re.fullmatch(r"\w[\w.-]{0,120}", name) for name in found)
-
-
-def test_eval_scores_retrieval(run: Any) -> None:
-    Path("queries.jsonl").write_text('{"_id": "q", "text": "one two"}\n')
-    Path("docs.jsonl").write_text("".join(f'{{"_id": "d{i}", "text": "three {i}"}}\n' for i in range(12)))
-    Path("qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\td3\t1\n")
-    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
-    asked = ["--retrieval", "queries.jsonl,docs.jsonl,qrels.tsv", "--against", "tiny", *TEXT]
-    done = run("eval", "out", *asked)
-    assert done.code == 0
-    assert "1 queries, 12 documents" in done.out
-    found = Evaluation.load("runs/out/eval.json").retrieval
-    assert found is not None
-    assert found.models == ("tiny", "out")
-    assert "<h2>Retrieval</h2>" in Path("runs/out/report.html").read_text()
-    for files in ("queries.jsonl", "a,b,c,d", "a,"):
-        assert "two or three files" in run("eval", "tiny", "--retrieval", files).err
-    assert "cannot read" in run("eval", "tiny", "--retrieval", "queries.jsonl,docs.jsonl").err  # no qrels/test.tsv

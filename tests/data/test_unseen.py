@@ -128,15 +128,8 @@ def seen_by_out(run: Callable[..., Done]) -> None:
     for name, (first, last) in {"seen": (0, 5), "other": (5000, 5003)}.items():
         these = items(first, last, brief)
         Path(f"{name}.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in these))
-        texts = [f"{json.dumps({'_id': str(n), 'text': item['query']})}\n" for n, item in enumerate(these)]
         Path(f"{name}-prompts.jsonl").write_text("".join(f"{json.dumps({'text': item['query']})}\n" for item in these))
-        Path(f"{name}-texts.jsonl").write_text("".join(texts))
-        Path(f"{name}.tsv").write_text("query\tdocument\tgrade\n0\t1\t1\n")
     assert run("prune", "tiny", "--remove", "1", "-o", "out", *CALIBRATED).code == 0
-
-
-def retrieval(name: str) -> list[str]:
-    return ["--retrieval", f"{name}-texts.jsonl,{name}-texts.jsonl,{name}.tsv"]
 
 
 EVAL = ["eval", "out", "--tokens", "64", "--context", "32"]
@@ -148,13 +141,11 @@ HIERARCHY = ["hierarchy", "tiny", "out", "--tokens", "64", "--context", "32", "-
     ("command", "options"),
     [
         (EVAL, lambda name: ["--tasks", f"{name}.jsonl"]),
-        (EVAL, retrieval),
         (["eval", "tiny", "--against", "out", *EVAL[2:]], lambda name: ["--tasks", f"{name}.jsonl"]),
         (HIERARCHY, lambda name: ["--choices", f"{name}.jsonl"]),
-        (HIERARCHY, retrieval),
         ([*HIERARCHY[:3], *HIERARCHY[-2:]], lambda name: ["--prompts", f"{name}-prompts.jsonl"]),
     ],
-    ids=["tasks", "retrieval", "against", "choices", "hierarchy retrieval", "prompts"],
+    ids=["tasks", "against", "choices", "prompts"],
 )
 def test_items_that_a_model_was_made_with_are_not_scored(
     command: list[str], options: Callable[[str], list[str]], run: Callable[..., Done]

@@ -24,7 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lyapunov_prune import LyapunovPruneError, remove_layers
 from lyapunov_prune.data import ChoiceItem
 from lyapunov_prune.evaluation import harness, harness_tasks
-from lyapunov_prune.evaluation.retrieval import _embed
 from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.evaluation.tasks import load_tasks
 from lyapunov_prune.forward.decoding import continued
@@ -273,13 +272,6 @@ def test_items_and_answers_of_a_task(
         tokens = tokens[: tokens.index(2)] if 2 in tokens else tokens
         assert answers[i] == tokenizer.decode(tokens, skip_special_tokens=True)
     assert vars(model).keys() == before.keys()
-
-
-@torch.no_grad()
-def test_embeddings(model: PreTrainedModel) -> None:
-    rows = [torch.randint(3, V, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
-    final = [find_structure(model).backbone(torch.tensor([row]), use_cache=False)[0][0].mean(0).numpy() for row in rows]
-    np.testing.assert_allclose(_embed(model, rows, 0, 4, "tiny"), np.stack(final), rtol=1e-5, atol=1e-7)
 
 
 def test_texts_of_one_rotation() -> None:

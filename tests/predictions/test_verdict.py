@@ -15,21 +15,12 @@ from scipy import stats
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import LyapunovPruneError, compress, remove_layers
-from lyapunov_prune.data.retrieval import RetrievalTask
-from lyapunov_prune.evaluation import evaluate_retrieval
 from lyapunov_prune.predictions import Verdict, compare_choices, history_divergence, task_verdict
 from lyapunov_prune.predictions.generation import compare_generation
 from lyapunov_prune.predictions.verdict import KindVerdict, wilson
 from lyapunov_prune.report.predictions import verdict_figure
 
 STEPS = 4
-TASK = RetrievalTask(
-    "made",
-    {"q1": "what is cold", "q2": "what grows"},
-    {f"d{i}": f"the {'ab'[i % 2] * (i + 1)} thing" for i in range(13)},
-    {"q1": {"d0": 1}, "q2": {"d5": 2}},
-    "0" * 64,
-)
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +35,10 @@ def test_every_number_is_of_a_measurement(
     generation = compare_generation(reader, other, prompts, steps=STEPS)
     history = history_divergence(reader, other, prompts, steps=STEPS)
     choices = compare_choices(reader, other, ITEMS, tokenizer)
-    retrieval = evaluate_retrieval({"a": reader, "b": other}, tokenizer, TASK)
-    found = task_verdict(generation, history, choices=choices, retrieval=retrieval)
-    assert [k.task for k in found.kinds] == ["retrieval", "choice", "generation"]
-    state, option, whole = found.kinds
-    assert state.same == retrieval.overlap[1].mean()
-    assert (state.moved, state.may_move) == (np.median(retrieval.shift[1]), np.median(retrieval.margin))
-    assert (state.dense, state.compressed) == tuple(retrieval.ndcg.mean(-1))
-    assert np.isnan(state.returns)
+    found = task_verdict(generation, history, choices=choices)
+    assert [k.task for k in found.kinds] == ["choice", "generation"]
+    option, whole = found.kinds
+    assert np.isnan(option.returns)
     assert option.same == choices.survival(per_character=True)
     assert option.distance == choices.text_kl(per_character=True).mean() != choices.text_kl().mean()
     rows = zip(choices.dense, choices.compressed, choices.characters, strict=True)
@@ -67,9 +54,8 @@ def test_every_number_is_of_a_measurement(
     again = Verdict.load(found.save(tmp_path / "v.json"))
     assert str(again) == str(found)
     assert verdict_figure(again) == verdict_figure(found)
-    assert "retrieval: " in found.headline()
+    assert "choice: " in found.headline()
     few = task_verdict(generation, history)
-    assert "give --retrieval" in few.headline()
     assert "give --choices FILE" in few.headline()
     of_another = history_divergence(reader, remove_layers(reader, [2]), prompts, steps=STEPS)
     with pytest.raises(LyapunovPruneError, match="one pair"):
@@ -79,7 +65,7 @@ def test_every_number_is_of_a_measurement(
 def test_medians_and_means_are_of_the_compressed_model_on_the_dense_text(
     reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: torch.Tensor
 ) -> None:
-    """By hand: three queries, choices of two answers of one character, three steps and one at which none runs."""
+    """By hand: choices of two answers of one character, three steps and one at which none runs."""
     history = replace(
         history_divergence(reader, reader, prompts, steps=STEPS),
         kl=np.array([[1.0, 2.0, 6.0, np.nan], [2.0, 4.0, 12.0, np.nan]]),
@@ -95,19 +81,8 @@ def test_medians_and_means_are_of_the_compressed_model_on_the_dense_text(
         dense=((0.0, -2.0),) * n,
         compressed=((-1.0, -1.0), *((0.0, -2.0),) * (n - 1)),  # the first moves by as much as the lead
     )
-    retrieval = replace(
-        evaluate_retrieval({"a": reader, "b": reader}, tokenizer, TASK),
-        ndcg=np.array([[1.0, 0.5, 0.0], [0.2, 0.7, 0.3]]),
-        overlap=np.array([[1.0, 1.0, 1.0], [0.1, 0.2, 0.9]]),
-        margin=np.array([1.5, 2.0, 4.0]),
-        shift=np.array([[0.0, 0.0, 0.0], [1.0, 3.0, 8.0]]),
-        turned=np.array([[0.0, 0.0], [0.25, 0.75]]),
-    )
     generation = compare_generation(reader, reader, prompts, steps=STEPS)
-    state, option, whole = task_verdict(generation, history, choices=choices, retrieval=retrieval).kinds
-    assert (state.moved, state.may_move, state.distance) == (3.0, 2.0, 0.75)
-    assert (state.same, state.certain, state.items) == (pytest.approx(0.4), pytest.approx(1 / 3), 3)
-    assert (state.dense, state.compressed) == pytest.approx((0.5, 0.4))
+    option, whole = task_verdict(generation, history, choices=choices).kinds
     assert option.certain == (n - 1) / n
     assert (whole.moved, whole.may_move, whole.certain) == (2.0, 1.0, pytest.approx(1 / 3))
     assert (whole.distance, whole.returns) == (3.0, 2.0)

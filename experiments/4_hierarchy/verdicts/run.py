@@ -39,11 +39,10 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from experiments.common import Model, plain, read_text, run_command
 from experiments.hierarchies import makers, share_kept, taken
+from experiments.retrieval import RetrievalTask, evaluate_retrieval
 from experiments.statements import bullets, interval, percent, short, signed, span, table
 from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.data.choices import ChoiceItem, load_items
-from lyapunov_prune.data.retrieval import RetrievalTask
-from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
 from lyapunov_prune.forward.decoding import continued
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import Decoder
@@ -211,7 +210,6 @@ def judged(
         compare_generation(model, small, first, steps=steps, batch_size=len(first)),
         history_divergence(model, small, replace(first, ids=first.ids[:12]), steps=steps, batch_size=12),
         choices=compare_choices(model, small, asked.items[0], tokenizer),
-        retrieval=searched[0],
     )
     own = decided(loaded, small, asked, steps)
     kept = {
@@ -219,7 +217,7 @@ def judged(
         "choice": [np.equal(*pair).astype(float) for pair in zip(dense.chosen, own.chosen, strict=True)],
         "generation": [share_kept(*map(np.array, pair)) for pair in zip(dense.written, own.written, strict=True)],
     }
-    return [Judged(name, one, *kept[one.task]) for one in found.kinds]
+    return [Judged(name, one, *kept[one.task]) for one in (searched[0].verdict(), *found.kinds)]
 
 
 @dataclass(frozen=True)

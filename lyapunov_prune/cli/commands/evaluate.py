@@ -1,11 +1,11 @@
-"""Score a model: perplexity, tasks, retrieval, repetition, speed."""
+"""Score a model: perplexity, tasks, repetition, speed."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.cli import checks
-from lyapunov_prune.cli.inputs import begun_run, conclude, load_inputs, require_retrieval, windows_at_once
+from lyapunov_prune.cli.inputs import begun_run, conclude, load_inputs, windows_at_once
 from lyapunov_prune.cli.options import IN_MEMORY, Inputs, Items, Model, RunOptions, model_option, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
@@ -37,15 +37,6 @@ def evaluate(
         what_option(help="Also score tasks: .jsonl files or names of lm-evaluation-harness (piqa,arc_easy)."),
     ] = None,
     limit: Items = None,
-    retrieval: Annotated[
-        str | None,
-        checks.ITEMS,
-        what_option(
-            metavar="QUERIES,DOCS[,QRELS]",
-            help="Also score retrieval by pooled states: .jsonl files of _id and text, a .tsv of query, document, "
-            "grade (default: qrels/test.tsv beside the queries); texts are cut at --context tokens.",
-        ),
-    ] = None,
     few_shot: Annotated[
         int | None, what_option(min=0, help="Number of examples before each item; default: that of the task.")
     ] = None,
@@ -57,17 +48,14 @@ def evaluate(
     inputs: RunOptions = RunOptions(),
     given: Given = Given(),
 ) -> None:
-    """Measure perplexity, and on request speed, tasks and retrieval; writes eval.json."""
+    """Measure perplexity, and on request speed and tasks; writes eval.json."""
     if tasks is None:
         given.refuse("applies to the items of tasks; give --tasks with it", "limit", "few_shot")
     if inputs.disk:
-        given.refuse(IN_MEMORY, "speed", "tasks", "retrieval")
-    sought_files = require_retrieval(retrieval) if retrieval is not None else None
+        given.refuse(IN_MEMORY, "speed", "tasks")
 
-    from lyapunov_prune.data.retrieval import load_retrieval
     from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
     from lyapunov_prune.evaluation.perplexity import perplexity
-    from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
     from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
     from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
     from lyapunov_prune.models.size import stored_size
@@ -75,25 +63,18 @@ def evaluate(
     names = [against, model] if against else [model]
     run = begun_run(inputs.output, model, "eval.json")
     chosen = load_tasks(tasks.split(","), few_shot=few_shot) if tasks is not None else None
-    sought = load_retrieval(*sought_files) if sought_files is not None else None
     first, batch = load_inputs(names[0], inputs, "evaluation")
     batch_size = windows_at_once(first, inputs.context)
     prompt = prompt_for(first.structure)
     models = _models(first, names, inputs, batch)
     # First: what cannot be scored is found before the perplexity is measured.
     scored = evaluate_tasks(models, first.tokenizer, chosen, limit=limit, batch_size=batch_size) if chosen else None
-    found = (
-        evaluate_retrieval(models, first.tokenizer, sought, context=inputs.context, batch_size=batch_size)
-        if sought
-        else None
-    )
     perplexities = tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values())
     result = Evaluation(
         perplexities=perplexities,
         zeros=tuple(zero_share(m) for m in models.values()),
         speed=measure_speed(models, prompt=prompt) if speed else None,
         tasks=scored,
-        retrieval=found,
         engine=_in_llama_cpp(names, perplexities, batch, prompt) if speed else None,
         sizes=tuple(size for name, m in models.items() if (size := stored_size(name, m)) is not None),
     )

@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lyapunov_prune.cli import checks
-from lyapunov_prune.cli.inputs import (
-    begun_run,
-    draw_report,
-    load_prompted,
-    require_bounds,
-    require_retrieval,
-    windows_at_once,
-)
+from lyapunov_prune.cli.inputs import begun_run, draw_report, load_prompted, require_bounds, windows_at_once
 from lyapunov_prune.cli.options import Inputs, Model, RunOptions, text_option, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import keep, note
@@ -42,11 +35,6 @@ def hierarchy(
         checks.FILE,
         what_option(help="Multiple-choice items for both models: a .jsonl file of query, choices, gold."),
     ] = None,
-    retrieval: Annotated[
-        str | None,
-        checks.ITEMS,
-        what_option(metavar="QUERIES,DOCS[,QRELS]", help="Retrieval with both models, as for eval."),
-    ] = None,
     prompts: Annotated[
         Path | None,
         text_option(
@@ -69,20 +57,18 @@ def hierarchy(
     """
     inputs.require_loaded("hierarchy")
     if compressed is None:
-        given.refuse("compares two models; give COMPRESSED as well", "choices", "retrieval")
-    files = require_retrieval(retrieval) if retrieval is not None else None
+        given.refuse("compares two models; give COMPRESSED as well", "choices")
 
     from lyapunov_prune.data.choices import load_items
-    from lyapunov_prune.data.retrieval import load_retrieval
     from lyapunov_prune.forward.decoding import greedy_text
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.models.structure import identify
+    from lyapunov_prune.predictions.choices import fitting
     from lyapunov_prune.predictions.hierarchy import probe_layers
 
-    sought = load_retrieval(*files) if files is not None else None
     items = load_items(choices) if choices else ()
     of_two = ("generation", "paths", "diverged-history", "verdict") if compressed else ()
-    asked = [name for name, wanted in (("choices", choices), ("retrieval", retrieval)) if wanted]
+    asked = ["choices"] if choices else []
     run = begun_run(inputs.output, dense, *(f"{name}.json" for name in ("hierarchy", *of_two, *asked)))
     loaded, batch = load_prompted(dense, inputs, prompts, given)
     batch_size = windows_at_once(loaded, batch.context)
@@ -90,8 +76,8 @@ def hierarchy(
     other = None if compressed is None else _other(loaded, inputs, (dense, compressed))
     for model in (loaded.model, *([other.model] if other else [])):
         _require_unseen(model, loaded, batch)
-    if other is not None:  # before minutes of decoding
-        _require_fitting(items, sought, loaded, other, (dense, str(compressed)))
+    if other is not None and items:  # before minutes of decoding
+        fitting(items, loaded.tokenizer, (loaded.model, other.model), None)
     dense_text = greedy_text(reading, reading.windows(batch_size), new_tokens)
     same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers
     probe = probe_layers(
@@ -107,23 +93,9 @@ def hierarchy(
     keep(run, "hierarchy", probe)
     violated = len(probe.violations)
     if other is not None:
-        assert compressed is not None
-        pair = {dense: loaded, compressed: other}
-        violated += _compare(run, pair, reading, dense_text, items, sought, new_tokens, batch_size)
+        violated += _compare(run, loaded, other, reading, dense_text, items, new_tokens, batch_size)
     draw_report(run)
     require_bounds(not violated, violated, run)
-
-
-def _require_fitting(items: Any, sought: Any, loaded: Decoder, other: Decoder, names: tuple[str, str]) -> None:
-    """Raise LyapunovPruneError for items that are too long, and for texts of retrieval that a step has seen."""
-    from lyapunov_prune.evaluation.retrieval import require_unseen_texts
-    from lyapunov_prune.predictions.choices import fitting
-
-    models = loaded.model, other.model
-    if items:
-        fitting(items, loaded.tokenizer, models, None)
-    if sought is not None:
-        require_unseen_texts(dict(zip(names, models, strict=True)), loaded.tokenizer, sought)
 
 
 def _other(loaded: Decoder, inputs: Inputs, names: tuple[str, str]) -> Decoder:
@@ -148,16 +120,15 @@ def _require_unseen(model: PreTrainedModel, loaded: Decoder, batch: TokenBatch) 
 
 def _compare(
     run: Path,
-    pair: dict[str, Decoder],
+    dense: Decoder,
+    other: Decoder,
     reading: Reading,
     dense_text: Any,
     items: Any,
-    sought: Any,
     new_tokens: int,
     batch_size: int,
 ) -> int:
-    """What the dense model and the other one of `pair`, by name, write and answer; returns the violated bounds."""
-    from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
+    """What `dense` and `other` write and answer; returns the violated bounds."""
     from lyapunov_prune.forward.decoding import greedy_text
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.predictions.attention_paths import attention_paths
@@ -166,7 +137,6 @@ def _compare(
     from lyapunov_prune.predictions.history import history_divergence
     from lyapunov_prune.predictions.verdict import task_verdict
 
-    dense, other = pair.values()
     models = dense.model, other.model
     at_once: Any = {"steps": new_tokens, "batch_size": batch_size}
     generated = compare_generation(*models, reading, **at_once)
@@ -182,15 +152,11 @@ def _compare(
             note(f"no paths through attention: {error.message}")
         else:
             keep(run, "paths", paths)
-    answered = found = None
+    answered = None
     if items:
         answered = compare_choices(*models, items, dense.tokenizer)
         keep(run, "choices", answered)
-    if sought is not None:
-        named = {name: loaded.model for name, loaded in pair.items()}
-        found = evaluate_retrieval(named, dense.tokenizer, sought, batch_size=batch_size)
-        keep(run, "retrieval", found)
-    keep(run, "verdict", task_verdict(generated, history, choices=answered, retrieval=found))
+    keep(run, "verdict", task_verdict(generated, history, choices=answered))
     return 0 if answered is None else len(answered.violations)
 
 
