@@ -185,7 +185,7 @@ def recovered(of: Subject, course: Course, pairs: list[Pair], last: int, store: 
             student, lesson, losses = course.finish(pair, pair, last, name=name)
             with student.cut(lesson.attention, lesson.activation) as model:
                 store.add(key, {**of.scored(model), "steps": taken + len(losses)})
-        course.drop(name, lesson)
+            course.drop(name, lesson)
         yield store[key]
 
 
