@@ -29,7 +29,7 @@ _NUMBERS = Range(-(2**53), 2**53)  # what a float and every 64-bit counter hold,
 class Held:
     """In the annotation of an option: `check` raises LyapunovPruneError for a value before anything heavy is loaded."""
 
-    check: Callable[[Any], None]
+    check: Callable[[Any], object]
 
 
 class Given:

@@ -26,7 +26,7 @@ def require_amount(
     told = {name: x for name, x in (("sparsity", sparsity), ("rank", rank), ("bits", bits)) if x is not None}
     if isinstance(allocation, str):
         given = [*told]
-        shares = [*_TAKES] if allocation == "uniform" else [SCHEDULES[allocation].unit]
+        shares: list[str] = [*_TAKES] if allocation == "uniform" else [SCHEDULES[allocation].unit]
     else:
         given, shares = [*told, allocation.unit], [allocation.unit]
     if not given:

@@ -251,7 +251,7 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-def _message(message: object) -> Message:
+def _message(message: Any) -> Message:
     """`message` in the format of chat templates; empty if it is no text with a role."""
     told = _told(message) if isinstance(message, dict) else {}
     role = told.pop("role", told.pop("from", None))
@@ -305,7 +305,7 @@ def _question(instruction: str, more: str, answer: str) -> list[Message]:
 
 def _said(message: Message) -> list[str]:
     content, calls = message.get("content"), message.get("tool_calls")
-    return [content] * isinstance(content, str) + ([_as_json(calls)] if calls else [])
+    return [*([content] if isinstance(content, str) else []), *([_as_json(calls)] if calls else [])]
 
 
 def _as_json(value: Any) -> str:

@@ -54,7 +54,7 @@ def chat_text(
     where: str,
     *,
     answer: bool = False,
-    tools: list[dict[str, Any]] | None = None,
+    tools: list[Any] | None = None,
     **settings: Any,
 ) -> str:
     """A chat written by the tokenizer's own template; with `answer`, up to where the model's answer begins.
