@@ -170,7 +170,7 @@ def _read_by_transformers(header: Header) -> Iterable[str]:
         asked = _Asked(read_gguf_metadata(str(header.path))[0])
         get_gguf_config(asked, ())
         return {key.removeprefix(f"{name}.") for key in asked.keys_asked}
-    known: Mapping[str, Mapping[str, str | None]] = GGUF_CONFIG_MAPPING
+    known: Mapping[str, Any] = GGUF_CONFIG_MAPPING
     plain = name.replace("-", "").replace("_", "")
     return next((keys for each, keys in known.items() if each.replace("_", "") == plain), {})
 
