@@ -57,7 +57,9 @@ class Outline:
                 return
             tensor = self._tensor(name)
             if tensor.shape != memory.shape:
-                raise LyapunovPruneError(f"the checkpoint has {name} in another shape; fetch it again")
+                raise LyapunovPruneError(
+                    f"the checkpoint has {name} in another shape; correct its config.json, or fetch it again"
+                )
             memory.copy_(tensor)  # the mapped file is read here
 
     def _tensor(self, own: str) -> torch.Tensor:

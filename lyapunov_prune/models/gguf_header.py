@@ -215,7 +215,7 @@ def _parsed(path: Path, data: mmap.mmap) -> Header:
 
 def _require_distinct(path: Path, names: list[str]) -> None:
     if len(set(names)) < len(names):
-        raise LyapunovPruneError(f"{path} holds two tensors with the same name; fetch it again")
+        raise LyapunovPruneError(f"{path} holds two tensors with the same name; convert the original checkpoint again")
 
 
 def _size(kind: int, dims: Sequence[int]) -> int | None:

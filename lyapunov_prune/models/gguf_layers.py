@@ -139,5 +139,5 @@ def _require_lengths(header: Header) -> None:
     for key, length in wrong_arrays(header).items():
         raise LyapunovPruneError(
             f"{key} in {header.path} holds {length} values, and the model has {header.layers} layers, so it is unclear "
-            "which to remove; fetch it again"
+            "which to remove; convert the original checkpoint again"
         )
