@@ -130,8 +130,8 @@ def require_every_layer(where: Path, layers: Any, found: Collection[int | None])
     """Raise LyapunovPruneError unless tensors of all of the `layers` (a number) are `found` in the checkpoint."""
     if not isinstance(layers, int) or set(found) != set(range(layers)):
         raise LyapunovPruneError(
-            f"{where} says that it has {layers} layers and holds tensors of {len(found)}; fetch what is missing, or correct "
-            "the number"
+            f"{where} says that it has {layers} layers and holds tensors of {len(found)}; fetch what is missing, or "
+            "correct the number"
         )
 
 
