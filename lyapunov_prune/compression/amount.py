@@ -80,7 +80,8 @@ class BudgetedCompression(Result):
     def headline(self) -> str:
         within = (self.kl <= self.max_kl).any()
         most = f"{self.unit} {self.amount:g} is the most tried" if within else "nothing tried is"
-        return f"{self.method}, {self.schedule}: {most} within {self.max_kl:g} nats a token\n{self.measured_on.line()}"
+        told = f"{self.method}, {self.schedule}: {most} within {self.max_kl:g} nats a token"
+        return f"{told}, measured on the windows that chose it\n{self.measured_on.line()}"
 
 
 @runs_model

@@ -99,7 +99,7 @@ def test_uniform_bits_are_taken_where_they_cost_less(llama: PreTrainedModel, ids
     for own, uniform, taken in ((1.0, 2.0, False), (2.0, 1.0, True), (float("nan"), 1.0, True), (1.0, 1.0, True)):
         found = allocate(llama, "bits-kl", 4.5, cost=Known(llama, ids, (own, uniform)))
         assert bool((found.amount == even.amount).all()) is taken
-        assert found.parameters["KL of uniform bits"] == uniform
+        assert found.parameters["KL of uniform bits, used to choose"] == uniform
 
 
 @pytest.mark.parametrize("budget", [2.0, 2.9, 4.0, 4.5, 7.0, 16.0, 20.0])

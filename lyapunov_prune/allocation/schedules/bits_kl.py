@@ -18,8 +18,8 @@ class BitsKL(BitWidths):
     """The cost of b bits in layer l is `KL(p‖q)` with that layer alone rounded, measured on the calibration text.
 
     To first order, the sum over layers is the divergence with all of them rounded together. Because that may not hold,
-    the result is checked: if uniform bits of the same budget diverge less on windows that were not used to choose, they
-    are taken instead.
+    the result is checked: if uniform bits of the same budget diverge less on windows that gave no cost, they are taken
+    instead. These windows are then used to choose between the two, and the lower divergence is a little too low.
     """
 
     help = "bits of each layer by the measured KL of rounding it alone"
@@ -33,5 +33,5 @@ class BitsKL(BitWidths):
         amount, parameters = super().amounts(model, matrices, budget, given)
         even = evenly(matrices, budget, self.widths)
         own, uniform = given.together((matrices.allocated(self.name, budget, amount, parameters, unit=self.unit), even))
-        told = {**parameters, "KL held out": own, "KL of uniform bits": uniform}
+        told = {**parameters, "KL, used to choose": own, "KL of uniform bits, used to choose": uniform}
         return amount if own < uniform else even.amount, told
