@@ -18,7 +18,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.score import ItemScores, score
 from lyapunov_prune.forward.hooks import run_through
 from lyapunov_prune.healing.trained import require_trainable
-from lyapunov_prune.joint.recovery import Recipe
+from lyapunov_prune.joint.recovery import RecoveryRecipe
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.decoder import wrap_any
@@ -43,8 +43,8 @@ class Subject:
         return identify(self.model).name
 
     @property
-    def recipe(self) -> Recipe:
-        return Recipe(batch=IMAGES if self.final.images else 1, rank=RANK)
+    def recipe(self) -> RecoveryRecipe:
+        return RecoveryRecipe(batch=IMAGES if self.final.images else 1, rank=RANK)
 
     @property
     def final(self) -> MeasuredOn:

@@ -25,7 +25,7 @@ from lyapunov_prune.joint.decision import decide
 from lyapunov_prune.joint.importance import Importance
 from lyapunov_prune.joint.map import fit_map
 from lyapunov_prune.joint.points import Points
-from lyapunov_prune.joint.recovery import Recipe
+from lyapunov_prune.joint.recovery import RecoveryRecipe
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -68,7 +68,7 @@ def joint(of: Subject) -> JointRun:
     points = Points(
         layers=L,
         steps=STEPS,
-        recipe=Recipe(batch=of.recipe.batch, rank=2),
+        recipe=RecoveryRecipe(batch=of.recipe.batch, rank=2),
         pairs=pairs,
         seeds=np.zeros(count, int),
         scores=scores,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.schedule import Cost, Score
+from lyapunov_prune.allocation.schedule import CostFunction, ScoreFunction
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.forward.reading import Readable
@@ -29,8 +29,8 @@ def allocate(
     *,
     batch: Readable | None = None,
     profile: ContractionProfile | None = None,
-    score: Score | None = None,
-    cost: Cost | None = None,
+    score: ScoreFunction | None = None,
+    cost: CostFunction | None = None,
     **parameters: Any,
 ) -> Allocation:
     """Distribute the compression over the matrices of `model` by a schedule of `SCHEDULES`, with mean `budget`.

@@ -21,7 +21,7 @@ SPARSEST = 0.99
 
 
 @runtime_checkable  # `allocate` is `checked`
-class Score(Protocol):
+class ScoreFunction(Protocol):
     """The loss of the model under an allocation, and the text it is measured on."""
 
     @property
@@ -32,7 +32,7 @@ class Score(Protocol):
 
 
 @runtime_checkable
-class Cost(Protocol):
+class CostFunction(Protocol):
     """The cost of a bit width in one layer, and the text it is measured on."""
 
     @property

@@ -37,7 +37,7 @@ class Records(dict[str, Record]):
     def __init__(self, model: nn.Module, chosen: Mapping[Projection, Approximation], cache_radius: float = 0.0) -> None:
         super().__init__({p.name: Record(p, approximation) for p, approximation in chosen.items()})
         self.model, self.watched = model, True
-        self.swaps: list[_Forward | _Bare] = []
+        self.swaps: list[_Forward | _BareMatrix] = []
         by_module: dict[str, list[Record]] = {}
         for record in self.values():
             by_module.setdefault(record.projection.module, []).append(record)
@@ -47,7 +47,7 @@ class Records(dict[str, Record]):
                 self.swaps.append(_Forward(name, module, ApproxLinear(module, of_module, cache_radius)))
                 continue
             for key in dict.fromkeys(r.projection.parameter for r in of_module):
-                self.swaps.append(_Bare(module, key, [r for r in of_module if r.projection.parameter == key]))
+                self.swaps.append(_BareMatrix(module, key, [r for r in of_module if r.projection.parameter == key]))
 
     @contextmanager
     def installed(self) -> Iterator[Records]:
@@ -196,7 +196,7 @@ class _Forward:
             record.output += float(token_energy(product[..., record.projection.start : record.projection.stop]).sum())
 
 
-class _Bare:
+class _BareMatrix:
     """Approximates the matrices stacked in a bare parameter; `by_product` holds the residual of each, by name."""
 
     def __init__(self, module: nn.Module, key: str, records: list[Record]) -> None:

@@ -77,7 +77,7 @@ def as_array(numbers: Numbers) -> np.ndarray:
     return np.atleast_1d(np.asarray(numbers, dtype=np.float64))
 
 
-class Place(TypedDict, total=False):
+class MatrixPlace(TypedDict, total=False):
     """What every checker takes beside its numbers: the `rounding` of the errors, and where they were measured."""
 
     rounding: Numbers

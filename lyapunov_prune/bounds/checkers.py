@@ -15,13 +15,13 @@ from typing import Unpack
 
 import numpy as np
 
-from lyapunov_prune.bounds.bound_check import BoundCheck, Numbers, Place, as_array, worst_check
+from lyapunov_prune.bounds.bound_check import BoundCheck, MatrixPlace, Numbers, as_array, worst_check
 from lyapunov_prune.errors import LyapunovPruneError
 
 _STREAM = "residual stream"  # the name of a check without a matrix
 
 
-def retrieval_bound(error: Numbers, distance: Numbers, weight_norm: float, **place: Unpack[Place]) -> BoundCheck:
+def retrieval_bound(error: Numbers, distance: Numbers, weight_norm: float, **place: Unpack[MatrixPlace]) -> BoundCheck:
     """Theorem 1, `retrieval_bound`: `‖W x − W x'‖ ≤ ‖W‖ ‖x − x'‖` for each input.
 
     `error` and `distance` have one entry per input. `distance` may be a cache radius (`retrieval_bound_of_le`).
@@ -29,7 +29,9 @@ def retrieval_bound(error: Numbers, distance: Numbers, weight_norm: float, **pla
     return worst_check("retrieval_bound", error, weight_norm * as_array(distance), **place)
 
 
-def sparse_activation_bound(error: Numbers, size: Numbers, residual_norm: float, **place: Unpack[Place]) -> BoundCheck:
+def sparse_activation_bound(
+    error: Numbers, size: Numbers, residual_norm: float, **place: Unpack[MatrixPlace]
+) -> BoundCheck:
     """Theorem 2, `sparse_activation_bound`: `‖W x − S x‖ ≤ ‖W − S‖ ‖x‖`, for any `S`.
 
     `size` is `‖x‖`, one entry per input; `residual_norm` is a certified `‖W − S‖` (`error_le_of_certified_norm`).
@@ -37,7 +39,9 @@ def sparse_activation_bound(error: Numbers, size: Numbers, residual_norm: float,
     return worst_check("sparse_activation_bound", error, residual_norm * as_array(size), **place)
 
 
-def interpolation_bound(error: Numbers, size: Numbers, residual_norm: float, **place: Unpack[Place]) -> BoundCheck:
+def interpolation_bound(
+    error: Numbers, size: Numbers, residual_norm: float, **place: Unpack[MatrixPlace]
+) -> BoundCheck:
     """Theorem 3, `interpolation_bound`: `‖W x − L x‖ ≤ ‖R‖ ‖x‖` for a low-rank `L` and `R = W − L`."""
     return worst_check("interpolation_bound", error, residual_norm * as_array(size), **place)
 
@@ -50,7 +54,7 @@ def composition_bound(
     weight_norm: float,
     sparse_norm: float,
     low_rank_norm: float,
-    **place: Unpack[Place],
+    **place: Unpack[MatrixPlace],
 ) -> BoundCheck:
     """Theorem 4, `composition_bound`: `‖W x − L x'‖ ≤ ‖W‖ ε + ‖W − S‖ ‖x'‖ + ‖S − L‖ ‖x'‖`.
 
@@ -157,11 +161,11 @@ def preln_contraction_sufficient(
     if not met.any():
         return None
     bound = growth_of_error[met] / growth_of_state[met]
-    where: Place = {"rounding": 32 * unit * bound, "matrix": matrix, "layer": layer}
+    where: MatrixPlace = {"rounding": 32 * unit * bound, "matrix": matrix, "layer": layer}
     return worst_check("preln_contraction_sufficient", as_array(rho)[met], bound, **where, estimate=True)
 
 
-def merged_projection(error: Numbers, **place: Unpack[Place]) -> BoundCheck:
+def merged_projection(error: Numbers, **place: Unpack[MatrixPlace]) -> BoundCheck:
     """Theorem `merged_projection`: `W₂ (W₁ x + b₁) + b₂ = (W₂ W₁) x + (W₂ b₁ + b₂)` for each input.
 
     `error` is the norm of the difference of the two sides, which is zero up to `rounding`.
@@ -170,7 +174,7 @@ def merged_projection(error: Numbers, **place: Unpack[Place]) -> BoundCheck:
 
 
 def activation_replacement_bound(
-    error: Numbers, change: Numbers, out_norm: float, **place: Unpack[Place]
+    error: Numbers, change: Numbers, out_norm: float, **place: Unpack[MatrixPlace]
 ) -> BoundCheck:
     """Theorem `activation_replacement_bound`: `‖(W₂ σ(a) + b₂) − (W₂ τ(a) + b₂)‖ ≤ ‖W₂‖ ‖σ(a) − τ(a)‖`.
 
@@ -182,7 +186,7 @@ def activation_replacement_bound(
 
 
 def opNorm_merged_le(
-    stretch: Numbers, size: Numbers, out_norm: float, in_norm: float, **place: Unpack[Place]
+    stretch: Numbers, size: Numbers, out_norm: float, in_norm: float, **place: Unpack[MatrixPlace]
 ) -> BoundCheck:
     """Theorem `opNorm_merged_le`: `‖W₂ W₁‖ ≤ ‖W₂‖ ‖W₁‖`.
 

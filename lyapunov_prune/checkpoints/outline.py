@@ -10,13 +10,13 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from lyapunov_prune.checkpoints.tensor_files import DTYPES, Stored, read_into, read_tensors, reading
+from lyapunov_prune.checkpoints.tensor_files import DTYPES, StoredTensor, read_into, read_tensors, reading
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import combined, digests_of, saved_tensors
 from lyapunov_prune.models.loading import load_outline
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.models.weight_files import BUFFER, Target, targets_of
+from lyapunov_prune.models.weight_files import BUFFER, TensorTarget, targets_of
 from lyapunov_prune.progress import status
 
 
@@ -28,7 +28,7 @@ class Outline:
     under its first name; all numbers are read for them, one tensor after another.
     """
 
-    def __init__(self, decoder: Decoder, stored: dict[str, Stored], targets: dict[str, Target]) -> None:
+    def __init__(self, decoder: Decoder, stored: dict[str, StoredTensor], targets: dict[str, TensorTarget]) -> None:
         self.decoder, self.stored, self.targets = decoder, stored, targets
         self.sources = _sources(decoder.model, targets)
         with status("reading the weights"), reading(stored.values()):
@@ -93,7 +93,7 @@ def read_outline(
     return Outline(loaded, {key: stored[key] for key in targets}, targets)
 
 
-def _sources(model: PreTrainedModel, targets: dict[str, Target]) -> dict[str, tuple[str, ...]]:
+def _sources(model: PreTrainedModel, targets: dict[str, TensorTarget]) -> dict[str, tuple[str, ...]]:
     """The file tensors behind every tensor name of the model; tied names have the same."""
     keys: dict[str, list[str]] = {}
     for key, target in targets.items():
@@ -111,7 +111,7 @@ def _sources(model: PreTrainedModel, targets: dict[str, Target]) -> dict[str, tu
     return sources
 
 
-def _stored_tensor(stored: Stored) -> torch.Tensor:
+def _stored_tensor(stored: StoredTensor) -> torch.Tensor:
     """The tensor in its file, mapped; a small one is read, which takes a fraction of the time of a map."""
     dtype = DTYPES.get(stored.dtype)
     if dtype is not None and stored.size <= BUFFER:

@@ -27,7 +27,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """The place of the tensor `key`: `size` bytes from `start` of `file`. `state` is the file's, to detect changes."""
 
     key: str
@@ -40,10 +40,10 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """The part of a tensor to write: all of it, or the blocks `kept` out of `total` along `axis`."""
 
-    stored: Stored
+    stored: StoredTensor
     axis: int = 0
     total: int = 1
     kept: tuple[int, ...] = (0,)
@@ -65,11 +65,11 @@ class Piece:
 class Joined:
     """Pieces of one tensor, one after the other along its first axis; each has no first axis if they are `stacked`."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     stacked: bool
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> StoredTensor:
         return self.pieces[0].stored
 
     @property
@@ -84,18 +84,18 @@ class Joined:
         return (sum(piece.shape[0] for piece in self.pieces), *rest)
 
 
-Part = Piece | Joined
+Part = TensorPiece | Joined
 
 
-def read_tensors(folder: Path, named: str | None = None) -> dict[str, Stored]:
+def read_tensors(folder: Path, named: str | None = None) -> dict[str, StoredTensor]:
     """Every tensor that transformers finds in `folder`, by name; `named` is as in `weight_files`."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in weight_files(folder, named):
         tensors |= read_header(file)
     return tensors
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """Every tensor in the file `path`, by name; raises OSError if it has no valid header."""
     with path.open("rb") as file:
         state = _state(os.fstat(file.fileno()))
@@ -106,7 +106,7 @@ def read_header(path: Path) -> dict[str, Stored]:
             raise OSError(f"{path} has no header of tensors") from None
     header.pop("__metadata__", None)
     return {
-        key: Stored(key, path, state, 8 + length + begin, end - begin, entry["dtype"], tuple(entry["shape"]))
+        key: StoredTensor(key, path, state, 8 + length + begin, end - begin, entry["dtype"], tuple(entry["shape"]))
         for key, entry in header.items()
         for begin, end in [entry["data_offsets"]]
     }
@@ -118,7 +118,7 @@ def _state(status: os.stat_result) -> tuple[int, ...]:
 
 
 @contextmanager
-def reading(tensors: Iterable[Stored]) -> Iterator[None]:
+def reading(tensors: Iterable[StoredTensor]) -> Iterator[None]:
     """Check, at the start and end of the block, that the files of `tensors` have not changed since.
 
     Raises LyapunovPruneError if a file is missing, cannot be read, or has changed.
@@ -137,7 +137,7 @@ def _require_unchanged(files: Mapping[Path, tuple[int, ...]]) -> None:
             raise OSError(f"{file} is not what it was")
 
 
-def read_into(memory: torch.Tensor, stored: Stored) -> None:
+def read_into(memory: torch.Tensor, stored: StoredTensor) -> None:
     """Fill `memory`, contiguous and on the CPU, with the bytes of the tensor; faster than a memory map.
 
     Raises OSError if the file is too short.
@@ -214,7 +214,7 @@ def parts_of(piece: Part) -> Iterator[Any]:
         yield from _blocks(piece) if piece.total > 1 else read_parts(stored.file, stored.start, stored.size)
 
 
-def _blocks(piece: Piece) -> Iterator[Any]:
+def _blocks(piece: TensorPiece) -> Iterator[Any]:
     stored = piece.stored
     outer = int(np.prod(stored.shape[: piece.axis], dtype=np.int64))
     inner = stored.size // (outer * piece.total)

@@ -104,7 +104,7 @@ def load_prompted(model: str, inputs: Inputs, prompts: Path | None, given: Given
     return loaded, load_prompts(prompts, loaded.tokenizer)
 
 
-def explain(run: Path, loaded: Decoder, batch: TokenBatch, batch_size: int) -> None:
+def measure_activations(run: Path, loaded: Decoder, batch: TokenBatch, batch_size: int) -> None:
     """Activations on the whole batch, Jacobian norms on the start of its first window: they cost far more a token."""
     from lyapunov_prune.profiles.activations import ActivationStatistics, activation_statistics
     from lyapunov_prune.profiles.jacobian import JacobianNorms, sublayer_jacobians
@@ -127,7 +127,7 @@ def explain(run: Path, loaded: Decoder, batch: TokenBatch, batch_size: int) -> N
     )
 
 
-def explain_drift(run: Path, found: Sensitivity, contraction: ContractionProfile) -> None:
+def measure_drift(run: Path, found: Sensitivity, contraction: ContractionProfile) -> None:
     """Whether the later values of ρ predict the drift of single components; drift.json."""
     from lyapunov_prune.progress import warn
     from lyapunov_prune.sensitivity.amplification import amplification_drift

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.cli.options import DISK, layer_indices
-from lyapunov_prune.cli.removal import Removal
+from lyapunov_prune.cli.removal import RemovalOptions
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -55,7 +55,13 @@ def _record(output: Path) -> Path | None:
 
 
 def prune_files(
-    model: str, removal: Removal, given: Path | PruningPlan | None, why: str, stream: bool, format: str, output: Path
+    model: str,
+    removal: RemovalOptions,
+    given: Path | PruningPlan | None,
+    why: str,
+    stream: bool,
+    format: str,
+    output: Path,
 ) -> None:
     """Prune the files of `model` by the layers that are named, or by the plan `given`, and say what was written."""
     from lyapunov_prune.checkpoints.outline import read_outline

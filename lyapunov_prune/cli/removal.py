@@ -20,7 +20,7 @@ UNJUDGED = "names the text that judges --mend and --what width; give one of them
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedRemoval:
     """What is removed, said by one of these."""
 
     remove: Annotated[
@@ -36,7 +36,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Removal(RankOptions, Asked):  # in this order --help begins with what is asked
+class RemovalOptions(RankOptions, AskedRemoval):  # in this order --help begins with what is asked
     """What is removed, by what ranking, and what is done about the gaps."""
 
     search: Annotated[
@@ -52,7 +52,7 @@ class Removal(RankOptions, Asked):  # in this order --help begins with what is a
     judge: Judge = None
 
 
-def require_one_choice(removal: Removal, given: Given) -> None:
+def require_one_choice(removal: RemovalOptions, given: Given) -> None:
     """Raise LyapunovPruneError unless exactly one option says what is removed."""
     ways = removal.remove, removal.max_kl, removal.layers, removal.plan_file
     if sum(way is not None for way in ways) != 1:
@@ -61,7 +61,7 @@ def require_one_choice(removal: Removal, given: Given) -> None:
         given.refuse("has no effect, because the plan says what is removed; leave it out", "what")
 
 
-def settled(removal: Removal, given: Given) -> Removal:
+def settled(removal: RemovalOptions, given: Given) -> RemovalOptions:
     """`removal` with its criterion. Raises LyapunovPruneError for options that do not go together."""
     what, remove, max_kl = removal.what, removal.remove, removal.max_kl
     if what in ("width", "experts"):
@@ -100,7 +100,9 @@ def require_format(what: str, stored: Stored, given: Given) -> None:
         given.refuse("closes the gaps of whole layers in a plain checkpoint; leave out --what and --format", "mend")
 
 
-def require_files(removal: Removal, inputs: Inputs, stored: Stored, why: str, packed: str | None, given: Given) -> None:
+def require_files(
+    removal: RemovalOptions, inputs: Inputs, stored: Stored, why: str, packed: str | None, given: Given
+) -> None:
     """Raise LyapunovPruneError for options that need a model in memory."""
     measured = removal.what == "width" and removal.remove is not None and inputs.disk and not packed
     what = ["what"] if removal.what != "layers" else []

@@ -11,11 +11,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.schedule import Cost, Score
+from lyapunov_prune.allocation.schedule import CostFunction, ScoreFunction
 from lyapunov_prune.arguments import Count, Share
 from lyapunov_prune.compression.held_out import HeldOutLoss, RoundingCost
 from lyapunov_prune.compression.masks import Pattern
-from lyapunov_prune.compression.recipe import Asked, recipe_for
+from lyapunov_prune.compression.recipe import CompressionRequest, recipe_for
 from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data.batch import TokenBatch
@@ -75,7 +75,7 @@ def compress(
     missing text or profile, and matrices shared between layers.
     """
     also: dict[str, Any] = {"group_size": group_size, "symmetric": symmetric, "weighted": weighted}
-    asked = Asked(
+    asked = CompressionRequest(
         method, sparsity, rank, bits, allocation, profile, schedule_options, pattern, correction=correction, **also
     )
     measured: dict[str, Callable[[Reading], Any]] = {
@@ -89,11 +89,11 @@ def compress(
     return Compressed(small, report)
 
 
-def _rounding(method: str, options: Mapping[str, Any], batch_size: int, reading: Reading) -> Cost:
+def _rounding(method: str, options: Mapping[str, Any], batch_size: int, reading: Reading) -> CostFunction:
     return RoundingCost(reading, METHODS.make(method, **{k: v for k, v in options.items() if v}), batch_size)
 
 
-def _held_out(method: str, options: Mapping[str, Any], batch_size: int, reading: Reading) -> Score:
+def _held_out(method: str, options: Mapping[str, Any], batch_size: int, reading: Reading) -> ScoreFunction:
     def made(model: PreTrainedModel, half: TokenBatch, allocation: Allocation) -> PreTrainedModel:
         again = compress(model, half, method=method, allocation=allocation, batch_size=batch_size, **options)
         return again.model

@@ -58,7 +58,7 @@ class OnHalves:
 
 @dataclass(frozen=True, eq=False)
 class HeldOutLoss(OnHalves):
-    """The score that a search minimises (`allocation.schedule.Score`).
+    """The score that a search minimises (`allocation.schedule.ScoreFunction`).
 
     `compress` uses the first half of the windows of `reading`, and the result is scored on the second: no window does
     both, and the evaluation text is not used. A call costs one compression, one forward of half the windows, and memory
@@ -79,7 +79,7 @@ class HeldOutLoss(OnHalves):
 
 @dataclass(frozen=True, eq=False)
 class RoundingCost(OnHalves):
-    """The cost by which bits are distributed (`allocation.schedule.Cost`): the divergence with one layer rounded.
+    """The cost by which bits are distributed (`allocation.schedule.CostFunction`): what rounding one layer diverges by.
 
     Each forward begins at the rounded layer with its dense input, so that one width of all L layers costs about L / 2
     forwards of the layers, and L of the head. A method that needs statistics takes those of the dense model; the

@@ -142,7 +142,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompressionRequest:
     """The options of `compress`, which says what they mean."""
 
     method: str
@@ -169,7 +169,7 @@ class Asked:
 def recipe_for(
     model: Streamable,
     batch: Readable | None,
-    asked: Asked,
+    asked: CompressionRequest,
     measured: Mapping[str, Callable[[Reading], Any]] = MappingProxyType({}),
 ) -> Recipe:
     """The Recipe for the options of `compress`; `measured` makes what a schedule `needs` (score, cost) from the text.

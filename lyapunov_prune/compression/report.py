@@ -50,7 +50,7 @@ class CompressedMatrix:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedSize:
     """The size of a checkpoint that stores matrices as integers, and its size with dense matrices."""
 
     format: str
@@ -83,7 +83,7 @@ class CompressionReport(Result):
     symmetric: bool = False  # grids around 0, without a zero point
     weighted: bool = False  # calibration tokens, by the gradient at each matrix's output
     correction: float = 0.0  # toward the outputs of the dense model, the α of `second_order.SecondOrder`
-    packed: Packed | None = None  # integers; None: dense matrices
+    packed: PackedSize | None = None  # integers; None: dense matrices
     left_alone: tuple[LeftAlone, ...] = ()  # weights inside the layers that no method compresses
 
     def about(self) -> str:

@@ -30,13 +30,13 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainText:
     """A plain text, and its name in results."""
 
     name: str
     content: str
 
-    def halves(self) -> tuple[Plain, Plain]:
+    def halves(self) -> tuple[PlainText, PlainText]:
         """Cut at the first paragraph break after the middle, or else at a line break, or at a space."""
         middle = len(self.content) // 2
         for mark in ("\n\n", "\n", " "):
@@ -46,7 +46,7 @@ class Plain:
                 break
         return replace(self, content=self.content[:middle]), replace(self, content=self.content[middle:])
 
-    def held_out(self) -> tuple[Plain, Plain, Plain]:
+    def held_out(self) -> tuple[PlainText, PlainText, PlainText]:
         """The halves, and the second without paragraphs of the first."""
         first, second = self.halves()
         return first, second, replace(self, content=_without(second.content, _paragraphs(first.content)))
@@ -152,7 +152,7 @@ class Chats:
             yield text[same:] if same >= LEAK_CHARACTERS else text
 
 
-def documents(rows: Rows, tokenizer: PreTrainedTokenizerBase, column: str | None = None) -> Plain | Chats:
+def documents(rows: Rows, tokenizer: PreTrainedTokenizerBase, column: str | None = None) -> PlainText | Chats:
     """The texts in `column` of the rows, or else in the first of these columns that exists.
 
     `text`: plain text, with a blank line between rows. `messages`, `conversations`: chats of `role` and `content`, or
@@ -168,7 +168,7 @@ def documents(rows: Rows, tokenizer: PreTrainedTokenizerBase, column: str | None
         name = f"{rows.source} ({', '.join(names)}"
         if not tokenizer.chat_template:
             texts = ["\n\n".join(filter(None, _alpaca(where, row))) for where, row in found]
-            return Plain(f"{name}, joined)", "\n\n".join(texts))
+            return PlainText(f"{name}, joined)", "\n\n".join(texts))
         chats = [Chat(where, _question(*_alpaca(where, row))) for where, row in found]
         return Chats(f"{name}, by the chat template)", tuple(chats), tokenizer)
     name = names[0]
@@ -177,7 +177,7 @@ def documents(rows: Rows, tokenizer: PreTrainedTokenizerBase, column: str | None
         chats = [chat_of(where, row, name) for where, row in found]
         return Chats(f"{rows.source} ({name}, by the chat template)", tuple(chats), tokenizer)
     texts = [_text(where, row, name) for where, row in found]
-    return Plain(rows.source if name == "text" else f"{rows.source} ({name})", "\n\n".join(texts))
+    return PlainText(rows.source if name == "text" else f"{rows.source} ({name})", "\n\n".join(texts))
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:

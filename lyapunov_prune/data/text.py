@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import Range, checked
 from lyapunov_prune.data.batch import Split, TokenBatch, whole_windows
-from lyapunov_prune.data.documents import Chats, Plain, documents
+from lyapunov_prune.data.documents import Chats, PlainText, documents
 from lyapunov_prune.data.rows import ENCODING, file_rows, holds_rows, hub_rows, text_of
 from lyapunov_prune.data.sources import parts_of, require_source
 from lyapunov_prune.errors import LyapunovPruneError, first_of
@@ -50,7 +50,7 @@ def load_text(
     given = list(source) if not isinstance(source, str | Path) else None
     source = str(source) if given is None else f"{len(given)} texts"
     windows = whole_windows(tokens, context)
-    whole = _read(source, tokenizer) if given is None else Plain(source, "\n\n".join(given))
+    whole = _read(source, tokenizer) if given is None else PlainText(source, "\n\n".join(given))
     blank = not whole.content.strip()
     part = whole if blank else _split(source, whole, split)
     bos = begins_with_bos(tokenizer, bos)
@@ -88,15 +88,17 @@ def _rows(ids: list[int], windows: int, context: int, start: int | None) -> list
     return rows
 
 
-def _read(source: str, tokenizer: PreTrainedTokenizerBase) -> Plain | Chats:
+def _read(source: str, tokenizer: PreTrainedTokenizerBase) -> PlainText | Chats:
     require_source(source)
     name, column = parts_of(source)
     path = Path(name)
     if name == "builtin":
-        return Plain(name, _builtin())
+        return PlainText(name, _builtin())
     if not path.is_file():
         return documents(hub_rows(name), tokenizer, column)
-    return documents(file_rows(path), tokenizer, column) if holds_rows(path) else Plain(name, text_of(path, ENCODING))
+    return (
+        documents(file_rows(path), tokenizer, column) if holds_rows(path) else PlainText(name, text_of(path, ENCODING))
+    )
 
 
 def _builtin() -> str:
@@ -106,7 +108,7 @@ def _builtin() -> str:
     return "\n\n".join(dict.fromkeys("\n\n".join(topics.values()).split("\n\n")))
 
 
-def _split(source: str, whole: Plain | Chats, split: Split) -> Plain | Chats:
+def _split(source: str, whole: PlainText | Chats, split: Split) -> PlainText | Chats:
     if split == "all":
         return whole
     if split == "calibration":

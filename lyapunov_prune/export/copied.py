@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.outline import Outline
 from lyapunov_prune.checkpoints.streamed import streamed
-from lyapunov_prune.checkpoints.tensor_files import Joined, Part, Piece, Stored, write_tensors
+from lyapunov_prune.checkpoints.tensor_files import Joined, Part, StoredTensor, TensorPiece, write_tensors
 from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.export.disk_gate import not_run, verify_files
 from lyapunov_prune.models.decoder import Decoder
@@ -142,7 +142,7 @@ def _pieces(
                 faults.append(f"{key} is shared with layers that stay")
             continue
         stored = outline.stored[key]
-        piece: Part = Piece(stored)
+        piece: Part = TensorPiece(stored)
         own = _OF_EXPERT.search(called) if target.name in left else None
         if own is not None:  # a tensor of one expert alone, which transformers stacks on loading
             layer, expert = structure.layer_of(target.name), int(own[1])
@@ -156,9 +156,9 @@ def _pieces(
         if target.name in left:
             piece = _part_of(stored, left[target.name])
         elif (table := target.name.split(".")[-2]) in tables:
-            piece = Piece(stored, tables[table], structure.num_layers, plan.kept)
+            piece = TensorPiece(stored, tables[table], structure.num_layers, plan.kept)
         # `_version` counts in-place changes: the surgery changed this tensor, which a copy would miss.
-        whole = piece == Piece(stored)
+        whole = piece == TensorPiece(stored)
         same = after[new].shape == before[target.name].shape if whole else target.converter is None
         if after[new]._version or not same:
             faults.append(f"the numbers of {new} change")
@@ -167,33 +167,33 @@ def _pieces(
     return pieces
 
 
-def _part_of(stored: Stored, parts: Parts) -> Part:
+def _part_of(stored: StoredTensor, parts: Parts) -> Part:
     """The part of a tensor that has the same form in the files as in the model."""
     first, index = next(iter(parts.values()))
     if first.position is None:
-        return Piece(stored, first.axis, stored.shape[first.axis], tuple(index.tolist()))
+        return TensorPiece(stored, first.axis, stored.shape[first.axis], tuple(index.tolist()))
     flat = first.flat(len(stored.shape))
     count, *shape = (first.stack, stored.shape[0] // first.stack, *stored.shape[1:]) if flat else stored.shape
     size = stored.size // count
     matrices = [replace(stored, start=stored.start + i * size, size=size, shape=tuple(shape)) for i in range(count)]
     chosen = [parts.get(i, parts[0]) for i in range(count)]  # as `models.units.selected`
     pieces = (
-        Piece(matrix, entry.axis, shape[entry.axis], tuple(index.tolist()))
+        TensorPiece(matrix, entry.axis, shape[entry.axis], tuple(index.tolist()))
         for matrix, (entry, index) in zip(matrices, chosen, strict=True)
     )
     return Joined(tuple(pieces), stacked=not flat)
 
 
-def _of_expert(stored: Stored, narrower: tuple[Unit, torch.Tensor] | None, faults: list[str]) -> Piece:
+def _of_expert(stored: StoredTensor, narrower: tuple[Unit, torch.Tensor] | None, faults: list[str]) -> TensorPiece:
     """The part of a matrix or bias of one expert that belongs to the channels that stay; `faults` gets a reason."""
     if narrower is None:
-        return Piece(stored)
+        return TensorPiece(stored)
     unit, kept = narrower
     axis = {"mlp-in": 0, "mlp-out": 1}.get(role(stored.key.rpartition(".")[0]), -1)
     if not 0 <= axis < len(stored.shape) or stored.shape[axis] != unit.width:
         faults.append(f"{stored.key} holds the channels in a form that is not known")
-        return Piece(stored)
-    return Piece(stored, axis, unit.width, tuple(kept.tolist()))
+        return TensorPiece(stored)
+    return TensorPiece(stored, axis, unit.width, tuple(kept.tolist()))
 
 
 def new_names(

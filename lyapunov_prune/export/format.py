@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lyapunov_prune.compression.compress import Compressed
-    from lyapunov_prune.compression.recipe import Asked
+    from lyapunov_prune.compression.recipe import CompressionRequest
     from lyapunov_prune.compression.report import CompressionReport
     from lyapunov_prune.data.examples import Examples
     from lyapunov_prune.export.exported import Exported
@@ -36,7 +36,7 @@ Quantisation = Literal[
 
 
 @dataclass(frozen=True, eq=False)
-class Removed:
+class CutModel:
     """A model from which `operation` was carried out (`Format.cut`), with the original and the batch of its gate."""
 
     decoder: Decoder
@@ -96,7 +96,7 @@ class Format(Choice):
         """A new model without what `operation` takes out, in the memory of the original."""
         raise NotImplementedError
 
-    def save(self, folder: Path, made: Removed) -> GateReport:
+    def save(self, folder: Path, made: CutModel) -> GateReport:
         """Save what `cut` made, and its history, in `folder`.
 
         Raises CheckFailed if the saved model fails the gate. The caller must then delete `folder`, as `whole_folder`
@@ -104,7 +104,7 @@ class Format(Choice):
         """
         raise NotImplementedError
 
-    def write_cut(self, target: Path, made: Removed) -> Provenance:
+    def write_cut(self, target: Path, made: CutModel) -> Provenance:
         """Write the files of `save`, a model card and the provenance to the folder `target`, whole or not at all.
 
         Raises CheckFailed if the saved model fails the gate, and LyapunovPruneError if writing fails.
@@ -117,7 +117,7 @@ class Format(Choice):
             gate, plan, structure = self.save(folder, made), made.operation.plan, made.decoder.structure
             return describe(folder, plan, gate, structure, made.pruned.model, stored=self.card, mended=made.mended)
 
-    def require_method(self, asked: Asked) -> None:
+    def require_method(self, asked: CompressionRequest) -> None:
         """Raise LyapunovPruneError for a compression whose result the format cannot hold, before a model is loaded."""
         from lyapunov_prune.compression.table import METHODS
 
@@ -126,7 +126,7 @@ class Format(Choice):
             remedy = f"give --method {others}" if others else "write plain, and export that"
             raise LyapunovPruneError(f"--format {self.name} cannot store the result of {asked.method}; {remedy}")
 
-    def require_model(self, model: PreTrainedModel, asked: Asked) -> None:
+    def require_model(self, model: PreTrainedModel, asked: CompressionRequest) -> None:
         """Raise LyapunovPruneError for a model whose matrices the format cannot hold, before anything is measured."""
 
     def write(self, target: Path, made: Finished) -> CompressionReport:

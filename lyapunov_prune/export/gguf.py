@@ -26,7 +26,7 @@ from lyapunov_prune.export.llama_cpp import ENGINE, engine_checks
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
 from lyapunov_prune.mending.report import MendReport
-from lyapunov_prune.models.cache import BUILTIN, Entry, builtin_place
+from lyapunov_prune.models.cache import BUILTIN, CacheEntry, builtin_place
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, read_gguf, source_file, stored_history
 from lyapunov_prune.models.gguf_copy import Anew, Piece, pieces_of, rewrite_text, same_bytes, write_pieces
@@ -80,7 +80,7 @@ def gguf_identity(name: str, *, planned: bool) -> ModelIdentity:
     """
     source = source_file(name)
     if planned:
-        folder = builtin_place() if name == BUILTIN else Entry(source).folder
+        folder = builtin_place() if name == BUILTIN else CacheEntry(source).folder
         if not (folder / "config.json").is_file():
             raise LyapunovPruneError(
                 f"a plan names its model by dequantised weights, and those of {name} are not in the cache; give "

@@ -29,7 +29,7 @@ from lyapunov_prune.checkpoints.reloading import RELOADED, reload_check
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.grids import Grid
 from lyapunov_prune.compression.method import Rounder
-from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
+from lyapunov_prune.compression.report import REPORT, CompressionReport, PackedSize
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, first_of, reported, require_extra
 from lyapunov_prune.forward.logits import sample_inputs
@@ -237,10 +237,10 @@ class Packing:
         ModelCompressor(quantization_config=config).update_config(str(folder))
 
 
-def packed_in(folder: Path, model: PreTrainedModel) -> Packed:
+def packed_in(folder: Path, model: PreTrainedModel) -> PackedSize:
     """The sizes of the weights in `folder` and of `model`, which it holds packed."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return Packed(PACK, size, model_size(model).bytes, model.num_parameters())
+    return PackedSize(PACK, size, model_size(model).bytes, model.num_parameters())
 
 
 def _changed(small: PreTrainedModel, loaded: PreTrainedModel, projections: tuple[Projection, ...]) -> str | None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from lyapunov_prune.data.batch import TokenBatch, Tokens
 from lyapunov_prune.data.examples import Examples, as_examples, model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.export.format import Format, Removed
+from lyapunov_prune.export.format import CutModel, Format
 from lyapunov_prune.export.table import FORMATS, formats_of
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.reading import read
@@ -92,7 +92,7 @@ def write_pruned(
     pruned = stored.cut(model, operation)
     # If the cut had written into shared tensors, the gate would compare the fault with itself.
     plan.require_model(model.identity)
-    return stored.write_cut(Path(target), Removed(model, pruned, tokenizer, operation, batch, mended))
+    return stored.write_cut(Path(target), CutModel(model, pruned, tokenizer, operation, batch, mended))
 
 
 def _require_held(stored: Format, decoder: Decoder, plan: PruningPlan, *, mend: bool) -> None:

@@ -17,7 +17,14 @@ from typing import Any
 
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting
-from lyapunov_prune.checkpoints.tensor_files import Piece, Stored, parts_of, read_tensors, reading, write_tensors
+from lyapunov_prune.checkpoints.tensor_files import (
+    StoredTensor,
+    TensorPiece,
+    parts_of,
+    read_tensors,
+    reading,
+    write_tensors,
+)
 from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.export.copied import PARTS, SHARD_BYTES, cut_outline, new_names, require_copied
 from lyapunov_prune.export.disk_gate import KEYS, PLACED, not_run
@@ -28,7 +35,7 @@ from lyapunov_prune.models.loading import checkpoint_folder, load_bare_outline
 from lyapunov_prune.models.quantised import is_unpacked, stored_quantisation
 from lyapunov_prune.models.quantised_names import FILES, Layers, follow_layers, layers_in, settings_of
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.models.weight_files import Target, require_every_layer, targets_of
+from lyapunov_prune.models.weight_files import TensorTarget, require_every_layer, targets_of
 from lyapunov_prune.models.wrappers import require_levels_stay
 from lyapunov_prune.progress import status, warn
 from lyapunov_prune.pruning.counting import shares_leaving
@@ -50,8 +57,8 @@ class Quantised:
 
     folder: Path
     decoder: Decoder
-    stored: dict[str, Stored]
-    targets: dict[str, Target]
+    stored: dict[str, StoredTensor]
+    targets: dict[str, TensorTarget]
     heads: tuple[str, ...]
 
     @cached_property
@@ -154,7 +161,7 @@ def prune_quantised(
         return describe(folder, plan, gate, structure, pruned.model, left)
 
 
-def _pieces(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, layers: Layers) -> dict[str, Piece]:
+def _pieces(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, layers: Layers) -> dict[str, TensorPiece]:
     """The pieces to write, by their new names; raises LyapunovPruneError if a copy would not be the pruned model."""
     structure = checkpoint.decoder.structure
     before, after = (d.model.state_dict(keep_vars=True) for d in (checkpoint.decoder, pruned))
@@ -186,11 +193,11 @@ def _is_as_in_model(checkpoint: Quantised, key: str) -> bool:
     return target is not None and tuple(checkpoint.decoder.model.get_parameter(target.name).shape) == shape
 
 
-def _piece(checkpoint: Quantised, key: str, plan: PruningPlan) -> Piece:
+def _piece(checkpoint: Quantised, key: str, plan: PruningPlan) -> TensorPiece:
     """A whole tensor or, for a table with one block per layer, the blocks of the layers that stay."""
     stored, structure = checkpoint.stored[key], checkpoint.decoder.structure
     axis = dict(family_entry(structure.model_type).tables).get(_module(key))
-    return Piece(stored) if axis is None else Piece(stored, axis, structure.num_layers, plan.kept)
+    return TensorPiece(stored) if axis is None else TensorPiece(stored, axis, structure.num_layers, plan.kept)
 
 
 def _module(name: str) -> str:
@@ -236,7 +243,9 @@ def _bytes_check(checkpoint: Quantised, written: Quantised, plan: PruningPlan) -
             return GateCheck(PLACED, False, float("inf"), 0.0, f"{key} is no tensor of a layer that stays")
         missing.remove(source)
         was = _piece(checkpoint, source, plan)
-        if (stored.dtype, stored.shape) != (was.stored.dtype, was.shape) or _digest(was) != _digest(Piece(stored)):
+        if (stored.dtype, stored.shape) != (was.stored.dtype, was.shape) or _digest(was) != _digest(
+            TensorPiece(stored)
+        ):
             return GateCheck(PLACED, False, 1.0, 0.0, f"{key} does not hold the bytes of {source}")
     left = [key for key in missing if layers.renamed(key) is not None]
     if left:
@@ -246,7 +255,7 @@ def _bytes_check(checkpoint: Quantised, written: Quantised, plan: PruningPlan) -
     return GateCheck(PLACED, True, 0.0, 0.0, f"{detail} all bytes went")
 
 
-def _digest(piece: Piece) -> bytes:
+def _digest(piece: TensorPiece) -> bytes:
     digest = hashlib.blake2b()
     for part in parts_of(piece):
         digest.update(part)

@@ -13,7 +13,7 @@ from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.saving import Shards
-from lyapunov_prune.compression.recipe import Asked, recipe_for
+from lyapunov_prune.compression.recipe import CompressionRequest, recipe_for
 from lyapunov_prune.compression.report import REPORT, CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.packed import FORMAT as PACKED
@@ -68,7 +68,7 @@ def compress_on_disk(
     if decoder.stream is None:
         raise LyapunovPruneError("compress_on_disk takes a streamed model; give one of load_streamed, or use compress")
     require_whole(model)
-    asked = checked(Asked)(**how)
+    asked = checked(CompressionRequest)(**how)
     require_streamed(asked.allocation)
     require_empty(target)
     packing = _packing(model, asked) if format == PACKED else None
@@ -94,7 +94,7 @@ def compress_on_disk(
     return report
 
 
-def _packing(model: PreTrainedModel, asked: Asked) -> Packing:
+def _packing(model: PreTrainedModel, asked: CompressionRequest) -> Packing:
     require_packed_options(asked.method, asked.bits, asked.symmetric, asked.allocation)
     if asked.allocation != "uniform":
         raise LyapunovPruneError(

@@ -5,7 +5,7 @@ from .importance import measure_importance as measure_importance
 from .map import JointMap as JointMap
 from .map import fit_map as fit_map
 from .points import Points as Points
-from .recovery import Recipe as Recipe
+from .recovery import RecoveryRecipe as RecoveryRecipe
 from .result import JointRun as JointRun
 from .run import remove_jointly as remove_jointly
 from .times import Times as Times

@@ -19,7 +19,7 @@ from lyapunov_prune.export.formats.compact import COMPACT
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.healing.state import KEPT
 from lyapunov_prune.joint.chains import Pair
-from lyapunov_prune.joint.job import Job
+from lyapunov_prune.joint.job import JointJob
 from lyapunov_prune.joint.points import Course
 from lyapunov_prune.joint.recovery import Lesson
 from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
@@ -34,7 +34,7 @@ from lyapunov_prune.results.history import add_step
 MERGED = 10.0  # times the rounding limit of a single model: a merge rounds a product and sums in another order
 
 
-def finish(job: Job, found: Found, tokenizer: PreTrainedTokenizerBase | None, output: str | Path) -> JointRun:
+def finish(job: JointJob, found: Found, tokenizer: PreTrainedTokenizerBase | None, output: str | Path) -> JointRun:
     """Train the chosen pair further, write it to `output`, and score it on the final slice.
 
     Raises CheckFailed if the gate does not hold, and as the recovery does; `output` is then empty.
@@ -88,7 +88,7 @@ def finish(job: Job, found: Found, tokenizer: PreTrainedTokenizerBase | None, ou
     return run
 
 
-def _plan(job: Job, lesson: Lesson) -> PruningPlan:
+def _plan(job: JointJob, lesson: Lesson) -> PruningPlan:
     """What was removed, as a plan."""
     return PruningPlan(
         remove=(),
@@ -103,7 +103,9 @@ def _plan(job: Job, lesson: Lesson) -> PruningPlan:
     )
 
 
-def _recovered(job: Job, course: Course, pair: Pair, start: Pair) -> tuple[Unmerged, Lesson, list[float], Comparison]:
+def _recovered(
+    job: JointJob, course: Course, pair: Pair, start: Pair
+) -> tuple[Unmerged, Lesson, list[float], Comparison]:
     """Train `pair` further; keep the start if the result is worse on the selection slice.
 
     Returns the student, the losses of the steps, and the comparison over the items of that slice.

@@ -13,7 +13,7 @@ from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.joint.chains import Pair
 from lyapunov_prune.joint.decision import within_budget
 from lyapunov_prune.joint.importance import Method
-from lyapunov_prune.joint.recovery import Recipe
+from lyapunov_prune.joint.recovery import RecoveryRecipe
 from lyapunov_prune.joint.times import Times
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.results.encoding import encode
@@ -22,7 +22,7 @@ from lyapunov_prune.results.store import once
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class JointJob:
     """One joint removal; `remove_jointly` describes what is asked.
 
     `origins` are the records of the three `slices`, `most` is how many attentions and activations can be removed, and
@@ -38,7 +38,7 @@ class Job:
     importance: Method
     steps: int
     recover_steps: int
-    recipe: Recipe
+    recipe: RecoveryRecipe
     seeds: int
     seed: int
     folder: Path

@@ -20,7 +20,7 @@ from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order, trained
 from lyapunov_prune.joint.chains import DENSE, Pair
 from lyapunov_prune.joint.importance import Importance
-from lyapunov_prune.joint.recovery import Lesson, Recipe, inherit, recover
+from lyapunov_prune.joint.recovery import Lesson, RecoveryRecipe, inherit, recover
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.recurrence import forget_states
 from lyapunov_prune.progress import track, warn
@@ -43,7 +43,7 @@ class Points(Result):
 
     layers: int
     steps: int
-    recipe: Recipe
+    recipe: RecoveryRecipe
     pairs: np.ndarray
     seeds: np.ndarray
     scores: np.ndarray
@@ -98,7 +98,7 @@ class Course:
     parents: dict[Pair, Pair]
     steps: int
     seed: int
-    recipe: Recipe
+    recipe: RecoveryRecipe
     folder: Path
     about: dict[str, Any]
 

@@ -21,7 +21,7 @@ from lyapunov_prune.progress import track
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RecoveryRecipe:
     """What all recoveries of a run share: each step uses `batch` items.
 
     Without `rank` all parameters of the layers are trained. `learning_rate` is the same for every parameter; without it
@@ -56,7 +56,7 @@ def recover(
     teacher: PreTrainedModel,
     examples: Examples,
     lesson: Lesson,
-    recipe: Recipe,
+    recipe: RecoveryRecipe,
     state: TrainingState,
     watch: Callable[[int], None] | None = None,
 ) -> list[float]:
@@ -101,7 +101,7 @@ def learnt(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def inherit(student: Unmerged, lesson: Lesson, recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> None:
+def inherit(student: Unmerged, lesson: Lesson, recipe: RecoveryRecipe, tensors: Mapping[str, torch.Tensor]) -> None:
     """Load the trained weights of a lesson into `student`; `tensors` are its last state.
 
     With low rank, the earlier lessons must have been loaded before, in order.

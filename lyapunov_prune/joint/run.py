@@ -18,8 +18,8 @@ from lyapunov_prune.healing.trained import require_trainable
 from lyapunov_prune.joint.decision import within_budget
 from lyapunov_prune.joint.finish import finish
 from lyapunov_prune.joint.importance import Method
-from lyapunov_prune.joint.job import Job, timed
-from lyapunov_prune.joint.recovery import Recipe
+from lyapunov_prune.joint.job import JointJob, timed
+from lyapunov_prune.joint.recovery import RecoveryRecipe
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.joint.search import search
 from lyapunov_prune.merging.table import DEFAULT
@@ -31,7 +31,7 @@ from lyapunov_prune.results.files import require_empty
 from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.store import Store
 
-_RECIPE = Recipe(rank=8)
+_RECIPE = RecoveryRecipe(rank=8)
 _LEAST_SELECTED = 5  # with 4 items a standard error has a relative error of 1/√(2(n − 1)), two fifths
 
 
@@ -48,7 +48,7 @@ def remove_jointly(
     importance: Method = "taylor",
     steps: Count = 12,
     recover_steps: Count = 100,
-    recipe: Recipe = _RECIPE,
+    recipe: RecoveryRecipe = _RECIPE,
     seeds: Count = 2,
     seed: Seed = 0,
     folder: str | Path,
@@ -85,7 +85,7 @@ def remove_jointly(
     seconds: dict[str, float] = {}
     with timed(seconds, "calibration"):
         student = Unmerged(model, reduction, lambda: run_through(model, slices[0]))
-    job = Job(
+    job = JointJob(
         student,
         slices,
         origins,

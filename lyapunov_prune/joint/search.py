@@ -10,7 +10,7 @@ import numpy as np
 from lyapunov_prune.joint.chains import LEAST_REACH, Pair, chains, reach_of, rivals
 from lyapunov_prune.joint.decision import JointDecision, decide
 from lyapunov_prune.joint.importance import Importance, measure_importance
-from lyapunov_prune.joint.job import Job
+from lyapunov_prune.joint.job import JointJob
 from lyapunov_prune.joint.map import JointMap, fit_map
 from lyapunov_prune.joint.points import Course, Points, recover_points
 from lyapunov_prune.joint.times import Times, measure_times
@@ -29,7 +29,7 @@ class Found:
     decision: JointDecision
 
 
-def search(job: Job, store: Store) -> Found:
+def search(job: JointJob, store: Store) -> Found:
     """Measure times (for a budget of time) and importance, recover the points, and decide.
 
     What `store` and the folder of the job hold is not measured again. Raises as `remove_jointly` does.

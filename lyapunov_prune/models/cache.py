@@ -62,7 +62,7 @@ def cache_limit() -> float:
     return limit
 
 
-class Entry:
+class CacheEntry:
     """The cache entry for the dequantised file `source`, independent of the file's name and place.
 
     Its folder is named by the SHA-256 of the file and the versions of the packages that read it. Raises

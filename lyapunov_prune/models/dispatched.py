@@ -34,7 +34,7 @@ _WRITING = "offloaded weights cannot be written", "name a folder that has room i
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
-class Held(AlignDevicesHook):
+class HeldHook(AlignDevicesHook):
     """Hook for a module whose weights stay in main memory and are copied to the computing device for each forward."""
 
     def __init__(self, before: AlignDevicesHook) -> None:
@@ -102,9 +102,9 @@ def bring_weights(model: nn.Module) -> None:
     for module, before in hooks:
         owner: Any = module
         if isinstance(owner._hf_hook, SequentialHook):
-            owner._hf_hook.hooks = tuple(Held(before) if hook is before else hook for hook in owner._hf_hook.hooks)
+            owner._hf_hook.hooks = tuple(HeldHook(before) if hook is before else hook for hook in owner._hf_hook.hooks)
         else:
-            owner._hf_hook = Held(before)
+            owner._hf_hook = HeldHook(before)
     _tie(model)
 
 

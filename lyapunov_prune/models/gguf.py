@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig
 
 from lyapunov_prune.errors import LyapunovPruneError, reported
-from lyapunov_prune.models.cache import BUILTIN, BUILTIN_VERSION, PLACE, Entry, builtin_place
+from lyapunov_prune.models.cache import BUILTIN, BUILTIN_VERSION, PLACE, CacheEntry, builtin_place
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.folder import loading_errors, require_no_adapter_config
 from lyapunov_prune.models.from_folder import LOCAL, load_folder, load_whole, quiet
@@ -101,7 +101,7 @@ def load_gguf(path: Path, options: dict[str, Any]) -> Decoder:
 
 
 def _load_whole(path: Path, options: dict[str, Any]) -> Decoder:
-    entry, read = Entry(path), partial(load_folder, options=options)
+    entry, read = CacheEntry(path), partial(load_folder, options=options)
     if (found := entry.read(read)) is not None:
         return found
     with status(f"dequantising {path.name}, once"), entry.alone():

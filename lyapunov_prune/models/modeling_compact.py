@@ -116,7 +116,7 @@ def fit_cache(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     return args, kwargs
 
 
-class Compact:
+class CompactSettings:
     """The part that all compact model classes share, in front of their transformers class."""
 
     config: Any
@@ -182,7 +182,7 @@ def compact_model(plain: Any) -> Any:
         base = base[0] if isinstance(base, tuple) else base
         if base is not None:
             fields = {"config_class": compact_config(plain), "_auto_class": auto, "__module__": __name__}
-            return type(f"Compact{plain.__name__.removesuffix('Config')}", (Compact, base), fields)
+            return type(f"Compact{plain.__name__.removesuffix('Config')}", (CompactSettings, base), fields)
     return None
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.quantised import SETTINGS
-from lyapunov_prune.models.weight_files import Target, stored_path
+from lyapunov_prune.models.weight_files import TensorTarget, stored_path
 
 # Files of several programs that repeat these settings beside the config.
 FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quantization_config.json")
@@ -180,7 +180,9 @@ class Layers:
         )
 
 
-def layers_in(decoder: Decoder, targets: Mapping[str, Target], keys: Iterable[str], kept: tuple[int, ...]) -> Layers:
+def layers_in(
+    decoder: Decoder, targets: Mapping[str, TensorTarget], keys: Iterable[str], kept: tuple[int, ...]
+) -> Layers:
     """The layers `kept` of `decoder`, whose files hold the tensors `keys`; `targets` is from `targets_of`."""
     modules = {name for name, _ in decoder.model.named_modules() if name}
     for key in keys:

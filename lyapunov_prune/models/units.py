@@ -62,7 +62,7 @@ class Unit:
             return torch.stack([2 * kept, 2 * kept + 1], 1).flatten()
         return torch.cat([kept, self.width + kept])
 
-    def indices(self, kept: torch.Tensor) -> Iterator[tuple[Entry, torch.Tensor]]:
+    def indices(self, kept: torch.Tensor) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
         """Every tensor with an entry per channel, and the indices of those `kept`."""
         by_parameter: dict[tuple[str, str], list[Projection]] = {}
         for p in self.into:
@@ -70,15 +70,15 @@ class Unit:
         for (path, key), parts in by_parameter.items():
             p = parts[0]
             rows = torch.cat([self.rows(part, kept) for part in sorted(parts, key=lambda part: part.start)])
-            yield Entry(path, key, p.position, p.stack, 1 if p.transposed else 0), rows
+            yield WeightEntry(path, key, p.position, p.stack, 1 if p.transposed else 0), rows
             if p in self.biased:
-                yield Entry(path, _bias(p), p.position, p.stack, 0), rows
+                yield WeightEntry(path, _bias(p), p.position, p.stack, 0), rows
         p = self.out
-        yield Entry(p.module, p.parameter, p.position, p.stack, 0 if p.transposed else 1), kept
+        yield WeightEntry(p.module, p.parameter, p.position, p.stack, 0 if p.transposed else 1), kept
 
 
 @dataclass(frozen=True)
-class Entry:
+class WeightEntry:
     """A tensor, or matrix `position` of `stack` in it, and its axis along which channels lie."""
 
     module: str
@@ -171,12 +171,12 @@ def _bias(p: Projection) -> str:
 
 
 # For a tensor, or each matrix in its stack: where channels lie in it, and the indices of those that stay.
-Parts = Mapping[int | None, tuple[Entry, torch.Tensor]]
+Parts = Mapping[int | None, tuple[WeightEntry, torch.Tensor]]
 
 
 def tensors_of(kept: Iterable[tuple[Unit, torch.Tensor]]) -> dict[tuple[str, str], Parts]:
     """Every tensor with some of the channels, by the path of its module and its name, for the channels `kept`."""
-    parts: dict[tuple[str, str], dict[int | None, tuple[Entry, torch.Tensor]]] = {}
+    parts: dict[tuple[str, str], dict[int | None, tuple[WeightEntry, torch.Tensor]]] = {}
     for unit, channels in kept:
         for entry, index in unit.indices(channels):
             parts.setdefault((entry.module, entry.key), {})[entry.position] = entry, index
@@ -205,5 +205,5 @@ def selected(old: torch.Tensor, parts: Parts) -> torch.Tensor:
     return torch.cat(each) if own.ndim > old.ndim else torch.stack(each)
 
 
-def _selected(tensor: torch.Tensor, entry: Entry, index: torch.Tensor) -> torch.Tensor:
+def _selected(tensor: torch.Tensor, entry: WeightEntry, index: torch.Tensor) -> torch.Tensor:
     return tensor.index_select(entry.axis, index.to(tensor.device))

@@ -149,7 +149,7 @@ def _inside(folder: Path, name: Any, suffix: str = ".safetensors") -> Path:
 
 
 @dataclass(frozen=True)
-class Target:
+class TensorTarget:
     """The tensor of the model that is filled, and the conversion applied on loading; None if it is only renamed."""
 
     name: str
@@ -157,7 +157,7 @@ class Target:
     pattern: str = ""
 
 
-def targets_of(model: PreTrainedModel, keys: Iterable[str]) -> tuple[dict[str, Target], dict[str, str]]:
+def targets_of(model: PreTrainedModel, keys: Iterable[str]) -> tuple[dict[str, TensorTarget], dict[str, str]]:
     """Map `keys`, names of tensors in the files of `model`, to their targets; and keys without a target to new names.
 
     Follows transformers' loader: a key is renamed, then converted by at most one rule, with or without the prefix of
@@ -168,7 +168,7 @@ def targets_of(model: PreTrainedModel, keys: Iterable[str]) -> tuple[dict[str, T
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
-    targets: dict[str, Target] = {}
+    targets: dict[str, TensorTarget] = {}
     others: dict[str, str] = {}
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
@@ -177,13 +177,13 @@ def targets_of(model: PreTrainedModel, keys: Iterable[str]) -> tuple[dict[str, T
         if name not in state:
             others[key] = name
         elif pattern is None or pattern == DENSE:
-            targets[key] = Target(name)
+            targets[key] = TensorTarget(name)
         else:
-            targets[key] = Target(name, by_pattern[pattern], pattern)
+            targets[key] = TensorTarget(name, by_pattern[pattern], pattern)
     return targets, others
 
 
-def stored_path(structure: Structure, targets: Mapping[str, Target]) -> str:
+def stored_path(structure: Structure, targets: Mapping[str, TensorTarget]) -> str:
     """The path in front of the layer number in the names of a checkpoint.
 
     Raises LyapunovPruneError if the names do not share one such path.

@@ -34,7 +34,7 @@ _AUTOMATIC = {"block_auto_adjust_ff_dim": False}  # without it LFM2 computes ano
 
 
 @dataclass(frozen=True)
-class Setting:
+class WidthSetting:
     """The setting `name` of a config, or each number in it, is `times` the channels; `others` are changed with it."""
 
     name: str
@@ -60,7 +60,7 @@ class Width:
 
     units: tuple[tuple[Unit | None, ...], ...]
     width: int
-    setting: Setting
+    setting: WidthSetting
 
     def of_layers(self, kept: Sequence[int], structure: Structure) -> Width:
         """The same for a model of only the layers `kept`; `structure` is that of the model with all of them."""
@@ -154,7 +154,7 @@ def narrow(decoder: Decoder, width: Width, kept: Kept) -> None:
             width.setting.put(each, left)
 
 
-def _find_setting(decoder: Decoder, unit: Unit, half: int) -> tuple[Setting, PreTrainedModel] | None:
+def _find_setting(decoder: Decoder, unit: Unit, half: int) -> tuple[WidthSetting, PreTrainedModel] | None:
     """The setting that gives `unit` its width, if one does, and a model, on meta, in which the width is `half`."""
     config = decoder.structure.config
     others = {name: value for name, value in _AUTOMATIC.items() if getattr(config, name, value) != value}
@@ -168,14 +168,14 @@ def _find_setting(decoder: Decoder, unit: Unit, half: int) -> tuple[Setting, Pre
         if numbers or not (number is None or (type(number) is int and number > 0)):
             continue
         times = Fraction(1) if number is None or others else Fraction(number, unit.width)
-        setting = Setting(name, times, others)
+        setting = WidthSetting(name, times, others)
         after = _built(decoder, setting, half) if times * half % 1 == 0 else None
         if after is not None and unit.out.weight(after).shape[1] == half:
             return setting, after
     return None
 
 
-def _built(decoder: Decoder, setting: Setting | None, width: int) -> PreTrainedModel:
+def _built(decoder: Decoder, setting: WidthSetting | None, width: int) -> PreTrainedModel:
     """A model of the same class and settings, except for `setting`, on the meta device."""
     copies: dict[int, Any] = {}
     config = copy.deepcopy(decoder.model.config, copies)
@@ -203,7 +203,7 @@ def _shared(model: PreTrainedModel, units: Sequence[Unit]) -> str | None:
 
 
 def _also_changed(
-    before: PreTrainedModel, after: PreTrainedModel, setting: Setting, units: Sequence[Unit]
+    before: PreTrainedModel, after: PreTrainedModel, setting: WidthSetting, units: Sequence[Unit]
 ) -> str | None:
     """Which parameter besides those of `units` changes its size with `setting`; None if none does."""
     none = torch.zeros(0, dtype=torch.long)

@@ -20,7 +20,7 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.left_out import LeftOut, left_out
 from lyapunov_prune.models.mixtures import Stacked
-from lyapunov_prune.models.units import Entry, Parts, Unit, tensors_of
+from lyapunov_prune.models.units import Parts, Unit, WeightEntry, tensors_of
 from lyapunov_prune.models.width import Width
 from lyapunov_prune.pruning.plan import PruningPlan
 
@@ -37,7 +37,7 @@ def parts_left(decoder: Decoder, plan: PruningPlan, width: Width | None) -> dict
     for name, (stacked, gone) in _stacked_in(decoder, plan).items():
         kept = [e for e in range(stacked.entries) if e not in gone]
         path, _, key = name.rpartition(".")
-        entry = Entry(path, key, None, 0, stacked.axis)
+        entry = WeightEntry(path, key, None, 0, stacked.axis)
         found[name] = {None: (entry, stacked.rows(state[name], kept))}
     narrower = tensors_of(channels_left(plan, width))
     return found | {f"{path}.{key}": parts for (path, key), parts in narrower.items()}

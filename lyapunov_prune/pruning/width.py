@@ -49,7 +49,7 @@ def surgeon(W: torch.Tensor, statistics: Statistics) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Score:
+class ChannelScore:
     """How much a channel costs: a function of the last matrix and of the sums that it needs (`stream`)."""
 
     needs: str
@@ -59,9 +59,9 @@ class Score:
 
 # `token` was the best one on Gemma, and as good as `energy` on SmolLM2 (experiments/2_criteria).
 SCORES: Final = {
-    "token": Score("norms", energy, relative=True),
-    "energy": Score("norms", energy),
-    "surgeon": Score("gram", surgeon),
+    "token": ChannelScore("norms", energy, relative=True),
+    "energy": ChannelScore("norms", energy),
+    "surgeon": ChannelScore("gram", surgeon),
 }
 DEFAULT: Final = "token"
 

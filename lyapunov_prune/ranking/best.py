@@ -19,7 +19,7 @@ from lyapunov_prune.mending.mend import fit_mends, fitted_and_held
 from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.progress import phases
 from lyapunov_prune.ranking.angular import angular_distance
-from lyapunov_prune.ranking.candidates import SOURCES, Cost, by_direction
+from lyapunov_prune.ranking.candidates import SOURCES, SearchCost, by_direction
 from lyapunov_prune.ranking.counts import free_layers, protected_layers, require_count, search_budget
 from lyapunov_prune.ranking.search import Fit, Search
 from lyapunov_prune.ranking.tried import BestRemoval
@@ -79,7 +79,7 @@ def best_removal(
     held = _held_share(scoring) if mend else 0.0
     search = search_budget(layers, remove, mend) if search is None else float(search)
     share = _SEARCH_SHARE if mend else 1
-    cost = Cost.of(checking, scoring)
+    cost = SearchCost.of(checking, scoring)
     spent = _first_check(cost, remove, search, share)
     other = None
     if mend:
@@ -108,7 +108,7 @@ def best_removal(
         return found.with_finals(finals, other.measured_on())
 
 
-def _first_check(cost: Cost, remove: int, search: float, share: float) -> float:
+def _first_check(cost: SearchCost, remove: int, search: float, share: float) -> float:
     """The forwards spent before the first check; raises if a `share` of the `search` does not pay that check too."""
     spent = 1 + cost.scoring * cost.layers
     needed = spent + cost.without(range(remove), 0)

@@ -27,7 +27,7 @@ _LITTLE = 1e-3  # nats; smaller differences of the loss are not told apart
 
 
 @dataclass(frozen=True)
-class Cost:
+class SearchCost:
     """The cost of part of a forward, in forwards of the dense model: its share of the parameters that multiply.
 
     `layers` is the share of all `number` layers together; the head has the rest. The windows that are scored hold
@@ -39,7 +39,7 @@ class Cost:
     scoring: float
 
     @classmethod
-    def of(cls, checking: Reading, scoring: Reading) -> Cost:
+    def of(cls, checking: Reading, scoring: Reading) -> SearchCost:
         inside = sum(p.numel() for p in checking.structure.layers.parameters())
         return cls(
             inside / (inside + checking.scorer.head.weight.numel()),
@@ -72,7 +72,7 @@ class Source(NamedTuple):
     What is measured is kept with the reading, for searches of other numbers of layers.
     """
 
-    cost: Callable[[Cost, int], float]
+    cost: Callable[[SearchCost, int], float]
     sets: Callable[[Reading, int, Layers, int], dict[str, Layers]]
 
 

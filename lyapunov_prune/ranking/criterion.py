@@ -29,7 +29,7 @@ _REMEDIES = {"rho": "a contraction profile; measure one", "bi": "Block Influence
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class RankingRequest:
     """What a criterion is asked: the model, the text, `what` of its layers to rank, and how it may measure.
 
     Measurements are saved in `folder`; a search keeps its unfinished work in `jobs`.
@@ -64,20 +64,20 @@ class Criterion(Choice):
     chooses: ClassVar[str] = ""
 
     @abstractmethod
-    def rank(self, asked: Asked) -> Ranking:
+    def rank(self, asked: RankingRequest) -> Ranking:
         """Measure, rank, and save what was measured."""
 
 
 class Together(Criterion):
     """A criterion that chooses layers together; its ranking is saved under its name."""
 
-    def rank(self, asked: Asked) -> Ranking:
+    def rank(self, asked: RankingRequest) -> Ranking:
         ranking = self.chosen(asked)
         asked.keep(self.name, ranking)
         return ranking
 
     @abstractmethod
-    def chosen(self, asked: Asked) -> Ranking:
+    def chosen(self, asked: RankingRequest) -> Ranking:
         """The ranking; `asked.remove` is the number of layers."""
 
 
@@ -176,7 +176,7 @@ class OfExperts(Criterion):
     def score(self, use: ExpertUse) -> np.ndarray:
         """A score for every expert (L, E); the smallest of a layer is removed first."""
 
-    def rank(self, asked: Asked) -> Ranking:
+    def rank(self, asked: RankingRequest) -> Ranking:
         from lyapunov_prune.ranking.experts import rank_experts
 
         ranking = rank_experts(asked.reading, self.name, self.score, asked.batch_size)
@@ -191,7 +191,7 @@ class ByPosition(Scored):
     streamed = EVERYWHERE
     profiled = True
 
-    def rank(self, asked: Asked) -> LayerRanking:
+    def rank(self, asked: RankingRequest) -> LayerRanking:
         decoder, layers = asked.reading.decoder, asked.reading.structure.num_layers
         layer = np.arange(layers, dtype=np.float64)
         if asked.what != "layers":
@@ -211,7 +211,7 @@ class ByProfile(Scored):
     streamed = ("layers",)
     profiled = True
 
-    def rank(self, asked: Asked) -> LayerRanking:
+    def rank(self, asked: RankingRequest) -> LayerRanking:
         from lyapunov_prune.profiles.contraction import require_above_rounding
         from lyapunov_prune.profiles.profile import HOW, LayerProfile, profile_layers
         from lyapunov_prune.results.store import once

@@ -34,7 +34,7 @@ Candidates = Callable[[tuple[int, ...]], Collection[int]]
 
 
 @dataclass(frozen=True)
-class Step:
+class GreedyStep:
     """One removal: the layer, the mean loss of every window (nats) without it and its predecessors, and the cost.
 
     `forwards` counts the layers that computed for this step, trials included, in forwards of the dense model over the
@@ -52,7 +52,7 @@ class GreedyRemoval(Ranking):
     """Layers in the order in which a greedy search removed them; `dense` is the dense loss of every window, in nats."""
 
     dense: np.ndarray
-    steps: tuple[Step, ...]
+    steps: tuple[GreedyStep, ...]
     criterion: str
     measured_on: MeasuredOn
 
@@ -181,11 +181,11 @@ def greedy_removal(
                 forwards = sum(gather_object([sum(tokens) / whole]))
                 if number == 0:
                     store.add(DENSE, encode(outcomes[DENSE].windows))
-                store.add(key, encode(Step(layer, windows, forwards, len(outcomes))))
+                store.add(key, encode(GreedyStep(layer, windows, forwards, len(outcomes))))
             removed += (store[key]["layer"],)
         return GreedyRemoval(
             dense=decode(np.ndarray, store[DENSE]),
-            steps=tuple(decode(Step, store[f"step {number}"]) for number in range(remove)),
+            steps=tuple(decode(GreedyStep, store[f"step {number}"]) for number in range(remove)),
             criterion=criterion,
             measured_on=measured_on,
         )

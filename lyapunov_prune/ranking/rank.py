@@ -11,7 +11,7 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.profiles.propagation import listed
 from lyapunov_prune.ranking.counts import What, count_of, protected_layers, require_count
-from lyapunov_prune.ranking.criterion import Asked
+from lyapunov_prune.ranking.criterion import RankingRequest
 from lyapunov_prune.ranking.experts import count_of_experts
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.ranking.table import CRITERIA, default_criterion, require_ranks
@@ -77,4 +77,4 @@ def rank(
             require_count(remove, reading.structure.num_layers, what)
         protected_layers(reading.structure.num_layers, protect, remove or 1)
     folder, jobs = (None if place is None else Path(place) for place in (folder, jobs))
-    return made.rank(Asked(reading, what, remove, tuple(protect), batch_size, folder, jobs))
+    return made.rank(RankingRequest(reading, what, remove, tuple(protect), batch_size, folder, jobs))

@@ -12,7 +12,7 @@ from lyapunov_prune.mending.judge import losses
 from lyapunov_prune.mending.mend import Mend
 from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.pruning.surgery import refusal
-from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, swaps
+from lyapunov_prune.ranking.candidates import SOURCES, Layers, SearchCost, swaps
 from lyapunov_prune.ranking.tried import BestRemoval, Final, Tried
 from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.store import Store
@@ -35,7 +35,7 @@ class Search:
         sweep: Sweep,
         scoring: Reading,
         store: Store,
-        cost: Cost,
+        cost: SearchCost,
         *,
         remove: int,
         free: Layers,

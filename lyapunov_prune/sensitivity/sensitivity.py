@@ -26,7 +26,7 @@ from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 from lyapunov_prune.results.wording import bars
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.compressor import Compressor
-from lyapunov_prune.sensitivity.study import Asked
+from lyapunov_prune.sensitivity.study import StudyRequest
 from lyapunov_prune.sensitivity.sweep import Outcome, Sweep
 from lyapunov_prune.sensitivity.table import STUDIES
 
@@ -245,7 +245,7 @@ def measure_sensitivity(
             outcomes.update(sweep.run(compressor.jobs(changes), study))
             return {key: float(o.windows.mean()) for key, o in outcomes.items()}
 
-        asked = Asked(compressor.projections, base)
+        asked = StudyRequest(compressor.projections, base)
         for study in sorted(dict.fromkeys(studies), key=list(STUDIES).index):
             made = STUDIES.make(study)
             if made.after_groups:

@@ -18,7 +18,7 @@ Matrices = tuple["Projection", ...]
 
 
 @dataclass(frozen=True)
-class Asked:
+class StudyRequest:
     """What a study is asked: the matrices of the model, the setting `base`, and the losses measured so far, by key."""
 
     matrices: Matrices
@@ -49,7 +49,7 @@ class Study(Choice):
     takes: ClassVar[tuple[str, ...]] = ("method", "amount", "rank")
 
     @abstractmethod
-    def changes(self, asked: Asked) -> list[Change]:
+    def changes(self, asked: StudyRequest) -> list[Change]:
         """The changes of the matrices under the setting `base` (structural sensitivity, §5 and §6.1).
 
         With `after_groups`, `losses` are those of every group compressed alone. A study that depends on its own losses

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lyapunov_prune.checkpoints import tensor_files
 from lyapunov_prune.checkpoints.tensor_files import (
     DTYPES,
-    Piece,
+    TensorPiece,
     read_header,
     read_into,
     read_tensors,
@@ -45,7 +45,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 100, 1])
 def test_what_is_written_is_what_was_read(source: Path, shard_bytes: int, tmp_path: Path) -> None:
-    pieces = {f"new.{name}": Piece(stored) for name, stored in read_tensors(source).items()}
+    pieces = {f"new.{name}": TensorPiece(stored) for name, stored in read_tensors(source).items()}
     write_tensors(tmp_path, pieces, shard_bytes)
     copied = read(tmp_path)
     assert copied.keys() == {f"new.{name}" for name in TENSORS}
@@ -66,7 +66,7 @@ def test_blocks_are_those_of_the_axis(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tensor_files, "BUFFER", buffer)
-    write_tensors(tmp_path, {"wide": Piece(read_tensors(source)["wide"], axis, total, kept)}, 10**9)
+    write_tensors(tmp_path, {"wide": TensorPiece(read_tensors(source)["wide"], axis, total, kept)}, 10**9)
     blocks = TENSORS["wide"].chunk(total, dim=axis)
     assert torch.equal(read(tmp_path)["wide"], torch.cat([blocks[i] for i in kept], dim=axis))
 
@@ -78,8 +78,8 @@ def test_the_header_holds_every_size(source: Path) -> None:
 
 @pytest.mark.parametrize("change", [lambda file: file.unlink(), lambda file: os.truncate(file, 99), os.utime])
 def test_a_file_that_changed_is_not_copied(change: Callable[[Path], None], source: Path, tmp_path: Path) -> None:
-    pieces = {name: Piece(stored) for name, stored in read_tensors(source).items()}
-    pieces["wide"] = Piece(pieces["wide"].stored, 0, 4, (1,))
+    pieces = {name: TensorPiece(stored) for name, stored in read_tensors(source).items()}
+    pieces["wide"] = TensorPiece(pieces["wide"].stored, 0, 4, (1,))
     change(source / "model.safetensors")
     for name in ("half", "wide"):
         with pytest.raises(LyapunovPruneError, match="no longer be read"):
@@ -87,7 +87,7 @@ def test_a_file_that_changed_is_not_copied(change: Callable[[Path], None], sourc
 
 
 def test_a_target_that_is_full_is_no_fault_of_the_source(source: Path) -> None:
-    pieces = {name: Piece(stored) for name, stored in read_tensors(source).items()}
+    pieces = {name: TensorPiece(stored) for name, stored in read_tensors(source).items()}
     with pytest.raises(OSError, match="No space left"), open("/dev/full", "wb", buffering=0) as full:
         full.writelines(tensor_files.parts_of(pieces["wide"]))
 

@@ -22,8 +22,8 @@ from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.method import rank_for
-from lyapunov_prune.compression.recipe import Asked, _amount, recipe_for
-from lyapunov_prune.compression.report import CompressionReport, Packed
+from lyapunov_prune.compression.recipe import CompressionRequest, _amount, recipe_for
+from lyapunov_prune.compression.report import CompressionReport, PackedSize
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import read
@@ -321,7 +321,7 @@ def test_the_pattern_says_the_sparsity(llama: PreTrainedModel) -> None:
 
 
 def test_what_is_packed_is_told_beside_what_it_would_be() -> None:
-    line = Packed("pack-quantized", 2_500_000, 10_000_000, 5_000_000).line()
+    line = PackedSize("pack-quantized", 2_500_000, 10_000_000, 5_000_000).line()
     assert "2.5 MB, 4 bits a weight, 0.250 of the 10.0 MB" in line
 
 
@@ -348,7 +348,7 @@ def test_each_layer_is_handed_back_when_its_matrices_are_compressed(method: str,
         weights = [each.mlp.up_proj.weight for each in find_structure(model).layers]
         given.append((layer, sum(bool((W == 0).any()) for W in weights)))
 
-    recipe_for(model, ids, Asked(method, 0.5)).apply(model, put)
+    recipe_for(model, ids, CompressionRequest(method, 0.5)).apply(model, put)
     assert given == [(layer, layer + 1) for layer in range(len(given))]
     assert len(given) == find_structure(model).num_layers
 

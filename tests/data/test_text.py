@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.data import text as module
 from lyapunov_prune.data.batch import LEAK_TOKENS, TokenBatch, require_disjoint
-from lyapunov_prune.data.documents import Plain
+from lyapunov_prune.data.documents import PlainText
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
@@ -137,7 +137,7 @@ def test_a_paragraph_of_the_first_half_leaves_the_second(
 @pytest.mark.parametrize("mark", ["\n\n", "\n", " ", ""])
 def test_the_halves_meet_and_do_not_overlap(mark: str) -> None:
     text = mark.join(f"word{n}" for n in range(5000))
-    first, second = Plain("x", text).halves()
+    first, second = PlainText("x", text).halves()
     assert first.content + second.content == text
 
 
@@ -502,7 +502,7 @@ def test_a_text_of_few_tokens_is_read_to_its_end(letters: int, monkeypatch: pyte
 def test_halves_meet_at_the_first_mark_behind_the_middle(text: str, first: str) -> None:
     if text.startswith("a" * 10 + "\n"):
         first += "bb "  # the blank line lies before the middle, the space behind it
-    assert [half.content for half in Plain("x", text).halves()] == [first, text[len(first) :]]
+    assert [half.content for half in PlainText("x", text).halves()] == [first, text[len(first) :]]
 
 
 def test_repeats_of_more_than_half_of_the_second_half_are_refused() -> None:

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from lyapunov_prune.checkpoints import tensor_files
 from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.streamed import load_streamed
-from lyapunov_prune.checkpoints.tensor_files import Piece, read_tensors
+from lyapunov_prune.checkpoints.tensor_files import TensorPiece, read_tensors
 from lyapunov_prune.cli.app import main
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
 from lyapunov_prune.export import copied as shards
@@ -352,35 +352,35 @@ def test_sublayers_are_zeroed_in_memory_only(checkpoint: Path, tmp_path: Path) -
 # The gate on files: every planted fault is seen, and nothing is left.
 
 
-def spoiled(change: Callable[[dict[str, Piece]], None]) -> Callable[..., None]:
+def spoiled(change: Callable[[dict[str, TensorPiece]], None]) -> Callable[..., None]:
     write = shards.write_tensors
 
-    def wrongly(folder: Path, pieces: dict[str, Piece], shard_bytes: int) -> None:
+    def wrongly(folder: Path, pieces: dict[str, TensorPiece], shard_bytes: int) -> None:
         change(pieces)
         write(folder, pieces, shard_bytes)
 
     return wrongly
 
 
-def missing_tensor(pieces: dict[str, Piece]) -> None:
+def missing_tensor(pieces: dict[str, TensorPiece]) -> None:
     del pieces["model.layers.2.mlp.up_proj.weight"]
 
 
-def stray_tensor(pieces: dict[str, Piece]) -> None:
+def stray_tensor(pieces: dict[str, TensorPiece]) -> None:
     pieces["model.layers.4.mlp.up_proj.weight"] = pieces["model.layers.2.mlp.up_proj.weight"]
 
 
-def wrong_shape(pieces: dict[str, Piece]) -> None:
+def wrong_shape(pieces: dict[str, TensorPiece]) -> None:
     pieces["model.layers.2.mlp.up_proj.weight"] = pieces["model.layers.2.mlp.down_proj.weight"]
 
 
-def swapped_layers(pieces: dict[str, Piece]) -> None:
+def swapped_layers(pieces: dict[str, TensorPiece]) -> None:
     for name in [name for name in pieces if ".layers.1." in name]:
         other = name.replace(".layers.1.", ".layers.2.")
         pieces[name], pieces[other] = pieces[other], pieces[name]
 
 
-def swapped_matrices(pieces: dict[str, Piece]) -> None:
+def swapped_matrices(pieces: dict[str, TensorPiece]) -> None:
     first, other = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (1, 2))
     pieces[first], pieces[other] = pieces[other], pieces[first]
 

@@ -10,7 +10,7 @@ import pytest
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.compression.method import Method
-from lyapunov_prune.compression.recipe import Asked
+from lyapunov_prune.compression.recipe import CompressionRequest
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.format import Format
@@ -43,7 +43,7 @@ def test_a_row_is_filled(name: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_format_takes_the_methods_of_its_units(name: str, method: str) -> None:
     known: type[Method] = METHODS[method]
-    asked = Asked(method, bits=4 if known.unit == "bits" else None, symmetric=True)
+    asked = CompressionRequest(method, bits=4 if known.unit == "bits" else None, symmetric=True)
     if known.unit in FORMATS[name].units and (name, method) != ("packed", "awq"):
         FORMATS.make(name).require_method(asked)
     else:
@@ -56,9 +56,9 @@ def test_a_format_without_words_of_its_own_refuses_by_its_units() -> None:
         __module__ = "ranks"
         units = ("rank",)
 
-    Ranks().require_method(Asked("svd"))
+    Ranks().require_method(CompressionRequest("svd"))
     with pytest.raises(LyapunovPruneError, match=r"ranks .*wanda.* svd, whitened-svd, balanced$"):
-        Ranks().require_method(Asked("wanda"))
+        Ranks().require_method(CompressionRequest("wanda"))
 
 
 def test_a_format_is_streamed_by_the_commands_that_it_names() -> None:

@@ -22,7 +22,7 @@ from lyapunov_prune.export import compact_gate
 from lyapunov_prune.export.compact import Cuts, make_compact
 from lyapunov_prune.export.compact_gate import verify_compact
 from lyapunov_prune.joint import search
-from lyapunov_prune.joint.recovery import Recipe
+from lyapunov_prune.joint.recovery import RecoveryRecipe
 from lyapunov_prune.joint.run import remove_jointly
 from lyapunov_prune.mending.mend import fit_mends
 from lyapunov_prune.models.decoder import wrap
@@ -71,7 +71,7 @@ def _joint(model: PreTrainedModel) -> bool:
         mock.patch.object(search, "_selection_error", return_value=0.0),
         mock.patch.object(compact_gate, "verify_compact", alone),
     ):
-        quick: dict[str, Any] = {"steps": 1, "recover_steps": 1, "recipe": Recipe(rank=2), "seeds": 1}
+        quick: dict[str, Any] = {"steps": 1, "recover_steps": 1, "recipe": RecoveryRecipe(rank=2), "seeds": 1}
         slices: Any = tuple(parts)
         run = remove_jointly(model, None, slices, Path(place) / "out", remove=1, folder=Path(place) / "jobs", **quick)
     return sum(run.decision.chosen) == 1

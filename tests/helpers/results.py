@@ -14,7 +14,7 @@ import numpy as np
 from lyapunov_prune.healing.rounds import Round, Stretch
 from lyapunov_prune.mending.report import Gap
 from lyapunov_prune.profiles.propagation import Energies
-from lyapunov_prune.ranking.oracle import Step
+from lyapunov_prune.ranking.oracle import GreedyStep
 from lyapunov_prune.ranking.tried import Final, Tried
 
 
@@ -90,7 +90,7 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
             "flipped": some(5, most=1)
         }
     if name == "GreedyRemoval":
-        return {"dense": some(3), "steps": tuple(Step(layer, some(3), next(floats), 2) for layer in (3, 1))}
+        return {"dense": some(3), "steps": tuple(GreedyStep(layer, some(3), next(floats), 2) for layer in (3, 1))}
     if name == "BestRemoval":
         tried = tuple(Tried("ρ", (0, k), some(3), k == 2, next(floats)) for k in (1, 2))
         final = Final((0, 2), loose(3), some(4), loose(4), next(floats))

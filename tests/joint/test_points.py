@@ -19,7 +19,7 @@ from lyapunov_prune.joint import points as module
 from lyapunov_prune.joint.chains import DENSE, Pair, chains
 from lyapunov_prune.joint.importance import Importance
 from lyapunov_prune.joint.points import Course, recover_points
-from lyapunov_prune.joint.recovery import Recipe, recover
+from lyapunov_prune.joint.recovery import RecoveryRecipe, recover
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.results.store import Store
@@ -36,7 +36,7 @@ def course(folder: Path, rank: int | None, reduction: str, most: Pair = (2, 1)) 
     model, learn = make_tiny("llama").eval(), batch("learn", 40, 0)
     student = Unmerged(wrap_any(model), reduction, lambda: uncached_logits(model, learn.ids))
     worth = Importance("taylor", reduction, 1, np.array([3.0, 0, 2, 5, 1, 4]), np.array([0.0, 5, 4, 3, 2, 1]))
-    recipe = Recipe(rank=rank, learning_rate=5e-3)
+    recipe = RecoveryRecipe(rank=rank, learning_rate=5e-3)
     return Course(student, learn, worth, chains(3, most), STEPS, 7, recipe, folder, {"model": "tiny"})
 
 

@@ -25,7 +25,7 @@ from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.joint import search as module
 from lyapunov_prune.joint.points import Course
-from lyapunov_prune.joint.recovery import Recipe
+from lyapunov_prune.joint.recovery import RecoveryRecipe
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.joint.run import remove_jointly
 from lyapunov_prune.models.from_folder import quiet
@@ -33,7 +33,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.history import add_step, read_history
 
 CONTEXT = 24
-QUICK: dict[str, Any] = {"steps": 1, "recover_steps": 2, "recipe": Recipe(rank=2)}
+QUICK: dict[str, Any] = {"steps": 1, "recover_steps": 2, "recipe": RecoveryRecipe(rank=2)}
 
 
 def slices(seed: int = 0) -> tuple[TokenBatch, TokenBatch, TokenBatch]:
@@ -75,8 +75,8 @@ def removed(model: PreTrainedModel, folder: Path, name: str = "out", **changes: 
     ("family", "options"),
     [
         ("llama", {}),
-        ("llama", {"reduction": "affine", "recipe": Recipe(), "importance": "learned"}),
-        ("gpt2", {"recipe": Recipe(rank=2, optimizer="sgd"), "seeds": 1}),
+        ("llama", {"reduction": "affine", "recipe": RecoveryRecipe(), "importance": "learned"}),
+        ("gpt2", {"recipe": RecoveryRecipe(rank=2, optimizer="sgd"), "seeds": 1}),
     ],
 )
 def test_what_comes_out(family: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_classifier_of_images(family: str, tmp_path: Path) -> None:
     pixels, labels = torch.randn(60, 1, 8, 8, generator=generator), torch.arange(60) % 5
     model = make_classifier(family)
     cut = cut_in_three(ImageBatch(pixels, labels, "noise", "all"))
-    recipe = Recipe(batch=4, rank=2)
+    recipe = RecoveryRecipe(batch=4, rank=2)
     run = removed(model, tmp_path, remove=3, slices=cut, recipe=recipe, importance="learned")
     assert run.importance.items == 48 * 4
     assert run.measured_on.images
@@ -149,7 +149,7 @@ def same(a: JointRun, b: JointRun, folder: Path, names: tuple[str, str]) -> None
 def test_a_run_that_was_cut_off_ends_as_one_that_was_not(rank: int | None, tmp_path: Path) -> None:
     """In a point in the middle, and in the final recovery; of each point and step nothing is done twice."""
     model = shallow()
-    options = {"steps": 2, "recover_steps": 3, "recipe": Recipe(rank=rank)}
+    options = {"steps": 2, "recover_steps": 3, "recipe": RecoveryRecipe(rank=rank)}
     whole = removed(model, tmp_path, "whole", **options)
     steps = 2 * len(whole.points.scores) + 3
     taken = 0
@@ -231,7 +231,7 @@ def test_half_a_line_of_the_store_is_done_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"remove": 3}, {"steps": 2}, {"importance": "learned"}, {"recipe": Recipe(rank=3)}, {"slices": slices(1)}],
+    [{"remove": 3}, {"steps": 2}, {"importance": "learned"}, {"recipe": RecoveryRecipe(rank=3)}, {"slices": slices(1)}],
     ids=lambda changes: next(iter(changes)),
 )
 def test_another_run_takes_nothing_of_the_work_that_it_finds_and_leaves_it(

@@ -29,7 +29,7 @@ from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.healing.heal import heal
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.dispatched import Held, bring_weights
+from lyapunov_prune.models.dispatched import HeldHook, bring_weights
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import find_layers, identify
 from lyapunov_prune.profiles.contraction import measure_contraction
@@ -60,7 +60,7 @@ def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Decoder, Decod
     model.save_pretrained(tmp_path / "saved")
     make_tokenizer().save_pretrained(tmp_path / "saved")
     whole, spread = load(tmp_path / "saved"), lp.load(tmp_path / "saved", device_map=some_on_disk(model))
-    assert any(isinstance(getattr(m, "_hf_hook", None), Held) for m in spread.model.modules())
+    assert any(isinstance(getattr(m, "_hf_hook", None), HeldHook) for m in spread.model.modules())
     return whole, spread
 
 

@@ -19,8 +19,8 @@ from lyapunov_prune.mending.mend import TRIALS
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.ranking.candidates import (
     SOURCES,
-    Cost,
     Layers,
+    SearchCost,
     _expected,
     by_direction,
     least,
@@ -147,7 +147,7 @@ def test_what_a_swap_should_cost_is_a_ridge_regression(distance: np.ndarray, see
 
 def test_what_a_part_of_a_forward_costs() -> None:
     """Ten layers of a tenth of 0.8 each, the head 0.2, twice as many tokens scored as checked."""
-    cost = Cost(0.8, 10, 2.0)
+    cost = SearchCost(0.8, 10, 2.0)
     assert cost.head == pytest.approx(0.2)
     assert cost.without((), 0) == pytest.approx(1)
     assert cost.without((3, 4), 0) == pytest.approx(0.8 * 8 / 10 + 0.2)
@@ -163,6 +163,6 @@ def test_what_a_part_of_a_forward_costs() -> None:
 
 
 def test_the_cost_is_of_the_parameters_that_multiply(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    cost = Cost.of(read(wrap(llama), ids[:1]), read(wrap(llama), ids))
+    cost = SearchCost.of(read(wrap(llama), ids[:1]), read(wrap(llama), ids))
     inside = sum(p.numel() for name, p in llama.named_parameters() if ".layers." in name)
-    assert cost == Cost(inside / (inside + 97 * 32), LAYERS, 3.0)
+    assert cost == SearchCost(inside / (inside + 97 * 32), LAYERS, 3.0)

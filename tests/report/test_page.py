@@ -44,7 +44,7 @@ from lyapunov_prune.profiles.profile import LayerProfile, profile_layers
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking import angular_distance, greedy_removal, remove_under_budget
-from lyapunov_prune.ranking.oracle import GreedyRemoval, Step
+from lyapunov_prune.ranking.oracle import GreedyRemoval, GreedyStep
 from lyapunov_prune.report.bounds import bounds_figure, ratios_figure
 from lyapunov_prune.report.compression import compression_figure
 from lyapunov_prune.report.drawing import COLOURS
@@ -320,7 +320,7 @@ def test_divergences_draw_one_point_for_each_number(rows: np.ndarray) -> None:
 @given(arrays(np.float64, (7, 3), elements=st.floats(0.1, 5) | st.just(float("nan"))))
 def test_every_step_of_a_search_names_its_layer(losses: np.ndarray) -> None:
     """Layers have numbers that no axis has; a step without a number is left out."""
-    steps = tuple(Step(1003 + 7 * i, windows, 1.0, 1) for i, windows in enumerate(losses[1:]))
+    steps = tuple(GreedyStep(1003 + 7 * i, windows, 1.0, 1) for i, windows in enumerate(losses[1:]))
     on = MADE_UP[GreedyRemoval].measured_on
     on = replace(on, model=replace(on.model, num_layers=1100))
     search = replace(MADE_UP[GreedyRemoval], dense=losses[0], steps=steps, measured_on=on)

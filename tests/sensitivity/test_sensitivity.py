@@ -40,7 +40,7 @@ from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.compressor import Compressor
 from lyapunov_prune.sensitivity.sensitivity import Effect, Sensitivity, measure_sensitivity
 from lyapunov_prune.sensitivity.studies import cliff, greedy, greedy_rescored, layer0, rank, threshold
-from lyapunov_prune.sensitivity.study import Asked
+from lyapunov_prune.sensitivity.study import StudyRequest
 from lyapunov_prune.sensitivity.table import STUDIES
 
 
@@ -147,7 +147,9 @@ def test_rescored_greedy_is_the_best_next_group_by_hand(few: torch.Tensor, monke
     for module in (greedy, greedy_rescored):
         monkeypatch.setattr(module, "ROUNDS", 2)
     model = make_tiny("llama", num_hidden_layers=2)
-    groups = STUDIES.make("group").changes(Asked(find_projections(wrap(model)), Compression("magnitude", 0.8, None)))
+    groups = STUDIES.make("group").changes(
+        StudyRequest(find_projections(wrap(model)), Compression("magnitude", 0.8, None))
+    )
 
     def by_hand(chosen: tuple[Change, ...]) -> float:
         twin = copy.deepcopy(model)
@@ -167,7 +169,7 @@ def test_planted_fault_matrices_of_the_next_layer_are_seen(few: torch.Tensor, mo
     model = make_tiny("llama")
     ps, dense = find_projections(wrap(model)), perplexity(model, few).value
     monkeypatch.setattr(
-        Asked,
+        StudyRequest,
         "layers",
         property(lambda asked: {k: tuple(p for p in ps if p.layer == LAYERS - 1 - k) for k in range(6)}),
     )

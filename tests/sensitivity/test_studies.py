@@ -29,12 +29,12 @@ from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.compressor import Compressor
 from lyapunov_prune.sensitivity.studies import cliff, greedy, greedy_rescored
-from lyapunov_prune.sensitivity.study import Asked
+from lyapunov_prune.sensitivity.study import StudyRequest
 from lyapunov_prune.sensitivity.table import STUDIES
 
 
 def changes(study: str, ps: Sequence[Projection], base: Compression, losses: Mapping[str, float]) -> list[Change]:
-    return STUDIES.make(study).changes(Asked(tuple(ps), base, losses))
+    return STUDIES.make(study).changes(StudyRequest(tuple(ps), base, losses))
 
 
 def wanda(W: torch.Tensor, norms: torch.Tensor, sparsity: float) -> torch.Tensor:

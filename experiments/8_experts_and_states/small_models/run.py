@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 import lyapunov_prune as lp
 from experiments.common import run_command
 from experiments.statements import bullets, ratio, table
-from lyapunov_prune.data.documents import Plain
+from lyapunov_prune.data.documents import PlainText
 from lyapunov_prune.data.text import _builtin, load_text
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.files import write_whole
@@ -139,7 +139,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def first_half() -> str:
-    return Plain("builtin", _builtin()).halves()[0].content
+    return PlainText("builtin", _builtin()).halves()[0].content
 
 
 def train(

@@ -86,7 +86,7 @@ def compress(
 
     from lyapunov_prune.compression.amount import compress_under_budget
     from lyapunov_prune.compression.compress import compress as compress_model
-    from lyapunov_prune.compression.recipe import Asked
+    from lyapunov_prune.compression.recipe import CompressionRequest
     from lyapunov_prune.compression.report import REPORT
     from lyapunov_prune.export.format import Finished
     from lyapunov_prune.export.streamed import compress_on_disk, require_streamed
@@ -98,7 +98,7 @@ def compress(
     amount: dict[str, Any] = {"sparsity": share, "bits": bits, "pattern": keep_of}
     how: dict[str, Any] = {"method": method, "allocation": schedule, "group_size": group_size}
     how["symmetric"] = stored.symmetric
-    asked = Asked(**how, **amount)
+    asked = CompressionRequest(**how, **amount)
     stored.require_method(asked)
     loaded, batch = load_inputs(model, inputs) if reads else (inputs.load(model), None)
     batch_size = windows_at_once(loaded, inputs.context)

@@ -28,7 +28,7 @@ _NO_ORIGIN = "no file in {} says which model it was made from; give that as --te
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingOptions:
     """How long is trained, what, and in how much memory."""
 
     steps: Annotated[
@@ -52,7 +52,7 @@ class Training:
 def heal(
     model: Annotated[str, checks.MODEL, typer.Argument(help="Folder or .gguf file of a pruned model.")],
     *,
-    training: Training = Training(),
+    training: TrainingOptions = TrainingOptions(),
     teacher: Annotated[
         str | None, checks.MODEL, model_option(help="The dense model; not needed if it is the built-in one.")
     ] = None,

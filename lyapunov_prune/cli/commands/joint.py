@@ -56,7 +56,7 @@ def joint(
         raise LyapunovPruneError("give one budget, --remove K or --speedup S")
 
     from lyapunov_prune.data.examples import slices
-    from lyapunov_prune.joint.recovery import Recipe
+    from lyapunov_prune.joint.recovery import RecoveryRecipe
     from lyapunov_prune.joint.run import remove_jointly
     from lyapunov_prune.ranking.counts import count_of
     from lyapunov_prune.results.files import require_empty
@@ -74,7 +74,7 @@ def joint(
         reduction=reduction,
         steps=STEPS,
         recover_steps=LAST_STEPS,
-        recipe=Recipe(rank=_RANK),
+        recipe=RecoveryRecipe(rank=_RANK),
         folder=folder,
     )
     draw_report(output)

@@ -11,9 +11,9 @@ from lyapunov_prune.cli import checks, choices
 from lyapunov_prune.cli.inputs import (
     begun_run,
     draw_report,
-    explain,
-    explain_drift,
     load_inputs,
+    measure_activations,
+    measure_drift,
     require_studies,
     run_folder,
     windows_at_once,
@@ -204,8 +204,8 @@ def sensitivity(
     )
     result.save(run / "sensitivity.json")
     if why:
-        explain(run, loaded, calibration, batch_size)
+        measure_activations(run, loaded, calibration, batch_size)
         if "group" in studies:
-            explain_drift(run, result, profile.contraction)
+            measure_drift(run, result, profile.contraction)
     draw_report(run)
     show(result, run / "sensitivity.json")

@@ -11,7 +11,14 @@ from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import DISK, Format, Inputs, Model, Target, layer_indices
 from lyapunov_prune.cli.plans import plan_for, prune_files, read_plan, tell_written
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.removal import UNJUDGED, Removal, require_files, require_format, require_one_choice, settled
+from lyapunov_prune.cli.removal import (
+    UNJUDGED,
+    RemovalOptions,
+    require_files,
+    require_format,
+    require_one_choice,
+    settled,
+)
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.export.table import FORMATS
 from lyapunov_prune.merging.table import DEFAULT
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
 def prune(
     model: Model,
     *,
-    removal: Removal = Removal(),
+    removal: RemovalOptions = RemovalOptions(),
     format: Format = "plain",
     inputs: Inputs = Inputs(),
     output: Target,
@@ -91,7 +98,9 @@ def _why_files(model: str, inputs: Inputs, format: str) -> tuple[str | None, str
     return packed or too_large(model, resolve_device(inputs.device)), packed
 
 
-def _prune_in_memory(model: str, removal: Removal, inputs: Inputs, format: str, output: Path, given: Given) -> None:
+def _prune_in_memory(
+    model: str, removal: RemovalOptions, inputs: Inputs, format: str, output: Path, given: Given
+) -> None:
     """Load the model and the text, choose, cut, check and write."""
     # Imported here, because files are pruned in less memory than this takes.
     from lyapunov_prune.export.gguf import gguf_period
@@ -126,7 +135,7 @@ def _prune_in_memory(model: str, removal: Removal, inputs: Inputs, format: str, 
     tell_written(written, output)
 
 
-def _by_periods(removal: Removal, given: Given) -> Removal:
+def _by_periods(removal: RemovalOptions, given: Given) -> RemovalOptions:
     """`removal` by a criterion that scores every layer, since the scores of a period add up."""
     if removal.remove is None or not CRITERIA[removal.goes_by].chooses:
         return removal
@@ -136,7 +145,7 @@ def _by_periods(removal: Removal, given: Given) -> Removal:
 
 
 def _chosen(
-    loaded: Decoder, batch: TokenBatch, removal: Removal, period: int, judged: TokenBatch | None
+    loaded: Decoder, batch: TokenBatch, removal: RemovalOptions, period: int, judged: TokenBatch | None
 ) -> PruningPlan:
     """The plan that measurements on `batch` make, of whole periods if `period` is above 1; searches are shown."""
     from lyapunov_prune.pruning.width import choose_channels

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from lyapunov_prune.export.format import Format, Removed
+from lyapunov_prune.export.format import CutModel, Format
 from lyapunov_prune.pruning.stored import Stored
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Compact(Format):
 
         return wrap_any(make_compact(decoder, Cuts.of(operation.plan, operation.merged), shared=True))
 
-    def save(self, folder: Path, made: Removed) -> GateReport:
+    def save(self, folder: Path, made: CutModel) -> GateReport:
         from lyapunov_prune.export.compact import Cuts
         from lyapunov_prune.export.compact_gate import save_compact
 

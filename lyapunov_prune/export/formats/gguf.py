@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from lyapunov_prune.export.format import Quantisation, Removed
+from lyapunov_prune.export.format import CutModel, Quantisation
 from lyapunov_prune.export.formats.plain import Plain
 from lyapunov_prune.pruning.stored import Stored
 
@@ -44,7 +44,7 @@ class GGUF(Plain):
 
         require_gguf(decoder.model.config._name_or_path, plan)
 
-    def write_cut(self, target: Path, made: Removed) -> Provenance:
+    def write_cut(self, target: Path, made: CutModel) -> Provenance:
         from lyapunov_prune.data.images import ImageBatch
         from lyapunov_prune.export.gguf import save_gguf
 

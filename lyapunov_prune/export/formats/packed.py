@@ -10,7 +10,7 @@ from lyapunov_prune.export.format import Finished, Format
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lyapunov_prune.compression.recipe import Asked
+    from lyapunov_prune.compression.recipe import CompressionRequest
     from lyapunov_prune.compression.report import CompressionReport
 
 
@@ -25,12 +25,12 @@ class Packed(Format):
     symmetric = True
     keeps_dense = True
 
-    def require_method(self, asked: Asked) -> None:
+    def require_method(self, asked: CompressionRequest) -> None:
         from lyapunov_prune.export.packed import require_packed_options
 
         require_packed_options(asked.method, asked.bits, asked.symmetric, asked.allocation)
 
-    def require_model(self, model: PreTrainedModel, asked: Asked) -> None:
+    def require_model(self, model: PreTrainedModel, asked: CompressionRequest) -> None:
         from lyapunov_prune.export.packed import require_packable
 
         require_packable(model, asked.group_size)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.export.format import Finished, Format, Removed
+from lyapunov_prune.export.format import CutModel, Finished, Format
 from lyapunov_prune.pruning.stored import PLAIN
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Plain(Format):
 
         return cut(decoder, operation, shared=True)
 
-    def save(self, folder: Path, made: Removed) -> GateReport:
+    def save(self, folder: Path, made: CutModel) -> GateReport:
         from lyapunov_prune.data.images import ImageBatch
         from lyapunov_prune.pruning.provenance import save
         from lyapunov_prune.pruning.removal import check_removal

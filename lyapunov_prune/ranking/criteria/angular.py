@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.ranking.criterion import Asked, Together
+from lyapunov_prune.ranking.criterion import RankingRequest, Together
 
 if TYPE_CHECKING:
     from lyapunov_prune.ranking.angular import AngularDistance
@@ -18,7 +18,7 @@ class Angular(Together):
     streamed = ("layers",)
     chooses = "removes a run of layers"
 
-    def chosen(self, asked: Asked) -> AngularDistance:
+    def chosen(self, asked: RankingRequest) -> AngularDistance:
         from lyapunov_prune.ranking.angular import angular_distance
 
         return angular_distance(

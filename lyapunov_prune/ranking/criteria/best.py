@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.ranking.criterion import Asked, Together
+from lyapunov_prune.ranking.criterion import RankingRequest, Together
 
 if TYPE_CHECKING:
     from lyapunov_prune.ranking.tried import BestRemoval
@@ -24,7 +24,7 @@ class Best(Together):
     reference = "measured, see experiments/2_criteria"
     chooses = "searches among sets"
 
-    def chosen(self, asked: Asked) -> BestRemoval:
+    def chosen(self, asked: RankingRequest) -> BestRemoval:
         from lyapunov_prune.ranking.best import best_removal
 
         assert asked.remove is not None  # `chooses`

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from lyapunov_prune.ranking.criterion import EVERYWHERE, Asked, Scored
+from lyapunov_prune.ranking.criterion import EVERYWHERE, RankingRequest, Scored
 
 if TYPE_CHECKING:
     from lyapunov_prune.forward.sublayers import Kind
@@ -21,7 +21,7 @@ class BlockInfluence(Scored):
     streamed = EVERYWHERE
     profiled = True
 
-    def rank(self, asked: Asked) -> LayerRanking:
+    def rank(self, asked: RankingRequest) -> LayerRanking:
         from lyapunov_prune.profiles.influence import block_influence, sublayer_influence
         from lyapunov_prune.ranking.measured import rank_sublayers
 

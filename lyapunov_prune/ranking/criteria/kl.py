@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from lyapunov_prune.arguments import Positive
-from lyapunov_prune.ranking.criterion import EVERYWHERE, Asked, Scored
+from lyapunov_prune.ranking.criterion import EVERYWHERE, RankingRequest, Scored
 
 if TYPE_CHECKING:
     from lyapunov_prune.forward.sublayers import Kind
@@ -27,7 +27,7 @@ class KL(Scored):
     parts: ClassVar[tuple[str, ...]] = (*EVERYWHERE, "experts")
     streamed = ("layers",)
 
-    def rank(self, asked: Asked) -> Ranking:
+    def rank(self, asked: RankingRequest) -> Ranking:
         if asked.what == "experts":
             from lyapunov_prune.ranking.experts import masked_divergence, rank_experts
 

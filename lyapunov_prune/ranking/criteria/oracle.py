@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.ranking.criterion import Asked, Together
+from lyapunov_prune.ranking.criterion import RankingRequest, Together
 
 if TYPE_CHECKING:
     from lyapunov_prune.ranking.oracle import GreedyRemoval
@@ -17,7 +17,7 @@ class Oracle(Together):
     reference = "SLEB, ICML 2024, arXiv:2402.09025"
     chooses = "searches step by step"
 
-    def chosen(self, asked: Asked) -> GreedyRemoval:
+    def chosen(self, asked: RankingRequest) -> GreedyRemoval:
         from lyapunov_prune.ranking.oracle import greedy_removal
 
         assert asked.remove is not None  # `chooses`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lyapunov_prune.sensitivity.changes import Change
-from lyapunov_prune.sensitivity.study import Asked, Study
+from lyapunov_prune.sensitivity.study import Study, StudyRequest
 
 
 class Backward(Study):
@@ -12,7 +12,7 @@ class Backward(Study):
     help = "layers k to the last, for each k"
     reference = "structural sensitivity, §6.1, Figure 4"
 
-    def changes(self, asked: Asked) -> list[Change]:
+    def changes(self, asked: StudyRequest) -> list[Change]:
         last = max(asked.layers)
         return [
             Change(self.name, f"layers {k} to {last}", tuple(p for p in asked.matrices if p.layer >= k), asked.base)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lyapunov_prune.sensitivity.changes import Change
 from lyapunov_prune.sensitivity.studies.group import Group
-from lyapunov_prune.sensitivity.study import Asked, Study
+from lyapunov_prune.sensitivity.study import Study, StudyRequest
 
 CLIFF_SPARSITIES = (0.3, 0.5, 0.7, 0.9, 0.95)
 
@@ -16,7 +16,7 @@ class Cliff(Study):
     reference = "structural sensitivity, §6.1, Figure 3"
     after_groups = True
 
-    def changes(self, asked: Asked) -> list[Change]:
+    def changes(self, asked: StudyRequest) -> list[Change]:
         alone = Group().changes(asked)
         worst = max(alone, key=asked.badness).component
         return [

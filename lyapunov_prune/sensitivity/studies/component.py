@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lyapunov_prune.sensitivity.changes import Change
-from lyapunov_prune.sensitivity.study import Asked, Study
+from lyapunov_prune.sensitivity.study import Study, StudyRequest
 
 
 class Component(Study):
@@ -12,7 +12,7 @@ class Component(Study):
     help = "each component in all layers"
     reference = "structural sensitivity, §6.1"
 
-    def changes(self, asked: Asked) -> list[Change]:
+    def changes(self, asked: StudyRequest) -> list[Change]:
         names = dict.fromkeys(p.component for p in asked.matrices)
         return [
             Change(self.name, name, tuple(p for p in asked.matrices if p.component == name), asked.base)

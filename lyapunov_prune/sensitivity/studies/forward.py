@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lyapunov_prune.sensitivity.changes import Change
-from lyapunov_prune.sensitivity.study import Asked, Study
+from lyapunov_prune.sensitivity.study import Study, StudyRequest
 
 
 class Forward(Study):
@@ -12,7 +12,7 @@ class Forward(Study):
     help = "layers 0 to k, for each k"
     reference = "structural sensitivity, §6.1, Figure 4"
 
-    def changes(self, asked: Asked) -> list[Change]:
+    def changes(self, asked: StudyRequest) -> list[Change]:
         return [
             Change(self.name, f"layers 0 to {k}", tuple(p for p in asked.matrices if p.layer <= k), asked.base)
             for k in asked.layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lyapunov_prune.sensitivity.changes import Change
 from lyapunov_prune.sensitivity.studies.group import Group
-from lyapunov_prune.sensitivity.study import Asked, Study
+from lyapunov_prune.sensitivity.study import Study, StudyRequest
 
 ROUNDS = 36
 
@@ -16,7 +16,7 @@ class Greedy(Study):
     reference = "structural sensitivity, §6.4, Figure 7"
     after_groups = True
 
-    def changes(self, asked: Asked) -> list[Change]:
+    def changes(self, asked: StudyRequest) -> list[Change]:
         order = sorted(Group().changes(asked), key=asked.badness)
         return [
             Change(self.name, f"+ {order[k].label}", tuple(p for g in order[: k + 1] for p in g.matrices), asked.base)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lyapunov_prune.sensitivity.changes import Change
 from lyapunov_prune.sensitivity.studies.greedy import ROUNDS
 from lyapunov_prune.sensitivity.studies.group import Group
-from lyapunov_prune.sensitivity.study import Asked, Matrices, Study
+from lyapunov_prune.sensitivity.study import Matrices, Study, StudyRequest
 
 
 class GreedyRescored(Study):
@@ -20,7 +20,7 @@ class GreedyRescored(Study):
     after_groups = True
     in_all = False
 
-    def changes(self, asked: Asked) -> list[Change]:
+    def changes(self, asked: StudyRequest) -> list[Change]:
         left, rounds = Group().changes(asked), list[Change]()
         taken: Matrices = ()
         while left and len(rounds) < ROUNDS:

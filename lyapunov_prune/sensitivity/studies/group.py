@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lyapunov_prune.sensitivity.changes import Change
-from lyapunov_prune.sensitivity.study import Asked, Study
+from lyapunov_prune.sensitivity.study import Study, StudyRequest
 
 
 class Group(Study):
@@ -12,7 +12,7 @@ class Group(Study):
     help = "each component of each layer"
     reference = "structural sensitivity, §6.1, Figure 2"
 
-    def changes(self, asked: Asked) -> list[Change]:
+    def changes(self, asked: StudyRequest) -> list[Change]:
         from lyapunov_prune.models.projections import groups
 
         named = {p.name: p for p in asked.matrices}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lyapunov_prune.sensitivity.changes import Change
-from lyapunov_prune.sensitivity.study import Asked, Study
+from lyapunov_prune.sensitivity.study import Study, StudyRequest
 
 
 class Layer(Study):
@@ -12,5 +12,5 @@ class Layer(Study):
     help = "each layer"
     reference = "structural sensitivity, §6.1"
 
-    def changes(self, asked: Asked) -> list[Change]:
+    def changes(self, asked: StudyRequest) -> list[Change]:
         return [Change(self.name, f"layer {k}", group, asked.base) for k, group in asked.layers.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lyapunov_prune.sensitivity.changes import Change
-from lyapunov_prune.sensitivity.study import Asked, Study
+from lyapunov_prune.sensitivity.study import Study, StudyRequest
 
 FIRST_LAYER_SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99)
 
@@ -15,6 +15,6 @@ class FirstLayer(Study):
     reference = "structural sensitivity, §5"
     takes = ("method", "rank")
 
-    def changes(self, asked: Asked) -> list[Change]:
+    def changes(self, asked: StudyRequest) -> list[Change]:
         first = asked.layers[min(asked.layers)]
         return [Change(self.name, level.amount, first, level) for level in asked.base.levels(FIRST_LAYER_SPARSITIES)]

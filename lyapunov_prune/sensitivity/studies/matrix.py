@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lyapunov_prune.sensitivity.changes import Change
-from lyapunov_prune.sensitivity.study import Asked, Study
+from lyapunov_prune.sensitivity.study import Study, StudyRequest
 
 
 class Matrix(Study):
@@ -12,5 +12,5 @@ class Matrix(Study):
     help = "each matrix"
     reference = "structural sensitivity, §6.1"
 
-    def changes(self, asked: Asked) -> list[Change]:
+    def changes(self, asked: StudyRequest) -> list[Change]:
         return [Change(self.name, p.name, (p,), asked.base) for p in asked.matrices]

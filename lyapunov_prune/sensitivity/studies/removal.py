@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lyapunov_prune.sensitivity.changes import Change
-from lyapunov_prune.sensitivity.study import Asked, Study
+from lyapunov_prune.sensitivity.study import Study, StudyRequest
 
 
 class Removal(Study):
@@ -13,5 +13,5 @@ class Removal(Study):
     reference = "structural sensitivity, §6.5"
     takes = ()
 
-    def changes(self, asked: Asked) -> list[Change]:
+    def changes(self, asked: StudyRequest) -> list[Change]:
         return [Change(self.name, f"layer {k}", remove=(k,)) for k in asked.layers]
