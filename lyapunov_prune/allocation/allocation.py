@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -15,7 +15,8 @@ from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling, floor_note
-from lyapunov_prune.results.arrays import require_array, require_fitting, require_layers
+from lyapunov_prune.results.arrays import require_array, require_fitting
+from lyapunov_prune.results.axes import LayerNumbers, Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -35,26 +36,22 @@ class Allocation(Result):
     schedule: str
     unit: Unit
     budget: float
-    names: tuple[str, ...]
-    layers: tuple[int, ...]
-    sizes: tuple[int, ...]
-    amount: np.ndarray
+    names: Annotated[tuple[str, ...], Per("matrix")]
+    layers: Annotated[tuple[int, ...], Per("matrix", below="layer")]
+    sizes: Annotated[tuple[int, ...], Per("matrix", least=1)]
+    amount: Annotated[np.ndarray, Per("matrix")]
     parameters: dict[str, float | str]
     model: ModelIdentity
     measured_on: tuple[MeasuredOn, ...]
-    below_floor: tuple[int, ...] = ()
+    below_floor: LayerNumbers = ()
     pooling: Pooling | None = None  # None in old files too
     tried: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        count = len(self.names)
+        super().__post_init__()
         most = {"sparsity": 1.0, "rank": np.inf, "bits": 16.0}[self.unit]
-        require_fitting(len(set(self.names)) == count > 0, "an allocation names every matrix once")
-        require_array("allocation, amount", self.amount, (count,), most=most)
-        require_array("allocation, sizes", np.array(self.sizes), (count,), least=1)
-        require_array("allocation, layers", np.array(self.layers), (count,))
-        require_layers("allocation, layers", self.layers, self.model.num_layers)
-        require_layers("allocation, below_floor", self.below_floor, self.model.num_layers)
+        require_fitting(len(set(self.names)) == len(self.names) > 0, "an allocation names every matrix once")
+        require_array("allocation, amount", self.amount, (len(self.names),), most=most)
 
     def require_model(self, model: PreTrainedModel) -> None:
         """Raise LyapunovPruneError unless these are the matrices of `model`."""

@@ -10,7 +10,7 @@ import torch
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.checkers import preln_contraction_sufficient
 from lyapunov_prune.linalg import lift, token_energy
-from lyapunov_prune.results.frames import columns, pd
+from lyapunov_prune.results.frames import pd, rows
 from lyapunov_prune.results.result import Result
 
 
@@ -42,8 +42,7 @@ class LayerAlignment(Result):
         return (1 + self.kappa) ** 2 < self.state_growth
 
     def to_frame(self) -> pd.DataFrame:
-        measured = columns(self, "align", "gain", "kappa", "state_growth", "meets")
-        return pd.DataFrame({"layer": np.arange(len(self.align)), **measured, "share_of_tokens": self.share})
+        return rows(self, "layer", "align", "gain", "kappa", "state_growth", "meets", share_of_tokens="share")
 
     def headline(self) -> str:
         reached = ~np.isnan(self.share)

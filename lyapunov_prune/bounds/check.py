@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -84,8 +84,9 @@ def check_bounds(
     chosen = _each(approximated, weights, "certified norms")
     records = Records(reading.model, {p: chosen[p.name] for p in projections}, setting.cache_radius)
     followed = followed_on(reading, records, batch_size)
-    report = _report(projections, [setting], [_seen(records)], reading.measured_on(), left)
-    return _with_followed(report, followed, records)
+    return _report(
+        projections, [setting], [_seen(records)], reading.measured_on(), left, **_followed(followed, records)
+    )
 
 
 @runs_model
@@ -114,8 +115,17 @@ def check_written(
     with written.with_embeddings(reading.model):
         records = Records(reading.model, {p: chosen[p.name] for p in projections})
         followed = followed_on(reading, records, batch_size)
-    report = _with_followed(_report(projections, [], [_seen(records)], on, left), followed, records)
-    return replace(report, method=method, compressed=identify(compressed), shared=tuple(written.embeddings))
+    return _report(
+        projections,
+        [],
+        [_seen(records)],
+        on,
+        left,
+        method=method,
+        compressed=identify(compressed),
+        shared=tuple(written.embeddings),
+        **_followed(followed, records),
+    )
 
 
 @runs_model
@@ -229,8 +239,14 @@ def _report(
     outcomes: Sequence[Mapping[str, Seen]],
     measured_on: MeasuredOn,
     left: tuple[LeftAlone, ...],
+    *,
+    method: str = "magnitude",
+    **more: Any,
 ) -> BoundsReport:
-    """The report of the checks of single matrices. Raises LyapunovPruneError if no input of any was recorded."""
+    """The report of the checks of single matrices, with the fields `more`.
+
+    Raises LyapunovPruneError if no input of any was recorded.
+    """
     rows = [[outcome[p.name] for p in projections] for outcome in outcomes]
     named: Sequence[Setting | None] = settings or [None]  # a checkpoint has no setting
     checks = [(setting, c) for setting, row in zip(named, rows, strict=True) for r in row for c in r.checks]
@@ -238,7 +254,7 @@ def _report(
     if not seen:
         raise LyapunovPruneError("the inputs of no matrix could be recorded, so no bound was checked")
     return BoundsReport(
-        method="magnitude",
+        method=method,
         settings=tuple(settings),
         names=tuple(p.name for p in projections),
         components=tuple(p.component for p in projections),
@@ -251,19 +267,19 @@ def _report(
         violations=tuple(Violation(setting, c) for setting, c in checks if not c.holds),
         measured_on=measured_on,
         left_alone=left,
+        **more,
     )
 
 
-def _with_followed(report: BoundsReport, followed: Followed, records: Records) -> BoundsReport:
-    """`report` with what was measured along the trajectories, and on every input."""
+def _followed(followed: Followed, records: Records) -> dict[str, Any]:
+    """The fields of a report for what was measured along the trajectories, and on every input."""
     growth = followed.growth
-    return replace(
-        report,
-        composition=growth.composition(),
-        contraction=growth.contraction(),
-        gamma=growth.gamma,
-        decisions=followed.decisions,
-        distribution=RatioDistribution.of([np.concatenate([*r.ratios, np.zeros(0)]) for r in records.values()]),
-        alignment=followed.alignment,
-        phases=growth.phases(),
-    )
+    return {
+        "composition": growth.composition(),
+        "contraction": growth.contraction(),
+        "gamma": growth.gamma,
+        "decisions": followed.decisions,
+        "distribution": RatioDistribution.of([np.concatenate([*r.ratios, np.zeros(0)]) for r in records.values()]),
+        "alignment": followed.alignment,
+        "phases": growth.phases(),
+    }

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lyapunov_prune.linalg import token_energy
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.frames import pd, rows
 from lyapunov_prune.results.result import Result
 
 # Entries of tokens × vocabulary in float64 per block, and rows of the head upcast to float64 at once.
@@ -42,8 +42,7 @@ class TokenCertificate(Result):
         return tuple(int(t) for t in np.flatnonzero(self.certified & self.changed))
 
     def to_frame(self) -> pd.DataFrame:
-        columns = {"radius": self.radius, "moved": self.moved, "certified": self.certified}
-        return pd.DataFrame({"token": np.arange(len(self.radius)), **columns, "changed": self.changed})
+        return rows(self, "token", "radius", "moved", "certified", "changed")
 
     def headline(self) -> str:
         return (

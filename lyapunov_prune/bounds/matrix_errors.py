@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.projections import Projection
-from lyapunov_prune.results.arrays import require_fields, require_fitting
+from lyapunov_prune.results.arrays import require_fitting
+from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import ROWS, Result
 
@@ -30,18 +32,15 @@ class MatrixErrors(Result):
     reached) has an `error` of NaN and the second check alone.
     """
 
-    names: tuple[str, ...]
-    layers: tuple[int, ...]
-    error: np.ndarray
-    norm: np.ndarray
-    checks: tuple[tuple[BoundCheck, ...], ...]
+    names: Annotated[tuple[str, ...], Per("matrix")]
+    layers: Annotated[tuple[int, ...], Per("matrix")]
+    error: Annotated[np.ndarray, Per("matrix", finite=False)]
+    norm: Annotated[np.ndarray, Per("matrix")]
+    checks: Annotated[tuple[tuple[BoundCheck, ...], ...], Per("matrix")]
 
     def __post_init__(self) -> None:
-        count = (len(self.names),)
-        require_fields("matrix errors", self, count, "error", finite=False)
-        require_fields("matrix errors", self, count, "norm")
-        fits = len(self.layers) == len(self.checks) == count[0] and all(self.checks)
-        require_fitting(fits, "matrix errors: every matrix has a layer and a check")
+        super().__post_init__()
+        require_fitting(all(self.checks), "matrix errors: every matrix has a check")
 
     @property
     def violations(self) -> tuple[BoundCheck, ...]:

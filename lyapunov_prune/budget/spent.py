@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from lyapunov_prune.evaluation.judging import Comparison, compare
-from lyapunov_prune.results.arrays import require_fields
+from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 REPORT = "size.json"
 _APART = 1.5  # predicted and measured differ much if one is so many times the other
+
+
+_PerMatrix = Annotated[np.ndarray, Per("matrix")]
 
 
 @dataclass(frozen=True)
@@ -25,19 +29,16 @@ class Spent(Result):
     """
 
     wanted: str
-    names: tuple[str, ...]
+    names: Annotated[tuple[str, ...], Per("matrix")]
     types: tuple[str, ...]
-    bytes: np.ndarray
-    cost: np.ndarray
+    bytes: _PerMatrix
+    cost: _PerMatrix
     bits: float
     size: int
     kl: np.ndarray
     measured_on: MeasuredOn
     judged_on: MeasuredOn
     rounded_before: bool
-
-    def __post_init__(self) -> None:
-        require_fields("size", self, (len(self.names),), "bytes", "cost", least=0.0)
 
     @property
     def predicted(self) -> float:

@@ -20,7 +20,7 @@ from lyapunov_prune.forward.scoring import loss_sum
 from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.models.decoder import InMemoryAny, runs_model, wrap
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.frames import pd, rows
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 
@@ -60,7 +60,7 @@ class ItemScores(Result):
         return float(self.correct.mean())
 
     def to_frame(self) -> pd.DataFrame:
-        return pd.DataFrame({"item": range(len(self.losses)), "loss": self.losses, "correct": self.correct})
+        return rows(self, "item", loss="losses", correct="correct")
 
     def summary(self) -> pd.DataFrame:
         return pd.DataFrame([{"score": self.value, "loss": self.loss, "accuracy": self.accuracy}])

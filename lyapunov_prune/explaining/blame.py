@@ -18,25 +18,42 @@ _ROWS = 4  # rows compared at a time: few enough for the CPU cache
 
 
 class Blame:
-    """Sums over positions of KL and loss, float64: `sums` is (2 + 2 (L + 2), 2).
+    """KL and loss in nats a token, float64, as means over all positions added.
 
-    The first two rows are the dense and the compressed model. Two more rows follow for the embedding, each of the L
-    layers, and the head: the model with this part alone compressed, and with all parts but this compressed. For a part
-    that does not differ they equal the rows of the dense and of the compressed model.
+    `dense` and `compressed` (2,) are of the two models. `only` and `but` (2, L + 2) are, for the embedding, each of the
+    L layers, and the head, of the model with this part alone compressed, and with all parts but this compressed. For a
+    part that does not differ they equal those of the dense and of the compressed model.
     """
 
     def __init__(self, layers: int) -> None:
-        self.sums = np.zeros((2 + 2 * (layers + 2), 2))
-        self.positions = 0
+        self._models, self._parts = np.zeros((2, 2)), np.zeros((layers + 2, 2, 2))  # the last axis is KL and loss
+        self._positions = 0
+
+    @property
+    def dense(self) -> np.ndarray:
+        return self._models[0] / self._positions
+
+    @property
+    def compressed(self) -> np.ndarray:
+        return self._models[1] / self._positions
+
+    @property
+    def only(self) -> np.ndarray:
+        return self._parts[:, 0].T / self._positions
+
+    @property
+    def but(self) -> np.ndarray:
+        return self._parts[:, 1].T / self._positions
 
     def add(self, found: torch.Tensor, parts: Sequence[int]) -> None:
         """Add `found` of `predictions` for the compressed model, followed by two models for each number in `parts`."""
-        summed = found.sum(-1).numpy()
-        rows = np.tile(summed[:2], (len(self.sums) // 2, 1))
-        for number, part in enumerate(parts):
-            rows[2 + 2 * part : 4 + 2 * part] = summed[2 + 2 * number : 4 + 2 * number]
-        self.sums += rows
-        self.positions += found.shape[-1]
+        models, *changed = found.sum(-1).numpy().reshape(-1, 2, 2)
+        rows = np.tile(models, (len(self._parts), 1, 1))
+        for part, pair in zip(parts, changed, strict=True):
+            rows[part] = pair
+        self._models += models
+        self._parts += rows
+        self._positions += found.shape[-1]
 
 
 def predictions(

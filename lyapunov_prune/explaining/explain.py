@@ -79,7 +79,9 @@ def explain(
         scorers[1] = scorers[0]
     for ids in track(reading.windows(batch_size), "explaining"):
         _explain_windows(sides, scorers, ids, sums, inner, blame, tokens)
-    mean = blame.sums / blame.positions
+    kl, loss = map(float, blame.compressed)
+    kl_only, loss_only = blame.only
+    kl_but, loss_but = blame.but
     rounding = max(_rounding(side, reading.windows(1)[0]) for side in sides)
     return Explanation(
         kept=second.layers,
@@ -90,18 +92,18 @@ def explain(
         passed=sums.passed,
         off=np.sqrt(sums.off / sums.size[1:]),
         rounding=rounding,
-        kl=float(mean[1, 0]),
-        loss=float(mean[1, 1]),
-        dense_loss=float(mean[0, 1]),
-        kl_only=mean[2::2, 0].copy(),
-        loss_only=mean[2::2, 1].copy(),
-        kl_but=mean[3::2, 0].copy(),
-        loss_but=mean[3::2, 1].copy(),
+        kl=kl,
+        loss=loss,
+        dense_loss=float(blame.dense[1]),
+        kl_only=kl_only,
+        loss_only=loss_only,
+        kl_but=kl_but,
+        loss_but=loss_but,
         rho=np.full(layers, np.nan) if profile is None else profile.rho,
         settings=_other_settings(on.model, identity),
         compressed=identity,
         measured_on=on,
-        matrices=_matrices(sides, blamed_layers(mean[1, 0] - mean[3::2, 0]), batch_size),
+        matrices=_matrices(sides, blamed_layers(kl - kl_but), batch_size),
         sublayers=inner.result(rounding),
         tokens=tokens.result(),
     )

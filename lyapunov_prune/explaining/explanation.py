@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
@@ -12,12 +13,15 @@ from lyapunov_prune.bounds.matrix_errors import MatrixErrors
 from lyapunov_prune.explaining.decomposition import PARTS, Decomposed
 from lyapunov_prune.explaining.sublayers import SublayerErrors
 from lyapunov_prune.explaining.token_kinds import TokenKinds
-from lyapunov_prune.results.arrays import require_fields, require_layers
+from lyapunov_prune.results.axes import LayerNumbers, Loose, Per, PerBoundary, PerLayer
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, ROWS, MeasuredOn, ModelIdentity, Result
 
 EXPLANATION = "explanation.json"
 _NAMED = 3  # the most layers that are blamed
+
+
+_Cost = Annotated[np.ndarray, Per("layer+2", least=-1e-9, finite=False)]  # embedding, layers, and final norm with head
 
 
 @dataclass(frozen=True)
@@ -37,39 +41,28 @@ class Explanation(Decomposed, Result):
     token.
     """
 
-    kept: tuple[int, ...]
-    size: np.ndarray
-    error: np.ndarray
-    energy: np.ndarray
-    along: np.ndarray
-    passed: np.ndarray
-    off: np.ndarray
+    kept: LayerNumbers
+    size: PerBoundary
+    error: PerBoundary
+    energy: Annotated[np.ndarray, Per(3, "layer")]
+    along: Annotated[np.ndarray, Per(3, "layer", least=-np.inf)]
+    passed: PerLayer
+    off: PerLayer
     rounding: float
     kl: float
     loss: float
     dense_loss: float
-    kl_only: np.ndarray
-    kl_but: np.ndarray
-    loss_only: np.ndarray
-    loss_but: np.ndarray
-    rho: np.ndarray
+    kl_only: _Cost
+    kl_but: _Cost
+    loss_only: _Cost
+    loss_but: _Cost
+    rho: Loose
     settings: str
     compressed: ModelIdentity
     measured_on: MeasuredOn  # the dense model
     matrices: MatrixErrors | None = None
     sublayers: SublayerErrors | None = None
     tokens: TokenKinds | None = None
-
-    def __post_init__(self) -> None:
-        L = self.measured_on.model.num_layers
-        require_layers("explanation, kept", self.kept, L)
-        of, costs = "explanation", ("kl_only", "kl_but", "loss_only", "loss_but")
-        require_fields(of, self, (L + 1,), "size", "error")
-        require_fields(of, self, (3, L), "energy")
-        require_fields(of, self, (L,), "passed", "off")
-        require_fields(of, self, (3, L), "along", least=-np.inf)
-        require_fields(of, self, (L,), "rho", finite=False)
-        require_fields(of, self, (L + 2,), *costs, least=-1e-9, finite=False)
 
     @property
     def differs(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -19,12 +19,16 @@ from lyapunov_prune.forward.hooks import hidden_of, layer_input, with_hidden
 from lyapunov_prune.forward.states import KeptStates
 from lyapunov_prune.forward.sublayers import Sublayers
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.results.arrays import require_fields
+from lyapunov_prune.results.arrays import require_fitting
+from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result
 
 _ROWS = 8
 _SAME = 1e-2  # relative tolerance of the state between the sublayers against its parts, on a few tokens
+
+
+_Boundary = Annotated[np.ndarray, Per("step+1")]
 
 
 @dataclass(frozen=True)
@@ -38,19 +42,16 @@ class SublayerErrors(Decomposed, Result):
     """
 
     kinds: tuple[tuple[str, ...], ...]
-    size: np.ndarray
-    error: np.ndarray
-    energy: np.ndarray
-    along: np.ndarray
-    off: np.ndarray
+    size: _Boundary
+    error: _Boundary
+    energy: Annotated[np.ndarray, Per(3, "step")]
+    along: Annotated[np.ndarray, Per(3, "step", least=-np.inf)]
+    off: Annotated[np.ndarray, Per("step")]
     rounding: float
 
     def __post_init__(self) -> None:
-        of, steps = "errors of sublayers", 2 * len(self.kinds)
-        require_fields(of, self, (steps + 1,), "size", "error")
-        require_fields(of, self, (3, steps), "energy")
-        require_fields(of, self, (steps,), "off")
-        require_fields(of, self, (3, steps), "along", least=-np.inf)
+        super().__post_init__()
+        require_fitting(len(self.off) == 2 * len(self.kinds), "errors of sublayers: there are two a layer")
 
     def to_frame(self) -> pd.DataFrame:
         """One row per sublayer of the layers that have two."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
 
 from lyapunov_prune.forward.reading import Reading
-from lyapunov_prune.results.arrays import require_fields
+from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result
 
@@ -28,14 +29,9 @@ class TokenKinds(Result):
     overlap.
     """
 
-    positions: np.ndarray
-    turned: np.ndarray
-    kl: np.ndarray
-
-    def __post_init__(self) -> None:
-        require_fields("kinds of token", self, (len(KINDS),), "positions")
-        require_fields("kinds of token", self, (3, len(KINDS)), "turned", least=-1e-9, finite=False)
-        require_fields("kinds of token", self, (len(KINDS),), "kl", least=-1e-9, finite=False)
+    positions: Annotated[np.ndarray, Per(len(KINDS))]
+    turned: Annotated[np.ndarray, Per(3, len(KINDS), least=-1e-9, finite=False)]
+    kl: Annotated[np.ndarray, Per(len(KINDS), least=-1e-9, finite=False)]
 
     def to_frame(self) -> pd.DataFrame:
         """`head` and `softmax` are ratios of `1 − cos` after to that before; below 1 the error gets smaller there."""

@@ -72,15 +72,15 @@ def verify_compact(
     given = None if batch is None else as_examples(original, batch)
     inputs = sample_inputs(original, given)
     gate = Gate(original, compact, inputs, partial(cut_by_hooks, cuts=cuts), computed=bool(cuts.hidden), batch=given)
-    checks: dict[str, Check] = {SKIPPED: lambda: gate.same("logits against the original cut by hooks")}
+    checks: dict[str, Check] = {SKIPPED: partial(gate.same, "logits against the original cut by hooks")}
     if original.model.can_generate():
         checks[CACHED] = gate.cached
     if cuts.hidden:
-        checks[MERGED] = lambda: _merged(gate, cuts)
+        checks[MERGED] = partial(_merged, gate, cuts)
     on_files: dict[str, OnFiles] = {RELOADED: gate.reloads}
     if elsewhere:
-        on_files[ELSEWHERE] = lambda folder: elsewhere_check(compact.model, folder, inputs)
-    on_files[COUNTED] = lambda folder: _counted(gate, cuts, folder)
+        on_files[ELSEWHERE] = partial(elsewhere_check, compact.model, inputs=inputs)
+    on_files[COUNTED] = partial(_counted, gate, cuts)
     return gate.report(checks, on_files, checkpoint)
 
 

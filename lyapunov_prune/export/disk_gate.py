@@ -101,11 +101,11 @@ def _run(outline: Outline, written: Outline, plan: PruningPlan, checks: list[Gat
         return GateReport((*checks, crashed(SKIPPED, error)), seen_by(original, None, inputs))
     with status("what was written"):
         detail = "logits of the files written, streamed, against the original's without what left"
-        checks.append(attempt(SKIPPED, lambda: gate.same(detail, expected)))
+        checks.append(attempt(SKIPPED, partial(gate.same, detail, expected)))
     if prompt is not None and with_picture is not None:
         with status("what was written, with a picture"):
             detail = "logits with a picture in the prompt, streamed"
-            checks.append(attempt(PICTURED, lambda: gate.pictured(prompt, with_picture, detail)))
+            checks.append(attempt(PICTURED, partial(gate.pictured, prompt, with_picture, detail)))
     return GateReport(tuple(checks), seen_by(original, None, inputs))
 
 

@@ -13,12 +13,15 @@ from lyapunov_prune.arguments import Count, NonNegative, Range, checked
 from lyapunov_prune.bounds.choice import argmax_of_noise_lt_half_gap
 from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.joint.map import JointMap
-from lyapunov_prune.results.arrays import require_fields
+from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 _RISK = 0.05  # probability that the noise of some pair exceeds the bound
 _SHOWN = 12
+
+
+_Score = Annotated[np.ndarray, Per("pair", least=-np.inf)]
 
 
 @dataclass(frozen=True)
@@ -38,20 +41,15 @@ class JointDecision(Result):
     layers: int
     remove: int | None
     speedup: float | None
-    pairs: np.ndarray
-    predicted: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
+    pairs: Annotated[np.ndarray, Per("pair", 2, below="layer+1")]
+    predicted: _Score
+    low: _Score
+    high: _Score
     noise: float
     over_seeds: tuple[float, int]
     residual: tuple[float, int]
     selection_error: float
     measured_on: tuple[MeasuredOn, ...] = ()
-
-    def __post_init__(self) -> None:
-        count = len(self.pairs)
-        require_fields("decision", self, (count, 2), "pairs", most=self.layers)
-        require_fields("decision", self, (count,), "predicted", "low", "high", least=-np.inf)
 
     @property
     def best(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from lyapunov_prune.models.feedforward import Affine, FeedForward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.arrays import require_fields
+from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -36,6 +36,9 @@ Method = Literal["taylor", "learned"]
 STEPS = {"taylor": 16, "learned": 48}  # number of steps, each on one text item or some images
 RATE = 0.05  # learning rate of m̄, whose gradient is scaled to RMS 1 per type; m̄ starts at 1, threshold 1/2
 PULL = 2.0
+
+
+_Worth = Annotated[np.ndarray, Per("layer", least=-np.inf)]
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,9 @@ class Importance(Result):
     method: str
     reduction: str
     items: int
-    attention: np.ndarray
-    activation: np.ndarray
+    attention: _Worth
+    activation: _Worth
     measured_on: tuple[MeasuredOn, ...] = ()
-
-    def __post_init__(self) -> None:
-        require_fields("importance", self, (len(self.attention),), "attention", "activation", least=-np.inf)
 
     def first(self, attention: int, activation: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The layers that lose their attention first and those that lose their activation first, this many of each."""

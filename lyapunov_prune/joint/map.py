@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from scipy import stats
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.results.arrays import require_array, require_fields, require_fitting
+from lyapunov_prune.results.arrays import require_array, require_fitting
+from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -30,8 +31,8 @@ class JointMap(Result):
     leave-two-out RMSE of every degree that could be tried, `excluded` the reason for every other degree.
     """
 
-    removed: np.ndarray
-    scores: np.ndarray
+    removed: Annotated[np.ndarray, Per("point", 2, most=1.0)]
+    scores: Annotated[np.ndarray, Per("point", least=-np.inf)]
     degree: int
     coefficients: np.ndarray
     errors: dict[int, float]
@@ -39,11 +40,9 @@ class JointMap(Result):
     measured_on: tuple[MeasuredOn, ...] = ()
 
     def __post_init__(self) -> None:
-        points = len(self.scores)
-        require_fields("map", self, (points, 2), "removed", most=1.0)
-        require_fields("map", self, (points,), "scores", least=-np.inf)
+        super().__post_init__()
         require_fitting(self.degree in self.errors, f"map: degree {self.degree} was not tried")
-        require_fields("map", self, (len(terms(self.degree)),), "coefficients", least=-np.inf)
+        require_array("map, coefficients", self.coefficients, (len(terms(self.degree)),), least=-np.inf)
 
     @property
     def error(self) -> float:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from scipy import stats
@@ -24,7 +24,7 @@ from lyapunov_prune.joint.recovery import Lesson, RecoveryRecipe, inherit, recov
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.recurrence import forget_states
 from lyapunov_prune.progress import track, warn
-from lyapunov_prune.results.arrays import require_fields
+from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.files import require_disk
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -44,20 +44,13 @@ class Points(Result):
     layers: int
     steps: int
     recipe: RecoveryRecipe
-    pairs: np.ndarray
+    pairs: Annotated[np.ndarray, Per("point", 2, below="layer+1")]
     seeds: np.ndarray
-    scores: np.ndarray
+    scores: Annotated[np.ndarray, Per("point", least=-np.inf)]
     items: np.ndarray
-    losses: np.ndarray
-    seconds: np.ndarray
+    losses: Annotated[np.ndarray, Per("point", 2, least=-np.inf)]
+    seconds: Annotated[np.ndarray, Per("point")]
     measured_on: tuple[MeasuredOn, ...]
-
-    def __post_init__(self) -> None:
-        count = len(self.scores)
-        require_fields("points", self, (count, 2), "pairs", most=self.layers)
-        require_fields("points", self, (count,), "scores", least=-np.inf)
-        require_fields("points", self, (count, 2), "losses", least=-np.inf)
-        require_fields("points", self, (count,), "seconds")
 
     @property
     def first(self) -> np.ndarray:

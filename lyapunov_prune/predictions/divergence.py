@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -16,12 +17,15 @@ from lyapunov_prune.forward.states import Change, changed_finals, finals_without
 from lyapunov_prune.forward.sublayers import Kind, silent
 from lyapunov_prune.models.decoder import InMemory, Streamable, runs_model
 from lyapunov_prune.predictions.tiles import MEASURES, measures
-from lyapunov_prune.results.arrays import require_fields
-from lyapunov_prune.results.frames import columns, pd
+from lyapunov_prune.results.axes import Per
+from lyapunov_prune.results.frames import pd, rows
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 # Tolerance: sums of non-negative terms, each rounded.
 _ROUNDING = 1e-9
+
+
+_Divergence = Annotated[np.ndarray, Per("layer", least=-_ROUNDING, finite=False)]
 
 
 @dataclass(frozen=True)
@@ -41,21 +45,16 @@ class SkipDivergence(Result):
     All are NaN for a layer whose removal makes the logits infinite or NaN.
     """
 
-    variance: np.ndarray
-    kl: np.ndarray
-    reverse_kl: np.ndarray
-    flipped: np.ndarray
-    variance_r: np.ndarray
+    variance: _Divergence
+    kl: _Divergence
+    reverse_kl: _Divergence
+    flipped: _Divergence
+    variance_r: _Divergence
     temperature: float
     measured_on: MeasuredOn
 
-    def __post_init__(self) -> None:
-        shape, names = (self.measured_on.model.num_layers,), ("variance", "kl", "reverse_kl", "flipped", "variance_r")
-        require_fields("divergence", self, shape, *names, least=-_ROUNDING, finite=False)
-
     def to_frame(self) -> pd.DataFrame:
-        measured = columns(self, "variance", "variance_r", "kl", "reverse_kl", "flipped")
-        return pd.DataFrame({"layer": np.arange(len(self.kl)), **measured})
+        return rows(self, "layer", "variance", "variance_r", "kl", "reverse_kl", "flipped")
 
     def headline(self) -> str:
         return f"Divergence when one layer is skipped, T = {self.temperature:g}\n{self.measured_on.line()}"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.propagation import Energies
-from lyapunov_prune.results.arrays import require_array, require_fields, require_fitting
+from lyapunov_prune.results.arrays import require_array, require_fitting
+from lyapunov_prune.results.axes import Loose, Per, PerBoundary
 from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -22,6 +23,9 @@ ABOVE_FLOOR = 100.0
 LINEAR = 0.1
 # Tolerance of a share: its sum and the sum of the whole are rounded in different orders.
 _WHOLE = 1 + 1e-6
+
+
+_Share = Annotated[np.ndarray, Per("layer+1", most=_WHOLE, finite=False)]  # NaN where no error is left to share
 
 
 @dataclass(frozen=True)
@@ -39,40 +43,30 @@ class ContractionProfile(Result):
     method: str
     epsilon: float
     seeds: tuple[int, ...]
-    energies: dict[str, np.ndarray]  # pooling -> V, (L + 1,)
-    intervals: dict[str, np.ndarray]  # pooling -> 95 % bootstrap interval of rho, (L, 2)
-    error_growth: np.ndarray  # Σ‖e_{l+1}‖² / Σ‖e_l‖², (L,)
-    state_growth: np.ndarray  # Σ‖h_{l+1}‖² / Σ‖h_l‖², (L,)
-    floor: np.ndarray  # V of one unit of rounding (jvp: of the change it makes), (L + 1,); zeros in old files
-    sink_state_share: np.ndarray  # share of Σ‖h_l‖² in the largest token of each window, (L + 1,)
-    sink_error_share: np.ndarray  # share of Σ‖e_l‖² in those same tokens, (L + 1,)
-    norm_growth: np.ndarray  # K = Π_l ‖h_{l+1}‖/‖h_l‖, one value per window
+    energies: Annotated[dict[str, np.ndarray], Per("layer+1")]  # V, by pooling
+    intervals: Annotated[dict[str, np.ndarray], Per("layer", 2, finite=False)]  # 95 % of rho, by bootstrap
+    error_growth: Loose  # Σ‖e_{l+1}‖² / Σ‖e_l‖²
+    state_growth: Loose  # Σ‖h_{l+1}‖² / Σ‖h_l‖²
+    floor: PerBoundary  # V of one unit of rounding (jvp: of the change it makes); zeros in old files
+    sink_state_share: _Share  # share of Σ‖h_l‖² in the largest token of each window
+    sink_error_share: _Share  # share of Σ‖e_l‖² in those same tokens
+    norm_growth: Annotated[np.ndarray, Per("window", finite=False)]  # K = Π_l ‖h_{l+1}‖/‖h_l‖, one value per window
     measured_on: MeasuredOn
     worst_growth: float | None = None  # Π_l max over windows of ‖h_{l+1}‖/‖h_l‖ ≥ max K; None in old files
     windows: Energies | None = None  # per window, for the bootstrap; None in old files
     # ρ at ε divided by ρ at ε / 10, (L,), on part of one window, or on all windows if the layers route tokens. NaN if
     # ρ at ε / 10 is rounding; None for jvp and in old files
-    linearity: np.ndarray | None = None
+    linearity: Annotated[np.ndarray | None, Per("layer", finite=False)] = None
 
     def __post_init__(self) -> None:
-        L = self.measured_on.model.num_layers
-        of = "contraction profile"
+        super().__post_init__()
         both = set(self.energies) == set(self.intervals) == set(get_args(Pooling))
-        require_fitting(both, f"{of}: energies and intervals are of both poolings")
-        for pooling in get_args(Pooling):
-            require_array(f"{of}, {pooling} energies", self.energies[pooling], (L + 1,))
-            require_array(f"{of}, {pooling} intervals", self.intervals[pooling], (L, 2), finite=False)
-        require_fields(of, self, (L + 1,), "floor")
-        # NaN or infinite where no error is left to grow or to share.
-        require_fields(of, self, (L,), "error_growth", "state_growth", finite=False)
-        require_fields(of, self, (L + 1,), "sink_state_share", "sink_error_share", most=_WHOLE, finite=False)
-        count = self.norm_growth.size
-        require_fields(of, self, (count,), "norm_growth", finite=False)
+        require_fitting(both, "contraction profile: energies and intervals are of both poolings")
         if self.windows is not None:
-            require_fields(f"{of}, windows", self.windows, (L + 1, count), "state")
-            require_fields(f"{of}, windows", self.windows, (L + 1, len(self.seeds), count), "error", "relative")
-        if self.linearity is not None:
-            require_fields(of, self, (L,), "linearity", finite=False)
+            boundaries, count = self.floor.size, self.norm_growth.size
+            require_array("windows, state", self.windows.state, (boundaries, count))
+            for name in ("error", "relative"):
+                require_array(f"windows, {name}", getattr(self.windows, name), (boundaries, len(self.seeds), count))
 
     @property
     def relative_energy(self) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -20,9 +20,11 @@ from lyapunov_prune.models.experts import Routing, unweighted
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.mixtures import Router
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.arrays import require_fields
+from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
+
+_Signed = Annotated[np.ndarray, Per("layer", "expert", least=-np.inf, finite=False)]
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,10 @@ class ExpertUse(Result):
       weighted (REAP, arXiv:2510.13999); 0 for an expert that got no token.
     """
 
-    tokens: np.ndarray
-    weight: np.ndarray
-    saliency: np.ndarray
+    tokens: Annotated[np.ndarray, Per("layer", "expert", finite=False)]
+    weight: _Signed
+    saliency: _Signed
     measured_on: MeasuredOn
-
-    def __post_init__(self) -> None:
-        shape = (self.measured_on.model.num_layers, np.shape(self.tokens)[-1])
-        require_fields("expert use", self, shape, "tokens", finite=False)
-        require_fields("expert use", self, shape, "weight", "saliency", least=-np.inf, finite=False)
 
     @property
     def layers(self) -> tuple[int, ...]:

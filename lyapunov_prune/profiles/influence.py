@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.arrays import require_array, require_fields
-from lyapunov_prune.results.frames import columns, pd
+from lyapunov_prune.results.arrays import require_fitting
+from lyapunov_prune.results.axes import Loose, Per, PerLayer
+from lyapunov_prune.results.frames import pd, rows
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 
@@ -39,26 +40,18 @@ class InfluenceProfile(Result):
     (L, W) holds that of each; None in old files.
     """
 
-    influence: np.ndarray
-    spread: np.ndarray
-    change: np.ndarray
+    influence: PerLayer
+    spread: Loose
+    change: PerLayer
     measured_on: MeasuredOn
-    windows: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        shape = (self.measured_on.model.num_layers,)
-        require_fields("Block Influence", self, shape, "influence", "change")
-        require_fields("Block Influence", self, shape, "spread", finite=False)
-        if self.windows is not None:
-            require_fields("Block Influence", self, (*shape, self.windows.shape[-1]), "windows", least=-np.inf)
+    windows: Annotated[np.ndarray | None, Per("layer", "window", least=-np.inf)] = None
 
     def drawn(self) -> np.ndarray | None:
         """Bootstrap samples of the influence over windows, (draws, L); None for a single window."""
         return None if self.windows is None else drawn_means(self.windows)
 
     def to_frame(self) -> pd.DataFrame:
-        measured = columns(self, block_influence="influence", standard_error="spread", relative_change="change")
-        return pd.DataFrame({"layer": np.arange(len(self.influence)), **measured})
+        return rows(self, "layer", block_influence="influence", standard_error="spread", relative_change="change")
 
     def headline(self) -> str:
         return f"Block Influence\n{self.measured_on.line()}"
@@ -141,31 +134,31 @@ class SublayerInfluence(Result):
     `windows` holds the values per window by sublayer, (L, W); None in old files.
     """
 
-    attention: np.ndarray
-    mlp: np.ndarray
-    attention_spread: np.ndarray
-    mlp_spread: np.ndarray
+    attention: Loose
+    mlp: Loose
+    attention_spread: Loose
+    mlp_spread: Loose
     measured_on: MeasuredOn
-    windows: dict[str, np.ndarray] | None = None
+    windows: Annotated[dict[str, np.ndarray] | None, Per("layer", "window", finite=False)] = None
 
     def __post_init__(self) -> None:
-        shape = (self.measured_on.model.num_layers,)
-        require_fields(
-            "Block Influence", self, shape, "attention", "mlp", "attention_spread", "mlp_spread", finite=False
-        )
-        if self.windows is not None:
-            for name in KINDS:
-                values = self.windows.get(name, np.empty(0))
-                require_array(f"Block Influence, windows of {name}", values, (*shape, values.shape[-1]), finite=False)
+        super().__post_init__()
+        fits = self.windows is None or set(self.windows) == set(KINDS)
+        require_fitting(fits, "Block Influence: the windows are of attention and MLP")
 
     def drawn(self, what: str) -> np.ndarray | None:
         """Bootstrap samples of the influence of `what` over windows, (draws, L); None for a single window."""
         return None if self.windows is None else drawn_means(self.windows[what])
 
     def to_frame(self) -> pd.DataFrame:
-        attention = columns(self, "attention", attention_error="attention_spread")
-        mlp = columns(self, "mlp", mlp_error="mlp_spread")
-        return pd.DataFrame({"layer": np.arange(len(self.mlp)), **attention, **mlp})
+        return rows(
+            self,
+            "layer",
+            attention="attention",
+            attention_error="attention_spread",
+            mlp="mlp",
+            mlp_error="mlp_spread",
+        )
 
     def headline(self) -> str:
         return f"Block Influence of attention and MLP\n{self.measured_on.line()}"

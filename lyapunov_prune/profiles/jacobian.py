@@ -26,12 +26,15 @@ from lyapunov_prune.models.device import eager_experts
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.profiles.propagation import forward_mode
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.frames import columns, pd
+from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 # A new direction this small relative to the old one is rounding: the Krylov space is exhausted.
 _EXHAUSTED = 1e-6
 Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+_Norms = Annotated[np.ndarray, Per("layer", least=-np.inf, finite=False)]
 
 
 @dataclass(frozen=True)
@@ -48,17 +51,13 @@ class JacobianNorms(Result):
 
     steps: int
     probes: int
-    attention_norm: np.ndarray
-    attention_gain: np.ndarray
-    attention_rise: np.ndarray
-    mlp_norm: np.ndarray
-    mlp_gain: np.ndarray
-    mlp_rise: np.ndarray
+    attention_norm: _Norms
+    attention_gain: _Norms
+    attention_rise: _Norms
+    mlp_norm: _Norms
+    mlp_gain: _Norms
+    mlp_rise: _Norms
     measured_on: MeasuredOn
-
-    def to_frame(self) -> pd.DataFrame:
-        names = [f"{branch}_{quantity}" for branch in ("attention", "mlp") for quantity in ("norm", "gain", "rise")]
-        return pd.DataFrame({"layer": np.arange(len(self.mlp_norm)), **columns(self, *names)})
 
     def headline(self) -> str:
         norms = np.concatenate([self.attention_norm, self.mlp_norm])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
@@ -13,9 +14,11 @@ from lyapunov_prune.forward.sublayers import KINDS, between_branches, require_so
 from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, listed, require_moved
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.arrays import require_fields
+from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
+
+_Growth = Annotated[np.ndarray, Per("layer", len(KINDS), finite=False)]
 
 
 @dataclass(frozen=True)
@@ -30,14 +33,10 @@ class SublayerGrowth(Result):
 
     epsilon: float
     seeds: tuple[int, ...]
-    error_growth: np.ndarray
-    state_growth: np.ndarray
-    token_rho: np.ndarray
+    error_growth: _Growth
+    state_growth: _Growth
+    token_rho: _Growth
     measured_on: MeasuredOn
-
-    def __post_init__(self) -> None:
-        shape = (self.measured_on.model.num_layers, len(KINDS))
-        require_fields("growth by sublayer", self, shape, "error_growth", "state_growth", "token_rho", finite=False)
 
     @property
     def rho(self) -> np.ndarray:

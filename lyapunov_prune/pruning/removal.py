@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,7 +49,7 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.units import Refits
 from lyapunov_prune.models.width import find_width
 from lyapunov_prune.pruning.counting import COUNTED, count_check, leaving
-from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Check, Gate, GateReport, OnFiles, bytes_in, crashed
+from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Check, Gate, GateReport, bytes_in, crashed
 from lyapunov_prune.pruning.mirroring import mirrored
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.surgery import Operation, cut, without_parts
@@ -154,11 +155,11 @@ def check_removal(
     """`verify_removal` for a model made by `operation`."""
     goes = leaving(original, operation.plan)
     gate, checks = removal_gate(original, pruned, operation, batch, goes.shares)
-    on_files: dict[str, OnFiles] = {
-        RELOADED: gate.reloads,
-        COUNTED: lambda folder: count_check(goes, pruned, bytes_in(folder)),
-    }
-    return gate.report(checks, on_files, checkpoint)
+
+    def counted(folder: Path) -> GateCheck:
+        return count_check(goes, pruned, bytes_in(folder))
+
+    return gate.report(checks, {RELOADED: gate.reloads, COUNTED: counted}, checkpoint)
 
 
 def removal_gate(
@@ -168,13 +169,13 @@ def removal_gate(
     folded = bool(operation.plan.remove) and original.family.changes(original.structure.config)
     computed = operation.computes or folded  # the family's weights hold what depends on the layer's number
     gate = Gate(original, pruned, sample_inputs(original, batch), operation.standing_in, computed, batch)
-    checks: dict[str, Check] = {SKIPPED: lambda: _same(gate, operation), CACHED: gate.cached}
+    checks: dict[str, Check] = {SKIPPED: partial(_same, gate, operation), CACHED: gate.cached}
     if original.wrapped or reads_pictures(original.model):
-        checks[PICTURED] = lambda: _same_with_picture(gate, shares)
+        checks[PICTURED] = partial(_same_with_picture, gate, shares)
     if operation.merged or operation.mends:
-        checks[MERGED] = lambda: _within_rounding(gate, operation)
+        checks[MERGED] = partial(_within_rounding, gate, operation)
     if operation.plan.channels:
-        checks[COPIED] = lambda: _copied(gate, operation)
+        checks[COPIED] = partial(_copied, gate, operation)
     return gate, checks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from lyapunov_prune.profiles.contraction_profile import floor_note
 from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
 from lyapunov_prune.ranking.counts import count_of, protected_layers, require_count
 from lyapunov_prune.ranking.stability import tied
-from lyapunov_prune.results.arrays import require_array, require_fitting, require_layers
+from lyapunov_prune.results.arrays import require_fitting
+from lyapunov_prune.results.axes import LayerNumbers, Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 from lyapunov_prune.results.wording import bars, ranges
@@ -37,6 +38,9 @@ class Ranking(Result):
         """
 
 
+_LARGEST = np.finfo(np.float64).max  # scores may be NaN, never infinite
+
+
 @dataclass(frozen=True)
 class LayerRanking(Ranking):
     """A score for every layer, (L,) float64; the smallest is removed first.
@@ -50,22 +54,16 @@ class LayerRanking(Ranking):
 
     criterion: str
     alpha: float | None
-    scores: np.ndarray
+    scores: Annotated[np.ndarray, Per("layer", least=-_LARGEST, most=_LARGEST, finite=False)]
     model: ModelIdentity
     measured_on: tuple[MeasuredOn, ...]
     what: str = "layers"
-    below_floor: tuple[int, ...] = ()
-    protected: tuple[int, ...] = ()
-    picked: np.ndarray | None = None
+    below_floor: LayerNumbers = ()
+    protected: LayerNumbers = ()
+    picked: Annotated[np.ndarray | None, Per("layer", "layer", most=1.0)] = None
 
     def __post_init__(self) -> None:
-        layers = self.model.num_layers
-        if self.picked is not None:
-            require_array("ranking, picked", self.picked, (layers, layers), most=1.0)
-        require_layers("ranking, below_floor", self.below_floor, layers)
-        require_layers("ranking, protected", self.protected, layers)
-        largest = np.finfo(np.float64).max  # scores may be NaN, never infinite
-        require_array("ranking, scores", self.scores, (layers,), least=-largest, most=largest, finite=False)
+        super().__post_init__()
         fits = self.what != "layers" or set(np.flatnonzero(np.isnan(self.scores))) == set(self.protected)
         require_fitting(fits, "ranking, scores: those of the protected layers alone are missing")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -32,12 +31,6 @@ def require_array(
             place = int(np.argmax(wrong))
             why = f"{flat[place]:g} at place {place} is not {'finite ' * finite}from {least:g} to {most:g}"
     require_fitting(not why, f"{name}: {why}")
-
-
-def require_fields(of: str, record: object, shape: tuple[int, ...], *names: str, **limits: Any) -> None:
-    """`require_array` for each of these fields of a record, which the message calls `of`."""
-    for name in names:
-        require_array(f"{of}, {name}", getattr(record, name), shape, **limits)
 
 
 def require_fitting(fits: bool, what: str) -> None:

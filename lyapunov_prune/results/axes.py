@@ -39,7 +39,8 @@ def require_axes(record: object) -> None:
     """Raise LyapunovPruneError for a field of a result that does not fit what it declares."""
     measured = (getattr(getattr(record, "measured_on", None), "model", None), getattr(record, "model", None))
     counts = (*(getattr(model, "num_layers", None) for model in measured), getattr(record, "layers", None))
-    sizes = {"layer": count for count in counts[::-1] if isinstance(count, int)}
+    known = [count for count in counts if isinstance(count, int)]
+    sizes = {"layer": known[0]} if known else {}
 
     def size(axis: str | int | None, given: int) -> int:
         if not isinstance(axis, str):
@@ -47,7 +48,7 @@ def require_axes(record: object) -> None:
         name, _, more = axis.partition("+")
         return sizes.setdefault(name, given - int(more or 0)) + int(more or 0)
 
-    for name, per in declared(type(record)).items():
+    for name, per in declared(type(record)).items():  # type: ignore[arg-type]
         value = getattr(record, name)
         parts = {f" of {key}": part for key, part in value.items()} if isinstance(value, dict) else {"": value}
         for of, part in parts.items():

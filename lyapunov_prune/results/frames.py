@@ -15,3 +15,9 @@ else:
 def columns(of: object, *names: str, **renamed: str) -> dict[str, Any]:
     """The attributes `names` of a result, each a column of that name; `renamed` gives attributes by another column."""
     return {column: getattr(of, name) for column, name in (dict(zip(names, names, strict=True)) | renamed).items()}
+
+
+def rows(of: object, index: str, *names: str, **renamed: str) -> pd.DataFrame:
+    """A frame of `columns` behind a column `index` that counts its rows."""
+    found = columns(of, *names, **renamed)
+    return pd.DataFrame({index: range(len(next(iter(found.values())))), **found})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import platform
 import re
@@ -18,10 +17,12 @@ from markupsafe import Markup
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, in_python, printable, reported
+from lyapunov_prune.results import drawing
 from lyapunov_prune.results.arrays import require_fitting
+from lyapunov_prune.results.axes import declared, require_axes
 from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.files import parsed, require_file, write_whole
-from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.frames import pd, rows
 from lyapunov_prune.results.overlap import Fingerprint
 
 T = TypeVar("T")
@@ -176,9 +177,22 @@ class Result:
         if "__repr__" not in cls.__dict__:  # otherwise `dataclass` would print every field
             cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
 
+    def __post_init__(self) -> None:
+        require_axes(self)
+
     def to_frame(self) -> pd.DataFrame:
-        """What was measured, one row each; a record that is only read by code may have none."""
-        raise NotImplementedError
+        """What was measured, one row each: the fields with the one axis that the first such field declares.
+
+        A record that is only read by code may have none.
+        """
+        names: dict[Any, list[str]] = {}
+        for name, per in declared(type(self)).items():  # type: ignore[arg-type]
+            if len(per.axes) == 1:
+                names.setdefault(per.axes[0], []).append(name)
+        if not names:
+            raise NotImplementedError
+        axis, fields = next(iter(names.items()))
+        return rows(self, axis, *fields)
 
     def headline(self) -> str:
         """What was measured and on what; empty by default."""
@@ -226,7 +240,6 @@ class Result:
 
         Raises LyapunovPruneError if it has none.
         """
-        drawing = importlib.import_module("lyapunov_prune.report.figures")  # a room above this one
         return drawing.figures_of(self)
 
     def to_json(self) -> dict[str, Any]:

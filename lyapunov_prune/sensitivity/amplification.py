@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Annotated, get_args
 
 import numpy as np
 from scipy import stats
@@ -12,13 +12,16 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
 from lyapunov_prune.profiles.propagation import RESAMPLES, drawn_windows
-from lyapunov_prune.results.arrays import require_array, require_layers
+from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.sensitivity.changes import Compression
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 PAPER = -0.44  # GPT-2 Small, 72 groups, p < 1e-4 (§6.6)
+
+
+_ByPooling = Annotated[dict[str, np.ndarray], Per("layer", finite=False)]
 
 
 @dataclass(frozen=True)
@@ -30,21 +33,13 @@ class AmplificationDrift(Result):
     """
 
     compression: Compression
-    layers: tuple[int, ...]  # layer of each group
+    layers: Annotated[tuple[int, ...], Per("group", below="layer")]  # layer of each group
     components: tuple[str, ...]
-    drift: np.ndarray  # (groups,)
-    rho: dict[str, np.ndarray]
-    amplification: dict[str, np.ndarray]
+    drift: Annotated[np.ndarray, Per("group", least=-np.inf, finite=False)]  # (groups,)
+    rho: _ByPooling
+    amplification: _ByPooling
     measured_on: MeasuredOn
     profiled_on: MeasuredOn
-
-    def __post_init__(self) -> None:
-        groups, L = len(self.layers), self.measured_on.model.num_layers
-        require_layers("drift of groups", self.layers, L)
-        require_array("drift of groups", self.drift, (groups,), least=-np.inf, finite=False)
-        for pooling in get_args(Pooling):
-            require_array(f"rho, {pooling} pooling", self.rho[pooling], (L,), finite=False)
-            require_array(f"amplification, {pooling} pooling", self.amplification[pooling], (L,), finite=False)
 
     def to_frame(self) -> pd.DataFrame:
         """Spearman's rank correlation of the drift with A and with ρ, for both poolings.
