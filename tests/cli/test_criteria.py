@@ -53,7 +53,7 @@ def test_criteria_that_look_at_the_predictions(run: Any) -> None:
     done = run("rank", "tiny", "--criterion", "oracle", *TEXT)
     assert done.code == 2
     assert "give --remove N" in done.err
-    assert "scores of criterion kl" in run("rank", "x.json", "--criterion", "kl").err
+    assert "x.json is not there" in run("rank", "x.json", "--criterion", "kl").err
 
 
 def test_the_best_of_all_criteria_within_a_budget(run: Any) -> None:

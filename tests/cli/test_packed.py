@@ -131,7 +131,7 @@ def test_the_matrices_of_a_gguf_file_are_checked(run: Callable[..., Any], reader
     ("more", "told"),
     [
         (("--bits", "3"), "not 3 bits"),
-        ((), "method rtn takes bits"),
+        ((), "needs an amount; give --bits 4"),
         (("--bits", "4", "--group-size", "5"), "groups of 5"),
         (("--bits", "4", "--allocation", "bits"), "gives every layer 4 bits"),
     ],

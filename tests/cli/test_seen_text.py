@@ -108,7 +108,6 @@ def test_what_an_allocation_was_measured_on_was_seen(
         ["--method", "magnitude"],
         ["--method", "weight-only"],
         ["--method", "svd"],
-        ["--method", "svd", "--format", "compact"],
         ["--method", "rtn"],
         ["--method", "magnitude", "--allocation", "atp"],
     ],

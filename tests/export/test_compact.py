@@ -359,7 +359,7 @@ def test_every_attention_of_a_classifier_may_go() -> None:
 def test_a_class_that_no_config_leads_to_is_refused() -> None:
     """A checkpoint could not name it."""
     model = BertForMaskedLM(BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4))
-    with pytest.raises(LyapunovPruneError, match=r"BertForMaskedLM is not what .* builds of a BertConfig"):
+    with pytest.raises(LyapunovPruneError, match="BertForMaskedLM"):
         make_compact(model, Cuts((1,)))
 
 

@@ -45,7 +45,7 @@ def batch(ids: torch.Tensor) -> TokenBatch:
 def _here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the process that takes seconds to start: `test_compact_checkpoint` has it."""
     passed = GateCheck("reloads without this package", True, 0.0, 1.0, "not run: it takes seconds")
-    monkeypatch.setattr("lyapunov_prune.export.compact_gate.elsewhere_check", lambda *_: passed)
+    monkeypatch.setattr("lyapunov_prune.export.compact_gate.elsewhere_check", lambda *_, **__: passed)
 
 
 # What is written.

@@ -295,7 +295,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one_bit_for_bit(
         interrupted_at(step, patch)
         with pytest.raises(KeyboardInterrupt):
             heal(student, teacher, written, rank=rank, folder=tmp_path, **settings)
-    assert [path.name for path in tmp_path.glob("*step-*")] == [f"step-{step}"]
+    assert [path.name for path in tmp_path.rglob("*step-*")] == [f"step-{step}"]
     taken: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         take_step = Distillation.take_step
@@ -321,10 +321,10 @@ def test_a_killed_run_goes_on_to_the_same_end(ids: torch.Tensor, tmp_path: Path)
     """kill -9 at growing delays after a state appears: in the middle of steps, of writing, of deleting."""
     context, kills = multiprocessing.get_context("fork"), 0
     while True:
-        before = set(tmp_path.iterdir())
+        before = set(tmp_path.rglob("step-*"))
         process = context.Process(target=child, args=(tmp_path, ids))
         process.start()
-        while process.is_alive() and set(tmp_path.glob("step-*")) <= before:
+        while process.is_alive() and set(tmp_path.rglob("step-*")) <= before:
             process.join(0.0005)
         process.join(0.004 * kills)
         process.kill()
@@ -338,9 +338,7 @@ def test_a_killed_run_goes_on_to_the_same_end(ids: torch.Tensor, tmp_path: Path)
     assert same(resumed.model, heal(*pair(), ids, **SETTINGS).model)
 
 
-def test_a_state_of_another_run_is_not_taken(
-    ids: torch.Tensor, heldout: TokenBatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_state_of_another_run_is_not_taken(ids: torch.Tensor, heldout: TokenBatch, tmp_path: Path) -> None:
     student, teacher = pair()
 
     def healed(a: PreTrainedModel, b: PreTrainedModel, ids: torch.Tensor, **changes: Any) -> Healed:
@@ -349,22 +347,20 @@ def test_a_state_of_another_run_is_not_taken(
     other = [copy.deepcopy(m) for m in (student, teacher)]
     for model in other:
         model.model.layers[1].mlp.down_proj.weight.data[3, 3] += 1  # no weight that the identity samples
-    for arguments, changes, what in [
-        ((other[0], teacher, ids), {}, "model"),
-        ((student, other[1], ids), {}, "teacher"),
-        ((student, teacher, ids[:2]), {}, "text_hash"),
-        ((student, teacher, ids), {"rank": 3}, "rank"),
-        ((student, teacher, ids), {"steps": 2}, "steps"),
-        ((student, teacher, ids), {"seed": 1}, "seed"),
-        ((student, teacher, ids), {"temperature": 2.0}, "temperature"),
-        ((student, teacher, ids), {"learning_rate": 1.0}, "rate"),
-        ((student, teacher, ids), {"minutes": 60.0}, "minutes"),
-        ((student, teacher, ids), {"judge": heldout}, "judged_on"),
+    for arguments, changes in [
+        ((other[0], teacher, ids), {}),
+        ((student, other[1], ids), {}),
+        ((student, teacher, ids[:2]), {}),
+        ((student, teacher, ids), {"rank": 3}),
+        ((student, teacher, ids), {"steps": 2}),
+        ((student, teacher, ids), {"seed": 1}),
+        ((student, teacher, ids), {"temperature": 2.0}),
+        ((student, teacher, ids), {"learning_rate": 1.0}),
+        ((student, teacher, ids), {"minutes": 60.0}),
+        ((student, teacher, ids), {"judge": heldout}),
     ]:
         healed(student, teacher, ids)
-        capsys.readouterr()
         found = healed(*arguments, **changes)
-        assert f"another {what}" in capsys.readouterr().err
         wanted = heal(*arguments, **{"steps": 1, "rank": 2, **changes})
         assert np.array_equal(found.report.losses, wanted.report.losses, equal_nan=True)
 

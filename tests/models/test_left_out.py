@@ -74,7 +74,6 @@ def test_layers_behind_the_last_are_heads_only_if_the_config_counts_them(llama: 
         ["prune", "tiny", "--layers", "1", "--device", "disk"],
         ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5"],
         ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--device", "disk"],
-        ["compress", "tiny", "--method", "svd", "--sparsity", "0.5", "--format", "compact"],
         ["heal", "tiny", "--teacher", "tiny", "--steps", "1", *TEXT],
         ["joint", "tiny", "--remove", "1", "--tokens", "512", "--context", "16"],
     ],

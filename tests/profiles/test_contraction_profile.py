@@ -96,7 +96,7 @@ def test_numbers_that_are_none_are_refused_under_either_pooling(
 ) -> None:
     numbers = dict(getattr(measured, part))
     numbers[pooling] = numbers[pooling][:-1]
-    with pytest.raises(LyapunovPruneError, match=f"{pooling} {part}"):
+    with pytest.raises(LyapunovPruneError, match=f"{part} of {pooling}"):
         dataclasses.replace(measured, **{part: numbers})
     del numbers[pooling]
     with pytest.raises(LyapunovPruneError, match="of both poolings"):
@@ -105,11 +105,11 @@ def test_numbers_that_are_none_are_refused_under_either_pooling(
 
 @pytest.mark.parametrize("name", ["floor", "error_growth", "state_growth", "sink_state_share", "sink_error_share"])
 def test_arrays_of_another_length_are_refused(name: str, measured: ContractionProfile) -> None:
-    with pytest.raises(LyapunovPruneError, match=f"contraction profile, {name}"):
+    with pytest.raises(LyapunovPruneError, match=f"ContractionProfile, {name}"):
         dataclasses.replace(measured, **{name: getattr(measured, name)[:-1]})
     if name.startswith("sink"):
         dataclasses.replace(measured, **{name: np.full(LAYERS + 1, 1 + 5e-7)})  # a share, summed in another order
-        with pytest.raises(LyapunovPruneError, match=f"contraction profile, {name}"):
+        with pytest.raises(LyapunovPruneError, match=f"ContractionProfile, {name}"):
             dataclasses.replace(measured, **{name: np.full(LAYERS + 1, 1 + 5e-6)})
 
 

@@ -194,7 +194,7 @@ def test_arrays_of_another_length_are_refused(llama: PreTrainedModel, ids: torch
     found = sublayer_influence(llama, ids[:2])
     assert found.windows is not None
     for name in ("attention", "mlp", "attention_spread", "mlp_spread"):
-        with pytest.raises(LyapunovPruneError, match=f"Block Influence, {name}"):
+        with pytest.raises(LyapunovPruneError, match=f"SublayerInfluence, {name}"):
             dataclasses.replace(found, **{name: getattr(found, name)[1:]})
     for kind in ("attention", "mlp"):
         for windows in (

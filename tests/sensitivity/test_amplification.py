@@ -116,5 +116,5 @@ def test_bad_input_is_refused(found: Sensitivity, profile: ContractionProfile, l
 def test_saves_loads_and_prints(drift: AmplificationDrift, tmp_path: Path) -> None:
     again = AmplificationDrift.load(drift.save(tmp_path / "drift.json"))
     assert str(again) == str(drift)
-    with pytest.raises(LyapunovPruneError, match=f"no layer {LAYERS}"):
+    with pytest.raises(LyapunovPruneError, match=f"layers: {LAYERS} at place 0"):
         replace(drift, layers=(LAYERS, *drift.layers[1:]))

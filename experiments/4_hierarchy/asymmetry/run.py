@@ -27,7 +27,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation import score
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order
-from lyapunov_prune.joint import Importance, Recipe
+from lyapunov_prune.joint import Importance, RecoveryRecipe
 from lyapunov_prune.joint.recovery import Lesson, recover
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, log_axis, panels, svg
@@ -215,7 +215,7 @@ def recovered(
         if step in marks:
             rows.append(score(student.model, given.data.select, batch_size=8 * given.batch).items)
 
-    recipe = Recipe(batch=given.batch, learning_rate=rate, optimizer=optimizer)
+    recipe = RecoveryRecipe(batch=given.batch, learning_rate=rate, optimizer=optimizer)
     recover(student, given.model, given.data.learn, lesson, recipe, TrainingState(None, {}), watch)
     return np.stack(rows)
 

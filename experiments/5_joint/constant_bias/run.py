@@ -24,7 +24,7 @@ from experiments.taught import Taught, taught
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation import score
 from lyapunov_prune.healing.trained import drawn_order
-from lyapunov_prune.joint import JointMap, Points, Recipe, fit_map
+from lyapunov_prune.joint import JointMap, Points, RecoveryRecipe, fit_map
 from lyapunov_prune.joint.chains import CHAINS, LEAST_REACH, Pair, chains, walk
 from lyapunov_prune.joint.points import Course, recover_points
 from lyapunov_prune.joint.recovery import recover
@@ -100,7 +100,7 @@ def spread_out(reach: int, most: Pair) -> list[Pair]:
 
 
 def measure(given: Taught, reach: int, steps: int, seeds: int) -> ConstantBias:
-    recipe = Recipe(batch=given.batch, rank=RANK)
+    recipe = RecoveryRecipe(batch=given.batch, rank=RANK)
     about: dict[str, Any] = {**given.about(), "rank": RANK, "steps": steps, "reach": reach}
     folder, five = given.jobs / f"bias-{reach}-{steps}", spread_out(reach, given.most)
     with Store(folder, "constant bias", about) as store:
