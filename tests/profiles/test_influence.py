@@ -201,5 +201,5 @@ def test_arrays_of_another_length_are_refused(llama: PreTrainedModel, ids: torch
             {**found.windows, kind: found.windows[kind][1:]},
             {k: v for k, v in found.windows.items() if k != kind},
         ):
-            with pytest.raises(LyapunovPruneError, match=f"windows of {kind}"):
+            with pytest.raises(LyapunovPruneError, match="windows"):
                 dataclasses.replace(found, windows=windows)
