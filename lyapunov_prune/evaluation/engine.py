@@ -24,8 +24,9 @@ from lyapunov_prune.progress import status
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
-# Most nats a token by which the loss in llama.cpp, which rounds the inputs of matrices to 8 bits, may differ from ours.
-SAME = 0.02
+# Most nats a token by which the loss in llama.cpp, which rounds the inputs of matrices to 8 bits, may differ from ours:
+# 0.012 on Gemma 3 270M in Q4_K_M, 0.003 on SmolLM2 in Q4_1; a lost rotary scaling gave 0.07.
+SAME = 0.05
 STEPS = 16  # tokens decoded after each prompt
 REPEATS = 5
 

@@ -60,6 +60,11 @@ def tiny(name: str, **changes: Any) -> PreTrainedModel:
 
 
 @pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_cpp, "installed", lambda: False)
 
@@ -94,6 +99,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(("name", "changes"), SETTINGS)
 def test_every_setting_is_read_back_and_computed_by_llama_cpp(
     name: str, changes: dict[str, Any], tmp_path: Path
@@ -228,9 +234,12 @@ def test_a_number_beyond_half_precision_is_refused_and_bf16_holds_it(no_engine: 
 
 
 @pytest.mark.parametrize("rope", [LINEAR, YARN, SCALED], ids=lambda rope: rope["rope_type"])
-def test_the_built_in_model_keeps_a_scaling(rope: dict[str, Any], no_engine: None, tmp_path: Path) -> None:
+def test_the_built_in_model_keeps_a_scaling(
+    rope: dict[str, Any], no_engine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three of its layers. A file that was read without its scaling was off by half, and nothing said so."""
     dense = load("smollm2-135m")
+    monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(tmp_path / "cache"))
     model = remove_layers(dense, list(range(3, dense.structure.num_layers)))
     model.config.rope_parameters = {**rope, "rope_theta": model.config.rope_parameters["rope_theta"]}
     made = wrap(type(model)(model.config).eval())
