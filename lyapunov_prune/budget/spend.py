@@ -27,6 +27,7 @@ from lyapunov_prune.models.ggml import dequantised, quantised
 from lyapunov_prune.models.gguf import gguf_file
 from lyapunov_prune.models.gguf_tensors import Chosen
 from lyapunov_prune.models.plain import Plain
+from lyapunov_prune.predictions.spaces import divergences
 from lyapunov_prune.progress import status, track
 
 _PLACE = 160  # bytes in a header for a tensor's name and place, and the space up to the next one, at most
@@ -60,7 +61,7 @@ def spend(
     pick = chosen_types(found, room)
     chosen = {t.name: Chosen(t.kinds[k], t.importance) for t, k in zip(found, pick, strict=True)}
     judged = read(model, judge)
-    kl = divergences(judged, read(rounded_copy(model, chosen), judge))
+    kl = kl_by_window(judged, read(rounded_copy(model, chosen), judge))
     written = write_gguf(model, tokenizer, output, "f16", chosen)
     taken = np.array([t.bytes[k] for t, k in zip(found, pick, strict=True)])
     return Spent(
@@ -120,15 +121,15 @@ def rounded(W: np.ndarray, how: Chosen) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def divergences(dense: Reading, changed: Reading) -> np.ndarray:
+def kl_by_window(dense: Reading, changed: Reading) -> np.ndarray:
     """KL(dense ‖ changed) of every window, (windows,) float64: nats a token, over all positions but the last."""
     found = []
     with status("divergence"), torch.no_grad():
         for ids in dense.windows(1):
             total, positions = 0.0, 0
             for mine, theirs in zip(dense.logits(ids)[0], changed.logits(ids)[0], strict=True):
-                p, q = lift(mine).log_softmax(-1), lift(theirs).log_softmax(-1)
-                total += float((p.exp() * (p - q)).sum())
-                positions += len(p)
+                _, kl, _ = divergences(*(lift(logits).log_softmax(-1) for logits in (mine, theirs)))
+                total += float(kl.sum())
+                positions += len(kl)
             found.append(total / positions)
     return np.array(found)

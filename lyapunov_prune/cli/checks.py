@@ -7,8 +7,6 @@ from pathlib import Path
 from lyapunov_prune.cli.records import Held
 from lyapunov_prune.errors import LyapunovPruneError, like_named
 
-SELF = "self"  # text that the model writes
-
 
 def _model(name: str) -> None:
     from lyapunov_prune.models.names import require_model
@@ -17,7 +15,7 @@ def _model(name: str) -> None:
 
 
 def _text(source: str) -> None:
-    from lyapunov_prune.data.sources import require_source
+    from lyapunov_prune.data.sources import SELF, require_source
 
     if source != SELF:
         require_source(source)

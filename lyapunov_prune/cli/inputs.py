@@ -38,9 +38,7 @@ def load_inputs(
 ) -> tuple[Decoder, TokenBatch]:
     """The model and its text; a `plan` has to be for that model, of which the text says nothing."""
     from lyapunov_prune.data.batch import require_context
-    from lyapunov_prune.data.sources import require_source
 
-    require_source(inputs.text)  # before minutes of loading
     loaded = inputs.load(model)
     if plan is not None:
         plan.require_model(loaded.identity)
@@ -72,7 +70,7 @@ def load_judge(judge: str | None, loaded: Decoder, batch: TokenBatch, inputs: In
     A text that is named gives windows as long as those of `batch`, and one for every two of them.
     """
     from lyapunov_prune.data.batch import require_disjoint
-    from lyapunov_prune.forward.own_text import SELF
+    from lyapunov_prune.data.sources import SELF
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.mending.judge import second_text
 

@@ -156,8 +156,9 @@ class TextOptions:
         from lyapunov_prune.cli.jobs import jobs_folder
         from lyapunov_prune.cli.terminal import note
         from lyapunov_prune.data.batch import checked_batch
+        from lyapunov_prune.data.sources import SELF
         from lyapunov_prune.data.text import load_text
-        from lyapunov_prune.forward.own_text import SELF, written_by
+        from lyapunov_prune.forward.own_text import written_by
 
         if self.text == SELF:
             return written_by(loaded.model, split, self.tokens, self.context, folder=jobs_folder())

@@ -8,6 +8,8 @@ from pathlib import Path
 from lyapunov_prune.data.rows import holds_rows, require_reader
 from lyapunov_prune.errors import LyapunovPruneError, first_of, like_named
 
+SELF = "self"  # text that the model writes
+
 
 def require_source(source: str) -> None:
     """Raise LyapunovPruneError if `source` is empty, a missing file, or names a column of a plain text.

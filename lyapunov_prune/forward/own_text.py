@@ -19,7 +19,6 @@ from lyapunov_prune.models.structure import model_name
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.store import Store
 
-SELF = "self"  # the name of such a text
 # Different seeds, so that calibration and evaluation texts differ.
 _SEEDS = {"calibration": 0, "all": 0, "evaluation": 1}
 

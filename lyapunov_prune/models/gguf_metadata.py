@@ -121,7 +121,14 @@ def rope_tensors(config: PretrainedConfig) -> dict[str, torch.Tensor]:
 
 
 def head_size(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return getattr(config, "head_dim", None) or config.hidden_size // getattr(config, "num_attention_heads", 1)
+
+
+def attention_scalar(config: PretrainedConfig, architecture: str) -> int:
+    """The number by whose root llama.cpp divides queries times keys: the width of a head, in one depth another."""
+    if config.num_hidden_layers == scaled_depth(architecture):
+        return int(config.hidden_size // config.num_attention_heads)
+    return head_size(config)
 
 
 def _rope(config: PretrainedConfig) -> dict[str, Any]:
@@ -161,9 +168,7 @@ def _unknown(config: PretrainedConfig, family: GGUFFamily) -> str | None:
     """The first setting that a file of this family cannot express, in words; None if it can express all."""
     act = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     scale = getattr(config, "query_pre_attn_scalar", None)
-    wanted = head_size(config)
-    if config.num_hidden_layers == scaled_depth(family.architecture):
-        wanted = config.hidden_size // config.num_attention_heads
+    wanted = attention_scalar(config, family.architecture)
     rope = config.rope_parameters
     local = rope.get("sliding_attention", {}).get("rope_type", "default")
     wrong = {

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -28,8 +27,10 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.gguf_header import Header, Tensor, Value
-from lyapunov_prune.models.gguf_layers import full_attention, scaled_depth
+from lyapunov_prune.models.ggml import Kind, dequantised
+from lyapunov_prune.models.gguf_header import Header, Tensor
+from lyapunov_prune.models.gguf_layers import full_attention
+from lyapunov_prune.models.gguf_metadata import attention_scalar, head_size
 
 # Keys under the architecture's name that transformers' reader leaves out or gives another name, as config settings.
 _SETTINGS: Mapping[str, str] = {
@@ -61,19 +62,13 @@ _NO_EFFECT = frozenset(
 # Keys that say of something that there is none when they are zero.
 _IF_ZERO = frozenset(
     {
-        *(
-            "attention.clamp_kqv",
-            "attention.head_count",
-            "attention.scale",
-            "attention.shared_kv_layers",
-            "expert_count",
-            "expert_group_count",
-        ),
-        *("expert_shared_count", "expert_used_count", "leading_dense_block_count", "logit_scale", "ssm.dt_b_c_rms"),
-        *("embedding_scale", "moe_every_n_layers", "nextn_predict_layers", "residual_scale", "expert_weights_scale"),
+        *("attention.clamp_kqv", "attention.head_count", "attention.scale", "attention.shared_kv_layers"),
+        *("expert_count", "expert_group_count", "expert_shared_count", "expert_used_count", "expert_weights_scale"),
+        *("embedding_scale", "leading_dense_block_count", "logit_scale", "moe_every_n_layers", "nextn_predict_layers"),
+        *("residual_scale", "ssm.dt_b_c_rms"),
     }
 )
-# By activations of the gates: the only value that llama.cpp's graph of these architectures computes.
+# The only value of each that llama.cpp's graphs of these architectures compute.
 _IF_EQUAL: Mapping[str, float] = {"attention.max_alibi_bias": 8.0, "expert_gating_func": 1, "expert_weights_scale": 1.0}
 _ROPE = (
     *("rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"),
@@ -95,7 +90,8 @@ def read_settings(header: Header, config: PreTrainedConfig) -> None:
     if getattr(config, "is_heterogeneous", False):  # Gemma 4: no key is read as the setting of single layers
         raise _refusal(header, "layers of several widths", name)
     inside = f"{name}."
-    own = {key.removeprefix(inside): value for key, value in header.values.items() if key.startswith(inside)}
+    own = {key.removeprefix(inside): header.read(key) for key in header.values if key.startswith(inside)}
+    own = {key: shortest(value) if isinstance(value, float) else value for key, value in own.items()}
     read, added = _read_by_transformers(header), {**_SETTINGS, **_OWN_SETTINGS.get(name, {})}
     rotary = hasattr(config, "rope_parameters")
     _round(vars(config))
@@ -104,7 +100,7 @@ def read_settings(header: Header, config: PreTrainedConfig) -> None:
         if key in added:
             _set(header, config, key, added[key], value)
         elif not (turns or key in read or key in _NO_EFFECT or _says_nothing(key, value)):
-            raise _refusal(header, inside + key, str(value.read())[:40])
+            raise _refusal(header, inside + key, str(value)[:40])
     _require_equal_widths(header, own)
     tensors = {tensor.name: tensor for tensor in header.tensors}
     for part, setting in (("attn_output.bias", "attention_bias"), ("ffn_up.bias", "mlp_bias")):
@@ -123,8 +119,9 @@ def require_used(header: Header, model: PreTrainedModel) -> None:
         renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         converters = [each for each in mapping if isinstance(each, WeightConverter)]
         called = {each.name: rename_source_key(each.name, renamings, converters)[0] for each in header.tensors}
+        held = model.state_dict().keys()
         # A block that predicts further tokens takes no part in a forward; transformers calls it `mtp`.
-        taken = {old for old, new in called.items() if new in model.state_dict() or new.startswith("mtp.")}
+        taken = {old for old, new in called.items() if new in held or new.startswith("mtp.")}
     else:
         processor = TENSOR_PROCESSORS.get(name, TensorProcessor)(config=model.config.to_dict())
         taken = {*get_gguf_hf_weights_map(model, processor), *_SCALED.get(name, ())}
@@ -175,8 +172,7 @@ def _read_by_transformers(header: Header) -> Iterable[str]:
     return next((keys for each, keys in known.items() if each.replace("_", "") == plain), {})
 
 
-def _says_nothing(key: str, value: Value) -> bool:
-    told = value.read()
+def _says_nothing(key: str, told: Any) -> bool:
     return (key in _IF_ZERO and not told) or (key in _IF_EQUAL and told == _IF_EQUAL[key])
 
 
@@ -187,10 +183,8 @@ def _refusal(header: Header, what: str, told: str) -> LyapunovPruneError:
     )
 
 
-def _set(header: Header, config: PreTrainedConfig, key: str, setting: str, value: Value) -> None:
-    told = value.read()
-    told = shortest(told) if isinstance(told, float) else told
-    if setting == "head_dim" and told == _head_size(config):
+def _set(header: Header, config: PreTrainedConfig, key: str, setting: str, told: Any) -> None:
+    if setting == "head_dim" and told == head_size(config):
         return  # some classes declare no head_dim
     if setting == "sliding_window" and (not told or full_attention(header) is None):
         return  # llama.cpp reads no window of most architectures
@@ -201,25 +195,16 @@ def _set(header: Header, config: PreTrainedConfig, key: str, setting: str, value
     setattr(config, setting, told)
 
 
-def _require_equal_widths(header: Header, own: Mapping[str, Value]) -> None:
-    key, value = (
-        own[f"attention.{each}_length"].read() if f"attention.{each}_length" in own else None
-        for each in ("key", "value")
-    )
+def _require_equal_widths(header: Header, own: Mapping[str, Any]) -> None:
+    key, value = own.get("attention.key_length"), own.get("attention.value_length")
     if None not in (key, value) and key != value:
         raise _refusal(header, f"{header.architecture}.attention.value_length", f"{value}, and keys have {key}")
-
-
-def _head_size(config: PreTrainedConfig) -> int | None:
-    heads = getattr(config, "num_attention_heads", None)
-    return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
 
 
 def _set_attention(header: Header, config: PreTrainedConfig) -> None:
     """The scale of attention, which llama.cpp derives, and which layers have a window (one period unless listed)."""
     if hasattr(config, "query_pre_attn_scalar"):
-        wide = header.layers == scaled_depth(header.architecture)
-        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if wide else _head_size(config)
+        config.query_pre_attn_scalar = attention_scalar(config, header.architecture)
     full = full_attention(header) if getattr(config, "layer_types", None) else None
     if full is not None and header.architecture == "gemma3" and not header.read("gemma3.attention.sliding_window"):
         full = (True,) * header.layers
@@ -227,12 +212,8 @@ def _set_attention(header: Header, config: PreTrainedConfig) -> None:
         config.layer_types = ["full_attention" if each else "sliding_attention" for each in full]
 
 
-def _set_rope(
-    header: Header, config: PreTrainedConfig, own: Mapping[str, Value], factors: Mapping[str, Tensor]
-) -> None:
+def _set_rope(header: Header, config: PreTrainedConfig, told: Mapping[str, Any], factors: Mapping[str, Tensor]) -> None:
     """Base, share and scaling of the rotary frequencies of layers with full attention, and the base of windows."""
-    told = {key: own[key].read() for key in (*_ROPE, "rope.dimension_count") if key in own}
-    told = {key: shortest(value) if isinstance(value, float) else value for key, value in told.items()}
     rope, local = config.rope_parameters, config.rope_parameters.get("sliding_attention")
     rope = rope.get("full_attention", rope)
     rope["rope_theta"] = told.get("rope.freq_base", 10000.0)
@@ -240,8 +221,8 @@ def _set_rope(
         local["rope_theta"] = told.get("rope.freq_base_swa", 10000.0)
     elif told.get("rope.freq_base_swa", rope["rope_theta"]) != rope["rope_theta"]:
         raise _refusal(header, f"{header.architecture}.rope.freq_base_swa", str(told["rope.freq_base_swa"]))
-    head, turned = _head_size(config), told.get("rope.dimension_count")
-    if head and turned and turned != getattr(config, "rotary_dim", head):
+    head, turned = head_size(config), told.get("rope.dimension_count")
+    if turned and turned != getattr(config, "rotary_dim", head):
         if "partial_rotary_factor" not in rope and not hasattr(config, "partial_rotary_factor"):
             raise _refusal(header, f"{header.architecture}.rope.dimension_count", f"{turned} of {head}")
         rope["partial_rotary_factor"] = turned / head
@@ -285,8 +266,7 @@ def _scaling(
 
 def _by_factors(config: PreTrainedConfig, rope: Mapping[str, Any], factors: list[float]) -> dict[str, Any]:
     """The scaling of Llama 3 that gives these factors of the frequencies, else one that lists them (longrope)."""
-    head = _head_size(config)
-    assert head is not None
+    head = head_size(config)
     wanted = 1 / (torch.tensor(factors) * rope["rope_theta"] ** (torch.arange(0, head, 2) / head))
     trial, scaled = copy.copy(config), {"rope_type": "llama3", "factor": max(factors)}
     for power in range(5, 21):
@@ -301,4 +281,4 @@ def _by_factors(config: PreTrainedConfig, rope: Mapping[str, Any], factors: list
 
 def _numbers(tensor: Tensor) -> np.ndarray:
     raw = np.fromfile(tensor.file, np.uint8, tensor.size, offset=tensor.start)
-    return gguf.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind)).ravel()
+    return dequantised(raw, Kind(tensor.kind)).ravel()

@@ -73,7 +73,6 @@ def heal(
     if teacher is None and not (model.endswith(".gguf") or (Path(model) / "provenance.json").is_file()):
         raise LyapunovPruneError(_NO_ORIGIN.format(model))
 
-    from lyapunov_prune.data.sources import require_source
     from lyapunov_prune.export.table import FORMATS
     from lyapunov_prune.healing.heal import heal as heal_model
     from lyapunov_prune.healing.sharded import sharing
@@ -95,7 +94,6 @@ def heal(
     own = provenance is None or model.endswith(".gguf")  # the file that the healed one is made of
     if stored.name == "gguf":
         source_file(model if own else teacher)
-    require_source(inputs.text)
     loaded, dense = _pair(model, teacher, inputs, provenance)
     require_trainable(loaded.model, "the pruned model", training.rank)
     require_disk(output, model_size(loaded.model).bytes, "the files of the healed model")

@@ -103,9 +103,9 @@ def _prune_in_memory(
 ) -> None:
     """Load the model and the text, choose, cut, check and write."""
     # Imported here, because files are pruned in less memory than this takes.
+    from lyapunov_prune.data.sources import SELF
     from lyapunov_prune.export.gguf import gguf_period
     from lyapunov_prune.export.pruned import write_pruned
-    from lyapunov_prune.forward.own_text import SELF
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_weights
     from lyapunov_prune.pruning.plan import FIELDS, PruningPlan

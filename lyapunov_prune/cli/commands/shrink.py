@@ -71,8 +71,8 @@ def shrink(
 
     wanted = Wanted.of(goal.remove, goal.max_kl, goal.max_drop)
 
+    from lyapunov_prune.data.sources import SELF
     from lyapunov_prune.evaluation.tasks import halves
-    from lyapunov_prune.forward.own_text import SELF
     from lyapunov_prune.shrinking.report import REPORT
     from lyapunov_prune.shrinking.request import Request
     from lyapunov_prune.shrinking.shrink import carry_out
@@ -81,7 +81,10 @@ def shrink(
     require_output(model, output)
     report = begun_run(None, model, REPORT, "eval.json") if is_gguf(output) else output
     folder = jobs_folder()
-    _require_texts(inputs, judge)
+    if inputs.text == SELF == judge:
+        raise LyapunovPruneError(
+            "the model writes the text to learn from, so it cannot also judge; give another text as --judge"
+        )
     items = None if wanted.task is None else halves(wanted.task)
     if items is not None and not items[0].generates:
         note(
@@ -112,19 +115,6 @@ def shrink(
     say(f"Report: {report / 'report.html'}")
 
 
-def _require_texts(inputs: Inputs, judge: str | None) -> None:
-    """Raise LyapunovPruneError for texts that cannot be, before minutes of loading."""
-    from lyapunov_prune.data.sources import require_source
-    from lyapunov_prune.forward.own_text import SELF
-
-    if inputs.text != SELF:
-        require_source(inputs.text)
-    elif judge == SELF:
-        raise LyapunovPruneError(
-            "the model writes the text to learn from, so it cannot also judge; give another text as --judge"
-        )
-
-
 def _require_fits(model: str, inputs: Inputs) -> None:
     """Raise LyapunovPruneError for a model that is too large for the memory."""
     from lyapunov_prune.export.copied import too_large
@@ -139,7 +129,7 @@ def _require_fits(model: str, inputs: Inputs) -> None:
 
 def _texts(loaded: Decoder, inputs: Inputs, judge: str | None) -> Texts:
     """The texts that are named; the model writes the others."""
-    from lyapunov_prune.forward.own_text import SELF
+    from lyapunov_prune.data.sources import SELF
     from lyapunov_prune.shrinking.texts import Texts, wide_context
 
     learn = held_out = choose = second = None
