@@ -30,6 +30,7 @@ from lyapunov_prune.forward.reading import read
 from lyapunov_prune.healing.distillation import Distillation, update_sizes
 from lyapunov_prune.healing.rounds import schedule
 from lyapunov_prune.healing.trained import drawn_order, trained
+from lyapunov_prune.results.encoding import encode
 
 HERE = Path(__file__).parent
 ABSOLUTE, SHARES = (3e-6, 1e-5, 3e-5, 1e-4, 3e-4), (3e-4, 1e-3, 3e-3)
@@ -48,7 +49,8 @@ def main(
     loaded = model.load()
     teacher = loaded.model
     split: Split = "calibration" if text == "builtin" else "all"
-    learnt, judging = apart(read(lp.wrap(teacher), read_text(loaded, text, 256 * windows, 256, split)), most=16)
+    lesson = read_text(loaded, text, 256 * windows, 256, split)
+    learnt, judging = apart(read(lp.wrap(teacher), lesson), most=16)
     scored = read_text(loaded, unseen, 8192, 512, "all")
     dense = lp.perplexity(teacher, scored).nll
     count = max(1, round(share * loaded.structure.num_layers))
@@ -56,7 +58,9 @@ def main(
     plan = lp.rank(teacher, chosen, criterion="best", remove=count, search=25.0).plan(count)
     cut = lp.remove_layers(teacher, plan)
     about = {"model": Path(model.name).stem, "share": share, "removed": list(plan.remove)}
-    _add(out, about | {"rate": None, "over": lp.perplexity(cut, scored).nll - dense})
+    batches = {"measured_on": scored, "learnt_on": lesson, "chosen_on": chosen}
+    read_from = {name: encode(batch.measured_on(teacher)) for name, batch in batches.items()}
+    _add(out, about | {"rate": None, "over": lp.perplexity(cut, scored).nll - dense} | read_from)
     for relative, rates in ((False, ABSOLUTE), (True, SHARES)):
         for rate in rates:
             taught = copy.deepcopy(cut)
