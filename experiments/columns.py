@@ -1,4 +1,4 @@
-"""One model's column of the structural paper's Tables 1 to 3: what it holds, whatever made it."""
+"""One model's column of the structural paper's Tables 1 to 4: what it holds, whatever made it."""
 
 from __future__ import annotations
 
@@ -91,6 +91,17 @@ class Removal:
     sets: tuple[Removed, ...]
 
 
+ALPHAS = {0.0: "bi", 0.25: "α = 0.25", 0.5: "blend", 0.75: "α = 0.75", 1.0: "rho"}  # the paper's blend, by its weight
+
+
+@dataclass(frozen=True)
+class Blends:
+    """The sets of layers that the blend chooses at those of `ALPHAS` that are no criterion of `Removal`."""
+
+    sets: tuple[Removed, ...]
+    measured_on: MeasuredOn
+
+
 @dataclass(frozen=True)
 class Answers:
     """Which items of a task a model gets right, a character an item, 1 or 0.
@@ -181,6 +192,7 @@ class Column(Result):
     calibrated_on: MeasuredOn
     contraction: Contraction
     removal: Removal | None = None
+    blends: Blends | None = None
     pruning: Pruning | None = None
     bounds: Bounds | None = None
     accuracy: Accuracy | None = None
@@ -188,8 +200,10 @@ class Column(Result):
     def to_frame(self) -> pd.DataFrame:
         rows: list[tuple[str, str, float]] = [("dense", "perplexity", self.perplexity)]
         rows.append(("largest rho", f"layer {self.contraction.rho.argmax()}", float(self.contraction.rho.max())))
+        for part in (self.removal, self.blends):
+            if part is not None:
+                rows += [(f"{r.count} removed", r.criterion, r.perplexity) for r in part.sets]
         if self.removal is not None:
-            rows += [(f"{r.count} removed", r.criterion, r.perplexity) for r in self.removal.sets]
             rows += [("Spearman of regret", c.score, c.spearman) for c in self.removal.correlations]
         if self.pruning is not None:
             rows.append(("50 % Wanda", "perplexity / dense", self.pruning.degradation))

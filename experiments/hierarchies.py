@@ -85,8 +85,8 @@ def makers(loaded: lp.models.Decoder, calibration: lp.TokenBatch) -> dict[str, C
     dense = loaded.model
     influence = {
         "layers": lp.block_influence,
-        "attention": lp.profiles.influence,
-        "MLP": lp.profiles.influence,
+        "attention": lp.profiles.sublayer_influence,
+        "MLP": lp.profiles.sublayer_influence,
     }
     measure = cache(lambda measured_by: measured_by(dense, calibration))
 

@@ -57,16 +57,17 @@ class Taught:
         return decode(Importance, store["importance"])
 
 
-def taught(model: Model, text: str, tokens: int) -> Taught:
+def taught(model: Model, text: str, tokens: int, reduction: str | None = None) -> Taught:
     """A decoder with a text, or the ViT with its images. Training needs float32, unless a wider dtype is given.
 
-    A plain block loses its activation (identity), a gated one has its gate at its mean (mean-gate).
+    If no `reduction` is given, a plain block loses its activation (identity), and a gated one has its gate at its mean
+    (mean-gate).
     """
     torch.set_num_threads(1)  # the same sums again after a kill, wherever it goes on
     wide = replace(model, dtype=model.dtype or "float32")
     of = subject(wide, text, tokens, CONTEXT)
     gated = find_feedforward(find_layers(of.model), 0).gated
-    student = of.student("mean-gate" if gated else "identity")
+    student = of.student(reduction or ("mean-gate" if gated else "identity"))
     return Taught(student, of.data, of.recipe.batch, of.jobs)
 
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import lyapunov_prune as lp
 from experiments import all as experiment
-from experiments.columns import Answers, Column, correlation, mean_accuracy, paired_difference
+from experiments.columns import ALPHAS, Answers, Column, correlation, mean_accuracy, paired_difference
 from experiments.common import Model, flat, inputs
 from lyapunov_prune.evaluation.tasks import Task
 
@@ -69,8 +69,8 @@ def column(
         patch.setattr(lp.bounds, "check_grid", partial(lp.bounds.check_grid, **GRID))
         given = inputs(Model(str(folder), "cpu"), texts[0], 64, 32, unseen=texts[1])
         made = list(experiment.measure(given, "tiny", tasks, 5))
-        assert [c.removal is None for c in made[:4]] == [True, False, False, False]
-        assert [c.accuracy is None for c in made] == [True] * 4 + [False] * 7  # dense, and six sets of layers
+        assert [c.blends is None for c in made[:5]] == [True, True, False, False, False]
+        assert [c.accuracy is None for c in made] == [True] * 5 + [False] * 9  # dense, and eight sets of layers
         with pytest.MonkeyPatch.context() as forbid:  # all is kept: nothing is measured again
             for module, name in (
                 ("lyapunov_prune.sensitivity.sweep", "Sweep._measure"),
@@ -80,9 +80,12 @@ def column(
             ):
                 forbid.setattr(f"{module}.{name}", lambda *_, **__: pytest.fail("measured again"))
             again = inputs(Model(str(folder), "cpu"), texts[0], 64, 32, unseen=texts[1])
-            assert json.dumps(list(experiment.measure(again, "tiny", tasks, 5))[-1].to_json()) == json.dumps(
-                made[-1].to_json()
-            )
+            whole = json.dumps(made[-1].to_json())
+            assert json.dumps(list(experiment.measure(again, "tiny", tasks, 5))[-1].to_json()) == whole
+            patch.chdir(tmp_path_factory.mktemp("elsewhere"))  # nor what the column itself has
+            assert json.dumps(list(experiment.measure(again, "tiny", tasks, 5, made[-1]))[-1].to_json()) == whole
+            other = inputs(Model(str(folder), "cpu"), texts[1], 64, 32, unseen=texts[0])
+            assert not experiment.fits(made[-1], other)
     return made[-1]
 
 
@@ -110,6 +113,18 @@ def test_every_removal_is_that_of_a_model_without_the_layers(
         losses = reference(lp.remove_layers(loaded.model, lp.PruningPlan.given(loaded.model, chosen.layers)), ids)
         np.testing.assert_allclose(chosen.perplexity, np.exp(losses.mean()), rtol=1e-4)
         np.testing.assert_allclose(chosen.degradation, np.exp(losses.mean() - dense.mean()), rtol=1e-4)
+
+
+def test_a_blend_is_block_influence_at_one_end_and_rho_at_the_other(
+    column: Column, folder: Path, texts: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert column.removal is not None
+    assert column.blends is not None
+    monkeypatch.chdir(tmp_path)
+    profile = inputs(Model(str(folder), "cpu"), texts[0], 64, 32, unseen=texts[1]).profile()
+    chosen = {r.criterion: r.layers for part in (column.removal, column.blends) for r in part.sets}
+    for alpha, name in ALPHAS.items():
+        assert experiment.blend(profile, alpha).plan(4).remove == chosen[name]
 
 
 def test_a_column_says_what_it_was_measured_on_and_nothing_of_the_machine(column: Column, tmp_path: Path) -> None:
@@ -167,7 +182,9 @@ def test_criteria_that_choose_the_same_layers_are_scored_once(
     own = lp.evaluate_tasks
     monkeypatch.setattr(lp, "evaluate_tasks", lambda models, *a, **k: (scored.append(1), own(models, *a, **k))[1])
     found = list(
-        experiment.accuracy(given, replace(column, removal=replace(column.removal, sets=tuple(sets))), tasks, 3)
+        experiment.accuracy(
+            given, replace(column, removal=replace(column.removal, sets=tuple(sets)), blends=None), tasks, 3
+        )
     )
     assert len(scored) == 2 * len(tasks)
     assert [a.right for a in found[-1].of("bi", 4)] == [a.right for a in found[-1].of("rho", 4)]
@@ -223,7 +240,7 @@ def test_the_tables_hold_a_column_whole_or_in_part(
     assert f"({column.contraction.rho.argmax()}) | 0.96 | 2.05 |" in tables["table-1"]
     assert "| **tiny** | random |" in tables["table-3"]
     assert tables["regret"].count("**tiny**") == 5
-    assert tables["accuracy"].count("**tiny**") == 8
+    assert tables["accuracy"].count("**tiny**") == 10
     assert tables["paired"].count("**tiny**") == 4 + 6
 
 

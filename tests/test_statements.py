@@ -146,7 +146,7 @@ def moves_most(folder: str) -> tuple[int, int]:
 
 def random_draw() -> dict[int, bool]:
     """Whether the random draw is worse than every measured criterion, by number of layers removed."""
-    rows = REMOVAL.by_count(REMOVAL.RemovalCurve.load(REMOVAL.HERE / "removal.json"))
+    rows = REMOVAL.by_count(REMOVAL.RemovalCurve.load(REMOVAL.HERE / "removal-builtin.json"))
     measured = ("rho", "rho, token pooling", "bi", "blend")
     return {n: row["random"] > max(row[name] for name in measured) for n, row in rows.items()}
 

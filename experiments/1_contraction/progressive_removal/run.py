@@ -1,19 +1,18 @@
 """Progressive layer removal by criterion: the paper's Table 6 on any model.
 
-    python experiments/1_contraction/progressive_removal/run.py [--model MODEL] [--text FILE]
+    python experiments/1_contraction/progressive_removal/run.py [--model MODEL] [--text FILE …]
 
-Writes contraction.json, removal.json and the figures beside this file.
+Writes contraction-TEXT.json, removal-TEXT.json and the figures beside this file, of each text alone. A greedy search by
+the loss, which is how SLEB chooses, is measured by `removal_criteria` and shown beside them.
 """
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 import lyapunov_prune as lp
-from experiments.common import Model, draw, read_text, run_command
+from experiments.common import Each, Model, draw, plain, run_command, texts
+from experiments.published import REMOVALS as PRINTED
+from experiments.published import SEARCHED, SKIPPED
 from experiments.statements import short, table
-from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
 from lyapunov_prune.report.profiles import contraction_figure
@@ -21,51 +20,77 @@ from lyapunov_prune.report.ranking import perplexity_figure
 
 HERE = Path(__file__).parent
 REMOVALS = (2, 4, 6, 8)  # of the paper
+BUILTIN = "builtin"
+BESIDE = ("rho", "bi", "oracle", "from-end")
+SEARCH = Path(__file__).parents[2] / "2_criteria" / "removal_criteria" / "removal.json"
 POOLINGS: tuple[Pooling, ...] = ("energy", "token")
 
 
-def main(
-    model: Model = Model(),
-    text: Annotated[str, typer.Option(help="builtin, or a file")] = "builtin",
-    tokens: int = 4096,
-    context: int = 512,
-) -> None:
+def main(model: Model = Model(), text: Each = None, tokens: int = 4096, context: int = 512) -> None:
     folder = model.folder(HERE)
     loaded = model.load()
-    calibration = read_text(loaded, text, tokens, context)
-    evaluation = read_text(loaded, text, tokens, context, "evaluation")
-    require_disjoint(calibration, evaluation)
-    profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))
-    profile.save(folder / "contraction.json")
-    influence = lp.block_influence(loaded.model, calibration)
-
-    rankings = {
-        "rho": lp.rank_layers(profile, criterion="rho"),
-        "rho, token pooling": lp.rank_layers(profile.pooled("token"), criterion="rho"),
-        "bi": lp.rank_layers(None, influence, criterion="bi"),
-        "blend": lp.rank_layers(profile, influence, criterion="blend-minmax"),
-        "from-end": lp.rank_layers(profile, criterion="from-end"),
-        "random": lp.rank_layers(profile, criterion="random", seed=0),
-    }
-    plans = {name: [ranking.plan(count) for count in REMOVALS] for name, ranking in rankings.items()}
-    curve = evaluate_removals(loaded.model, plans, evaluation)
-    curve.save(folder / "removal.json")
-    draw(folder, {"contraction": contraction_figure(profile), "perplexity": perplexity_figure(curve)})
+    for source in text or [BUILTIN]:
+        calibration, evaluation = texts(loaded, source, calibration=tokens, evaluation=tokens, context=context)
+        profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))
+        influence = lp.block_influence(loaded.model, calibration)
+        rankings = {
+            "rho": lp.rank_layers(profile, criterion="rho"),
+            "rho, token pooling": lp.rank_layers(profile.pooled("token"), criterion="rho"),
+            "bi": lp.rank_layers(None, influence, criterion="bi"),
+            "blend": lp.rank_layers(profile, influence, criterion="blend-minmax"),
+            "from-end": lp.rank_layers(profile, criterion="from-end"),
+            "random": lp.rank_layers(profile, criterion="random", seed=0),
+        }
+        plans = {name: [ranking.plan(count) for count in REMOVALS] for name, ranking in rankings.items()}
+        curve = evaluate_removals(loaded.model, plans, evaluation)
+        name = Path(plain(source)).stem
+        profile.save(folder / f"contraction-{name}.json")
+        curve.save(folder / f"removal-{name}.json")
+        figures = {"contraction": contraction_figure(profile), "perplexity": perplexity_figure(curve)}
+        draw(folder, {f"{what}-{name}": figure for what, figure in figures.items()})
 
 
 def written(folder: Path = HERE) -> dict[str, str]:
-    profile = ContractionProfile.load(folder / "contraction.json")
-    curve = RemovalCurve.load(folder / "removal.json")
-    energy, token, share = sink(profile)
-    return {
-        "setting": f"Scores: {profile.measured_on.line()}, {len(profile.seeds)} seeds.\nPerplexity: "
-        f"{curve.measured_on.line()}; dense: {short(curve.dense.perplexity)}.\n",
-        "dense": short(curve.dense.perplexity),
-        "removal": removal(curve),
-        "sink, energy pooling": short(energy),
-        "sink, token pooling": short(token),
-        "sink, share": f"{100 * share:.0f} %",
-    }
+    """Of the built-in text by plain names, of another behind its own; `beside` has all texts and the paper's rows."""
+    found = {path.stem.removeprefix("removal-"): path for path in sorted(folder.glob("removal-*.json"))}
+    curves = {name: RemovalCurve.load(path) for name, path in found.items()}
+    parts: dict[str, str] = {"beside": beside(curves)}
+    for name, curve in curves.items():
+        profile = ContractionProfile.load(folder / f"contraction-{name}.json")
+        energy, token, share = sink(profile)
+        own = {
+            "setting": f"Scores: {profile.measured_on.line()}, {len(profile.seeds)} seeds.\nPerplexity: "
+            f"{curve.measured_on.line()}; dense: {short(curve.dense.perplexity)}.\n",
+            "dense": short(curve.dense.perplexity),
+            "removal": removal(curve),
+            "sink, energy pooling": short(energy),
+            "sink, token pooling": short(token),
+            "sink, share": f"{100 * share:.0f} %",
+        }
+        parts |= own if name == BUILTIN else {f"{name} {part}": value for part, value in own.items()}
+    return parts
+
+
+def beside(curves: dict[str, RemovalCurve]) -> str:
+    """Perplexity over that of the dense model, ours on every text and in italics what the paper prints, its own and of
+    the searches that it cites."""
+    rows: list[tuple[int, list[object]]] = []
+    for name, curve in {**curves, "wiki.test, by wiki.valid": RemovalCurve.load(SEARCH)}.items():
+        layers = curve.measured_on.model.num_layers
+        found: dict[int, dict[str, float]] = {}
+        for row in curve.rows[1:]:
+            found.setdefault(len(row.removed), {})[row.criterion] = row.degradation
+        for count, of in found.items():
+            cells = [of.get(criterion) for criterion in BESIDE]
+            rows.append((count, [count, f"{100 * count / layers:.0f} %", f"**{name}**", *cells]))
+    dense = PRINTED["LLaMA-2-7B", "dense", 0][0]
+    for count, printed in SKIPPED.items():
+        cells = [f"*{short(printed[criterion] / dense)}*" for criterion in ("rho", "bi", "optimal", "from-end")]
+        rows.append((count, [count, f"{100 * count / 32:.0f} %", "LLaMA-2-7B", *cells]))
+    for name, (share, value) in SEARCHED.items():
+        rows.append((9, [None, share, f"LLaMA-2-7B, {name}", None, None, f"*{short(value / dense)}*", None]))
+    head = ["removed", "of the layers", "text or model", "rho", "bi", "search by the loss", "from-end"]
+    return table(head, (row for _, row in sorted(rows, key=lambda pair: pair[0])))
 
 
 def by_count(curve: RemovalCurve) -> dict[int, dict[str, float]]:
@@ -92,4 +117,4 @@ def sink(profile: ContractionProfile) -> tuple[float, float, float]:
 
 
 if __name__ == "__main__":
-    run_command(main, HERE / "removal.json", written)
+    run_command(main, HERE / "removal-{text}.json", written)

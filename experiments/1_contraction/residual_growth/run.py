@@ -13,12 +13,14 @@ import numpy as np
 
 import lyapunov_prune as lp
 from experiments.common import Model, draw, inputs, run_command
+from experiments.published import MODELS
 from experiments.statements import short, span, table
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.report.drawing import COLOURS, GREY, depth_axis, log_axis, panels, svg
 from lyapunov_prune.report.profiles import jacobian_figure
 
 HERE = Path(__file__).parent
+WITH_WORST = HERE.parent / "progressive_removal" / "contraction-builtin.json"  # of SmolLM2, which has the worst case
 EPSILONS = (1e-3, 1e-2, 1e-1)
 WINDOWS, TOKENS = 2, 64  # for the Jacobians, which cost far more a token
 
@@ -84,10 +86,28 @@ def written(folder: Path = HERE) -> dict[str, str]:
         f"Jacobians: {jacobian.measured_on.line()}.\n",
         "growth": table(["layer", *map(str, shown)], rows),
         "K": short(profile.norm_growth.mean()),
+        "appendix-b": appendix_b(),
         "K over windows": span(profile.norm_growth),
         "most moved by epsilon": f"{short(100 * moved)} %",
         "operator norms": span([*jacobian.attention_norm, *jacobian.mlp_norm]),
     }
+
+
+def appendix_b() -> str:
+    """Norm growth K of every model over windows, ours and in italics what the paper prints.
+
+    The worst case lets every layer grow as in the window where it grows most; files of older versions lack it.
+    """
+    rows: list[list[object]] = []
+    for path in (WITH_WORST, *sorted(HERE.glob("*/contraction-0.01.json"))):
+        found = ContractionProfile.load(path)
+        on, K = found.measured_on, found.norm_growth
+        name = f"**{on.model.name}**, {len(K)} windows of {on.context} tokens"
+        rows.append([name, on.model.num_layers, float(K.mean()), float(K.max()), found.worst_growth])
+    for model in MODELS:
+        if model.growth:
+            rows.append([model.name, model.layers, *(f"*{value:g}*" for value in model.growth)])
+    return table(["model", "layers", "mean", "largest", "worst case"], rows)
 
 
 def _of(holds: np.ndarray) -> str:

@@ -1,4 +1,4 @@
-"""Tables 1, 2 and 3 of the paper, a column or a row for each model that `python -m experiments.all` has measured.
+"""Tables 1 to 4 of the paper, a column or a row for each model that `python -m experiments.all` has measured.
 
     python experiments/1_contraction/summary/run.py
 
@@ -16,16 +16,17 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from experiments.columns import Column, mean_accuracy, paired_difference
+from experiments.columns import ALPHAS, Column, mean_accuracy, paired_difference
 from experiments.common import show
-from experiments.published import MODELS, REMOVALS
-from experiments.statements import interval, short, table
+from experiments.published import BLENDS, MODELS, REMOVABLE, REMOVALS
+from experiments.statements import interval, runs, short, table
 
 COLUMNS = Path(__file__).parents[2] / "columns"
 FEWEST = 5  # models, for a correlation whose leave-one-out values still rest on four
 RANDOM = "random"
 COUNTS = (4, 8)  # layers removed, of Table 3
 COMPARED = ("blend", "bi", "rho", "angular")
+BEARABLE = (0.1, 0.2, 0.5)  # of the dense perplexity, by which a removed layer may raise it
 
 
 def columns() -> list[Column]:
@@ -40,10 +41,13 @@ def written() -> dict[str, str]:
         "table-1": table_1(own),
         "table-2": table_2(own),
         "table-3": table_3(own),
+        "table-4": table_4(own),
         "accuracy": accuracy(own),
         "paired": paired(own),
         "regret": regret(own),
+        "removable": removable(own),
         "across": across(own),
+        "fragility": fragility(own),
     }
 
 
@@ -80,7 +84,7 @@ def table_1(own: list[Column]) -> str:
             *(f"{short(float(c.contraction.rho_token.max()))} ({c.contraction.rho_token.argmax()})" for c in own),
             *[None] * len(MODELS),
         ],
-        "norm growth K": [*(c.contraction.growth for c in own), *(m.growth and f"{m.growth:g}" for m in MODELS)],
+        "norm growth K": [*(c.contraction.growth for c in own), *(m.growth and f"{m.growth[0]:g}" for m in MODELS)],
         "50 % Wanda, perplexity / dense": [
             *(c.pruning and interval(c.pruning.degradation, c.pruning.low, c.pruning.high) for c in own),
             *(m.degradation for m in MODELS),
@@ -151,6 +155,26 @@ def table_3(own: list[Column]) -> str:
     return table(["model", "criterion", *head], rows)
 
 
+def table_4(own: list[Column]) -> str:
+    """The paper's blend over α at two depths: the layers that go, perplexity and mean accuracy."""
+    rows: list[list[object]] = []
+    for c in own:
+        sets = {(r.count, r.criterion): r for part in (c.removal, c.blends) if part for r in part.sets}
+        for count in COUNTS:
+            for alpha, name in ALPHAS.items():
+                found = sets.get((count, name))
+                if found is None:
+                    rows.append([f"**{c.name}**", count, f"{alpha:g}", None, None, None])
+                    continue
+                ratio = [c.perplexity * x for x in (found.low, found.high)]
+                same = {a.criterion for a in c.accuracy.answers if a.layers == found.layers} if c.accuracy else ()
+                shown = interval(found.perplexity, *ratio), next((percent(c, one, count) for one in same), None)
+                rows.append([f"**{c.name}**", count, f"{alpha:g}", runs(found.layers), *shown])
+    for (count, alpha), (layers, perplexity, right) in BLENDS.items():
+        rows.append(["LLaMA-2-7B", f"{count}", alpha, f"*{layers}*", f"*{perplexity:g}*", f"*{right:g}*"])
+    return table(["model", "removed", "α", "layers", "perplexity", "accuracy"], rows)
+
+
 def percent(column: Column, criterion: str, count: int) -> str | None:
     """Mean accuracy over the tasks, in per cent, with its interval."""
     answers = column.accuracy.of(criterion, count) if column.accuracy else []
@@ -201,6 +225,67 @@ def regret(own: list[Column]) -> str:
         for r in (c.removal.correlations if c.removal else ())
     ]
     return table(["model", "layers", "score", "Spearman", "p"], rows)
+
+
+def removable(own: list[Column]) -> str:
+    """How many layers can go alone at little regret, and where ρ puts the layers that cost least and most.
+
+    Places by ρ count from the layer whose ρ is nearest to one, those by regret from the least.
+    """
+    rows: list[list[object]] = []
+    for c in own:
+        if c.removal is not None:
+            regret, far = c.removal.regret, np.abs(c.contraction.rho - 1)
+            by_regret, by_rho = (stats.rankdata(x, "ordinal") for x in (regret, far))
+            few = [f"{(regret < share * c.perplexity).sum()} of {c.layers}" for share in BEARABLE]
+            most = np.argsort(-regret)[:2]
+            nearest = int(far.argmin())
+            worst = f"{most[0]}, {most[1]}", f"{by_rho[most[0]]}, {by_rho[most[1]]}"
+            rows.append([f"**{c.name}**", *few, nearest, int(by_regret[nearest]), *worst])
+    few = [f"*{REMOVABLE[0]} of {REMOVABLE[1]}*, limit lost", None, None]
+    rows.append(["LLaMA-2-7B", *few, "*12*", "*1*", "*0, 1*", None])
+    limits = [f"regret below {100 * share:.0f} %" for share in BEARABLE]
+    layers = ["ρ nearest to one: layer", "its place by regret", "most regret: layers", "their places by ρ"]
+    return table(["model", *limits, *layers], rows)
+
+
+def fragility(own: list[Column]) -> str:
+    """The Compression Fragility Index, `ρ_max^a / width^b`, fitted to 1 − s* and each model left out once.
+
+    The paper's formula is lost in our copy but for its two terms, instability and a penalty of width. a and b are
+    fitted by least squares of the logarithms. A rank error is how far a model that is left out lands from its place.
+    """
+    ours = [(c.name, float(c.contraction.rho.max()), c.width, c.pruning.threshold) for c in own if c.pruning]
+    theirs = [(m.name, m.rho, m.width, m.threshold) for m in MODELS]
+    rows: list[list[object]] = []
+    for label, models in (("the paper's", theirs), ("both", [*ours, *theirs])):
+        known = [m for m in models if m[3] is not None]
+        names, *columns = zip(*known, strict=True)
+        rho, width, star = (np.array(values, dtype=float) for values in columns)
+        terms = np.stack([np.ones(len(names)), np.log(rho), -np.log(width)], 1)
+        wanted = np.log(1 - star)
+        order = stats.rankdata(wanted)
+        fitted = np.linalg.lstsq(terms, wanted, rcond=None)[0]
+        errors = []
+        for k in range(len(names)):
+            kept = np.arange(len(names)) != k
+            index = terms @ np.linalg.lstsq(terms[kept], wanted[kept], rcond=None)[0]
+            errors.append(abs(stats.rankdata(np.where(kept, wanted, index))[k] - order[k]))
+        whole = stats.spearmanr(terms @ fitted, wanted)
+        worst = int(np.argmax(errors))
+        rows.append(
+            [
+                f"{label}, {len(names)}",
+                *map(float, fitted[1:]),
+                f"{whole.statistic:+.2f}",
+                float(whole.pvalue),
+                float(np.mean(errors)),
+                f"{short(float(errors[worst]))} ({names[worst]})",
+            ]
+        )
+    rows.append(["as the paper prints it, 6", None, None, None, None, "*1.0*", "*3 (GPT-2 Small)*"])
+    head = ["models", "a", "b", "Spearman, fitted", "p", "mean rank error, left out", "largest"]
+    return table(head, rows)
 
 
 def across(own: list[Column]) -> str:

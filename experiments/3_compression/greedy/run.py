@@ -8,10 +8,12 @@ Writes greedy.json and greedy.svg beside this file.
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
+from scipy import stats
 
 from experiments.common import Model, draw, inputs, run_command
-from experiments.statements import interval, percent, short, table
+from experiments.statements import interval, percent, ranked, short, table
 from lyapunov_prune.report.sensitivity import greedy_figure
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
@@ -45,7 +47,28 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "components": components(rounds),
         "saved": percent(best.saved),
         "its cost": interval(*_cost(best)),
+        "budget": budget(result),
     }
+
+
+def budget(result: Sensitivity) -> str:
+    """Spearman's correlation of both readings of the Lyapunov budget with the rounds, and where they put the tolerance.
+
+    A layer comes with the first round that takes a group of it.
+    """
+    A = np.array(result.scores["amplification"])
+    layer = result.of("greedy").label.str.extract(r"(\d+) ")[0].astype(int).to_numpy()
+    taken, first = np.unique(layer, return_index=True)
+    third = len(A) // 3
+    rows: list[list[object]] = []
+    for name, tolerance in (("1/A", 1 / A), ("A", A)):
+        orders = [(tolerance[layer], np.arange(len(layer))), (tolerance[taken], first)]
+        shown = [ranked(float(stats.spearmanr(*pair).statistic), len(pair[0])) for pair in orders]
+        shares = [float(part.sum() / tolerance.sum()) for part in (tolerance[:third], tolerance[-third:])]
+        rows.append([name, *shown, *map(percent, shares)])
+    rows.append(["GPT-2 Small", "*weakly*", None, "*19 %*", "*54 %*"])
+    head = ["budget", "with the round, groups", "with the first round, layers", "to the first third", "to the last"]
+    return table(head, rows)
 
 
 def components(rounds: pd.DataFrame) -> str:

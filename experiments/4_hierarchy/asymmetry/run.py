@@ -1,12 +1,12 @@
 """Do attentions and activations that are removed recover differently, and is it the optimizer that does it (Prop. 5)?
 
-    python experiments/4_hierarchy/asymmetry/run.py [--model MODEL --text FILE]
+    python experiments/4_hierarchy/asymmetry/run.py [--model MODEL --text FILE] [--reduction NAME --again]
 
 Each type alone at several depths, with several seeds, by AdamW and by SGD, which does not normalise the size of a
 gradient: the drop at once, the steps that regain half of it, the gap at the end. Both types learn from the same items
 and are scored on the same. Writes asymmetry.json and asymmetry.svg beside this file, of another model in a folder by
-its name; what they say goes into README.md by `make tables`. Killed at any moment it goes on with the recovery that it
-was in.
+its name, with a --reduction asymmetry-NAME; what they say goes into README.md by `make tables`. Killed at any moment
+it goes on with the recovery that it was in.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 from scipy import stats
 
 from experiments.common import Model, draw, of_model, run_command
@@ -111,18 +113,19 @@ def main(
     seeds: int = 2,
     adamw: str = "1e-4,3e-4,1e-3",
     sgd: str = "0.03,0.1,0.3",
+    reduction: Annotated[str | None, typer.Option(help="in place of an activation")] = None,
 ) -> None:
     rates = {"adamw": tuple(numbers(adamw, "--adamw")), "sgd": tuple(numbers(sgd, "--sgd"))}
     removed = tuple(int(n) for n in numbers(depths, "--depths"))
-    given = taught(model, text, tokens)
+    given = taught(model, text, tokens, reduction)
     if max(removed) > min(given.most):
         raise LyapunovPruneError(f"--depths {depths!r}: of one type {min(given.most)} can go at most")
     if steps < 2 or seeds < 2:
         raise LyapunovPruneError(f"{steps} steps, {seeds} seeds: nothing to compare; give two or more of each")
     found = measure(given, removed, steps, seeds, rates)
-    folder = of_model(HERE, model.name, VIT)
-    found.save(folder / FILE)
-    draw(folder, {"asymmetry": figure(found)})
+    folder, name = of_model(HERE, model.name, VIT), f"asymmetry-{reduction}" if reduction else "asymmetry"
+    found.save(folder / f"{name}.json")
+    draw(folder, {name: figure(found)})
 
 
 def marks_of(steps: int) -> np.ndarray:
@@ -343,13 +346,18 @@ def figure(found: Asymmetry) -> str:
 
 
 def written(folder: Path = HERE) -> dict[str, str]:
-    found = Asymmetry.load(folder / FILE)
-    return {
-        "setting": setting(found),
-        "drop": drops(found),
-        "steps": by_steps(found),
-        "regained": regained(found),
-    }
+    """Of every file; what is of another reduction than the first is named by it."""
+    parts = {}
+    for path in sorted(folder.glob("asymmetry*.json")):
+        found, name = Asymmetry.load(path), path.stem.removeprefix("asymmetry").removeprefix("-")
+        tables = {
+            "setting": setting(found),
+            "drop": drops(found),
+            "steps": by_steps(found),
+            "regained": regained(found),
+        }
+        parts |= {f"{name} {part}".strip(): text for part, text in tables.items()}
+    return parts
 
 
 def unit(found: Asymmetry) -> str:

@@ -23,8 +23,10 @@ from transformers import PreTrainedModel
 
 from experiments.common import Model, draw, read_text, run_command
 from experiments.hierarchies import makers
+from experiments.published import GENERATION, MULTIPLE_CHOICE
 from experiments.statements import bullets, interval, table
 from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.evaluation.task_scores import TaskScores
 from lyapunov_prune.forward.decoding import continued
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import Decoder, wrap
@@ -36,6 +38,7 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
+CHOSEN = HERE.parent / "two_kinds"
 WORDS = (
     "river lamp seven green paper stone window apple music cloud table horse silver bread garden letter winter orange "
     "bridge candle yellow forest mirror basket"
@@ -123,7 +126,7 @@ def answered(loaded: Decoder, model: PreTrainedModel, asked: Sequence[tuple[str,
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = Reach.load(folder / "reach.json")
-    return {"setting": bullets(found.headline()), "reach": reached(found)}
+    return {"setting": bullets(found.headline()), "reach": reached(found), "table-1b": table_1b()}
 
 
 def share(right: np.ndarray) -> str:
@@ -141,6 +144,26 @@ def reached(found: Reach) -> str:
             cells += [share(mine), None if row is dense else share(mine[theirs])]
         rows.append(cells)
     return table(["", *(h for task in STEPS for h in (f"{task}, right", "of what dense has right"))], rows)
+
+
+def table_1b() -> str:
+    """Per cent right, dense and without eight attentions or MLPs: ours, and in italics what the paper prints."""
+    rows: list[list[object]] = []
+    for path in (CHOSEN / "choices.json", *sorted(CHOSEN.glob("*/choices.json"))):
+        scores = TaskScores.load(path)
+        name = scores.measured_on[0].model.name
+        for task in scores.tasks:
+            means = [scores.score(model, task.name, "acc").value for model in ("dense", "attention − 8", "mlp − 8")]
+            cells = [interval(*(100 * x for x in (mean, *wilson(mean, task.items)))) for mean in means]
+            rows.append([f"**{name}**, {task.name}", "choice", *cells])
+    for path in (HERE / "reach.json", *sorted(HERE.glob("*/reach.json"))):
+        found = Reach.load(path)
+        for task in STEPS:
+            cells = [share(getattr(found.row(model), task))[:-2] for model in ("dense", "attention − 8", "MLP − 8")]
+            rows.append([f"**{found.calibrated_on.model.name}**, {task}", "writing", *cells])
+    for kind, printed in (("choice", MULTIPLE_CHOICE), ("writing", GENERATION)):
+        rows += [[f"Mistral-7B, {task}", kind, *(f"*{x:g}*" for x in values)] for task, values in printed.items()]
+    return table(["model, task", "kind", "dense", "attention − 8", "MLP − 8"], rows)
 
 
 def figure(found: Reach) -> str:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from experiments.common import Model, draw, of_model, run_command
 from experiments.images import VIT
 from experiments.recoveries import IMAGES, Subject, difference, finished, four, gained, spread, subject, together, told
-from experiments.statements import bullets, counted, table
+from experiments.statements import bullets, counted, percent, span, table
 from lyapunov_prune.data.examples import Examples, model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.speed import now
@@ -329,7 +329,7 @@ def figure(found: EqualTime) -> str:
 
 def written(folder: Path = HERE) -> dict[str, str]:
     found = EqualTime.load(folder / "equal_time.json")
-    return {"setting": setting(found), "ways": by_way(found), **tally(found)}
+    return {"setting": setting(found), "ways": by_way(found), "latency": latency(found), **tally(found)}
 
 
 def setting(found: EqualTime) -> str:
@@ -353,6 +353,29 @@ def by_way(found: EqualTime) -> str:
             rows.append((f"{speedup:g}", name, ", ".join(took), way.reached, way.beside, score, less))
     head = ("speed-up", "way", "takes", "chosen at", "all in one run", "final slice (seeds)", "joint less this, 95 %")
     return table(head, rows)
+
+
+def latency(found: EqualTime) -> str:
+    """By type, the share of a dense forward that one part saves, `(1 − 1/speed-up) / parts`, over all that was timed.
+
+    `of all` is what it comes to in as many layers as the model has.
+    """
+    saved: dict[str, list[float]] = {"attention": [], "activation": [], "layer": []}
+    for way in found.ways:
+        for kind, layers in zip(saved, way.parts, strict=True):
+            if len(layers) == sum(map(len, way.parts)):  # of one type alone
+                saved[kind] += [(1 - 1 / speedup) / len(layers) for speedup in (way.reached, way.beside)]
+    layers = found.measured_on.model.num_layers
+    rows = [
+        [
+            kind,
+            f"{span(100 * x for x in shares)} %",
+            percent(float(np.median(shares))),
+            percent(layers * float(np.median(shares))),
+        ]
+        for kind, shares in saved.items()
+    ]
+    return table(["one part removed", "of the dense forward", "median", f"of all {layers}, at the median"], rows)
 
 
 def tally(found: EqualTime) -> dict[str, str]:
