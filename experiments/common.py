@@ -14,6 +14,7 @@ import numpy as np
 import typer
 
 import lyapunov_prune as lp
+from experiments.dither import dither
 from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.evaluation.task_scores import ScoredTask
@@ -29,9 +30,11 @@ DType = Annotated[str | None, typer.Option(help="of the weights; the checkpoint'
 Each = Annotated[list[str] | None, typer.Option(help="a text; of several, each alone", show_default="builtin")]
 Learnt = Annotated[str, typer.Option(help="the text to choose, mend and learn from")]
 Unseen = Annotated[str, typer.Option(help="the text to score on")]
+Other = Annotated[str | None, typer.Option(help="a text to measure on; the other half of --text if not given")]
 Scored = Annotated[int, typer.Option(help="tokens of --unseen")]
 Again = Annotated[bool, typer.Option("--again", help="measure anew what is kept beside run.py already")]
 BUILT_IN = "smollm2-135m"
+DITHERED = "-dithered-"  # MODEL-dithered-SEED is the model off its grid, see dither.py
 # The paper keeps 5 % of the entries (§3 calls that sparsity 5 %) at rank 16.
 SPARSITY, RANK = 0.95, 16
 
@@ -46,7 +49,10 @@ class Model:
 
     def load(self) -> lp.models.Decoder:
         """The model under its plain name: results are committed."""
-        loaded = lp.load(self.name, device=self.device, dtype=self.dtype)
+        name, _, seed = self.name.partition(DITHERED)
+        loaded = lp.load(name, device=self.device, dtype=self.dtype)
+        if seed:
+            loaded = dither(loaded, int(seed)).decoder
         loaded.model.config._name_or_path = plain(self.name)
         return loaded
 
@@ -244,7 +250,9 @@ def of_model(here: Path, model: str, default: str = BUILT_IN) -> Path:
 
 def plain(source: str) -> str:
     """The name of a model, a text or a task without the folders of this machine that it lies in."""
-    return Path(os.path.abspath(source)).name.removesuffix(".gguf") if Path(source).exists() else source
+    name, *seed = source.partition(DITHERED)
+    name = Path(os.path.abspath(name)).name.removesuffix(".gguf") if Path(name).exists() else name
+    return "".join((name, *seed))
 
 
 def read_text(
@@ -268,11 +276,11 @@ def draw(folder: Path, figures: dict[str, str]) -> None:
 
 
 def texts(
-    loaded: lp.models.Decoder, text: str, *, calibration: int, evaluation: int, context: int
+    loaded: lp.models.Decoder, text: str, *, calibration: int, evaluation: int, context: int, unseen: str | None = None
 ) -> tuple[lp.TokenBatch, lp.TokenBatch]:
-    """So many tokens of the two halves of a text, which share nothing."""
+    """So many tokens of the two halves of a text, which share nothing; the second from a text `unseen` if given."""
     first = read_text(loaded, text, calibration, context)
-    second = read_text(loaded, text, evaluation, context, "evaluation")
+    second = read_text(loaded, unseen or text, evaluation, context, "all" if unseen else "evaluation")
     require_disjoint(first, second)
     return first, second
 

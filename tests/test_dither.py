@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
 import torch
 from helpers import make_tiny
 
+import lyapunov_prune as lp
+from experiments.common import Model
 from experiments.dither import BLOCK, dither, steps_of
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.models.decoder import wrap
@@ -60,6 +64,21 @@ def test_the_noise_is_uniform_within_half_a_step_seeded_and_leaves_the_model_giv
     assert moved.abs().max() < 0.501
     assert abs(moved.mean()) < 0.01
     assert moved.std().item() == pytest.approx(12**-0.5, rel=0.02)
+
+
+def test_an_experiment_asks_for_a_dithered_model_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tiny.gguf"
+    file.touch()
+    model = make_tiny("llama")
+    for name, W in model.named_parameters():
+        if "proj" in name and W.shape[1] % 32 == 0:
+            W.data, _ = rounded(W.data, "Q4_1")
+    monkeypatch.setattr(lp, "load", lambda name, **options: {str(file): wrap(model)}[name])
+    asked = Model(f"{file}-dithered-7")
+    made = asked.load().model
+    assert made.config._name_or_path == asked.folder(tmp_path).name == "tiny-dithered-7"
+    wanted = dict(dither(wrap(model), 7).decoder.model.named_parameters())
+    assert all(torch.equal(W, wanted[name]) for name, W in made.named_parameters())
 
 
 def test_a_model_without_a_grid_or_in_half_precision_is_refused() -> None:

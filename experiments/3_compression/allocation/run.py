@@ -16,7 +16,7 @@ from typing import get_args
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Model, draw, halves, run_command, texts
+from experiments.common import DITHERED, Model, Other, draw, halves, run_command, texts
 from experiments.compressions import (
     CompressionRow,
     CompressionTable,
@@ -37,19 +37,21 @@ WIDTHS = ((3, 4), (4, 8))
 STARRED = "guidelines, s*"  # the last of each budget, where it can be met
 
 
-def main(model: Model = Model(), text: str = "builtin", tokens: int = 4096) -> None:
+def main(model: Model = Model(), text: str = "builtin", unseen: Other = None, tokens: int = 4096) -> None:
     folder = model.folder(HERE)
     loaded = model.load()
-    calibration, evaluation = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
+    sizes = {"calibration": tokens // 2, "evaluation": tokens, "context": 512}
+    calibration, evaluation = texts(loaded, text, **sizes, unseen=unseen)
     profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))
-    ceiling = threshold(loaded.model, calibration)
-    print(ceiling.headline())
-    settings = [setting for s in (0.5, 0.7) for setting in sparsities(loaded.model, s, profile, ceiling)]
-    shares = evaluate_compressions(loaded.model, settings, calibration, evaluation, path=folder / "allocation.json")
-    widths = evaluate_compressions(
-        loaded.model, bits(loaded.model, profile), calibration, evaluation, path=folder / "bits.json"
-    )
-    draw(folder, {"allocation": compressions_figure(shares), "bits": compressions_figure(widths)})
+    settings = {"bits": list(bits(loaded.model, profile))}
+    if DITHERED not in model.name:
+        ceiling = threshold(loaded.model, calibration)
+        print(ceiling.headline())
+        shares = (sparsities(loaded.model, share, profile, ceiling) for share in (0.5, 0.7))
+        settings["allocation"] = [setting for each in shares for setting in each]
+    for name, rows in settings.items():
+        found = evaluate_compressions(loaded.model, rows, calibration, evaluation, path=folder / f"{name}.json")
+        draw(folder, {name: compressions_figure(found)})
 
 
 def threshold(model: PreTrainedModel, calibration: lp.TokenBatch) -> lp.sensitivity.Sensitivity:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 import lyapunov_prune as lp
-from experiments.common import Model, run_command, texts
+from experiments.common import Model, Other, run_command, texts
 from experiments.divergences import divergences, finals
 from experiments.statements import ratio, short, table
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
@@ -76,13 +76,15 @@ class Known:
 def main(
     model: Model = Model(),
     text: str = "builtin",
+    unseen: Other = None,
     calibration_tokens: int = 2048,
     tokens: int = 4096,
     context: int = 256,
 ) -> None:
     folder = model.folder(HERE)
     loaded = model.load()
-    calibration, evaluation = texts(loaded, text, calibration=calibration_tokens, evaluation=tokens, context=context)
+    sizes = {"calibration": calibration_tokens, "evaluation": tokens, "context": context}
+    calibration, evaluation = texts(loaded, text, **sizes, unseen=unseen)
     dense = loaded.model
     profile = lp.measure_contraction(dense, calibration, seeds=range(2))
     cost = RoundingCost(read(loaded, calibration), RoundToNearest(GROUP), 1)

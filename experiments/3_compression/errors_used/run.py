@@ -15,7 +15,7 @@ import torch
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Again, Model, is_kept, run, show, texts
+from experiments.common import Again, Model, Other, is_kept, run, show, texts
 from experiments.divergences import divergences, finals, losses
 from experiments.statements import ratio, short, table
 from lyapunov_prune.forward.reading import Reading, read
@@ -61,6 +61,7 @@ def variants(correction: float) -> dict[str, dict[str, Any]]:
 def main(
     model: Model = Model(),
     text: str = "builtin",
+    unseen: Other = None,
     setting: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(SETTINGS)}; all if not given")] = None,
     correction: Annotated[float, typer.Option(help="the α of the correction")] = 0.5,
     calibration_tokens: int = 16384,
@@ -71,8 +72,8 @@ def main(
     folder = model.folder(HERE)
     if wanted := [name for name in setting or SETTINGS if not is_kept(folder / f"{name}.json", again)]:
         loaded = model.load()
-        of_texts = texts(loaded, text, calibration=calibration_tokens, evaluation=tokens, context=context)
-        calibration, evaluation = (read(loaded, batch) for batch in of_texts)
+        sizes = {"calibration": calibration_tokens, "evaluation": tokens, "context": context}
+        calibration, evaluation = (read(loaded, batch) for batch in texts(loaded, text, **sizes, unseen=unseen))
         states = list(finals(evaluation, loaded.model))
         dense = losses(evaluation, states)
         on = evaluation.measured_on(), calibration.measured_on()

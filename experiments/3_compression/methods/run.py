@@ -7,26 +7,34 @@ Writes methods.json and methods.svg beside this file.
 
 from pathlib import Path
 
-from experiments.common import Model, draw, run_command, texts
+from experiments.common import DITHERED, Model, Other, draw, run_command, texts
 from experiments.compressions import CompressionTable, Setting, against, compressions_figure, evaluate_compressions
 from experiments.statements import interval, short, table
 
 HERE = Path(__file__).parent
 AMOUNTS = {"sparsity": "{:.0%} removed", "bits": "{:g} bits"}
+ROUNDED = [
+    *(Setting("rtn", bits=bits) for bits in (8, 4, 3)),
+    *(
+        Setting(method, bits=bits, group_size=64, label=f"{method}, groups of 64")
+        for bits in (4, 3)
+        for method in ("rtn", "awq", "gptq")
+    ),
+]
 SETTINGS = [
     *(Setting(method, sparsity=0.5) for method in ("magnitude", "weight-only", "wanda", "sparsegpt")),
     *(Setting(method, sparsity=0.5, pattern=(2, 4), label=f"{method} 2:4") for method in ("wanda", "sparsegpt")),
     *(Setting(method, sparsity=0.2) for method in ("svd", "whitened-svd", "balanced")),
-    *(Setting("rtn", bits=bits) for bits in (8, 4, 3)),
-    Setting("rtn", bits=4, group_size=64, label="rtn, groups of 64"),
+    *ROUNDED,
 ]
 
 
-def main(model: Model = Model(), text: str = "builtin", tokens: int = 4096) -> None:
+def main(model: Model = Model(), text: str = "builtin", unseen: Other = None, tokens: int = 4096) -> None:
     folder = model.folder(HERE)
     loaded = model.load()
-    calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
-    table = evaluate_compressions(loaded.model, SETTINGS, calibration, evaluation)
+    batches = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512, unseen=unseen)
+    settings = ROUNDED if DITHERED in model.name else SETTINGS
+    table = evaluate_compressions(loaded.model, settings, *batches, path=folder / "methods.json")
     table.save(folder / "methods.json")
     draw(folder, {"methods": compressions_figure(table)})
 
