@@ -139,7 +139,7 @@ class TextOptions:
         str,
         checks.TEXT,
         text_option(
-            help="builtin, a .txt file, a file of rows such as x.jsonl or x.csv:COLUMN, a hub data set "
+            help="builtin (prose), code, a .txt file, a file of rows such as x.jsonl or x.csv:COLUMN, a hub data set "
             "name[:config[:split[:COLUMN]]], or self: text that the (dense) model writes, the default of prune --mend. "
             "Chats go through the model's chat template."
         ),

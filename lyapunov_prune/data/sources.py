@@ -1,4 +1,4 @@
-"""What the name of a text can be: builtin, a file, or a hub data set, and the column to read; without torch."""
+"""What the name of a text can be: builtin, code, a file, or a hub data set, and the column to read; without torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from lyapunov_prune.data.rows import holds_rows, require_reader
 from lyapunov_prune.errors import LyapunovPruneError, first_of, like_named
 
 SELF = "self"  # text that the model writes
+BUILTIN, CODE = OWN = ("builtin", "code")  # texts that are there wherever Python is, of two kinds: prose and code
 
 
 def require_source(source: str) -> None:
@@ -19,11 +20,11 @@ def require_source(source: str) -> None:
     name, column = parts_of(source)
     path = Path(name)
     wrong = {
-        f"no readable file{like_named(path)}; give builtin, a .txt, a .jsonl or a data set": (
+        f"no readable file{like_named(path)}; give builtin, code, a .txt, a .jsonl or a data set": (
             not path.is_file() and (not name.strip() or path.exists() or _names_file(name))
         ),
         f"a text without columns; leave out :{column}": (
-            column is not None and (name == "builtin" or (path.is_file() and not holds_rows(path)))
+            column is not None and (name in OWN or (path.is_file() and not holds_rows(path)))
         ),
     }
     if why := first_of(wrong):
@@ -36,7 +37,7 @@ def parts_of(source: str) -> tuple[str, str | None]:
     name, _, column = source.rpartition(":")
     if Path(source).is_file() or not name:
         return source, None
-    of_file = name == "builtin" or Path(name).is_file() or holds_rows(Path(name))
+    of_file = name in OWN or Path(name).is_file() or holds_rows(Path(name))
     return (name, column) if of_file or name.count(":") == 2 else (source, None)
 
 

@@ -6,6 +6,8 @@ occur in the first. `batch.require_disjoint` and `unseen.require_unseen` compare
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,12 +19,17 @@ from lyapunov_prune.arguments import Range, checked
 from lyapunov_prune.data.batch import Split, TokenBatch, whole_windows
 from lyapunov_prune.data.documents import Chats, PlainText, documents
 from lyapunov_prune.data.rows import ENCODING, file_rows, holds_rows, hub_rows, text_of
-from lyapunov_prune.data.sources import parts_of, require_source
+from lyapunov_prune.data.sources import BUILTIN, OWN, parts_of, require_source
 from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.models.tokenizers import token_ids
 
 # A sample of this length that occurs again is a repeat, not chance.
 SAMPLE_CHARACTERS = 256
+# Of the standard library, in every supported Python; none is part of a text that experiments report on.
+_MODULES = (
+    *("configparser", "dataclasses", "doctest", "enum", "inspect"),
+    *("ipaddress", "optparse", "pickle", "shutil", "subprocess"),
+)
 
 
 @checked
@@ -37,12 +44,13 @@ def load_text(
 ) -> TokenBatch:
     """The first `tokens` tokens of a split, as whole windows of `context` tokens.
 
-    `source` is a list of texts, `builtin` (the language reference in CPython), a `.txt` file (any plain text), a file
-    of rows (`.jsonl`, `.json`, `.csv`, `.tsv`, and with the extra `data` `.parquet`, `.arrow`), or a hub data set
-    `name[:config[:split]]` (extra `data`). `FILE:COLUMN` or `name:config:split:COLUMN` names the column to read;
-    without one it is `text`, `messages`, `conversations`, or Alpaca's `instruction`, `input`, `output` (`documents`).
-    Chats are written by the tokenizer's chat template, and the batch's `text` says so. With `bos`, every window starts
-    with one BOS token, its own if the template wrote one there; None follows the tokenizer.
+    `source` is a list of texts, `builtin` (the language reference in CPython), `code` (modules of Python's standard
+    library), a `.txt` file (any plain text), a file of rows (`.jsonl`, `.json`, `.csv`, `.tsv`, and with the extra
+    `data` `.parquet`, `.arrow`), or a hub data set `name[:config[:split]]` (extra `data`). `FILE:COLUMN` or
+    `name:config:split:COLUMN` names the column to read; without one it is `text`, `messages`, `conversations`, or
+    Alpaca's `instruction`, `input`, `output` (`documents`). Chats are written by the tokenizer's chat template, and the
+    batch's `text` says so. With `bos`, every window starts with one BOS token, its own if the template wrote one there;
+    None follows the tokenizer.
 
     Raises LyapunovPruneError if the text is missing, empty, too short, or one repeated token, and for an evaluation
     half that mostly repeats the first half.
@@ -92,8 +100,8 @@ def _read(source: str, tokenizer: PreTrainedTokenizerBase) -> PlainText | Chats:
     require_source(source)
     name, column = parts_of(source)
     path = Path(name)
-    if name == "builtin":
-        return PlainText(name, _builtin())
+    if name in OWN:
+        return PlainText(name, _builtin() if name == BUILTIN else _code())
     if not path.is_file():
         return documents(hub_rows(name), tokenizer, column)
     return (
@@ -106,6 +114,12 @@ def _builtin() -> str:
 
     # Topics quote each other, so only the first copy of a paragraph is kept.
     return "\n\n".join(dict.fromkeys("\n\n".join(topics.values()).split("\n\n")))
+
+
+def _code() -> str:
+    specs = filter(None, map(importlib.util.find_spec, _MODULES))
+    sources = (s.loader.get_source(s.name) for s in specs if isinstance(s.loader, importlib.abc.InspectLoader))
+    return "\n\n".join(filter(None, sources))
 
 
 def _split(source: str, whole: PlainText | Chats, split: Split) -> PlainText | Chats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import cycle
+from pathlib import Path
 
 import numpy as np
 
@@ -34,8 +35,7 @@ def speed_figure(speed: Speed) -> str:
 
 
 def before_after_figure(shrunk: Shrinking) -> str:
-    """What the smaller model has of the dense one: parameters, bytes, speed (95 %), perplexity (95 %)."""
-    dense, smaller = shrunk.evaluation.perplexities
+    """What the smaller model has of the dense one: parameters, bytes, speed (95 %), perplexities (95 %)."""
     rows: list[tuple[str, float, tuple[float, float] | None, str]] = [
         (name, after / before, None, f"{before / 1e6:,.1f} → {after / 1e6:,.1f} {unit}")
         for name, (before, after), unit in (("parameters", shrunk.parameters, "M"), ("weights", shrunk.size, "MB"))
@@ -47,14 +47,16 @@ def before_after_figure(shrunk: Shrinking) -> str:
                 told = "machine busy" if ratio.busy else f"× {ratio.value:.2f}"
                 value = np.nan if ratio.busy else ratio.value
                 rows.append((name, value, (ratio.low, ratio.high), told))
-    worth = f"{dense.value:.4g} → {smaller.value:.4g}"
-    rows.append(("perplexity", smaller.value / dense.value, smaller.ratio_interval(dense), worth))
+    for pair in filter(None, (shrunk.evaluation.perplexities, shrunk.foreign)):
+        dense, smaller = pair
+        worth, name = f"{dense.value:.4g} → {smaller.value:.4g}", f"perplexity, {Path(dense.measured_on.text).name}"
+        rows.append((name, smaller.value / dense.value, smaller.ratio_interval(dense), worth))
     figure, axes = one_panel(6.5, 1 + 0.4 * len(rows))
     for y, (name, value, interval, told) in enumerate(rows):
         low, high = interval or (value, value)
         if not np.isfinite([value, low, high]).all():  # what is not finite has no bar
             value = low = high = 0.0
-        axes.barh(y, value, height=0.6, color=COLOURS["bi" if name == "perplexity" else "rho"], alpha=0.85)
+        axes.barh(y, value, height=0.6, color=COLOURS["bi" if name.startswith("perplexity") else "rho"], alpha=0.85)
         axes.plot([low, high], [y, y], color=INK, linewidth=0.8)
         axes.text(high + 0.02, y, told, va="center", fontsize=SMALL)
     axes.axvline(1, color=GREY, linewidth=0.8)

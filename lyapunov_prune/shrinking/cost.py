@@ -125,7 +125,7 @@ def estimated(
     seconds["healing"] = (steps or STEPS) * _STEP * window
     if answering:  # the dense model and every choice answer one half; both models answer the other half at the end
         seconds[TASK] = answering * (len(counts) + 3) / 2
-    seconds["evaluation"] = 2 * window * texts.evaluated / context + 16 * window
+    seconds["evaluation"] = 4 * window * texts.evaluated / context + 16 * window  # both models, on two texts
     seconds["gate and files"] = 2 * smaller / _SAVED + 20 * window
     if minutes is not None:
         rest = sum(seconds.values()) - seconds["healing"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import printable
 from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.task_scores import TaskScore
 from lyapunov_prune.models.size import Size
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -34,9 +36,11 @@ class Shrinking(Result):
     """How a model was shrunk to a `target`, and the dense and the smaller model side by side.
 
     `steps` holds every step in order, including dropped and skipped ones. `size` is the bytes of all weights of the
-    dense and the smaller model. `evaluation` compares both models on text that no step learnt from or was judged by.
-    `commands` do the same by hand. `loader` is the transformers class that loads the result. `folder` is where it was
-    written, None if it was not.
+    dense and the smaller model. `evaluation` compares both models on text that no step learnt from or was judged by,
+    `foreign` on another kind of text than any step has read (dense, smaller; empty if there was none at hand).
+    `learnt_on` is the text that healed, `judged_on` the second text that judges mending. `commands` do the same by
+    hand. `loader` is the transformers class that loads the result. `folder` is where it was written, None if it was
+    not.
     """
 
     target: str
@@ -44,12 +48,16 @@ class Shrinking(Result):
     steps: tuple[Taken, ...]
     size: tuple[int, int]
     evaluation: Evaluation
+    foreign: tuple[Perplexity, ...]
+    learnt_on: MeasuredOn
+    judged_on: MeasuredOn
     commands: tuple[str, ...]
     loader: str
     folder: str | None = None
 
     def __post_init__(self) -> None:
-        require_fitting(len(self.evaluation.perplexities) == 2, "shrinking compares the dense and the smaller model")
+        pairs = {len(self.evaluation.perplexities), len(self.foreign) or 2}
+        require_fitting(pairs == {2}, "shrinking compares the dense and the smaller model")
 
     @property
     def measured_on(self) -> tuple[MeasuredOn, ...]:
@@ -76,8 +84,8 @@ class Shrinking(Result):
             f"{self.plan.model.name} without {self._gone()}: {before:,} → {after:,} parameters, "
             f"{Size(large, before).told()} → {Size(small, after).told()}",
             self._speed(),
-            self._worth(),
-            self._kept(),
+            "; ".join([*self.worth(), *self._tasks()]),
+            f"{self._kept()}. {self.read()}",
         ]
         if self.folder is not None and self.folder.endswith(".gguf"):
             lines.append(f"Written: {self.folder}, which llama.cpp runs as it is")
@@ -111,15 +119,21 @@ class Shrinking(Result):
             f"one: reading {smaller.told('prefill')}; writing {smaller.told('decode')}"
         )
 
-    def _worth(self) -> str:
-        dense, smaller = self.evaluation.perplexities
-        low, high = smaller.ratio_interval(dense)
-        on = smaller.measured_on
-        lines = [
-            f"Perplexity {dense.value:.4g} → {smaller.value:.4g} (× {smaller.value / dense.value:.3f}, 95% "
-            f"{low:.3f} to {high:.3f}) on {on.tokens:,} tokens of {on.text} that no step has seen"
-        ]
-        return "; ".join(lines + self._tasks())
+    def worth(self) -> list[str]:
+        """The perplexities on the text of `evaluation`, and on the foreign one."""
+        text, why = self.evaluation.measured_on[0].text, "that no step has seen"
+        if text in (self.learnt_on.text, self.judged_on.text):
+            step = "learnt from" if text == self.learnt_on.text else "was judged by"
+            why = f"that no step has seen, of the kind that it {step}"
+        found = [_ratio(self.evaluation.perplexities, why)]
+        if self.foreign:
+            found.append(_ratio(self.foreign, "of a kind that no step has seen"))
+        return found
+
+    def read(self) -> str:
+        """The text to learn from, and those to judge by."""
+        learnt, judged = (f"{on.text} ({on.split})" for on in (self.learnt_on, self.judged_on))
+        return f"Learnt from {learnt}; to judge by: other windows of it, and {judged}"
 
     def _tasks(self) -> list[str]:
         scores = self.evaluation.tasks
@@ -150,6 +164,16 @@ def main_score(scores: list[TaskScore]) -> TaskScore:
     """The main score of a task: the exact match of the last number if there is one, else the harness's first score."""
     flexible = [s for s in scores if s.metric.endswith("flexible-extract")]
     return (flexible or scores)[0]
+
+
+def _ratio(pair: Sequence[Perplexity], why: str) -> str:
+    dense, smaller = pair
+    low, high = smaller.ratio_interval(dense)
+    on = smaller.measured_on
+    return (
+        f"Perplexity {dense.value:.4g} → {smaller.value:.4g} (× {smaller.value / dense.value:.3f}, 95% {low:.3f} to "
+        f"{high:.3f}) on {on.tokens:,} tokens of {on.text} {why}"
+    )
 
 
 def _score(score: TaskScore) -> str:

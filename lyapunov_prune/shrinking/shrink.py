@@ -17,7 +17,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import Diverged
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
-from lyapunov_prune.evaluation.perplexity import perplexity
+from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
 from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks, halves
 from lyapunov_prune.healing.heal import STEPS, heal
@@ -36,7 +36,7 @@ from lyapunov_prune.shrinking.cost import Estimate
 from lyapunov_prune.shrinking.report import Shrinking, Shrunk, Taken
 from lyapunov_prune.shrinking.request import MENDED_SEARCH, Clock, Request, healing_minutes, search_forwards
 from lyapunov_prune.shrinking.target import Target
-from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts
+from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts, foreign_text
 from lyapunov_prune.shrinking.within import Loss, divergence, drop_of, largest
 from lyapunov_prune.shrinking.written import by_hand, is_gguf, require_output, write_shrunk, write_shrunk_gguf
 
@@ -75,9 +75,10 @@ def shrink(
 
     `batch` teaches every step; None has the model write `tokens` tokens in windows of `context` to heal by, and longer
     windows to choose layers and mend by. `judge` is a second
-    text that judges mending, `evaluation` one that no step sees; the built-in text if None (`Texts.filled`). What
-    was measured is kept in `folder` and not measured again, by a later run of other `minutes` or another number of
-    layers either; what is decided and trained, until the smaller model is written.
+    text that judges mending, `evaluation` one that no step sees; the built-in text if None (`Texts.filled`). A text of
+    another kind than those is scored beside it (`texts.foreign_text`). What was measured is kept in `folder` and not
+    measured again, by a later run of other `minutes` or another number of layers either; what is decided and trained,
+    until the smaller model is written.
 
     An `output` that ends in .gguf is the GGUF file that `model` was read from without the layers, copied byte for byte
     but for the tensors that changed; they keep their type.
@@ -151,16 +152,20 @@ def _run(
     healed, healing = _healed(request, pruned, learn, expected, minutes, clock.store.place)
     smaller = pruned if healed is None else healed.model
     require_unseen(smaller, held_out)
+    foreign = foreign_text(smaller, request.tokenizer, (choose, learn, judge, held_out), held_out)
     evaluation = _evaluation(request, smaller, held_out, None if items is None else items[1])
     heals = None if healed is None else _heal_words(request, expected, minutes)
     place = None if output is None else str(output)
-    commands = by_hand(request, choice, search, heals, (choose, learn, held_out), place or "OUT")
+    commands = by_hand(request, choice, search, heals, (choose, learn, held_out, foreign), place or "OUT")
     report = Shrinking(
         target=request.target.told(),
         plan=choice.plan,
         steps=(*choice.taken, healing),
         size=(model_size(model).bytes, model_size(smaller).bytes),
         evaluation=evaluation,
+        foreign=() if foreign is None else _perplexities(request, smaller, foreign),
+        learnt_on=learn.measured_on(model),
+        judged_on=judge.measured_on(model),
         commands=commands,
         loader=loading_class(smaller).__name__,
         folder=place,
@@ -233,9 +238,15 @@ def _evaluation(request: Request, smaller: PreTrainedModel, held_out: TokenBatch
     dense, batch_size = request.model, request.batch_size
     models = {"dense": dense, "smaller": smaller}
     return Evaluation(
-        perplexities=tuple(perplexity(m, held_out, batch_size=batch_size) for m in models.values()),
+        perplexities=_perplexities(request, smaller, held_out),
         zeros=tuple(map(zero_share, models.values())),
         sizes=tuple(map(model_size, models.values())),
         speed=measure_speed(models, prompt=prompt_for(find_structure(dense)), steps=16, repeats=5),
         tasks=None if task is None else evaluate_tasks(models, request.tokenizer, [task], batch_size=batch_size),
     )
+
+
+def _perplexities(request: Request, smaller: PreTrainedModel, text: TokenBatch) -> tuple[Perplexity, Perplexity]:
+    """Of the dense and of the smaller model."""
+    dense, small = (perplexity(m, text, batch_size=request.batch_size) for m in (request.model, smaller))
+    return dense, small

@@ -1,7 +1,9 @@
-"""The texts of a run: one to choose and mend on, one to heal on, one that judges mending, one that no step sees."""
+"""The texts of a run: to choose and mend on, to heal on, to judge mending by, and two kinds that no step sees."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.data.batch import TokenBatch, checked_batch, require_context, require_disjoint
+from lyapunov_prune.data.sources import BUILTIN, OWN
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
@@ -89,11 +92,11 @@ class Texts:
         held_out, (windows, width) = self.held_out, self.searched(model)
         if held_out is None:
             wide = find_structure(model).at_most(WIDE)
-            held_out = load_text("builtin", tokenizer, tokens=EVALUATED, context=wide, split="evaluation")
+            held_out = load_text(BUILTIN, tokenizer, tokens=EVALUATED, context=wide, split="evaluation")
         require_unseen(model, held_out)
         judge, learn, choose = self.judge, self.learn, self.choose or self.learn
         if judge is None and learn is None:
-            judge = load_text("builtin", tokenizer, tokens=windows // 2 * width, context=width)
+            judge = load_text(BUILTIN, tokenizer, tokens=windows // 2 * width, context=width)
         replace(self, judge=judge, held_out=held_out).require(model)  # before minutes of generation
         if choose is None and width != self.context:
             choose = written_by(model, "calibration", windows * width, width, folder=folder)
@@ -104,6 +107,24 @@ class Texts:
             judge = second_text(read(in_memory(model), choose), folder)
         replace(self, learn=learn, judge=judge, held_out=held_out, choose=choose).require(model)
         return choose, learn, judge, held_out
+
+
+def foreign_text(
+    smaller: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Collection[TokenBatch], like: TokenBatch
+) -> TokenBatch | None:
+    """The first of `OWN` that is none of `texts`, and of which no step that made `smaller` saw a passage.
+
+    Its evaluation half, in windows as long as those of `like`, as many but EVALUATED tokens at most. None if every one
+    of `OWN` was used.
+    """
+    tokens = max(like.context, min(like.tokens, EVALUATED))
+    for name in OWN:
+        if name not in [text.text for text in texts]:
+            with suppress(LyapunovPruneError):  # the text shares a passage with one of the user's, or is too short
+                found = load_text(name, tokenizer, tokens=tokens, context=like.context, split="evaluation")
+                require_unseen(smaller, found)
+                return found
+    return None
 
 
 def wide_context(structure: Structure, tokens: int, context: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.checkpoints.reloading import RELOADED, reload_check
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError, printable
@@ -85,11 +86,12 @@ def write_shrunk(
     and hold exactly what should be left. Raises CheckFailed if not, and LyapunovPruneError if writing fails.
     """
     results: dict[str, Result] = {REPORT: report, "best.json": choice.found, "eval.json": report.evaluation}
-    healed: dict[str, Any] = {}
+    sections = {"Evaluated": "\n".join(f"- {as_text(line)}." for line in (report.read(), *report.worth()))}
+    healed: dict[str, Any] = {"sections": sections}
     if healing is not None:
         results[HEALING] = healing
         since = f"It learnt\nafter the removal, for {healing.steps} steps, to predict what the dense model predicts."
-        healed = {"since": since, "sections": {"Healed": healing.about()}}
+        healed = {"since": since, "sections": {"Healed": healing.about(), **sections}}
     dense, made = wrap(request.model), wrap(smaller)
     inputs = sample_inputs(made, batch)
     with whole_folder(target) as folder:
@@ -113,15 +115,16 @@ def by_hand(
     choice: Chosen,
     search: float | None,
     healed: Sequence[str] | None,
-    texts: tuple[TokenBatch, TokenBatch, TokenBatch],
+    texts: tuple[TokenBatch, TokenBatch, TokenBatch, TokenBatch | None],
     output: str,
 ) -> tuple[str, ...]:
     """The commands that make the same model by hand, into `output`.
 
-    `healed` are the options of `heal`, None if healing was not kept. `texts` choose, teach and evaluate.
+    `healed` are the options of `heal`, None if healing was not kept. `texts` choose, teach, evaluate, and evaluate on
+    another kind.
     """
     plan, target, text, source = choice.plan, request.target, request.text, request.source
-    choose, learn, held_out = texts
+    choose, learn, held_out, foreign = texts
     name, cut = plan.model.name, f"{output}-cut"
     chosen = ["--remove", f"{len(plan.remove)}", "--criterion", "best"]
     if search is not None:
@@ -137,6 +140,8 @@ def by_hand(
         commands.append(["heal", cut, "--teacher", name, *healed, *source, *taught, *_size(learn), "-o", output])
     asked = [] if target.task is None else ["--tasks", target.task]
     commands.append(["eval", output, "--against", name, "--speed", *asked, *source, *text, *_size(held_out)])
+    if foreign is not None:
+        commands.append(["eval", output, "--against", name, *source, "--text", foreign.text, *_size(foreign)])
     return tuple(printable(shlex.join(["lyapunov-prune", *words])) for words in commands)
 
 

@@ -50,20 +50,25 @@ def test_the_commands_by_hand_make_the_same_model(
     assert done.out.splitlines()[0].startswith("tiny without 2 of 6 layers")
     assert "GB of memory" in done.err
     commands = Provenance.load("out/provenance.json").commands
-    assert [shlex.split(command)[1] for command in commands] == ["prune", "heal", "eval"]
+    assert [shlex.split(command)[1] for command in commands] == ["prune", "heal", "eval", "eval"]
     assert ["--context 48" in command for command in commands[:2]] == [True, False]  # wide windows choose
     made, card = load_file("out/model.safetensors"), Path("out/README.md").read_text()
     assert all(command in card for command in commands)
     Path("out").rename("shrunk")
+    scored = []
     for command in commands:
         again = run(*shlex.split(command)[1:])
         assert again.code == 0, again.err
+        if " eval " in command:
+            scored.append(Evaluation.load("runs/out/eval.json").perplexities)
     by_hand = load_file("out/model.safetensors")
     assert by_hand.keys() == made.keys()
     assert all(torch.equal(by_hand[name], made[name]) for name in made)
-    dense, smaller = Evaluation.load("runs/out/eval.json").perplexities
-    told = Shrinking.load("shrunk/shrink.json").evaluation.perplexities
-    assert [p.nll for p in told] == [dense.nll, smaller.nll]
+    report = Shrinking.load("shrunk/shrink.json")
+    told = [report.evaluation.perplexities, report.foreign]
+    assert [[p.nll for p in pair] for pair in told] == [[p.nll for p in pair] for pair in scored]
+    assert [dense.measured_on.text for dense, _ in told] == ["builtin", "code"]
+    assert all(words in card for words in ("of the kind that it", "of a kind that no step has seen"))
 
 
 def test_the_cost_is_said_on_stderr(run: Callable[..., Done]) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lyapunov_prune.data import text as module
 from lyapunov_prune.data.batch import LEAK_TOKENS, TokenBatch, require_disjoint
 from lyapunov_prune.data.documents import PlainText
+from lyapunov_prune.data.sources import OWN
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
@@ -31,10 +32,10 @@ PARAGRAPHS = [
 PARAGRAPHS[5] = PARAGRAPHS[25] = REPEATED
 
 
-@pytest.fixture(params=["builtin", "txt", "jsonl"])
+@pytest.fixture(params=["builtin", "code", "txt", "jsonl"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "builtin":
-        return "builtin"
+    if request.param in OWN:
+        return request.param
     path = tmp_path / f"text.{request.param}"
     lines = [json.dumps({"text": p}) for p in PARAGRAPHS]
     path.write_text("\n\n".join(PARAGRAPHS) if request.param == "txt" else "\n".join(lines), encoding="utf-8")

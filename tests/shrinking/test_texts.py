@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import make_tiny
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from experiments.cut_texts import MODULES
+from lyapunov_prune.data import text
 from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.text import load_text
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.shrinking.texts import Texts, wide_context
+from lyapunov_prune.results.history import add_step
+from lyapunov_prune.shrinking.texts import Texts, foreign_text, wide_context
 
 
 @pytest.mark.parametrize(
@@ -30,3 +35,24 @@ def test_a_given_text_is_as_wide_as_it_is() -> None:
     batch = TokenBatch(torch.arange(20 * 24).view(20, 24) % 97, "given", "all", bos=False)
     assert Texts(batch, None, None, 9600, 24).searched(model) == (16, 24)
     assert Texts(batch, None, None, 9600, 24, choose=batch.take(range(5))).searched(model) == (5, 24)
+
+
+def test_the_foreign_text_is_of_a_kind_that_no_step_has_read(
+    reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    prose, code, own = (
+        load_text(source, tokenizer, tokens=480, context=48, split="evaluation")
+        for source in ("builtin", "code", [" ".join(f"w{i}" for i in range(9000))])
+    )
+    for used, expected in (([own], "builtin"), ([own, prose], "code"), ([code, own], "builtin"), ([prose, code], None)):
+        found = foreign_text(reader, tokenizer, used, own)
+        assert (None if found is None else found.text) == expected
+    taught = make_tiny("llama", vocab_size=reader.config.vocab_size)
+    add_step(taught, "heal", (prose.measured_on(taught),), taught)  # the same passages, under whatever name
+    found = foreign_text(taught, tokenizer, [own], own)
+    assert found is not None
+    assert (found.text, found.split, found.tokens, found.context) == ("code", "evaluation", 480, 48)
+
+
+def test_no_module_of_the_text_code_is_in_the_code_that_experiments_report_on() -> None:
+    assert not set(MODULES) & set(text._MODULES)

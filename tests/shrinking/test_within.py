@@ -141,7 +141,7 @@ def test_a_task_is_reported_on_the_items_that_are_held_out(
     assert report.evaluation.tasks is not None
     assert report.evaluation.tasks.tasks[0].items == 6
     assert "items " in report.answer()[2]
-    assert f"--tasks {items}" in report.commands[-1]
+    assert f"--tasks {items}" in report.commands[-2]
 
 
 @pytest.mark.usefixtures("quick")

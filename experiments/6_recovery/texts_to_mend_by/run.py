@@ -1,19 +1,19 @@
-"""Which text to mend and heal by, where none like the reader's is at hand, and who can tell (no paper).
+"""Which text to learn from if nobody says what the model will read: its own, two kinds mixed, or one kind (no paper).
 
-    python experiments/6_recovery/texts_to_mend_by/run.py [--model MODEL] --text A.txt --unseen B.txt
+    python experiments/6_recovery/texts_to_mend_by/run.py --layers 12-18 --text c4.jsonl --text code
 
-A quarter of the layers goes, the same run of layers whatever the text. The gap is mended on the built-in text, on the
-beginning of `--text`, on what the dense model writes itself at three temperatures, and on halves of two of these; two
-of these models are then healed on the same text, by updates of low rank. Each is scored on the beginning of `--unseen`
-and by what could judge it: the second halves of both texts, and other windows that the model wrote. Writes MODEL.json
-beside this file; what all of them say goes into README.md by `make tables`.
+The same layers go, whatever the text. The gaps are mended, and the model healed from there, on what the dense model
+writes itself, on half prose and half code (the built-in text and `code`), and on the first half of each `--text`. Each
+is scored on the second half of every `--text`, so that what a text teaches is seen on its own kind and on the others.
+Writes MODEL.json beside this file; what all of them say goes into README.md by `make tables`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,166 +23,168 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Model, Scored, Unseen, plain, read_text, run_command
+from experiments.common import Model, Scored, plain, read_text, run_command
 from experiments.statements import bullets, ratio, runs, table
+from lyapunov_prune.cli.options import layer_indices
 from lyapunov_prune.data.batch import require_disjoint
-from lyapunov_prune.results.encoding import encode
+from lyapunov_prune.data.sources import BUILTIN, CODE, SELF
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
-TEMPERATURES = (1.0, 0.7, 1.3)
-UNSEEN = "unseen"
-HEALED, RANK = ("builtin", f"self, T = {TEMPERATURES[0]:g}"), 8  # lessons, and the rank of the updates
+RANK = 16  # of the updates that heal, as `shrink` heals in half precision
+MIX = f"half {BUILTIN}, half {CODE}"
 
 
 @dataclass(frozen=True)
 class Taught:
-    """Mended, or `healed` from there, on the text `by`: the loss of every window of each text that scores, by name."""
+    """Mended, or `healed` from there, on the text `by`: the loss of every window of each text that scores, by name.
+
+    `seconds` are those of this step, `writing` those in which the model wrote the text.
+    """
 
     by: str
     healed: bool
     windows: dict[str, np.ndarray]
+    seconds: float
+    writing: float
 
 
 @dataclass(frozen=True)
 class TextsToMendBy(Result):
-    """`dense` and `cut` as `Taught.windows`; of these texts `unseen` decides nothing, and the others might judge."""
+    """`dense` and `cut` as `Taught.windows`. Lessons are of `tokens` tokens, healing of `steps` steps."""
 
     removed: tuple[int, ...]
     dense: dict[str, np.ndarray]
     cut: dict[str, np.ndarray]
     taught: tuple[Taught, ...]
     tokens: int
-    measured_on: MeasuredOn
+    steps: int
+    learnt_on: tuple[MeasuredOn, ...]
+    measured_on: tuple[MeasuredOn, ...]
 
-    def over_cut(self, taught: Taught, scored: str = UNSEEN) -> np.ndarray:
-        return taught.windows[scored] - self.cut[scored]
+    def of(self, by: str, healed: bool = True) -> Taught:
+        return next(t for t in self.taught if t.by == by and t.healed == healed)
 
-    def self_over_builtin(self, healed: bool) -> np.ndarray:
-        """Losses by the text that the model wrote at temperature 1 less those by the built-in text."""
-        own, builtin = (next(t for t in self.taught if t.healed == healed and t.by == by) for by in reversed(HEALED))
-        return own.windows[UNSEEN] - builtin.windows[UNSEEN]
-
-    def headline(self) -> str:
-        return f"{self.measured_on.line()}; without layers {runs(self.removed)}, mended on {self.tokens} tokens"
+    def between(self, by: str, other: str) -> dict[str, np.ndarray]:
+        """The losses of the windows of each scored text, healed by one text, less those by another."""
+        one, two = self.of(by).windows, self.of(other).windows
+        return {name: one[name] - two[name] for name in one}
 
 
 def main(
-    text: Annotated[str, typer.Option(help="a text like that which the model will read")],
-    unseen: Unseen,
+    text: Annotated[list[str], typer.Option(help="a kind of text; its halves teach and score")],
+    layers: Annotated[str, typer.Option(help="those that go, as the command prune takes them")],
     model: Model = Model(device="cpu"),
-    tokens: Annotated[int, typer.Option(help="to mend on")] = 4096,
+    tokens: Annotated[int, typer.Option(help="to learn from")] = 4096,
     context: int = 256,
-    judged: Annotated[int, typer.Option(help="tokens of each text that could judge")] = 2048,
-    scored: Scored = 4096,
-    steps: Annotated[int, typer.Option(help="of healing, a window a step; 0 heals nothing")] = 24,
+    scored: Scored = 2048,
+    steps: Annotated[int, typer.Option(help="of healing, a window a step")] = 24,
 ) -> None:
     loaded = model.load()
     jobs = model.jobs / "texts-to-mend-by"
-
-    def own(temperature: float, seed: int, n: int) -> lp.TokenBatch:
-        folder = jobs / f"self-{temperature:g}-{seed}"
-        how: dict[str, Any] = {"temperature": temperature, "seed": seed, "folder": folder}
-        return lp.self_generated(loaded.model, tokens=n, context=context, **how)
-
-    user = plain(text)
+    read = partial(read_text, loaded, tokens=tokens, context=context)
+    own: dict[str, Any] = {"tokens": tokens, "context": context, "folder": jobs}
     lessons: dict[str, Callable[[], lp.TokenBatch]] = {
-        "builtin": partial(read_text, loaded, "builtin", tokens, context),
-        user: partial(read_text, loaded, text, tokens, context),
-        **{f"self, T = {t:g}": partial(own, t, 0, tokens) for t in TEMPERATURES},
+        SELF: partial(lp.self_generated, loaded.model, **own),
+        MIX: lambda: mixed(read(BUILTIN), read(CODE)),
+        **{plain(name): partial(read, name) for name in text},
     }
-    own_text = f"self, T = {TEMPERATURES[0]:g}"
-    for other in ("builtin", user):
-        lessons[f"half {own_text}, half {other}"] = partial(halved, lessons[own_text], lessons[other])
-    judges = {
-        UNSEEN: read_text(loaded, unseen, scored, context, "all"),
-        "builtin": read_text(loaded, "builtin", judged, context, "evaluation"),
-        user: read_text(loaded, text, judged, context, "evaluation"),
-        "self": own(1.0, 1, judged),
-    }
-    found = measure(loaded, lessons, judges, tokens, steps, jobs)
+    judges = {plain(name): read_text(loaded, name, scored, context, "evaluation") for name in text}
+    found = measure(loaded, lessons, judges, layer_indices("--layers", layers), tokens, steps, jobs)
     found.save(HERE / f"{loaded.model.config._name_or_path}.json")
 
 
-def halved(first: Callable[[], lp.TokenBatch], second: Callable[[], lp.TokenBatch]) -> lp.TokenBatch:
-    """As many tokens, two windows of the one and two of the other in turn: every fourth window, which chooses the form
-    of a map, is of the second."""
-    a, b = (make().ids for make in (first, second))
-    pairs = min(len(a), len(b)) // 4
-    rows = [rows[2 * k : 2 * k + 2] for k in range(pairs) for rows in (a, b)]
-    return replace(first(), ids=torch.cat(rows), text=f"half {first().text}, half {second().text}")
+def mixed(first: lp.TokenBatch, second: lp.TokenBatch) -> lp.TokenBatch:
+    """As many windows as each has, two of the one and two of the other in turn: every fourth chooses a map's form."""
+    rows = [rows[k : k + 2] for k in range(0, len(first) // 2, 2) for rows in (first.ids, second.ids)]
+    return replace(first, ids=torch.cat(rows), text=MIX)
 
 
 def measure(
     loaded: lp.models.Decoder,
     lessons: dict[str, Callable[[], lp.TokenBatch]],
     judges: dict[str, lp.TokenBatch],
+    removed: Sequence[int],
     tokens: int,
     steps: int,
     folder: Path,
 ) -> TextsToMendBy:
     model = loaded.model
-    ranked = lp.rank(model, judges["builtin"], criterion="angular", remove=0.25)
-    removed = ranked.plan(0.25).remove
-    origins = {name: batch.measured_on(model) for name, batch in judges.items()}
-    about = {"judged": encode(origins), "removed": list(removed), "tokens": tokens}
+    measured_on = tuple(batch.measured_on(model) for batch in judges.values())
+    about = {"texts": [on.text_hash for on in measured_on], "removed": list(removed), "tokens": tokens, "steps": steps}
     with Store(folder / "scores", "texts to mend by", about) as store:
 
-        def windows(key: str, make: Callable[[], PreTrainedModel]) -> dict[str, np.ndarray]:
+        def scores(key: str, make: Callable[[], PreTrainedModel]) -> tuple[dict[str, np.ndarray], float]:
+            """The losses of what `make` makes, and the seconds that it took to make."""
             if key not in store:
+                began = time.monotonic()
                 made = make()
-                scores = {
+                seconds = time.monotonic() - began
+                losses = {
                     name: lp.perplexity(made, batch, description=f"{key} on {name}").windows.tolist()
                     for name, batch in judges.items()
                 }
-                store.add(key, scores)
-            return {name: np.array(values) for name, values in store[key].items()}
+                store.add(key, (losses, seconds))
+            losses, seconds = store[key]
+            return {name: np.array(values) for name, values in losses.items()}, seconds
 
-        dense, cut = windows("dense", lambda: model), windows("cut", lambda: lp.remove_layers(model, removed))
-        taught = []
+        dense, _ = scores("dense", lambda: model)
+        cut, _ = scores("cut", lambda: lp.remove_layers(model, removed))
+        taught, learnt_on = list[Taught](), list[MeasuredOn]()
         for name, lesson in lessons.items():
+            began = time.monotonic()
             batch = lesson()
-            require_disjoint(batch, judges[UNSEEN])
-            mend = partial(lp.mend, model, removed, batch)
-            taught.append(Taught(name, False, windows(name, mend)))
-            if steps and name in HEALED:
+            if f"writing {name}" not in store:
+                store.add(f"writing {name}", time.monotonic() - began)
+            for judge in judges.values():
+                require_disjoint(batch, judge)
+            learnt_on.append(batch.measured_on(model))
+            mend = cache(partial(lp.mend, model, removed, batch))
 
-                def heal(mend: Callable[[], Any] = mend, batch: lp.TokenBatch = batch) -> Any:
-                    return lp.heal(mend(), model, batch, steps=steps, rank=RANK).model
+            def heal(mend: Callable[[], PreTrainedModel] = mend, batch: lp.TokenBatch = batch) -> PreTrainedModel:
+                return lp.heal(mend(), model, batch, steps=steps, rank=RANK).model
 
-                taught.append(Taught(name, True, windows(f"{name}, healed {steps}", heal)))
-    return TextsToMendBy(removed, dense, cut, tuple(taught), tokens, origins[UNSEEN])
+            states = {False: scores(name, mend), True: scores(f"{name}, healed {steps}", heal)}
+            taught += [Taught(name, healed, *done, store[f"writing {name}"]) for healed, done in states.items()]
+    return TextsToMendBy(tuple(removed), dense, cut, tuple(taught), tokens, steps, tuple(learnt_on), measured_on)
 
 
 def written() -> dict[str, str]:
     results = [TextsToMendBy.load(path) for path in sorted(HERE.glob("*.json"))]
-    (one,) = results
     return {
-        "setting": setting(results),
+        "setting": bullets(*map(setting, results)),
         "taught": taught_by(results),
-        "mended": ratio(one.self_over_builtin(False)),
-        "healed": ratio(one.self_over_builtin(True)),
+        **{
+            f"{r.measured_on[0].model.name} self over mix on {name}": ratio(losses)
+            for r in results
+            for name, losses in r.between(SELF, MIX).items()
+        },
     }
 
 
-def setting(results: list[TextsToMendBy]) -> str:
-    return bullets(*(f"{r.headline()}; dense {ratio(r.dense[UNSEEN])}, cut {ratio(r.cut[UNSEEN])}" for r in results))
+def setting(result: TextsToMendBy) -> str:
+    on = result.measured_on
+    texts = "; ".join(f"{each.text} ({each.split}, {each.text_hash[:12]})" for each in on)
+    return (
+        f"{on[0].model.name}, {on[0].dtype} on {on[0].device}, without layers {runs(result.removed)}; lessons of "
+        f"{result.tokens} tokens, {result.steps} steps of healing by rank {RANK}; scored on {on[0].tokens} tokens "
+        f"each, context {on[0].context}, of {texts}"
+    )
 
 
 def taught_by(results: list[TextsToMendBy]) -> str:
-    """Perplexity over that of the cut model, on what is unseen and on what could judge."""
+    """Perplexity over that of the dense model on each kind of text, and the minutes that it took."""
+    names = list(results[0].dense)
     rows = []
     for r in results:
+        model = r.measured_on[0].model.name
+        rows.append((model, "", "cut", *(ratio(r.cut[name] - r.dense[name]) for name in names), None, None))
         for t in r.taught:
-            state = "healed" if t.healed else "mended"
-            short_ratios = (float(np.exp(r.over_cut(t, name).mean())) for name in r.dense if name != UNSEEN)
-            rows.append((r.measured_on.model.name, state, _plain(t.by), ratio(r.over_cut(t)), *short_ratios))
-    return table(("model", "", "by", "on the unseen text", "on builtin", "on the user's", "on its own"), rows)
-
-
-def _plain(name: str) -> str:
-    return name.removesuffix(".tokens")
+            over = (ratio(t.windows[name] - r.dense[name]) for name in names)
+            minutes = f"{t.seconds / 60:.1f}", f"{t.writing / 60:.1f}" if t.by == SELF and not t.healed else None
+            rows.append((model, t.by, "healed" if t.healed else "mended", *over, *minutes))
+    return table(("model", "learnt from", "", *(f"on {name}" for name in names), "minutes", "writing"), rows)
 
 
 if __name__ == "__main__":
