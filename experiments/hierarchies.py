@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,10 @@ from experiments.common import job_folder
 from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.data.choices import ChoiceItem, tokenize
 from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.forward.branches import zero_outputs
+from lyapunov_prune.forward.sublayers import Kind, find_sublayers, named_branches
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import once
@@ -80,6 +84,18 @@ def measured_on(loaded: lp.models.Decoder, prompts: dict[str, torch.Tensor]) -> 
     return replace(batch.measured_on(loaded.model), context=max(p.shape[1] for p in prompts.values()))
 
 
+def without_branches(
+    model: PreTrainedModel, attention: tuple[int, ...] = (), mlp: tuple[int, ...] = ()
+) -> PreTrainedModel:
+    """A copy of `model` in which these attentions and MLPs add nothing, because their output projections are zero."""
+    made = copy.deepcopy(model)
+    branches = find_sublayers(wrap(made), sorted({*attention, *mlp}))
+    for layer, kind, branch in named_branches(branches, attention, mlp):
+        if zero_outputs(branch) is None:
+            raise lp.LyapunovPruneError(f"the {kind} of layer {layer} ends in no matrix of its own; take other layers")
+    return made
+
+
 def makers(loaded: lp.models.Decoder, calibration: lp.TokenBatch) -> dict[str, Callable[[], PreTrainedModel]]:
     """The models that are compared, made on `calibration` when they are asked for; layers go by Block Influence."""
     dense = loaded.model
@@ -92,12 +108,10 @@ def makers(loaded: lp.models.Decoder, calibration: lp.TokenBatch) -> dict[str, C
 
     def drop(what: str, count: int) -> PreTrainedModel:
         found = measure(influence[what])
-        by = (
-            lp.rank_layers(None, found, criterion="bi")
-            if what == "layers"
-            else lp.ranking.rank_sublayers(found, "mlp" if what == "MLP" else "attention")
-        )
-        return lp.remove_layers(dense, by.plan(count))
+        if what == "layers":
+            return lp.remove_layers(dense, lp.rank_layers(None, found, criterion="bi").plan(count))
+        kind: Kind = "mlp" if what == "MLP" else "attention"
+        return without_branches(dense, **{kind: lp.ranking.rank_sublayers(found, kind).order[:count]})
 
     def compress(**setting: Any) -> PreTrainedModel:
         return lp.compress(dense, calibration, **setting).model

@@ -46,9 +46,6 @@ CALLS: dict[str, Callable[[PreTrainedModel, Path], Any]] = {
     "perplexity": lambda model, folder: lp.perplexity(model, IDS),
     "remove_layers": lambda model, folder: lp.remove_layers(model, lp.PruningPlan.given(model, [1])),
     "verify_removal": lambda model, folder: lp.verify_removal(model, lp.remove_layers(model, [1]), [1], IDS),
-    "remove_layers, attention": lambda model, folder: lp.remove_layers(
-        model, lp.PruningPlan.given(model, drop_attention=[1])
-    ),
     "compress": lambda model, folder: lp.compress(model, IDS, method="wanda", sparsity=0.5),
     "check_bounds": lambda model, folder: lp.check_bounds(model, IDS, sparsity=0.5),
     "measure_sensitivity": lambda model, folder: lp.measure_sensitivity(model, IDS, studies=("removal",)),

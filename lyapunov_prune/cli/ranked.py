@@ -35,10 +35,10 @@ What = Annotated[
         metavar="NAME",
         help="\n\n".join(
             [
-                "What is removed. In a plain checkpoint, removing attention, mlp or activation saves no time.",
+                "What is removed.",
                 "layers: whole layers",
-                f"attention, mlp: that part of a layer, by {_criteria_of('mlp')}",
-                "activation: only with prune --layers",
+                f"attention, mlp: that part of a layer, by {_criteria_of('mlp')} (prune: attention, compact)",
+                "activation: only with prune --layers and --format compact",
                 "width: hidden channels of all blocks or experts (prune)",
                 f"experts: the same number per layer, by {_criteria_of('experts')}",
             ]

@@ -91,11 +91,12 @@ def require_format(what: str, stored: Stored, given: Given) -> None:
     plain = stored.name == "plain"
     held = ("layers", *(stored.card.parts if stored.card else ()), *(("width", "experts") if plain else ()))
     if what not in held:
-        given.refuse(
-            f"{what} leaves what --format {stored.name} does not hold; leave out --format, and convert the result "
-            "with export",
-            "what",
-        )
+        remedy = {
+            "attention": "give --format compact",
+            "activation": "give --format compact",
+            "mlp": "no format does; remove whole layers",
+        }.get(what, "leave out --format, and convert the result with export")
+        given.refuse(f"{what} leaves what --format {stored.name} does not hold; {remedy}", "what")
     if what != "layers" or not stored.mends:
         given.refuse("closes the gaps of whole layers in a plain checkpoint; leave out --what and --format", "mend")
 

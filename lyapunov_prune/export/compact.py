@@ -176,10 +176,10 @@ def merged_path(places: Mapping[str, str]) -> str:
 
 def require_compact(decoder: Decoder, plan: PruningPlan) -> None:
     """Raise LyapunovPruneError for a plan that a compact checkpoint cannot hold, and for one that needs none."""
-    other = "" if plan.drops_parts else "whole layers alone"
     if plan.drop_mlp:
-        other = f"the MLP of layer {plan.drop_mlp[0]}"
-    elif plan.experts_gone or plan.channels:
+        raise LyapunovPruneError(f"no format can lack the MLP of layer {plan.drop_mlp[0]} alone; remove whole layers")
+    other = "" if plan.drops_parts else "whole layers alone"
+    if plan.experts_gone or plan.channels:
         other = "experts or channels"
     if other:
         raise LyapunovPruneError(

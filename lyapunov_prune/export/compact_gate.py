@@ -26,31 +26,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.reloading import ELSEWHERE, RELOADED, GateCheck, elsewhere_check
-from lyapunov_prune.checkpoints.saving import write_model
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import as_examples
 from lyapunov_prune.data.images import ImageBatch
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.compact import Cuts, block_paths, cut_places, cuts_of, make_compact, merged_path
-from lyapunov_prune.export.exported import Exported, exported
 from lyapunov_prune.forward.attentions import find_attentions, silenced_attentions
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import sample_inputs
-from lyapunov_prune.forward.sublayers import find_sublayers, named_branches
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.replaced import hidden_replaced
-from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Decoder, InMemoryAny, runs_models, takes_model
 from lyapunov_prune.models.feedforward import Affine, FeedForward, find_feedforward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import PlainAny
-from lyapunov_prune.models.structure import Structure, in_eval_mode, model_name
+from lyapunov_prune.models.structure import Structure, model_name
 from lyapunov_prune.pruning.counting import COUNTED, fallen_check, held_by, place, sizes_in_memory
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED, Check, Gate, GateReport, OnFiles, bytes_in
 from lyapunov_prune.pruning.provenance import gate_table, save
-from lyapunov_prune.pruning.removal import MERGED, merged_blocks, merged_check
+from lyapunov_prune.pruning.removal import MERGED, merged_check
 from lyapunov_prune.results.files import require_empty, whole_folder
-from lyapunov_prune.results.history import HISTORY, history_of, one_more_step
+from lyapunov_prune.results.history import HISTORY, history_of
 
 
 @runs_models
@@ -135,7 +130,9 @@ def _merged(gate: Gate, cuts: Cuts) -> GateCheck:
         matrix: Any = made[new].get_submodule(merged_path(cuts_of(gate.result)[new]))
         return matrix.weight.detach(), None if matrix.bias is None else matrix.bias.detach()
 
-    return merged_check(merged_blocks(structure.layers, _known(structure, cuts), stored), "a merged block")
+    known = _known(structure, cuts).items()
+    rows = ((i, block.parts(structure.layers[i]).out, tau, stored(i)) for i, (block, tau) in known)
+    return merged_check(rows, "a merged block")
 
 
 def _counted(gate: Gate, cuts: Cuts, folder: Path) -> GateCheck:
@@ -200,40 +197,6 @@ def save_compact(
     gate.require_passed()
     history_of(compact).save(folder / HISTORY)
     return gate
-
-
-@takes_model
-def export_compact(model: PlainAny, tokenizer: PreTrainedTokenizerBase | None, target: str | Path) -> Exported:
-    """Write a compact model, or a plain one without its attentions that are zero, to the folder `target`.
-
-    Raises CheckFailed if the gate fails. Raises LyapunovPruneError if nothing of the model is gone or zero, if the
-    format cannot hold it, or if `target` is not empty.
-    """
-    require_empty(target)
-    plain, cuts, compact = not is_compact(model.model), Cuts(), model.model
-    if plain:
-        cuts = Cuts(attention=_silent_attentions(model))
-        compact = make_compact(model, cuts, shared=True)
-    with one_more_step(compact, "export"):
-        if plain:
-            with whole_folder(target) as folder:
-                gate = save_compact(folder, model, compact, tokenizer, cuts, None)
-                _describe(folder, model, compact, cuts, gate)
-            return exported("compact", compact, gate.checks)
-        name = Path(model_name(compact)).name
-        check = write_model(compact, tokenizer, target, {}, f"{name}, as compact", "Written as it was.")
-        return exported("compact", compact, (check,))
-
-
-@in_eval_mode
-def _silent_attentions(decoder: Decoder) -> tuple[int, ...]:
-    """The layers whose attention adds nothing to the state, as `prune --what attention` leaves it in a plain model."""
-    layers = tuple(range(decoder.structure.num_layers))
-    branches = named_branches(find_sublayers(decoder, layers), layers, ())
-    found = tuple(i for i, _, branch in branches if not branch(branch.x).any())
-    if not found:
-        raise LyapunovPruneError("no attention is absent; give --format plain")
-    return found
 
 
 def _describe(folder: Path, decoder: Decoder, compact: PreTrainedModel, cuts: Cuts, gate: GateReport) -> None:

@@ -41,7 +41,6 @@ from lyapunov_prune.results.files import require_disk, require_empty, whole_fold
 from lyapunov_prune.results.history import HISTORY, add_step, history_of
 
 SHARD_BYTES = 5 * 10**9
-PARTS = "a part of a layer is left out by changing numbers"  # why a plan cannot be applied by copying
 _OF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -83,7 +82,7 @@ def prune_on_disk(
     require_levels_stay(outline.model, plan.remove)
     if plan.experts_gone:
         outline.decoder.mixtures.require(plan.experts, plan.remove)
-    require_copied(outline.decoder.structure, [PARTS] if plan.drops_sublayers else [])
+    plan.require_plain()
     width = find_width(streamed(outline)) if plan.channels else None
     decoder = cut_outline(outline.decoder, plan, width)
     pruned = decoder.model

@@ -42,11 +42,9 @@ def write_pruned(
 ) -> Provenance:
     """Cut what `plan` names out of `model`, pass the gate on the saved files, and write the folder `target`.
 
-    `format` is a name in `table.FORMATS`. Whole layers, channels and experts are removed. A removed attention, MLP or
-    activation of a kept layer keeps its full size in `plain`, which saves no time or memory: output projections become
-    zero, and an activation is cancelled (`mirroring`). In `compact`, attentions are gone and blocks without
-    activation are one matrix (`make_compact`). A reduction is fitted on `batch` in the unchanged `model`, so both
-    formats hold the same maps.
+    `format` is a name in `table.FORMATS`. Whole layers, channels and experts are removed. In `compact`, attentions of
+    kept layers can be gone too, and blocks without activation are one matrix (`make_compact`), by a reduction that is
+    fitted on `batch` in the unchanged `model`.
 
     With `mend`, maps that close the gaps of whole layers are fitted on every second window of `batch`. They add no
     parameter, and are kept if the other windows and the text `judge` say that they pay (`mending.judge.judged_mends`);

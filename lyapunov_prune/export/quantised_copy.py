@@ -26,7 +26,7 @@ from lyapunov_prune.checkpoints.tensor_files import (
     write_tensors,
 )
 from lyapunov_prune.errors import LyapunovPruneError, reported
-from lyapunov_prune.export.copied import PARTS, SHARD_BYTES, cut_outline, new_names, require_copied
+from lyapunov_prune.export.copied import SHARD_BYTES, cut_outline, new_names, require_copied
 from lyapunov_prune.export.disk_gate import KEYS, PLACED, not_run
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.families import family_entry
@@ -141,7 +141,7 @@ def prune_quantised(
     require_empty(target)
     require_levels_stay(checkpoint.decoder.model, plan.remove)
     layers, structure = checkpoint.layers(plan.kept), checkpoint.decoder.structure
-    require_copied(structure, [PARTS] if plan.drops_parts else [])
+    require_copied(structure, ["parts of layers are no whole tensors"] if plan.drops_parts else [])
     pruned = cut_outline(checkpoint.decoder, plan)
     pieces = _pieces(checkpoint, pruned, plan, layers)
     follow_layers(pruned.model.config, layers)

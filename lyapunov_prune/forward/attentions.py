@@ -20,7 +20,6 @@ from lyapunov_prune.errors import LyapunovPruneError, in_short
 from lyapunov_prune.forward.branches import Branch, calls_of
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, require_run, run_backbone, with_input
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
-from lyapunov_prune.forward.replacement import with_data
 from lyapunov_prune.forward.sublayers import mixes_tokens, silent
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import Call, hooked
@@ -58,26 +57,13 @@ def find_attentions(decoder: Decoder, layers: Sequence[int]) -> dict[int, Attent
 
     inputs = sample_inputs(decoder, None)[0][:1]
     inputs = inputs if inputs.is_floating_point() else inputs[:, :8]
-    with (
-        _filled([decoder.layers[i] for i in layers]),
-        hooked(after=[(decoder.layers[i], partial(note, i)) for i in layers]),
-    ):
+    with hooked(after=[(decoder.layers[i], partial(note, i)) for i in layers]):
         run_backbone(decoder.structure, inputs)
     for layer in layers:
         require_run(decoder.structure, layer, layer in found, _OTHERS)
     if found:
         _require_unread(decoder, found)
     return found
-
-
-def _filled(layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    """Within the block, a matrix of zeros has other entries: an attention that was silenced would mix no tokens."""
-
-    def random(p: nn.Parameter) -> torch.Tensor:
-        return torch.randn(p.shape, generator=torch.Generator().manual_seed(0)).div(p.shape[-1] ** 0.5).to(p)
-
-    zeros = [p for layer in layers for p in layer.parameters() if p.ndim > 1 and not p.any()]
-    return with_data({p: random(p) for p in zeros})
 
 
 def silenced_attentions(attentions: Mapping[int, Attention]) -> AbstractContextManager[None]:

@@ -43,7 +43,7 @@ def dropped_layers(reading: Reading) -> Changes:
 def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
     """A changed layer or branch has the matrices of `compressed`, and no bias if `compressed` has set it to zero.
 
-    A zero matrix with a zero bias comes from a branch that was left out (`pruning.mirroring`). Raises
+    A zero matrix with a zero bias comes from a branch that was left out (`forward.branches.zero_outputs`). Raises
     LyapunovPruneError if `compressed` has other shapes, or differs in anything else.
     """
     model, structure = reading.model, reading.structure

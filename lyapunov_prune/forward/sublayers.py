@@ -132,7 +132,7 @@ def named_branches(
 def silenced(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> AbstractContextManager[None]:
     """In every forward inside the block, these branches add nothing to the residual stream.
 
-    The branches still compute: this is a reference for `zero_sublayers`, and no faster than the full model. Raises
+    The branches still compute, so this is no faster than the full model. Raises
     LyapunovPruneError for weights that are not plain matrices in memory, and for a layer that lacks one of them.
     """
     layers = sorted({*attention, *mlp})

@@ -77,7 +77,7 @@ class JointRun(Result):
     def headline(self) -> str:
         score = "top-1 accuracy" if self.measured_on.images else "−loss in nats per token"
         return (
-            f"{self.decision.headline()}\n{self.plan.sentence('compact')}\n{self._kept()}"
+            f"{self.decision.headline()}\n{self.plan.sentence()}\n{self._kept()}"
             f"After {len(self.losses)} more steps {score} {self.chosen:.4g} on the final slice (dense "
             f"{self.dense:.4g}; standard error of the difference {self.error:.2g}); {self.parameters[1]:,} of "
             f"{self.parameters[0]:,} parameters, {self.size[1]:,} bytes of {self.size[0]:,}\n{self.measured_on.line()}"

@@ -169,6 +169,14 @@ class PruningPlan(Removed, Result):
                 "mending"
             )
 
+    def require_plain(self) -> None:
+        """Raise LyapunovPruneError if a layer loses a part that a plain model has in every layer."""
+        if self.drops_sublayers:
+            raise LyapunovPruneError(
+                "a plain checkpoint holds every part of a layer that stays; give --format compact, which can lack "
+                "attentions and activations, or remove whole layers"
+            )
+
     def to_frame(self) -> pd.DataFrame:
         """One row a layer: its score, its rank (1 goes first), whether it or a part of it is removed."""
         layers = np.arange(self.model.num_layers)
@@ -232,8 +240,8 @@ class PruningPlan(Removed, Result):
             )
         return "\n".join(lines)
 
-    def sentence(self, format: str = "plain") -> str:
-        """What goes and by what, in a line, with what parts of layers save in a checkpoint of `format`."""
+    def sentence(self) -> str:
+        """What goes and by what, in a line."""
         blend = f" (alpha {self.alpha:g})" if self.alpha is not None else ""
         parts = {
             "": self.remove,
@@ -261,11 +269,7 @@ class PruningPlan(Removed, Result):
                 f"{sum(bool(block) for here in self.channels for block in here)} {self.narrowed}s of "
                 f"{self.model.name} by {self.criterion}, of which {self.width - gone} stay"
             )
-        costs = ""
-        if self.drops_sublayers:
-            saves = "saves no time or memory" if format == "plain" else "is gone"
-            costs = f"; in a {format} checkpoint a part of a layer {saves}"
-        return printable(f"Remove {'; '.join(removed)}{costs}{floor_note(self.below_floor)}{half}")
+        return printable(f"Remove {'; '.join(removed)}{floor_note(self.below_floor)}{half}")
 
 
 def as_plan(decoder: Decoder, plan: PruningPlan | Sequence[int]) -> PruningPlan:

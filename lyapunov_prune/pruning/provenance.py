@@ -33,8 +33,8 @@ class Provenance(Result):
     """Where a pruned checkpoint came from: plan, scores, what they were measured on, and the gate.
 
     `kept_to_original[i]` is the index in the original model of layer `i` of the pruned one. `not_run` names
-    checks of the gate that were not made: logits need the model in memory, or streamed. `format` says how parts of
-    layers that went are stored: `plain`, at their full size, or `compact`, not at all. `commands` would make the model
+    checks of the gate that were not made: logits need the model in memory, or streamed. `format` is that of the
+    checkpoint; only `compact` can lack parts of layers. `commands` would make the model
     by hand, where one command has done the work of several.
     """
 
@@ -57,14 +57,14 @@ class Provenance(Result):
 
     def headline(self) -> str:
         mended = "" if self.mended is None else f"; {self.mended.sentence()}"
-        return self.plan.sentence(self.format) + mended
+        return self.plan.sentence() + mended
 
     def answer(self) -> list[str]:
         checks = f"Removal gate: {'passed' if self.gate.passed else 'FAILED'}, {len(self.gate.checks)} checks"
         if self.not_run:  # the gate is more than what was run of it
             checks = f"Checks of the gate that were run: {len(self.gate.checks)}. Not run: {', '.join(self.not_run)}"
         lines = [
-            f"{self.plan.sentence(self.format)}.",
+            f"{self.plan.sentence()}.",
             f"{len(self.kept_to_original)} layers of {self.plan.model.num_layers} stay.",
             f"{checks}. It shows that the removal is right, not that the model is good.",
         ]

@@ -2,8 +2,8 @@
 
 The gate of a removal checks four things of every result:
 
-1. Its logits are those of the original in which hooks skip the same layers and sublayers, replace hidden vectors, mend
-   gaps and keep experts from being chosen.
+1. Its logits are those of the original in which hooks skip the same layers and sublayers, mend gaps and keep
+   experts from being chosen.
 2. Decoding step by step with a cache gives the logits of the uncached forward.
 3. Saved and reloaded with plain transformers it is the same model: same keys, same logits, same settings
    in every layer.
@@ -19,14 +19,13 @@ to compute the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
@@ -38,11 +37,11 @@ from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.mending.mend import Mend, fit_mends, products
 from lyapunov_prune.mending.refit import judged_refits
 from lyapunov_prune.mending.report import MendReport
-from lyapunov_prune.merging.merge import Merged, merge_rounding
+from lyapunov_prune.merging.merge import merge_rounding
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.decoder import Decoder, InMemory, Model, takes_model, wrap
 from lyapunov_prune.models.families import TRUSTED
-from lyapunov_prune.models.feedforward import Affine, FeedForward, lifted
+from lyapunov_prune.models.feedforward import Affine, lifted
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import in_eval_mode
@@ -50,7 +49,6 @@ from lyapunov_prune.models.units import Refits
 from lyapunov_prune.models.width import find_width
 from lyapunov_prune.pruning.counting import COUNTED, count_check, leaving
 from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Check, Gate, GateReport, bytes_in, crashed
-from lyapunov_prune.pruning.mirroring import mirrored
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.surgery import Operation, cut, without_parts
 
@@ -122,20 +120,18 @@ def verify_removal(
     batch: Tokens | None = None,
     *,
     checkpoint: str | Path | None = None,
-    merged: Sequence[Merged] = (),
     mends: Sequence[Mend] = (),
 ) -> GateReport:
     """Put `pruned` through the four checks on random tokens and on the start of `batch`.
 
-    `merged` are the blocks that lost their activation, by the plan's reduction (`merging.merge_layers`); a fifth check
-    holds the matrices in `pruned` against them (`merged_check`). `mends` are the maps that it was mended by: they are
-    put on the original by hooks, and its parameters that took them are held against the products in the same way.
+    `mends` are the maps that it was mended by: they are put on the original by hooks, and a fifth check holds the
+    parameters of `pruned` that took them against the products (`merged_check`).
 
     `checkpoint` is a folder where `pruned` has been saved; without it the model is saved to a temporary
     folder. Long enough inputs are used to roll over sliding windows of up to 1,024 tokens. Raises
     LyapunovPruneError for a plan made for another model.
     """
-    operation = Operation(as_plan(original, plan), merged, mends)
+    operation = Operation(as_plan(original, plan), mends=mends)
     try:
         result = wrap(pruned)
     except LyapunovPruneError as error:  # the result is no decoder
@@ -172,7 +168,7 @@ def removal_gate(
     checks: dict[str, Check] = {SKIPPED: partial(_same, gate, operation), CACHED: gate.cached}
     if original.wrapped or reads_pictures(original.model):
         checks[PICTURED] = partial(_same_with_picture, gate, shares)
-    if operation.merged or operation.mends:
+    if operation.mends:
         checks[MERGED] = partial(_within_rounding, gate, operation)
     if operation.plan.channels:
         checks[COPIED] = partial(_copied, gate, operation)
@@ -216,12 +212,11 @@ def _same_with_picture(gate: Gate, shares: Mapping[str, Fraction]) -> GateCheck:
 
 def _within_rounding(gate: Gate, operation: Operation) -> GateCheck:
     layers, made = gate.reference.layers, gate.result.layers
-    blocks = {each.block.layer: (each.block, each.tau) for each in operation.merged}
-    rows = list(merged_blocks(layers, blocks, lambda i: mirrored(made[operation.place(i)], blocks[i][0])))
+    rows = []
     for mend in operation.mends:
         i = mend.place.layer
         rows += [(i, *product) for product in products(layers[i], made[operation.place(i)], mend)]
-    return merged_check(rows, "a merged block" if operation.merged else "a mended matrix")
+    return merged_check(rows, "a mended matrix")
 
 
 def _copied(gate: Gate, operation: Operation) -> GateCheck:
@@ -265,12 +260,3 @@ def merged_check(rows: Iterable[tuple[int, Affine, HiddenMap, Affine]], what: st
             worst, layer = beyond, index
     detail = f"error of {what} over what rounding allows, most in layer {layer}"
     return GateCheck(MERGED, worst <= 1, worst, 1.0, detail)
-
-
-def merged_blocks(
-    layers: nn.ModuleList, blocks: Mapping[int, tuple[FeedForward, HiddenMap]], stored: Callable[[int], Affine]
-) -> Iterator[tuple[int, Affine, HiddenMap, Affine]]:
-    """The rows of `merged_check`. `layers` are the original's, `blocks` go by their number there; `stored` returns the
-    matrix that replaces a block."""
-    for index, (block, tau) in blocks.items():
-        yield index, block.parts(layers[index]).out, tau, stored(index)

@@ -16,10 +16,8 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.masking import masked, masked_experts
-from lyapunov_prune.forward.sublayers import silenced
 from lyapunov_prune.mending.mend import Mend, mapped, store_mend
 from lyapunov_prune.merging.merge import Merged
-from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.adaptations import Cut
 from lyapunov_prune.models.compact import renumber_compact
 from lyapunov_prune.models.decoder import Decoder
@@ -36,7 +34,6 @@ from lyapunov_prune.models.units import Refits
 from lyapunov_prune.models.width import find_width, narrow
 from lyapunov_prune.models.wrappers import require_levels_stay, require_text_alone
 from lyapunov_prune.progress import warn
-from lyapunov_prune.pruning.mirroring import mirror, require_plain_block, zero_sublayers
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.history import add_step
 
@@ -72,36 +69,27 @@ class Operation:
     @property
     def computes(self) -> bool:
         """Whether the new model computes some products with matrices that are new or smaller, so rounding differs."""
-        return bool(self.merged or self.mends or self.plan.channels or self.plan.experts_gone)
+        return bool(self.mends or self.plan.channels or self.plan.experts_gone)
 
     @contextmanager
     def standing_in(self, decoder: Decoder) -> Iterator[None]:
-        """Within the block, `decoder` computes by hooks what the model made from it should compute."""
-        silent = silenced(decoder, self.plan.drop_attention, self.plan.drop_mlp)
-        replaced = hidden_replaced(decoder.layers, [(each.block, each.tau) for each in self.merged])
+        """Within the block, `decoder` computes by hooks what the model made from it should compute.
+
+        Parts aside that only a compact model can lack (`export.compact_gate.cut_by_hooks`).
+        """
         skipping = skipped(decoder.structure, self.plan.remove)
         kept = dict(zip(self.plan.kept, self.plan.kept_channels, strict=False))  # no channels if the plan has none
         narrower = masked(decoder, kept, self.refits)
         fewer = masked_experts(decoder, self.plan.experts_gone)
-        with silent, replaced, mapped(decoder.layers, self.mends), fewer, skipping, narrower:
+        with mapped(decoder.layers, self.mends), fewer, skipping, narrower:
             yield
 
 
 def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Decoder:
-    """`without_parts` for the plan of `operation`, with what stands in for the parts; it is not checked yet.
-
-    If the plan drops an activation, the block computes its merged matrix (`mirroring`). The layers before gaps
-    absorb their maps. A plain checkpoint can express no more, and a merged block saves no time or memory.
-
-    Raises LyapunovPruneError for a block that cannot hold a merged matrix, and as `without_parts`.
-    """
-    for each in operation.merged:
-        require_plain_block(each.block, decoder.layers[each.block.layer])
+    """`without_parts` for the plan of `operation`; the layers before gaps absorb their maps. It is not checked yet."""
     pruned = without_parts(decoder, operation.plan, operation.refits, shared=shared)
-    for index in {*operation.plan.drop_activation, *(mend.place.layer for mend in operation.mends)}:
+    for index in {mend.place.layer for mend in operation.mends}:
         own(pruned.layers[operation.place(index)])
-    for each in operation.merged:
-        mirror(pruned.layers[operation.place(each.block.layer)], each)
     for mend in operation.mends:
         store_mend(pruned.layers[operation.place(mend.place.layer)], mend)
     return pruned
@@ -114,17 +102,17 @@ def without_parts(
 
     One rule serves every decoder: drop the layers, renumber every nested `layer_idx` (caches are indexed by it), slice
     everything in the config that describes single layers (some models read it while they run), and set the layer
-    count. `models/families.py` holds what a family needs beyond that. Removed layers are not copied. If the plan drops
-    a sublayer alone, its output projection becomes zero (`mirroring`), which saves no time or memory. Hidden channels
-    leave the matrices of blocks and experts (`models/width.py`), whose last ones become the `refits` (`Operation`).
-    Experts leave with their rows of the router (`models/mixtures.py`). With `shared`, unchanged tensors share the
-    memory of `decoder`; use it for a result that is only read and saved, because a later in-place change would affect
-    both.
+    count. `models/families.py` holds what a family needs beyond that. Removed layers are not copied. Hidden
+    channels leave the matrices of blocks and experts (`models/width.py`), whose last ones become the `refits`
+    (`Operation`). Experts leave with their rows of the router (`models/mixtures.py`). With `shared`, unchanged tensors
+    share the memory of `decoder`; use it for a result that is only read and saved, because a later in-place change
+    would affect both.
 
-    `decoder` holds its plain weights (`models.plain`). Raises LyapunovPruneError for experts that cannot be removed
-    (`Mixtures.require`), a removal that the family's checkpoint format cannot express, and a decoder inside a
-    multimodal model that text alone cannot judge.
+    `decoder` holds its plain weights (`models.plain`). Raises LyapunovPruneError for parts of layers that only a
+    compact checkpoint can lack, experts that cannot be removed (`Mixtures.require`), a removal that the family's
+    checkpoint format cannot express, and a decoder inside a multimodal model that text alone cannot judge.
     """
+    plan.require_plain()
     if plan.experts_gone:
         decoder.mixtures.require(plan.experts, plan.remove)
     with held(decoder.model):  # hooks of a running measurement would be copied too
@@ -140,8 +128,6 @@ def without_parts(
                 unit = width.units[layer][index]
                 assert unit is not None
                 unit.out.weight(pruned.model).copy_(weight)
-    attention, mlp = (tuple(map(plan.kept.index, drop)) for drop in (plan.drop_attention, plan.drop_mlp))
-    zero_sublayers(pruned, attention, mlp)
     if gone := {plan.kept.index(layer): experts for layer, experts in plan.experts_gone.items()}:
         drop_experts(pruned.model, pruned.structure, decoder.mixtures.of_layers(plan.kept), gone)
     add_step(pruned.model, "prune", plan.measured_on, decoder.model)

@@ -20,9 +20,7 @@ from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.export.compact import Cuts
 from lyapunov_prune.export.compact_gate import cut_by_hooks
 from lyapunov_prune.export.pruned import write_pruned
-from lyapunov_prune.forward.logits import deviation, uncached_logits
 from lyapunov_prune.merging.merge import Merged, merge_layers
-from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.modeling_compact import CompactLlama
@@ -119,20 +117,14 @@ def test_hierarchy_drops_its_layers(small: Path, run: Callable[..., Done]) -> No
 
 
 def test_a_ranking_of_it_and_the_plan(small: Path, run: Callable[..., Done]) -> None:
-    """What has no attention has no score; what is left can go in either format, and whole layers too."""
+    """What has no attention has no score; another can go, and whole layers too."""
     done = run("rank", "small", "--what", "attention", "--criterion", "bi", "--remove", "1", *TEXT)
     assert done.code == 0, done.err
     plan = PruningPlan.load("runs/small/plan.json")
     assert list(np.flatnonzero(np.isnan(plan.scores))) == list(ATTENTION)
-    for format in ("plain", "compact"):
-        done = run("prune", "small", "--plan", "runs/small/plan.json", "--format", format, "-o", format, *TEXT)
-        assert done.code == 0, done.err
-        assert Path(format, MODULE).is_file()  # it was compact, and stays so
-    plain, compact = (load(name).model for name in ("plain", "compact"))
-    ids = torch.arange(3, 40).unsqueeze(0)
-    with torch.no_grad():
-        assert deviation(uncached_logits(plain, ids), uncached_logits(compact, ids)) < 1e-5
-    assert plain.num_parameters() > compact.num_parameters()
+    done = run("prune", "small", "--plan", "runs/small/plan.json", "--format", "compact", "-o", "smaller", *TEXT)
+    assert done.code == 0, done.err
+    assert load("smaller").model.num_parameters() < load("small").model.num_parameters()
     assert run("rank", "small", "--criterion", "rho", "--remove", "2", *TEXT, "-o", "by-rho").code == 0
     done = run("prune", "small", "--plan", "by-rho/plan.json", "-o", "shorter", *TEXT)
     assert done.code == 0, done.err

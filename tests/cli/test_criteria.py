@@ -20,7 +20,7 @@ from lyapunov_prune.ranking.tried import BestRemoval
     [
         (["--remove", "34%"], "best"),
         (["--remove", "2", "--criterion", "bi"], "bi"),
-        (["--remove", "34%", "--what", "mlp"], "bi"),
+        (["--remove", "34%", "--what", "attention"], "bi"),
     ],
 )
 def test_a_number_or_a_share_goes_by_best_if_no_criterion_is_given(
@@ -30,7 +30,8 @@ def test_a_number_or_a_share_goes_by_best_if_no_criterion_is_given(
     assert run("rank", "tiny", *options, "-o", "run", *TEXT).code == 0
     plan = PruningPlan.load("run/plan.json")
     assert (plan.criterion, len(plan.touched)) == (criterion, 2)
-    done = run("prune", "tiny", *options, "-o", "out", *TEXT)
+    compact = ("--format", "compact") if "--what" in options else ()
+    done = run("prune", "tiny", *options, *compact, "-o", "out", *TEXT)
     assert done.code == 0, done.err
     assert Provenance.load("out/provenance.json").plan.touched == plan.touched
     assert ("too few to tell sets apart" in done.out) == (criterion == "best")
@@ -111,9 +112,11 @@ def test_the_budget_of_divergence_is_spent_on_parts_of_layers_too(run: Any) -> N
     bi = ("tiny", "--criterion", "bi", "--what", "mlp", *TEXT)
     assert run("rank", *bi, "--max-kl", "1000").code == 0
     assert len(PruningPlan.load("runs/tiny/plan.json").drop_mlp) == 6  # every layer stays
+    parts = (*bi[:4], "attention", *TEXT)
+    assert run("rank", *parts, "--max-kl", "1000").code == 0
     spent = BudgetedRemoval.load("runs/tiny/budget.json")
-    assert run("prune", *bi, "--max-kl", str(spent.kl[0]), "-o", "out").code == 0
-    assert Provenance.load("out/provenance.json").plan.drop_mlp == spent.ranking.order[:1]
+    assert run("prune", *parts, "--max-kl", str(spent.kl[0]), "--format", "compact", "-o", "out").code == 0
+    assert Provenance.load("out/provenance.json").plan.drop_attention == spent.ranking.order[:1]
     assert "orders activations" in run("prune", *bi[:3], "--what", "activation", "--max-kl", "1", "-o", "no").err
     assert (
         "blend is defined for whole layers"

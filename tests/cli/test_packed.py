@@ -75,7 +75,7 @@ def test_what_would_change_packed_weights_is_refused(run: Callable[..., Any], ru
     for command in (
         ("compress", "small", "--sparsity", "0.5", "-o", "out", *TEXT),
         ("compress", "small", "--sparsity", "0.5", "--device", "disk", "-o", "out", *TEXT),
-        ("prune", "small", "--layers", "1", "--what", "attention", "-o", "out", *TEXT),
+        ("prune", "small", "--remove", "1", "-o", "out", *TEXT),
     ):
         assert "quantised (compressed-tensors)" in run_bad(*command)
     assert "where files are pruned" in run_bad("prune", "small", "--layers", "1", "-o", "out", *TEXT)

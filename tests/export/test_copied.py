@@ -342,10 +342,10 @@ def test_a_plan_for_another_model_is_refused(checkpoint: Path, tmp_path: Path) -
 # What copying cannot do.
 
 
-def test_sublayers_are_zeroed_in_memory_only(checkpoint: Path, tmp_path: Path) -> None:
+def test_no_file_lacks_a_part_of_a_layer(checkpoint: Path, tmp_path: Path) -> None:
     outline = read_outline(checkpoint, checkpoint)
-    plan = PruningPlan.given(outline.identity, (1,), drop_mlp=(3,))
-    with pytest.raises(LyapunovPruneError, match="by changing numbers"):
+    plan = PruningPlan.given(outline.identity, (1,), drop_attention=(3,))
+    with pytest.raises(LyapunovPruneError, match="format='compact'"):
         prune_on_disk(outline, plan, tmp_path / "disk")
 
 
@@ -552,7 +552,7 @@ def test_what_fits_is_pruned_in_memory(command: Callable[..., Any]) -> None:
             "--remove .*--device disk",
         ),
         (["--layers", "1", "--dtype", "float32"], "--dtype .*--device disk"),
-        (["--layers", "1", "--what", "mlp"], "--what .*--device disk"),
+        (["--layers", "1", "--what", "attention", "--format", "compact"], "--what .*--device disk"),
         (["--layers", "9"], "layer 9 of"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

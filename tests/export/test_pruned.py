@@ -24,7 +24,6 @@ import yaml
 from helpers import TINY, VOCABULARY, limit_file_size, make_tiny, wrong_layer_idx
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.cli.app import main
@@ -33,12 +32,11 @@ from lyapunov_prune.data.text import load_text
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.export import compact
 from lyapunov_prune.export.pruned import write_pruned
-from lyapunov_prune.forward.branches import Branch, zero_outputs
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.influence import block_influence
-from lyapunov_prune.pruning import mirroring, surgery
+from lyapunov_prune.pruning import surgery
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import remove_layers
@@ -412,33 +410,25 @@ def test_the_pruned_model_takes_no_memory_of_its_own_for_what_it_keeps(
 
     monkeypatch.setattr(surgery, "cut", keeping(surgery.cut))
     monkeypatch.setattr(compact, "make_compact", keeping(compact.make_compact))
-    plan = PruningPlan.given(reader, [0], drop_attention=[1])
+    plan = PruningPlan.given(reader, [0], drop_attention=[1] if format == "compact" else [])
     write_pruned(reader, tokenizer, plan, target, batch, format=format)
     pruned = wrap(made[0]).model
     places = {p.data_ptr() for p in reader.parameters()}
-    own = [name for name, p in pruned.named_parameters() if p.data_ptr() not in places]
-    assert all(name.startswith("model.layers.0.") for name in own)
-    assert bool(own) == (format == "plain")
+    assert all(p.data_ptr() in places for p in pruned.parameters())
 
 
 def test_a_cut_that_writes_into_what_both_share_is_not_written(
-    reader: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    batch: TokenBatch,
-    target: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gate alone would pass: it would find the zeros in the original too."""
-    model = copy.deepcopy(reader)
+    model, right = copy.deepcopy(reader), surgery.cut
 
-    def zero_in_place(branch: Branch) -> list[nn.Parameter] | None:
-        shared = {parameter: parameter.data for parameter in branch.layer.parameters()}
-        needed = zero_outputs(branch)
-        for parameter in needed or ():
-            parameter.data = shared[parameter].zero_()
-        return needed
+    def zero_in_place(*given: Any, **how: Any) -> Any:
+        made = right(*given, **how)
+        next(iter(made.layers[0].parameters())).data.zero_()
+        return made
 
-    monkeypatch.setattr(mirroring, "zero_outputs", zero_in_place)
+    monkeypatch.setattr(surgery, "cut", zero_in_place)
     with pytest.raises(LyapunovPruneError, match="this plan is of"):
-        write_pruned(model, tokenizer, PruningPlan.given(model, drop_attention=[1]), target, batch)
+        write_pruned(model, tokenizer, PruningPlan.given(model, [1]), target)
     assert os.listdir(target.parent) == []

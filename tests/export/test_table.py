@@ -23,7 +23,7 @@ def test_the_choices_are_the_formats_that_a_command_writes() -> None:
     assert get_args(choices.Written) == tuple(formats_of("export"))
     assert get_args(choices.Stored) == tuple(formats_of("compress"))
     written = {name: {c for c in ("prune", "export", "compress") if name in formats_of(c)} for name in FORMATS}
-    assert (written["plain"], written["compact"]) == ({"prune", "export", "compress"}, {"prune", "export"})
+    assert (written["plain"], written["compact"]) == ({"prune", "export", "compress"}, {"prune"})
     assert written["packed"] == {"compress"}
 
 

@@ -10,7 +10,6 @@ from families.zoo import CHANGES, LAYERS, make_zoo
 from lyapunov_prune import LyapunovPruneError, remove_layers
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure, identify
-from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import refusal
 from lyapunov_prune.ranking import best_removal, search
 
@@ -28,11 +27,10 @@ def test_ngram_tables_after_the_first_keep_their_sizes(monkeypatch: pytest.Monke
         remove_layers(model, [3])
 
 
-@pytest.mark.parametrize("parts", [{}, {"drop_mlp": [2]}])
-def test_the_norm_of_the_embeddings_cannot_leave_with_the_first_layer(parts: dict[str, list[int]]) -> None:
+def test_the_norm_of_the_embeddings_cannot_leave_with_the_first_layer() -> None:
     model = make_zoo("rwkv")
     with pytest.raises(LyapunovPruneError, match="keep layer 0"):
-        remove_layers(model, PruningPlan.given(model, [0], **parts))
+        remove_layers(model, [0])
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

@@ -221,14 +221,13 @@ def make_tokenizer(adds_bos: bool = False, **special: str) -> PreTrainedTokenize
 def operated(
     model: PreTrainedModel,
     plan: PruningPlan | Sequence[int],
-    merged: Sequence[Any] = (),
     mends: Sequence[Any] = (),
     *,
     shared: bool = False,
 ) -> PreTrainedModel:
     """The cut, which proves nothing."""
     decoder = plain(model)
-    return surgery.cut(decoder, Operation(as_plan(decoder, plan), merged, mends), shared=shared).model
+    return surgery.cut(decoder, Operation(as_plan(decoder, plan), mends=mends), shared=shared).model
 
 
 def wrong_layer_idx(model: PreTrainedModel) -> None:

@@ -190,7 +190,7 @@ def bad(model: PreTrainedModel, case: str, windows: torch.Tensor) -> Any:
         "first": lambda: lp.mend(model, [0], windows),
         "window": lambda: lp.mend(model, [2], windows[:1]),
         "tokens": lambda: lp.mend(model, [2], windows[:2, :8]),
-        "parts": lambda: lp.mend(model, PruningPlan.given(model, [2], drop_mlp=[1]), windows),
+        "parts": lambda: lp.mend(model, PruningPlan.given(model, [2], drop_attention=[1]), windows),
         "shared": lambda: lp.mend(make_zoo("rwkv"), [2], windows),
         "batch": lambda: lp.mend(model, [2], None),  # type: ignore[arg-type]
     }[case]
@@ -256,7 +256,7 @@ def test_prune_writes_a_mended_checkpoint(run: Callable[..., Done], monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        (["--layers", "2,3", "--what", "mlp"], "--mend closes the gaps"),
+        (["--remove", "8", "--what", "width"], "--mend closes the gaps"),
         (["--layers", "2,3", "--format", "compact"], "--mend closes the gaps"),
         (["--layers", "2,3", "--device", "disk"], "--mend .*in memory"),
         (["--layers", "2", "--tokens", "64", "--context", "16"], "86 tokens .*4 windows"),

@@ -258,7 +258,7 @@ def test_a_decoder_inside_a_multimodal_model(kind: str, ids: torch.Tensor) -> No
     model, ids = make_wrapped(kind), ids % 90
     assert len(block_influence(model, ids).influence) == DEPTH
     assert len(sublayer_influence(model, ids).mlp) == DEPTH
-    plan = PruningPlan.given(model, [1, 2], drop_mlp=[3])
+    plan = PruningPlan.given(model, [1, 2])
     pruned = remove_layers(model, plan)
     assert type(pruned) is type(model)
     report = verify_removal(model, pruned, plan, ids)
@@ -349,7 +349,7 @@ def test_a_layer_that_takes_in_a_level_of_the_image_stays() -> None:
     model = make_wrapped("Qwen3VLForConditionalGeneration")
     with pytest.raises(LyapunovPruneError, match="first 1,"):
         remove_layers(model, [0, 2])
-    remove_layers(model, PruningPlan.given(model, drop_attention=[0]))
+    remove_layers(model, [2])
 
 
 def test_with_an_image_too_the_layers_are_as_skipped(ids: torch.Tensor) -> None:
@@ -610,7 +610,7 @@ def test_a_dispatched_model_in_memory(ids: torch.Tensor) -> None:
     assert hasattr(model.model.layers[1], "_hf_hook")
     assert str(block_influence(model, ids).to_frame()) == str(block_influence(plain, ids).to_frame())
     assert len(measure_contraction(model, ids, seeds=(0,)).rho) == LAYERS
-    plan = PruningPlan.given(model, [1, 4], drop_attention=[2])
+    plan = PruningPlan.given(model, [1, 4])
     pruned: Any = remove_layers(model, plan)
     report = verify_removal(model, pruned, plan, ids)
     assert report.passed, f"\n{report}"

@@ -27,6 +27,7 @@ from hypothesis.extra.numpy import arrays
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from experiments.hierarchies import without_branches
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, compress, probe_layers
 from lyapunov_prune.forward.changes import WHAT
 from lyapunov_prune.forward.hooks import skipped
@@ -41,7 +42,6 @@ from lyapunov_prune.predictions import hierarchy as module
 from lyapunov_prune.predictions import spaces as softmax_module
 from lyapunov_prune.predictions.hierarchy import ROUNDING, angle_bounds, probability_angle_bounds
 from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS
-from lyapunov_prune.pruning.mirroring import zero_sublayers
 
 STEPS, LAYER, T = 5, 2, 1.7
 # Where each model keeps its layers, its final norm, and the ends of both branches.
@@ -246,8 +246,7 @@ def test_a_branch_that_is_zero_is_one_that_is_gone(name: str, prompts: torch.Ten
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
                 parameter.normal_()
-    zeroed = copy.deepcopy(model)
-    zero_sublayers(wrap(zeroed), (0,), (1,))
+    zeroed = without_branches(model, (0,), (1,))
     before = bits(model)
     found = probe_layers(model, prompts, change=zeroed, steps=3)
     assert_same(model, before)

@@ -16,7 +16,7 @@ from helpers import MIXTURES, make_mixture, on_disk, operated
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import PruningPlan, remove_layers, verify_removal
-from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.export import disk_gate
 from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.forward.masking import masked_experts
@@ -68,11 +68,11 @@ def test_in_memory_what_the_tests_do_not_vouch_for_is_proven_once(name: str, gat
     model, once = make_zoo(name), int(name != TRUSTED_ONE)
     remove_layers(model, [2, 5])
     assert gates["memory"] == once
-    remove_layers(model, PruningPlan.given(model, drop_mlp=[2]))
-    assert gates["memory"] == 2 * once
+    with pytest.raises(LyapunovPruneError, match="format='compact'"):
+        remove_layers(model, PruningPlan.given(model, drop_attention=[2]))
     plans = [PruningPlan.given(model, remove) for remove in ([2], [2, 5])]
     evaluate_removals(model, {"given": plans, "again": plans}, torch.arange(3, 35).view(2, 16))
-    assert gates == ({"memory": 4} if once else {})
+    assert gates == ({"memory": 3} if once else {})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,7 +80,7 @@ def test_what_is_written_is_proven_once_on_its_files(
     name: str, gates: Counter[str], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     model = make_zoo(name)
-    plan = PruningPlan.given(model, [2], drop_mlp=[3])
+    plan = PruningPlan.given(model, [2])
     assert write_pruned(model, tokenizer, plan, tmp_path / "pruned").gate.passed
     assert gates == {"memory": 1}
 

@@ -198,17 +198,6 @@ def test_a_hybrid_keeps_a_layer_with_attention() -> None:
     assert find_structure(remove_layers(model, [1])).num_layers == 3
 
 
-@pytest.mark.parametrize(("part", "path"), [("drop_attention", "self_attn.o_proj"), ("drop_mlp", "mlp.down_proj")])
-def test_a_matrix_that_two_layers_use_is_not_zeroed(part: str, path: str) -> None:
-    model = make_tiny("llama")
-    layers = find_structure(model).layers
-    layers[3].get_submodule(path).weight = layers[1].get_submodule(path).weight
-    for layer in (1, 3):
-        with pytest.raises(LyapunovPruneError, match=rf"layers\.1\.{path}\.weight, which is also \S+layers\.3"):
-            operated(model, PruningPlan.given(model, **{part: [layer]}))
-    operated(model, PruningPlan.given(model, **{part: [2]}))
-
-
 def places(model: PreTrainedModel) -> set[int]:
     return {p.data_ptr() for p in model.parameters()}
 
@@ -216,19 +205,14 @@ def places(model: PreTrainedModel) -> set[int]:
 def test_a_shared_cut_is_the_same_model_and_leaves_the_original_alone(family: str) -> None:
     model = make_tiny(family)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    given = [{"remove": [1]}, {"drop_mlp": [2]}, {"remove": [0], "drop_attention": [3]}]
-    for plan in (PruningPlan.given(model, **each) for each in given):
+    for plan in (PruningPlan.given(model, gone) for gone in ([1], [0, 3])):
         alone, shared = operated(model, plan), operated(model, plan, shared=True)
         mine = dict(shared.named_parameters())
         assert all(torch.equal(p, mine[name]) for name, p in alone.named_parameters())
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
         assert not places(alone) & places(model)
-        own = {name for name, p in mine.items() if p.data_ptr() not in places(model)}
-        path = find_structure(shared).layers_path
-        changed = [plan.kept.index(i) for i in (*plan.drop_attention, *plan.drop_mlp)]
         if family != "gpt2-inverse-layer":  # whose removal changes weights
-            assert all(name.startswith(tuple(f"{path}.{i}." for i in changed)) for name in own)
-            assert bool(own) == bool(changed)
+            assert places(shared) <= places(model)
 
 
 @pytest.mark.parametrize("name", ["diffllama", "gpt2"])

@@ -14,13 +14,12 @@ from helpers import LAYERS, make_tiny
 from scipy.special import rel_entr, softmax
 from transformers import PreTrainedModel
 
+from experiments.hierarchies import without_branches
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, block_influence, rank_layers, remove_layers
-from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.predictions import skip_divergence
 from lyapunov_prune.predictions import tiles as tiles_module
 from lyapunov_prune.predictions.divergence import sublayer_divergence
-from lyapunov_prune.pruning.mirroring import zero_sublayers
 from lyapunov_prune.pruning.plan import FIELDS
 from lyapunov_prune.ranking import BudgetedRemoval, rank_by_divergence, remove_under_budget
 from lyapunov_prune.ranking import budget as module
@@ -109,8 +108,7 @@ def test_parts_of_layers_cost_what_the_pruned_model_costs(family: str, what: str
     twin, wanted = copy.deepcopy(model).double(), []
     for n in range(1, LAYERS + 1):
         gone = ranking.order[:n]
-        pruned = copy.deepcopy(twin)
-        zero_sublayers(wrap(pruned), *((gone, ()) if what == "attention" else ((), gone)))
+        pruned = without_branches(twin, *((gone, ()) if what == "attention" else ((), gone)))
         wanted.append(moved(twin, pruned, ids, 1.0))
     np.testing.assert_allclose(found.kl, [kl for kl, _ in wanted], rtol=1e-4)
     np.testing.assert_allclose(found.flipped, [share for _, share in wanted], atol=1e-12)

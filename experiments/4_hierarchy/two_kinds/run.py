@@ -17,6 +17,7 @@ from scipy import stats
 
 import lyapunov_prune as lp
 from experiments.common import Model, draw, plain_tasks, run_command, texts
+from experiments.hierarchies import without_branches
 from experiments.statements import interval, short, table
 from lyapunov_prune.evaluation.task_scores import TaskScores
 from lyapunov_prune.predictions.verdict import wilson
@@ -44,9 +45,8 @@ def main(
     models = {"dense": loaded.model}
     for kind in KINDS:
         for count in COUNTS[1:]:
-            models[name(kind, count)] = lp.remove_layers(
-                loaded.model, lp.ranking.rank_sublayers(influence, kind).plan(count)
-            )
+            gone = lp.ranking.rank_sublayers(influence, kind).order[:count]
+            models[name(kind, count)] = without_branches(loaded.model, **{kind: gone})
     chosen = lp.evaluate_tasks(models, loaded.tokenizer, lp.evaluation.load_tasks(choices), limit=items, batch_size=4)
     chosen = replace(chosen, tasks=plain_tasks(chosen.tasks))
     chosen.save(folder / "choices.json")

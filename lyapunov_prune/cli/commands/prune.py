@@ -50,10 +50,9 @@ def prune(
 
     --what experts removes the same number of experts from every layer that has experts.
 
-    --what attention, mlp and activation remove a part of each layer. In a plain checkpoint this saves no time:
-    attention and MLP are zeroed, an activation is cancelled. With --format compact attentions are absent and a block
-    without activation is one matrix; the checkpoint is smaller and faster, and loads with this package or with the
-    module beside its weights.
+    --what attention and activation remove a part of each layer, with --format compact: attentions are absent and a
+    block without activation is one matrix; the checkpoint is smaller and faster, and loads with this package or with
+    the module beside its weights.
 
     --mend fits the layer before each gap, without training, to replace the gap: on one half of the calibration text,
     and only if the other half and a second text (--judge) confirm that it helps. --criterion best then compares the

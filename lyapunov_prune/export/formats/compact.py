@@ -9,7 +9,6 @@ from lyapunov_prune.export.format import CutModel, Format
 from lyapunov_prune.pruning.stored import Stored
 
 if TYPE_CHECKING:
-    from lyapunov_prune.export.exported import Exported
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.pruning.gate import GateReport
     from lyapunov_prune.pruning.plan import PruningPlan
@@ -32,7 +31,6 @@ class Compact(Format):
     reference = "this package, `models/modeling_compact.py`"
     readers = "this package, and transformers by the module beside the weights"
     card: ClassVar[Stored] = COMPACT
-    exports = True
 
     def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
         from lyapunov_prune.export.compact import require_compact
@@ -51,8 +49,3 @@ class Compact(Format):
 
         cuts = Cuts.of(made.operation.plan, made.operation.merged)
         return save_compact(folder, made.decoder, made.pruned.model, made.tokenizer, cuts, made.batch)
-
-    def export(self, decoder: Decoder, target: Path) -> Exported:
-        from lyapunov_prune.export.compact_gate import export_compact
-
-        return export_compact(decoder, decoder.tokenizer, target)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Plain(Format):
-    """Whole layers are gone; of layers that stay, parts that go are zeroed. Compressed matrices are stored dense."""
+    """Whole layers, channels and experts are gone. Compressed matrices are stored dense."""
 
-    help = "dense matrices of the same size; removed parts are zeros"
+    help = "dense matrices"
     reference = "transformers"
     readers = "transformers, and engines that run the original"
     units: ClassVar[tuple[str, ...]] = ("sparsity", "rank", "bits")
@@ -32,14 +32,13 @@ class Plain(Format):
 
     def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
         from lyapunov_prune.models.pictures import looks_at_images
-        from lyapunov_prune.pruning.mirroring import require_mirrored
 
         if looks_at_images(decoder.model):
             raise LyapunovPruneError(
                 f"{type(decoder.model).__name__} is an image classifier, which only format compact supports; give "
                 "that format"
             )
-        require_mirrored(decoder.structure, plan.drop_activation)
+        plan.require_plain()
 
     def cut(self, decoder: Decoder, operation: Operation) -> Decoder:
         from lyapunov_prune.pruning.surgery import cut
