@@ -23,7 +23,6 @@ from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.export.disk_gate import not_run, verify_files
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.device import free_memory
-from lyapunov_prune.models.families import family_entry
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.mixtures import drop_experts
@@ -126,7 +125,7 @@ def _pieces(
     """
     structure = outline.decoder.structure
     before, after = (model.state_dict(keep_vars=True) for model in (outline.model, pruned))
-    tables = dict(family_entry(structure.model_type).tables)
+    tables = dict(structure.family.tables)
     shares = shares_leaving(outline.decoder, plan)
     names, left = new_names(structure, plan, before, after), parts_left(outline.decoder, plan, width)
     narrower: dict[tuple[int | None, int | None], tuple[Unit, torch.Tensor]] = {

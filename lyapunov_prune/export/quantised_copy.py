@@ -29,7 +29,6 @@ from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.export.copied import SHARD_BYTES, cut_outline, new_names, require_copied
 from lyapunov_prune.export.disk_gate import KEYS, PLACED, not_run
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.families import family_entry
 from lyapunov_prune.models.left_out import LeftOut, find_left_out, keep_left_out
 from lyapunov_prune.models.loading import checkpoint_folder, load_bare_outline
 from lyapunov_prune.models.quantised import is_unpacked, stored_quantisation
@@ -165,7 +164,7 @@ def _pieces(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, layers: L
     """The pieces to write, by their new names; raises LyapunovPruneError if a copy would not be the pruned model."""
     structure = checkpoint.decoder.structure
     before, after = (d.model.state_dict(keep_vars=True) for d in (checkpoint.decoder, pruned))
-    tables, shares = dict(family_entry(structure.model_type).tables), shares_leaving(checkpoint.decoder, plan)
+    tables, shares = dict(structure.family.tables), shares_leaving(checkpoint.decoder, plan)
     names = {
         name: new for name, new in new_names(structure, plan, before, after).items() if _module(name) not in tables
     }
@@ -196,7 +195,7 @@ def _is_as_in_model(checkpoint: Quantised, key: str) -> bool:
 def _piece(checkpoint: Quantised, key: str, plan: PruningPlan) -> TensorPiece:
     """A whole tensor or, for a table with one block per layer, the blocks of the layers that stay."""
     stored, structure = checkpoint.stored[key], checkpoint.decoder.structure
-    axis = dict(family_entry(structure.model_type).tables).get(_module(key))
+    axis = dict(structure.family.tables).get(_module(key))
     return TensorPiece(stored) if axis is None else TensorPiece(stored, axis, structure.num_layers, plan.kept)
 
 

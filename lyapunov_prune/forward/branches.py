@@ -123,7 +123,7 @@ def layer_children(structure: Structure, index: int) -> dict[str, bool]:
     """`matrix_children` of one layer."""
     name = f"{structure.layers_path}.{index}"
     children: dict[str, bool] = {}
-    for p in layer_projections(structure.layers[index], index, name, structure.model_type, structure.config):
+    for p in layer_projections(structure, index):
         child, _, rest = p.module.removeprefix(f"{name}.").partition(".")
         children[child] = not rest
     return children

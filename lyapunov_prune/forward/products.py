@@ -118,7 +118,7 @@ def _bare(model: nn.Module, projections: Sequence[Projection]) -> dict[str, list
             continue
         if (name := p.routed or p.module) not in runs:
             module, runs[name] = model.get_submodule(name), []
-            for s in stacks(module, ""):
+            for s in stacks(module):
                 pieces = len(s.parameter) if s.parameter.ndim == 3 else s.count
                 runs[name].append(_Bare(module.get_submodule(s.owner), s.key, pieces, s.routed))
         holder = model.get_submodule(p.module)

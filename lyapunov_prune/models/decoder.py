@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import Parsed, checked
 from lyapunov_prune.models.dispatched import bring_all
-from lyapunov_prune.models.families import Family, family_entry
+from lyapunov_prune.models.families import Family
 from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.mixtures import Mixtures, find_mixtures
 from lyapunov_prune.models.pictures import looks_at_images
@@ -59,8 +59,8 @@ class Decoder:
 
     @property
     def family(self) -> Family:
-        """The family's exceptions to the rule of layer removal."""
-        return family_entry(self.structure.model_type)
+        """What the family needs beyond the general rules."""
+        return self.structure.family
 
     @property
     def stream(self) -> Stream | None:

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.families import BARE
 
 # Names in configs and modules for the number of experts, and for the number chosen per token.
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
 # Names in modules for the number of all that a router scores: experts, and what it scores beside them.
 SCORED = ("n_total_experts", "total_experts", "num_router_classes")
-# Families that store experts as experts × input × output although their module does not say so (`is_transposed`).
-_TRANSPOSED = ("llama4", "llama4_text")
 
 
 def settings_of_experts(config: Any) -> Any:
@@ -60,38 +59,19 @@ class Stack:
     routed: bool
 
 
-_EXPERTS = "num_experts"
-# Class of a module -> path of a parameter that it multiplies by -> whether the matrices are stored transposed, and the
-# attribute with their number if the parameter has no axis for them.
-_BARE: dict[str, dict[str, tuple[bool, str]]] = {
-    "DbrxExperts": {"mlp.w1": (False, _EXPERTS), "mlp.v1": (False, _EXPERTS), "mlp.w2": (True, _EXPERTS)},
-    "DeepseekV4GroupedLinear": {"weight": (False, "n_groups")},
-    "InklingRelativeLogits": {"proj": (True, "")},
-    "Inkling2RelativeLogits": {"proj": (True, "")},
-    "InklingSharedExperts": dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (False, "")),
-    "RecurrentGemmaRglru": dict.fromkeys(("input_gate_weight", "recurrent_gate_weight"), (True, "")),
-    "ZambaMambaMixer": dict.fromkeys(("x_proj_weight", "dt_proj_weight"), (False, "")),
-}
-
-
-def is_bare(module: nn.Module) -> bool:
-    """Whether the module has its own way to multiply by parts of its parameters."""
-    return type(module).__name__ in _BARE
-
-
-def stacks(module: nn.Module, model_type: str) -> Iterator[Stack]:
+def stacks(module: nn.Module, *, transposed: bool = False) -> Iterator[Stack]:
     """The matrices that `module` multiplies by without a module for each: experts, heads, and single ones.
 
     Experts are 3-D parameters with one entry per expert. LongCat's also have rows for experts that do nothing, after
-    those that multiply.
+    those that multiply. `transposed`: the family stores experts input × output although the module does not say so.
     """
-    for path, (transposed, counted) in _BARE.get(type(module).__name__, {}).items():
+    for path, (turned, counted) in BARE.get(type(module).__name__, {}).items():
         owner, _, key = path.rpartition(".")
         parameter = module.get_parameter(path)
         count: Any = getattr(module, counted) if counted else len(parameter) if parameter.ndim == 3 else 1
-        yield Stack(owner, key, parameter, count, transposed, counted == _EXPERTS)
+        yield Stack(owner, key, parameter, count, turned, counted in COUNTS)
     count = getattr(module, "num_routed_experts", getattr(module, "num_experts", 0))
-    transposed = bool(getattr(module, "is_transposed", False)) or model_type in _TRANSPOSED
+    transposed = transposed or bool(getattr(module, "is_transposed", False))
     for key, parameter in module.named_parameters(recurse=False):
         if parameter.ndim == 3 and len(parameter) in (count, getattr(module, "total_experts", count)):
             yield Stack("", key, parameter, count, transposed, True)

@@ -1,14 +1,15 @@
-"""One table of what families need for layer removal beyond the general rule, and the list of families that are judged.
+"""One table of what families need beyond the general rules, and the list of families that are judged.
 
-The general rule renumbers every `layer_idx` (pruning/surgery.py) and slices everything in the config that describes
-single layers (settings.py). An entry here holds only what that rule cannot know; most families need none.
+The general rules renumber every `layer_idx` (pruning/surgery.py), slice everything in the config that describes single
+layers (settings.py), and find the matrices of a layer (projections.py). An entry here holds only what these rules
+cannot know; most families need none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import nn
 
@@ -22,46 +23,76 @@ DEPTH_ATTRIBUTES = ("num_hidden_layers",)
 # Families whose every kind of removal the tests put through the gate: their pruned models are returned without it. All
 # other decoders have to pass the gate first.
 TRUSTED = frozenset({"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3"})
+# The order of the rows of a fused matrix: all queries, keys and values, each head by head; the query, key and value of
+# one head after another; all queries, then the fewer keys and values of grouped-query attention; the gate, then the up.
+Fused = Literal["parts by head", "heads by part", "grouped", "gate, up"]
+_EXPERTS = "num_experts"
+# Class of a module that multiplies by bare parameters -> the path of each -> whether its matrices are stored input ×
+# output, and the attribute with their number if the parameter has no axis for them.
+BARE: dict[str, dict[str, tuple[bool, str]]] = {
+    "DbrxExperts": {"mlp.w1": (False, _EXPERTS), "mlp.v1": (False, _EXPERTS), "mlp.w2": (True, _EXPERTS)},
+    "DeepseekV4GroupedLinear": {"weight": (False, "n_groups")},
+    "InklingRelativeLogits": {"proj": (True, "")},
+    "Inkling2RelativeLogits": {"proj": (True, "")},
+    "InklingSharedExperts": dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (False, "")),
+    "RecurrentGemmaRglru": dict.fromkeys(("input_gate_weight", "recurrent_gate_weight"), (True, "")),
+    "ZambaMambaMixer": dict.fromkeys(("x_proj_weight", "dt_proj_weight"), (False, "")),
+}
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family's exceptions to the general rule.
+    """A family's exceptions to the general rules.
 
     `adapt(cut)` completes the removal, or returns why that is impossible. `changes(config)` says whether `adapt`
     recomputes weights, which rounds them. `tables` names modules outside the layers whose weight holds one
     block per layer, and the axis of the blocks. `leaves(layers, config, removed)` lists parameters of kept layers that
-    are removed together with other layers.
+    are removed together with other layers. `fused` gives, by the last part of a module's name, the order of the rows of
+    its matrix. `transposed`: experts are stored input × output although their module does not say so.
     """
 
     adapt: Callable[[Cut], str | None] = lambda cut: None
     changes: Callable[[Any], bool] = lambda config: False
     tables: tuple[tuple[str, int], ...] = ()
     leaves: Callable[[nn.ModuleList, Any, tuple[int, ...]], list[nn.Parameter]] | None = None
+    fused: Mapping[str, Fused] = field(default_factory=dict)
+    transposed: bool = False
 
 
 _PER_LAYER_INPUTS = (("embed_tokens_per_layer", 1), ("per_layer_model_projection", 0))
 FAMILIES: dict[str, Family] = {
     "beam": Family(adapt=adapt.only_the_end),
     "big_bird": Family(adapt=adapt.random_blocks),
+    "bloom": Family(fused={"query_key_value": "heads by part"}),
     "diffllama": Family(adapt=adapt.diffllama, changes=lambda config: True),
     "ernie4_5_moe": Family(adapt=adapt.ernie_experts),
     "gemma3n_text": Family(adapt=together.shared_keys, tables=_PER_LAYER_INPUTS),
     "gemma4_text": Family(adapt=together.gemma4, tables=_PER_LAYER_INPUTS),
     "gemma4_unified_text": Family(adapt=together.gemma4),
+    "glm": Family(fused={"gate_up_proj": "gate, up"}),
+    "glm4": Family(fused={"gate_up_proj": "gate, up"}),
     "glm_moe_dsa": Family(adapt=together.shared_index),
-    "gpt2": Family(adapt=adapt.gpt2, changes=lambda config: config.scale_attn_by_inverse_layer_idx),
+    "gpt2": Family(
+        adapt=adapt.gpt2,
+        changes=lambda config: config.scale_attn_by_inverse_layer_idx,
+        fused={"c_attn": "parts by head"},
+    ),
     "gpt_neo": Family(adapt=adapt.attention_types),
+    "gpt_neox": Family(fused={"query_key_value": "heads by part"}),
     "gpt_neox_japanese": Family(adapt=adapt.last_layer_stays),
     "granite4_vision_text": Family(adapt=adapt.image_layers),
     "hy_v4": Family(adapt=together.shared_index),
     "inkling2_text": Family(adapt=adapt.refused("every block of layers reads the outputs of all blocks before it")),
     "jamba": Family(adapt=adapt.jamba),
+    "llama4": Family(transposed=True),
+    "llama4_text": Family(transposed=True),
     "longcat_flash": Family(adapt=adapt.longcat),
     "minicpm3": Family(adapt=adapt.residual_scale),
     "minimax": Family(adapt=adapt.first_has_attention),
     "modernbert-decoder": Family(adapt=adapt.first_layer_stays("has no norm before its attention")),
+    "mpt": Family(fused={"Wqkv": "parts by head"}),
     "olmo_hybrid": Family(adapt=adapt.has_linear_attention),
+    "phi3": Family(fused={"qkv_proj": "grouped", "gate_up_proj": "gate, up"}),
     "qwen4_exp_text": Family(adapt=adapt.ngram_layers),
     "recurrent_gemma": Family(adapt=adapt.block_types),
     "rwkv": Family(adapt=adapt.first_layer_stays("has the norm of the embeddings")),
@@ -87,8 +118,3 @@ seed_oss smollm3 solar_open stablelm starcoder2 trocr vaultgemma whisper xglm xl
 zamba zamba2 zaya
 """
 JUDGED = frozenset(_NAMES.split())
-
-
-def family_entry(model_type: str) -> Family:
-    """The table's entry for a family; an empty one for most."""
-    return FAMILIES.get(model_type, Family())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from lyapunov_prune.models.hooked import Call, hooked
 from lyapunov_prune.models.projections import Projection, layer_projections
 from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import Structure, in_eval_mode
+from lyapunov_prune.models.units import inside, layer_units
 
 _TOKENS = 8
 _OTHERS = "choose other layers"
@@ -100,16 +102,13 @@ def find_feedforward(structure: Structure, layer: int) -> FeedForward:
     with a norm between the matrices, matrices shared with another layer, an activation that is not a module, or a block
     that does more than its matrices and activation.
     """
-    projections = list(layer_projections(structure.layers[layer], layer, "", structure.model_type, structure.config))
-    return _read(structure.layers, layer, projections)
+    return _read(structure.layers, layer, *_matrices(structure, layer))
 
 
 @in_eval_mode
-def _read(layers: nn.ModuleList, index: int, projections: Sequence[Projection]) -> FeedForward:
+def _read(layers: nn.ModuleList, index: int, block: str, into: Sequence[Projection], out: Projection) -> FeedForward:
     layer, where = layers[index], f"layer {index}"
-    into, out = _matrices(layer, where, projections)
     _require_own(layers, index, [*into, out])
-    block = _common([p.module for p in (*into, out)])
     calls, given, returned = _run(layer, where, block, into, out)
     require_numbers(returned, f"outputs of the feed-forward block of {where} for random inputs")
     activation = _activation(where, calls, {p.module for p in (*into, out)})
@@ -127,35 +126,37 @@ def _read(layers: nn.ModuleList, index: int, projections: Sequence[Projection]) 
     return found
 
 
-def _matrices(layer: nn.Module, where: str, projections: Sequence[Projection]) -> tuple[list[Projection], Projection]:
-    """The one or two matrices into the hidden units, and the one out of them."""
-    roles = {name: [p for p in projections if role(p.component) == name] for name in ("mlp-in", "mlp-out")}
-    into, outs = roles["mlp-in"], roles["mlp-out"]
-    expert = next((p for p in projections if p.expert is not None), None)
-    expert = expert or next((p for p in (*into, *outs) if any(part.isdigit() for part in p.module.split("."))), None)
-    if expert is not None:
+def _matrices(structure: Structure, layer: int) -> tuple[str, list[Projection], Projection]:
+    """The module of the block, the one or two matrices into the hidden units, and the one out of them, in the layer."""
+    below = f"{structure.layers_path}.{layer}."
+
+    def own(p: Projection) -> Projection:
+        return p.called(partial(inside, below=below), layer)
+
+    matrices = tuple(layer_projections(structure, layer))
+    known = [own(p) for p in matrices if p.expert is not None or role(p.component) in ("mlp-in", "mlp-out")]
+    for p in known:
+        if p.expert is not None or any(part.isdigit() for part in p.module.split(".")):
+            _refuse(
+                f"layer {layer} has experts or several feed-forward blocks ({p.name}, …): a router chooses among them "
+                f"for every token, so that no one matrix computes them without their activation; {_ATTENTION}"
+            )
+    if not known:
         _refuse(
-            f"{where} has experts or several feed-forward blocks ({expert.name}, …): a router chooses among them for "
-            f"every token, so that no one matrix computes them without their activation; {_ATTENTION}"
+            f"layer {layer} has no matrix of a feed-forward block (state spaces have none) with a known name; "
+            f"{_OTHERS}, or name it in models/roles.py"
         )
-    if not into or not outs:
-        missing = "into" if not into else "out of"
-        missing = (
-            f"{missing} a feed-forward block" if into or outs else "of a feed-forward block (state spaces have none)"
-        )
-        _refuse(f"{where} has no matrix {missing} with a known name; {_OTHERS}, or name it in models/roles.py")
-    hidden, width = outs[0].weight(layer).shape[1], into[0].weight(layer).shape[1]
-    shapes = [tuple(p.weight(layer).shape) for p in into]
-    if len(outs) == 1 and shapes == [(2 * hidden, width)]:  # gate and up in one; which half is which, a run shows
+    units = layer_units(structure, matrices)
+    if len(units) != 1:
+        shapes = (f"{p.name} {tuple(p.weight(structure.layers[layer]).shape)}" for p in known)
+        _unknown(f"layer {layer}", f"its matrices are {', '.join(shapes)}")
+    (unit,) = units
+    into = list(map(own, unit.into))
+    if unit.fused:  # which half is which, a run shows
         (both,) = into
-        into = [
-            replace(both, start=both.start + half * hidden, stop=both.start + (half + 1) * hidden) for half in (0, 1)
-        ]
-        shapes = [(hidden, width)] * 2
-    if len(outs) != 1 or shapes not in ([(hidden, width)], [(hidden, width)] * 2):
-        names = ", ".join(f"{p.name} {tuple(p.weight(layer).shape)}" for p in (*into, *outs))
-        _unknown(where, f"its matrices are {names}")
-    return into, outs[0]
+        middle = both.start + unit.width
+        into = [replace(both, stop=middle), replace(both, start=middle)]
+    return inside(unit.block, below), into, own(unit.out)
 
 
 def _refuse(why: str) -> NoReturn:
@@ -176,15 +177,6 @@ def _require_own(layers: nn.ModuleList, index: int, projections: Sequence[Projec
                     f"{own[parameter.data_ptr()]} of layer {index} is also a matrix of layer {other}; shared matrices "
                     f"are not merged: {_OTHERS}"
                 )
-
-
-def _common(paths: Sequence[str]) -> str:
-    """The innermost module that contains all of `paths`."""
-    parents = [path.split(".")[:-1] for path in paths]
-    length = 0
-    while all(len(p) > length for p in parents) and len({p[length] for p in parents}) == 1:
-        length += 1
-    return ".".join(parents[0][:length])
 
 
 def _run(

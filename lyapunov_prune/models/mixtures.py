@@ -202,7 +202,7 @@ def _mixture(layer: nn.Module) -> Mixture | str | None:
         for axis in (0, 1)
         if t.ndim > axis and t.shape[axis] in (count, scored) and (axis == 0 or len(t) == 1)
     }
-    for stack in stacks(experts, ""):
+    for stack in stacks(experts):
         if stack.routed:
             name = ".".join(filter(None, (named[0], stack.owner, stack.key)))
             stacked.setdefault(name, Stacked(name, 0, stack.count))
@@ -211,7 +211,7 @@ def _mixture(layer: nn.Module) -> Mixture | str | None:
 
 def _count(experts: nn.Module) -> int:
     """Number of experts stacked in the module; 0 if it stores them differently."""
-    counts = {stack.count for stack in stacks(experts, "") if stack.routed}
+    counts = {stack.count for stack in stacks(experts) if stack.routed}
     return counts.pop() if len(counts) == 1 else 0
 
 

@@ -1,9 +1,9 @@
 """Where a decoder keeps the matrices of its layers, and how fused ones are split.
 
 General rule: every `nn.Linear` and every `Conv1D` (GPT-2's, stored transposed) inside a layer is one matrix. A fused
-projection is split by its row in the table below, or else stays one matrix, for which all bounds hold as well. Experts
-and heads stacked in one parameter are one matrix each, and so is a bare parameter that a module multiplies by
-(`models.experts.stacks`).
+projection is split as its family's entry says (`Family.fused`), or else stays one matrix, for
+which all bounds hold as well. Experts and heads stacked in one parameter are one matrix each, and so is a bare
+parameter that a module multiplies by (`models.experts.stacks`).
 
 Left out: embeddings and the language-model head (often one tied tensor, and outside the layers), and in the layers what
 `models.roles` lists with the reason: routers, convolutions and everything that is not a matrix.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.experts import is_bare, stacks
+from lyapunov_prune.models.experts import stacks
+from lyapunov_prune.models.families import BARE, Fused
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import Structure
 
@@ -50,6 +51,10 @@ class Projection:
     transposed: bool  # stored input × output
     stack: int = 0  # number of matrices in a bare parameter; 0 for the weight of a module
     routed: str = ""  # for an expert: the module that gets tokens and the router's choice
+
+    def called(self, name: Callable[[str], str], layer: int) -> Projection:
+        """The same matrix in a model, or in a part of this one, whose names and number of the layer are others."""
+        return replace(self, layer=layer, name=name(self.name), module=name(self.module), routed=name(self.routed))
 
     @property
     def product(self) -> str:
@@ -106,14 +111,8 @@ def by_layer(projections: Iterable[Projection]) -> dict[int, list[Projection]]:
 
 
 def structure_projections(structure: Structure) -> tuple[Projection, ...]:
-    """Every matrix of every layer of a decoder or image classifier, in order.
-
-    Raises LyapunovPruneError for quantised weights, and for modules that do more than multiply by theirs.
-    """
-    path, kind, config = structure.layers_path, structure.model_type, structure.config
-    return tuple(
-        p for i, layer in enumerate(structure.layers) for p in layer_projections(layer, i, f"{path}.{i}", kind, config)
-    )
+    """Every matrix of every layer of a decoder or image classifier, in order; raises as `layer_projections`."""
+    return tuple(p for index in range(structure.num_layers) for p in layer_projections(structure, index))
 
 
 def without_numbers(path: str) -> str:
@@ -121,17 +120,20 @@ def without_numbers(path: str) -> str:
     return ".".join(part for part in path.split(".") if not part.isdigit())
 
 
-def layer_projections(layer: nn.Module, index: int, name: str, model_type: str, config: Any) -> Iterator[Projection]:
-    """Every matrix of the layer called `name` in its model, in order; an empty name gives paths inside the layer.
+def layer_projections(structure: Structure, index: int) -> Iterator[Projection]:
+    """Every matrix of a layer, in order.
 
-    Raises LyapunovPruneError for weights that are not in memory as plain matrices.
+    Raises LyapunovPruneError for quantised weights, and for modules that do more than multiply by theirs.
     """
+    layer, family = structure.layers[index], structure.family
     for path, module in layer.named_modules():
-        place = f"{name}.{path}" if name and path else name or path
+        place = ".".join(filter(None, (structure.layers_path, str(index), path)))
         role = without_numbers(path)
-        if isinstance(module, nn.Linear | Conv1D) and not is_bare(module) and not routes(layer, path):
+        if isinstance(module, nn.Linear | Conv1D) and type(module).__name__ not in BARE and not routes(layer, path):
             _require_plain(place, module)
-            for part, head, start, stop in _parts(model_type, config, path, module):
+            weight: Any = module.weight
+            rows = weight.shape[isinstance(module, Conv1D)]
+            for part, head, start, stop in _parts(family.fused.get(path.rpartition(".")[2]), structure.config, rows):
                 suffix = f"{part}{'' if head is None else head}"
                 yield Projection(
                     name=f"{place}:{suffix}" if part else place,
@@ -145,7 +147,7 @@ def layer_projections(layer: nn.Module, index: int, name: str, model_type: str, 
                     stop=stop,
                     transposed=isinstance(module, Conv1D),
                 )
-        for stack in stacks(module, model_type):
+        for stack in stacks(module, transposed=family.transposed):
             owner, inside = (f"{p}.{stack.owner}" if stack.owner else p for p in (place, role))
             rows, columns = stack.parameter.shape[-2:]
             if stack.parameter.ndim == 2:
@@ -178,58 +180,24 @@ def routes(layer: nn.Module, path: str) -> bool:
     return False
 
 
-def _parts_by_head(config: Any, rows: int) -> Iterator[Part]:
-    """All queries, all keys, all values, each by head."""
-    heads = config.num_attention_heads
-    size = rows // (3 * heads)
-    for p, part in enumerate("qkv"):
-        for head in range(heads):
-            start = (p * heads + head) * size
-            yield part, head, start, start + size
-
-
-def _heads_by_part(config: Any, rows: int) -> Iterator[Part]:
-    """By head: its query, key and value."""
-    heads = config.num_attention_heads
-    size = rows // (3 * heads)
-    for head in range(heads):
-        for p, part in enumerate("qkv"):
-            start = (3 * head + p) * size
-            yield part, head, start, start + size
-
-
-def _grouped(config: Any, rows: int) -> Iterator[Part]:
-    """All queries, then the fewer keys and values of grouped-query attention."""
-    queries, keys = config.num_attention_heads, config.num_key_value_heads
-    size = rows // (queries + 2 * keys)
+def _parts(fused: Fused | None, config: Any, rows: int) -> Iterator[Part]:
+    """The parts of a matrix of so many rows: itself, or those of a fused one."""
+    widths: list[tuple[str, int | None, int]] = [("", None, rows)]
+    if fused == "gate, up":
+        widths = [("gate", None, rows // 2), ("up", None, rows // 2)]
+    elif fused == "grouped":
+        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
+        widths = [(part, None, number * (rows // sum(heads.values()))) for part, number in heads.items()]
+    elif fused:
+        heads = range(config.num_attention_heads)
+        size = rows // (3 * len(heads))
+        widths = [(part, head, size) for part in "qkv" for head in heads]
+        if fused == "heads by part":
+            widths.sort(key=lambda width: width[1])
     start = 0
-    for part, width in (("q", queries * size), ("k", keys * size), ("v", keys * size)):
-        yield part, None, start, start + width
+    for part, head, width in widths:
+        yield part, head, start, start + width
         start += width
-
-
-def _gate_up(config: Any, rows: int) -> Iterator[Part]:
-    yield "gate", None, 0, rows // 2
-    yield "up", None, rows // 2, rows
-
-
-# model_type -> last part of the module's name -> how its rows are split.
-FUSED: dict[str, dict[str, Callable[[Any, int], Iterator[Part]]]] = {
-    "bloom": {"query_key_value": _heads_by_part},
-    "glm": {"gate_up_proj": _gate_up},
-    "glm4": {"gate_up_proj": _gate_up},
-    "gpt2": {"c_attn": _parts_by_head},
-    "gpt_neox": {"query_key_value": _heads_by_part},
-    "mpt": {"Wqkv": _parts_by_head},
-    "phi3": {"qkv_proj": _grouped, "gate_up_proj": _gate_up},
-}
-
-
-def _parts(model_type: str, config: Any, path: str, module: nn.Module) -> Iterator[Part]:
-    weight: Any = module.weight
-    rows = weight.shape[1] if isinstance(module, Conv1D) else weight.shape[0]
-    split = FUSED.get(model_type, {}).get(path.rpartition(".")[2])
-    return iter([("", None, 0, rows)]) if split is None else split(config, rows)
 
 
 def _require_plain(name: str, module: nn.Module) -> None:

@@ -54,7 +54,7 @@ ROUTERS = "routers, whose errors change which expert a token gets"
 CONVOLUTIONS = "convolutions, whose inputs are windows of tokens"
 EMBEDDINGS = "embeddings, whose rows are looked up"
 STREAMS = "weights of hyper-connections, which mix the parallel states of a token"
-UNKNOWN = "weights of a form that is not known, with no row in models/experts.py"
+UNKNOWN = "weights of a form that is not known, with no row in models/families.py"
 # Parameters of more than one dimension that multiply or add to features entry by entry, like vectors.
 _VECTORS = ("A_log", "D", "scale", "query", "seg_embed", "time_mix_key", "time_mix_value", "time_mix_receptance")
 

@@ -19,6 +19,7 @@ from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.dispatched import bring_weights
 from lyapunov_prune.models.experts import require_choosable
+from lyapunov_prune.models.families import FAMILIES, Family
 from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation
 from lyapunov_prune.models.settings import forward_settings
@@ -52,6 +53,11 @@ class Structure:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def family(self) -> Family:
+        """What the family needs beyond the general rules."""
+        return FAMILIES.get(self.model_type, Family())
 
     @property
     def max_context(self) -> int | None:

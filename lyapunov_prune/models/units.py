@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lyapunov_prune.models.projections import Projection, structure_projections
+from lyapunov_prune.models.projections import Projection, layer_projections
 from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import Structure
 
@@ -48,11 +48,9 @@ class Unit:
         def path(name: str) -> str:
             return structure.renamed(name, kept) or ""
 
-        def of(p: Projection) -> Projection:
-            return replace(p, layer=layer, name=path(p.name), module=path(p.module), routed=path(p.routed))
-
-        into, biased = (tuple(map(of, ps)) for ps in (self.into, self.biased))
-        return replace(self, layer=layer, block=path(self.block), into=into, out=of(self.out), biased=biased)
+        into, biased = (tuple(p.called(path, layer) for p in ps) for ps in (self.into, self.biased))
+        out = self.out.called(path, layer)
+        return replace(self, layer=layer, block=path(self.block), into=into, out=out, biased=biased)
 
     def rows(self, p: Projection, kept: torch.Tensor) -> torch.Tensor:
         """The rows of the parameter that holds `p`, one of `into`, that belong to the channels `kept`."""
@@ -111,28 +109,33 @@ def inside(path: str, below: str) -> str:
 
 
 def find_units(structure: Structure) -> Units:
-    """The units of every layer, in order: those of the experts first. A layer may have none.
+    """The units of every layer, in order: those of the experts first. A layer may have none."""
+    return tuple(layer_units(structure, layer_projections(structure, i)) for i in range(structure.num_layers))
+
+
+def layer_units(structure: Structure, matrices: Iterable[Projection]) -> tuple[Unit, ...]:
+    """`find_units` of one layer, of these `matrices`.
 
     Matrices that no known name leads to (`roles`), and shapes of another kind, make no unit.
     """
-    found: list[list[Unit]] = [[] for _ in structure.layers]
-    into: dict[tuple[int, int | None], list[Projection]] = {}
+    into: dict[int | None, list[Projection]] = {}
     outs: list[Projection] = []
-    for p in structure_projections(structure):
+    for p in matrices:
         what = role(p.component)
         if what == "other":  # numbers in a path may say which matrix it is
             what = role(inside(p.module, f"{structure.layers_path}.{p.layer}."))
         if what == "mlp-in":
-            into.setdefault((p.layer, p.position), []).append(p)
+            into.setdefault(p.position, []).append(p)
         elif what == "mlp-out":
             outs.append(p)
+    found: list[Unit] = []
     for out in outs:
         for path in _ancestors(structure, out):
-            meeting = [p for p in into.get((out.layer, out.position), ()) if f"{p.module}.".startswith(f"{path}.")]
+            meeting = [p for p in into.get(out.position, ()) if f"{p.module}.".startswith(f"{path}.")]
             if meeting:
-                found[out.layer].extend(_unit(structure, path, meeting, out))
+                found.extend(_unit(structure, path, meeting, out))
                 break
-    return tuple(tuple(sorted(here, key=lambda unit: unit.out.expert is None)) for here in found)
+    return tuple(sorted(found, key=lambda unit: unit.out.expert is None))
 
 
 def _ancestors(structure: Structure, p: Projection) -> Iterator[str]:

@@ -14,8 +14,8 @@ from torch import nn
 
 from lyapunov_prune import LyapunovPruneError, check_bounds, compress
 from lyapunov_prune.calibration.gathering import input_norms
-from lyapunov_prune.models import experts
 from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.families import BARE
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.roles import CONVOLUTIONS, EMBEDDINGS, ROUTERS, STREAMS, UNKNOWN, LeftAlone, left_alone
 from lyapunov_prune.models.structure import find_structure
@@ -98,7 +98,7 @@ def test_planted_fault_a_matrix_without_its_row_is_seen(
 ) -> None:
     model = built(name)
     assert not unnamed(model)
-    monkeypatch.delitem(experts._BARE, hidden)
+    monkeypatch.delitem(BARE, hidden)
     assert unnamed(model)
     (told,) = (left for left in listed_of(model) if left.why == UNKNOWN)
     assert len(told.names) == len(unnamed(model))
