@@ -6,7 +6,10 @@ Writes contraction-TEXT.json, removal-TEXT.json and the figures beside this file
 the loss, which is how SLEB chooses, is measured by `removal_criteria` and shown beside them.
 """
 
+import importlib
 from pathlib import Path
+
+import numpy as np
 
 import lyapunov_prune as lp
 from experiments.common import Each, Model, draw, plain, run_command, texts
@@ -22,6 +25,7 @@ HERE = Path(__file__).parent
 REMOVALS = (2, 4, 6, 8)  # of the paper
 BUILTIN = "builtin"
 BESIDE = ("rho", "bi", "oracle", "from-end")
+TEXTS = importlib.import_module("experiments.2_criteria.three_texts.run")
 SEARCH = Path(__file__).parents[2] / "2_criteria" / "removal_criteria" / "removal.json"
 POOLINGS: tuple[Pooling, ...] = ("energy", "token")
 
@@ -74,15 +78,21 @@ def written(folder: Path = HERE) -> dict[str, str]:
 def beside(curves: dict[str, RemovalCurve]) -> str:
     """Perplexity over that of the dense model, ours on every text and in italics what the paper prints, its own and of
     the searches that it cites."""
-    rows: list[tuple[int, list[object]]] = []
+    found: dict[tuple[int, str], dict[str, float]] = {}
     for name, curve in {**curves, "wiki.test, by wiki.valid": RemovalCurve.load(SEARCH)}.items():
-        layers = curve.measured_on.model.num_layers
-        found: dict[int, dict[str, float]] = {}
         for row in curve.rows[1:]:
-            found.setdefault(len(row.removed), {})[row.criterion] = row.degradation
-        for count, of in found.items():
-            cells = [of.get(criterion) for criterion in BESIDE]
-            rows.append((count, [count, f"{100 * count / layers:.0f} %", f"**{name}**", *cells]))
+            found.setdefault((len(row.removed), name), {})[row.criterion] = row.degradation
+    model = next(iter(curves.values())).measured_on.model
+    for text in TEXTS.OnOneText.all(TEXTS.HERE):  # half of each to choose by, as here
+        name = Path(text.measured_on.text).stem
+        if text.measured_on.model.name == model.name and name not in curves:
+            for chosen in text.chosen:
+                ratio = float(np.exp((chosen.windows - text.dense).mean()))
+                found.setdefault((len(chosen.removed), name), {})[chosen.criterion] = ratio
+    rows: list[tuple[int, list[object]]] = []
+    for (count, name), of in found.items():
+        cells = [of.get(criterion) for criterion in BESIDE]
+        rows.append((count, [count, f"{100 * count / model.num_layers:.0f} %", f"**{name}**", *cells]))
     dense = PRINTED["LLaMA-2-7B", "dense", 0][0]
     for count, printed in SKIPPED.items():
         cells = [f"*{short(printed[criterion] / dense)}*" for criterion in ("rho", "bi", "optimal", "from-end")]
