@@ -66,6 +66,6 @@ def test_compression(both: tuple[PreTrainedModel, PreTrainedModel], ids: torch.T
 def test_healing(rank: int | None, ids: torch.Tensor) -> None:
     def losses(device: str) -> np.ndarray:
         student, teacher = (model.to(device) for model in pair())
-        return heal(student, teacher, ids, steps=5, rank=rank).report.losses
+        return heal(student, teacher, ids.repeat(3, 1), steps=5, rank=rank).report.losses
 
     np.testing.assert_allclose(losses("cpu"), losses(DEVICE), rtol=1e-3)

@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[PreTrainedModel, Path], Any]] = {
     "compare_generation": lambda model, folder: lp.compare_generation(
         model, lp.remove_layers(model, [1]), IDS, steps=2
     ),
-    "heal": lambda model, folder: lp.heal(lp.remove_layers(model, [1]), model, IDS, steps=2),
+    "heal": lambda model, folder: lp.heal(lp.remove_layers(model, [1]), model, IDS.repeat(2, 1), steps=2),
     "shrink": shrunk,
     "save": lambda model, folder: lp.save(lp.remove_layers(model, [1]), make_tokenizer(), folder / "small"),
     "refusal": lambda model, folder: refused(model),

@@ -18,6 +18,7 @@ from lyapunov_prune.budget.size import bytes_for
 from lyapunov_prune.budget.spent import Spent
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.judging import require_windows
 from lyapunov_prune.export.gguf import require_file
 from lyapunov_prune.export.gguf_whole import header_values, write_gguf
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -49,12 +50,12 @@ def spend(
     Every matrix, embedding and head among them, gets one block type: those with the least sum of costs (`cost.costs`,
     measured on `batch`) within the bytes (`allocation.knapsack`). Vectors stay float32. The KL is measured on `judge`.
 
-    Raises LyapunovPruneError for a size below the least, which is named, and above 16 bits, for texts that share
-    tokens, for an `output` that exists, and as `write_gguf`; then nothing is written.
+    Raises LyapunovPruneError for a size below the least, which is named, and above 16 bits, for fewer than 4 windows
+    that judge, for texts that share tokens, for an `output` that exists, and as `write_gguf`; then nothing is written.
     """
     require_file(output)
     reading = read(model, batch)
-    require_disjoint(reading.batch, judge)
+    require_disjoint(reading.batch, require_windows(judge))
     room = room_for(model, tokenizer, size)
     weights = sum(p.numel() for p in matrices_of(model.model).values())
     found = list(costs(reading, bits=8 * room / weights, seed=seed))

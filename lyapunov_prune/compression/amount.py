@@ -42,7 +42,8 @@ class BudgetedCompression(Result):
     Arrays are (n,) float64, means over every position of a window except the last, with `p` of the dense model and `q`
     of the compressed one: `kl = KL(p‖q)` in nats per token, `flipped` the share of positions whose most likely token
     differs. Both are NaN for an amount that the method or the schedule cannot meet. The method was calibrated on other
-    windows (`calibrated_on`) than the costs were measured on. `unit` is sparsity (in hundredths) or bits. The bisection
+    windows (`calibrated_on`) than the costs were measured on, but those chose the amount (used to choose): its own
+    `kl` is a little too low. `unit` is sparsity (in hundredths) or bits. The bisection
     assumes that the cost rises with compression; if it does not, more than `amount` may also be within `max_kl`.
     """
 
@@ -107,10 +108,10 @@ def compress_under_budget(
 
     The amount is a sparsity from 0.01 to 0.99 in hundredths (for low-rank methods, of the parameters), or 8 to 2 bits
     for methods that round. There are about seven trials; each takes one compression and one forward of the compressed
-    model. Three of four windows calibrate the method, and the divergence is measured on the fourth. With a `folder`
-    finished trials are kept, but not their models: the chosen one is compressed once more if an earlier run tried it.
-    Memory: two copies of the model (the best and the current trial), the dense final states, and a block of positions ×
-    vocabulary.
+    model. Three of four windows calibrate the method, and the divergence is measured on the others (`apart`), which
+    choose the amount. With a `folder` finished trials are kept, but not their models: the chosen one is compressed once
+    more if an earlier run tried it. Memory: two copies of the model (the best and the current trial), the dense final
+    states, and a block of positions × vocabulary.
 
     Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError when `max_kl` is
     not a number above 0 or nothing is within it, for a schedule of bits, for logits that are not a function of the
@@ -119,7 +120,7 @@ def compress_under_budget(
     unit = require_spendable(method, allocation)
     options = dict(schedule_options or {})
     require_options(allocation, options)
-    calibrating, reading = apart(read(model, batch), every=4, most=None)
+    calibrating, reading = apart(read(model, batch), of=4, most=None)
     dense = [_final(reading, ids) for ids in reading.windows(batch_size)]
     on, by = reading.measured_on(), calibrating.measured_on()
     how: dict[str, Any] = {"method": method, "group_size": group_size, "symmetric": symmetric}

@@ -6,44 +6,56 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.linalg import require_numbers
 
 LEVEL = 0.025  # one-sided p-value for a gain: the 95 % interval then ends below zero
-POWER = 4  # least number of windows for a paired test; with fewer, the lower mean decides
+POWER = 4  # contiguous blocks of windows that an interval compares, and so the least number of windows for one
 
-EVERY, MOST = 8, 8  # every eighth window judges, up to eight
+OF, MOST = 8, 16  # one window in eight judges, up to sixteen
 
 
-def apart(reading: Reading, every: int = EVERY, most: int | None = MOST, least: int = 2) -> tuple[Reading, Reading]:
-    """Split windows into those to learn from and those to judge by: every `every`-th one, at most `most`.
+def apart(reading: Reading, of: int = OF, most: int | None = MOST, least: int = 1) -> tuple[Reading, Reading]:
+    """Split windows into those to learn from and one in `of` to judge by, `least` to `most` of them.
 
-    A reading that is split again gives the same two readings, with what was measured on them (`Reading.once`). Raises
-    LyapunovPruneError for a batch of fewer than `least` windows.
+    The text is cut into POWER stretches, and the end of each judges. So a `Comparison` compares the stretches, which
+    stand for all of the text, and few judging windows share an article with those to learn from, as alternating ones
+    would. A reading that is split again gives the same two readings, with what was measured on them (`Reading.once`).
+    Raises LyapunovPruneError for fewer than `2 * least` windows.
     """
     batch = reading.batch
+    require_windows(batch, 2 * least)
+    judges = max(len(batch) // of, least)
+    judges = judges if most is None else min(judges, most)
+    count = min(judges, POWER)
+    stretches, shares = (np.array_split(np.arange(number), count) for number in (len(batch), judges))
+    judging = [int(w) for stretch, share in zip(stretches, shares, strict=True) for w in stretch[-len(share) :]]
+    teaching = [window for window in range(len(batch)) if window not in judging]
+    parts = teaching, judging
+    teach, judge = reading.once(("apart", judges), lambda: [replace(reading, batch=batch.take(part)) for part in parts])
+    return teach, judge
+
+
+def require_windows(batch: TokenBatch, least: int = POWER) -> TokenBatch:
+    """`batch`, refused with LyapunovPruneError if it has fewer than `least` windows."""
     if len(batch) < least:
         raise LyapunovPruneError(
-            f"too few windows ({len(batch)}) to learn from some and judge by the others; give {least} or more (more "
-            "--tokens, or a shorter --context)"
+            f"{batch.text} has too few windows ({len(batch)}) to learn from and to judge by; give {least} or more "
+            "(more --tokens, or a shorter --context)"
         )
-    judging = range(min(every, len(batch)) - 1, len(batch), every)[:most]
-    teaching = [window for window in range(len(batch)) if window not in judging]
-    parts = teaching, list(judging)
-    teach, judge = reading.once(
-        ("apart", every, most), lambda: [replace(reading, batch=batch.take(part)) for part in parts]
-    )
-    return teach, judge
+    return batch
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Paired comparison of two losses, nats per token, over the same windows.
+    """Paired comparison of two losses, nats per token, over the same windows in the order of their text.
 
-    `change` is mean(after − before), negative for a gain; `low` and `high` are its 95 % Student's t interval, and
-    `p_value` is that of the one-sided paired t-test of change < 0. These three are NaN for fewer than two windows; if
-    every window changes by the same amount the interval has no width and the p-value is 0 or 1.
+    `change` is mean(after − before), negative for a gain. Windows that follow each other are alike, so its error is
+    that of the means of POWER contiguous blocks of windows: `low` and `high` are the 95 % Student's t interval over
+    them, and `p_value` is that of the one-sided test of change < 0. All three are NaN for fewer windows than blocks; if
+    every block changes by the same amount the interval has no width and the p-value is 0 or 1.
     """
 
     change: float
@@ -58,11 +70,16 @@ class Comparison:
 
     @property
     def pays(self) -> bool:
-        """Whether to keep the change: the mean is lower, and with enough windows also significantly."""
-        return self.change < 0 and (self.p_value < LEVEL or not self.has_power)
+        """Whether to keep the change: the loss is lower, significantly. Too few windows never say so."""
+        return self.change < 0 and self.p_value < LEVEL
+
+    @property
+    def harms(self) -> bool:
+        """Whether the loss is higher, significantly, or not finite."""
+        return self.change > 0 and not self.low <= 0
 
     def told(self) -> str:
-        """One line: change of the perplexity in per cent, its interval, and the p-value."""
+        """One line: change of the perplexity in per cent, its interval, and the number of windows."""
         ratio = f"{np.expm1(self.change):+.1%} perplexity"
         if not self.has_power:
             return f"{ratio} on {self.windows} windows, too few for a test: uncertain"
@@ -94,13 +111,14 @@ def compare(before: np.ndarray, after: np.ndarray) -> Comparison:
     if not np.isfinite(difference).all():
         return Comparison(np.inf, np.nan, np.nan, 1.0, len(before))
     change = float(difference.mean())
-    if len(difference) < 2:
+    if len(difference) < POWER:
         return Comparison(change, np.nan, np.nan, np.nan, len(before))
-    error = float(difference.std(ddof=1)) / len(difference) ** 0.5
+    blocks = np.array([block.mean() for block in np.array_split(difference, POWER)])
+    error = float(blocks.std(ddof=1)) / POWER**0.5
     if error == 0:
         return Comparison(change, change, change, 0.0 if change < 0 else 1.0, len(before))
     from scipy import stats  # imported late: pruning files alone scores nothing
 
-    reach = error * float(stats.t.ppf(0.975, len(difference) - 1))
-    p_value = float(stats.t.cdf(change / error, len(difference) - 1))
+    reach = error * float(stats.t.ppf(1 - LEVEL, POWER - 1))
+    p_value = float(stats.t.cdf(change / error, POWER - 1))
     return Comparison(change, change - reach, change + reach, p_value, len(before))

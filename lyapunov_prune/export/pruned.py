@@ -46,7 +46,7 @@ def write_pruned(
     kept layers can be gone too, and blocks without activation are one matrix (`make_compact`), by a reduction that is
     fitted on `batch` in the unchanged `model`.
 
-    With `mend`, maps that close the gaps of whole layers are fitted on every second window of `batch`. They add no
+    With `mend`, maps that close the gaps of whole layers are fitted on half of the windows of `batch`. They add no
     parameter, and are kept if the other windows and the text `judge` say that they pay (`mending.judge.judged_mends`);
     else the cut model is written, and the provenance says so. If channels are removed and there is a `batch`, the last
     matrices are refitted and judged in the same way (`mending.refit.judged_refits`). An image classifier, whose `batch`

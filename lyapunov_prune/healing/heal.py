@@ -15,7 +15,7 @@ from lyapunov_prune.arguments import Count, Positive, Seed
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.judging import apart
+from lyapunov_prune.evaluation.judging import POWER, apart, require_windows
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward.logits import require_one_vocabulary
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -59,7 +59,7 @@ def heal(
 ) -> Healed:
     """Train a copy of `student` to predict what `teacher` predicts; returns it and a report. Both inputs are unchanged.
 
-    The copy is never worse than `student`: the windows of `judge`, or every eighth window of `batch`, are only used for
+    The copy is never worse than `student`: the windows of `judge`, or one in eight of `batch`, are only used for
     judging. Training goes in rounds; after each, the next-token loss of the judging windows is measured, and the
     weights of least judged loss are kept. If a paired test over the windows does not confirm a gain over `student`
     (`Healing.gain`), the copy is `student` itself and `report.kept` is −1.
@@ -90,10 +90,11 @@ def heal(
     `evaluation` is text on which the recovery is measured, `batch_size` windows per forward.
 
     Raises LyapunovPruneError for a student in half precision without `rank`, adapters or packed weights, another
-    vocabulary, tokens outside it, a batch of one window without `judge`, fewer than one step, no time, more than 10
-    million windows in all, fewer windows per step than processes (with `shard`: not a multiple of them, one process, or
-    a model that is not on the CPU), text shared with the judging text, evaluation text that the models were made with,
-    another run at work on the same training, and a loss or gradient of the first step that is not finite.
+    vocabulary, tokens outside it, fewer than 8 windows without `judge`, fewer than 4 in it, fewer than one step, no
+    time, more than 10 million windows in all, fewer windows per step than processes (with `shard`: not a multiple of
+    them, one process, or a model that is not on the CPU), text shared with the judging text, evaluation text that the
+    models were made with, another run at work on the same training, and a loss or gradient of the first step that is
+    not finite.
     """
     reading = read(student, batch)
     taught = read(teacher, reading)
@@ -225,7 +226,8 @@ def _require_unseen(evaluation: Reading, used: tuple[Reading, ...], models: tupl
 def _apart(reading: Reading, judge: Readable | None) -> tuple[Reading, Reading]:
     """The windows to train on, and those to judge by."""
     if judge is None:
-        return apart(reading)
+        return apart(reading, least=POWER)
     judging = read(reading.decoder, judge)
+    require_windows(judging.batch)
     require_disjoint(reading.batch, judging.batch)
     return reading, judging

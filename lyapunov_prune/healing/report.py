@@ -119,8 +119,8 @@ class Healing(Result):
     def told(self) -> str:
         """One line: what was kept, and its effect on the judging windows."""
         if self.kept < 0:
-            return f"Nothing kept: no round beat the pruned model, {self.gain.told()} used for judging"
-        return f"Kept {self._name(self.kept)}: {self.gain.told()} used only for judging"
+            return f"Nothing kept: no round beat the pruned model, {self.gain.told()}, used to choose"
+        return f"Kept {self._name(self.kept)}: {self.gain.told()}, used to choose"
 
     def _name(self, number: int) -> str:
         """`trial 2` or `round 5`, each kind counted from 1."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from lyapunov_prune.data.batch import TokenBatch, Tokens
-from lyapunov_prune.evaluation.judging import apart
+from lyapunov_prune.evaluation.judging import POWER, apart, require_windows
 from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.mend import Mend, fit_mends, mapped
@@ -26,10 +26,11 @@ _SEED = 10**6  # a seed that no training text uses
 def judged_mends(
     model: Model, removed: Sequence[int], batch: Readable, judge: Tokens | None = None
 ) -> tuple[tuple[Mend, ...], MendReport]:
-    """`fit_mends` on every second window of `batch`, judged on the others and on `judge`; no maps if they do not pay.
+    """`fit_mends` on half of `batch` (`apart`), judged on the rest and on `judge`; no maps if they do not pay.
 
     `judge` is another text; with None the dense model writes one (`second_text`). The report holds both judgements.
-    Raises LyapunovPruneError for a batch of one window, and the errors of `fit_mends` and `second_text`.
+    Raises LyapunovPruneError for fewer windows than judge (8 of `batch`, 4 of `judge`), and the errors of `fit_mends`
+    and `second_text`.
     """
     reading = read(in_memory(model), batch)
     fitting, *judges = fitting_and_judges(reading, judge)
@@ -40,9 +41,11 @@ def judged_mends(
 
 
 def fitting_and_judges(reading: Reading, judge: Tokens | None) -> tuple[Reading, Reading, Reading]:
-    """Every second window to fit on, the other windows to judge by, and another text to judge by."""
-    fitting, check = apart(reading, every=2, most=None)
-    return fitting, check, read(reading.decoder, second_text(reading) if judge is None else judge)
+    """Half of the windows to fit on, the other half to judge by, and another text to judge by."""
+    fitting, check = apart(reading, of=2, most=None, least=POWER)
+    other = read(reading.decoder, second_text(reading) if judge is None else judge)
+    require_windows(other.batch)
+    return fitting, check, other
 
 
 def second_text(reading: Reading, folder: str | Path | None = None) -> TokenBatch:

@@ -30,7 +30,7 @@ from lyapunov_prune.progress import track
 # A matrix, the map before it, and the stored matrix that should be their product.
 Product = tuple[Affine, HiddenMap, Affine]
 RIDGES = (0.01, 0.1, 1.0)
-_HELD_OUT = 4  # every fourth window is held out, to choose form and ridge
+_HELD_OUT = 4  # the last fourth of the windows is held out, to choose form and ridge
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +51,11 @@ def fit_mends(
     after the gap, E and b minimise `Σ_t ‖E m_t + b − (y_t − h_t)‖² / ‖y_t‖` with a ridge (`fit`). Unweighted squares
     would be dominated by an attention sink, hundreds of times as large, and relative squares by the smallest tokens.
     Gaps are mended in order, each on the states after the mended ones before it. Form and ridge (or no map) are chosen
-    by the next-token loss on every fourth window, which no map was fitted on. The chosen map is fitted again on all
-    windows.
+    by the next-token loss on the last fourth of the windows, which no map was fitted on. The chosen map is fitted again
+    on all windows.
 
     Cost: one forward of the dense and one of the pruned model over all windows, and for each gap and candidate the
-    layers after it over a fourth of them. `batch` is every `of`-th window of the given text, which only matters for
+    layers after it over a fourth of them. `batch` is one in `of` windows of the given text, which only matters for
     errors.
 
     Raises LyapunovPruneError for quantised weights, a batch of one window, fewer tokens than the map has columns, a gap
@@ -94,19 +94,19 @@ def fit_mends(
 
 
 def fitted_and_held(reading: Reading, of: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The windows to fit on, and every fourth window, which is held out to choose form and ridge.
+    """The windows to fit on, and the last fourth of them, which is held out to choose form and ridge.
 
-    `reading` holds every `of`-th window of the given text. Raises LyapunovPruneError if a map has more columns than
+    `reading` holds one in `of` windows of the given text. Raises LyapunovPruneError if a map has more columns than
     there are tokens.
     """
     windows = reading.windows(1)
-    held = [w for i, w in enumerate(windows) if i % _HELD_OUT == _HELD_OUT - 1] or windows[-1:]
-    fitted = [w for w in windows if not any(w is other for other in held)]
+    first = len(windows) - max(1, len(windows) // _HELD_OUT)
+    fitted, held = windows[:first], windows[first:]
     tokens, width = sum(w.numel() for w in fitted), _width(reading)
     if tokens < width:
         raise LyapunovPruneError(
             f"a map of {width} channels is fitted on {tokens} tokens, a fourth of the windows held out; give "
-            f"{-(-4 * of * width // 3)} tokens or more, in {2 * of} windows or more (--tokens, --context)"
+            f"{-(-4 * of * width // 3)} tokens or more, in 8 windows or more (--tokens, --context)"
         )
     return fitted, held
 

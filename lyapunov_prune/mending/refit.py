@@ -40,13 +40,14 @@ def refitted(W: torch.Tensor, gram: torch.Tensor, kept: torch.Tensor, damping: f
 def judged_refits(model: Model, kept: Kept, batch: Readable, judge: Tokens | None = None) -> tuple[Refits, MendReport]:
     """Refit the last matrix of every unit to its channels `kept` (layers × units); no matrices if it does not pay.
 
-    Each is d × kept channels, in the model's dtype, by layer and index of the unit. They are fitted on every second
-    window of `batch`, layer by layer on the outputs of the refitted layers before, and judged against the plain cut on
-    the other windows and on `judge`, another text; with None the dense model writes one. An expert is fitted on the
+    Each is d × kept channels, in the model's dtype, by layer and index of the unit. They are fitted on half of
+    `batch`, layer by layer on the outputs of the refitted layers before, and judged against the plain cut on the other
+    half and on `judge`, another text; with None the dense model writes one. An expert is fitted on the
     tokens that its router sends to it, and if they are fewer than its channels also on tokens of the layer
     (`calibration.lending`). `model` is not changed.
 
-    Raises LyapunovPruneError for a batch of one window, and for a matrix beyond the model's dtype.
+    Raises LyapunovPruneError for fewer windows than judge (8 of `batch`, 4 of `judge`), and for a matrix beyond the
+    model's dtype.
     """
     reading = read(in_memory(model), batch)
     fitting, *judges = fitting_and_judges(reading, judge)

@@ -44,16 +44,18 @@ class Judgement:
         return compare(self.cut, self.mended)
 
     def told(self) -> str:
-        """One line: the effect of mending on the perplexity of this text."""
-        return f"Mending: {self.comparison.told()} of {self.measured_on.text} ({self.measured_on.split})"
+        """One line: the effect of mending on the perplexity of this text, which decided whether it was kept."""
+        on = self.measured_on
+        return f"Mending: {self.comparison.told()} of {on.text} ({on.split}), used to choose"
 
 
 def pays(check: Comparison, other: Comparison) -> bool:
-    """Whether maps are kept: they pay on held-out windows of their own text, and also help on another text.
+    """Whether maps are kept: they pay on held-out windows of their own text, and do not harm another text.
 
-    A map that fits only its text lowers the loss of `check` but not that of `other`.
+    Both intervals decide: that of `check` lies below zero, and that of `other` not above it, as it would for a map that
+    fits only its own text.
     """
-    return check.pays and other.change < 0
+    return check.pays and other.has_power and not other.harms
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class MendReport(Result):
 
     def sentence(self) -> str:
         if not self.kept:
-            return "not mended, as it does not pay" if self.gaps else "not refitted, as it does not pay"
+            return f"{'not mended' if self.gaps else 'not refitted'}, as it does not pay{self.lost()}"
         if not self.gaps:
             return f"the last matrix of every block refitted on {self.fitted} tokens"
         mended = sum(gap.chosen > 0 for gap in self.gaps)
@@ -110,6 +112,16 @@ class MendReport(Result):
         return (
             f"{mended} of {len(self.gaps)} gaps mended on {tokens} tokens, forms and ridges chosen by {self.held_out}"
         )
+
+    def lost(self) -> str:
+        """The text that decided against the maps; empty if they were kept."""
+        if self.kept:
+            return ""
+        assert self.check is not None
+        assert self.other is not None
+        if not self.check.comparison.pays:
+            return f": no gain shown on {self.check.measured_on.text}"
+        return f": worse on {self.other.measured_on.text}"
 
     def headline(self) -> str:
         return "\n".join([self.sentence(), *(each.told() for each in self.judgements)])

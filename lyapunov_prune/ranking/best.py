@@ -12,7 +12,7 @@ import numpy as np
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.data.batch import Tokens
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.judging import apart
+from lyapunov_prune.evaluation.judging import POWER, apart
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.judge import second_text
 from lyapunov_prune.mending.mend import fit_mends, fitted_and_held
@@ -46,8 +46,8 @@ def best_removal(
 ) -> BestRemoval:
     """Choose `remove` layers of `model` that can be removed together, by the loss, for `search` forwards.
 
-    Every second window of `batch` is a check window, which no score sees. The cheap criteria are measured on the other
-    windows (`candidates`), and every set that one of them proposes is checked by its mean loss on the check windows.
+    Half of the windows of `batch` are check windows, which no score sees. The cheap criteria are measured on the others
+    (`candidates`), and every set that one of them proposes is checked by its mean loss on the check windows.
     From the best set single layers are then swapped, the most promising swap first; a swap is accepted if it lowers the
     loss. A set that no checkpoint of the family can lose is not checked (`pruning.surgery.refusal`). The search ends
     when the budget is spent or no swap is left. Without `search` the budget is `search_budget`.
@@ -65,17 +65,17 @@ def best_removal(
     measured again; it costs the same, so that the search finds what it would find alone. `protect` lists layers that
     stay, counted from the end if negative. Finished checks are kept in `folder` and not repeated.
 
-    Raises LyapunovPruneError for a batch of one window, too few tokens to mend on, a number of layers that cannot be
-    removed beside the protected ones, a family that can lose none of the proposed sets, a budget smaller than one
-    check, no set with a finite loss, a model that cannot generate a text to judge by, and as `Sweep` and the
-    measurements do.
+    Raises LyapunovPruneError for a batch of one window (with `mend`, fewer than 8), too few tokens to mend on, a number
+    of layers that cannot be removed beside the protected ones, a family that can lose none of the proposed sets, a
+    budget smaller than one check, no set with a finite loss, a model that cannot generate a text to judge by, and as
+    `Sweep` and the measurements do.
     """
     reading = read(model, batch)
     layers = reading.structure.num_layers
     require_count(remove, layers)
     protected = protected_layers(layers, (*protect, 0) if mend else protect, remove)
     free = free_layers(layers, protected)
-    scoring, checking = apart(reading, every=2, most=None)
+    scoring, checking = apart(reading, of=2, most=None, least=POWER if mend else 1)
     held = _held_share(scoring) if mend else 0.0
     search = search_budget(layers, remove, mend) if search is None else float(search)
     share = _SEARCH_SHARE if mend else 1

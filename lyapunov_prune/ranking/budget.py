@@ -79,8 +79,8 @@ class BudgetedRemoval(Result):
 
     def headline(self) -> str:
         return (
-            f"{self.within} {self.parts} by {self.ranking.criterion} within {self.max_kl:g} nats a token, "
-            f"T = {self.temperature:g}{floor_note(self.ranking.below_floor)}\n{self.measured_on.line()}"
+            f"{self.within} {self.parts} by {self.ranking.criterion} within {self.max_kl:g} nats a token, used to "
+            f"choose, T = {self.temperature:g}{floor_note(self.ranking.below_floor)}\n{self.measured_on.line()}"
         )
 
 

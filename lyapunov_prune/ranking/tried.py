@@ -198,7 +198,7 @@ class BestRemoval(Ranking):
         out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
         lines = [
             f"Best of {len(self.tried)} sets that were tried, by the loss of {len(self.dense)} windows "
-            f"that no score has seen; {self.forwards:.1f} of {self.search:g} forwards spent{out}",
+            f"that no score has seen, used to choose; {self.forwards:.1f} of {self.search:g} forwards spent{out}",
             f"Removes layer{'s' * (len(self.remove) > 1)} {_listed(self.remove)}",
             self._finals_told() if self.finals else self.certainty(),
             self.checked_on.line(),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
@@ -104,7 +103,8 @@ class Chooser:
 def _told(report: MendReport) -> str:
     assert report.check is not None
     assert report.other is not None
-    return f"{report.check.comparison.told()}, {np.expm1(report.other.comparison.change):+.1%} on another text"
+    check, other = (f"{each.comparison.told()} of {each.measured_on.text}" for each in report.judgements)
+    return f"{check}, {other}, used to choose{report.lost()}"
 
 
 def _judged(found: BestRemoval, report: MendReport) -> MendReport:

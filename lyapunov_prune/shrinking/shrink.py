@@ -190,7 +190,9 @@ def _chosen(request: Request, chooser: Chooser, remove: int | None, task: Task |
     choice, loss = largest(request.target, chooser, lost)
     unit = "nats a token" if task is None else f"lost in the score of {task.name}"
     first = choice.taken[0]
-    return replace(choice, taken=(replace(first, told=f"{first.told}; {loss:.3g} {unit}"), *choice.taken[1:]))
+    return replace(
+        choice, taken=(replace(first, told=f"{first.told}; {loss:.3g} {unit}, used to choose"), *choice.taken[1:])
+    )
 
 
 def _healed(

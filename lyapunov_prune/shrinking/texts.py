@@ -15,7 +15,7 @@ from lyapunov_prune.data.sources import BUILTIN, OWN
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.judging import EVERY, POWER
+from lyapunov_prune.evaluation.judging import OF, POWER
 from lyapunov_prune.forward.own_text import written_by
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.judge import second_text
@@ -69,7 +69,7 @@ class Texts:
         """Raise LyapunovPruneError for texts that cannot judge, before anything is generated or measured."""
         structure = find_structure(model)
         require_context(structure, self.width)
-        least = EVERY * POWER
+        least = OF * POWER
         if self.windows < least:
             raise LyapunovPruneError(
                 f"{self.windows} windows of {self.width} tokens are too few to judge by; give {least * self.width:,} "

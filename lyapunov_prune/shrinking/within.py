@@ -49,7 +49,7 @@ def largest(target: Target, chooser: Chooser, lost: Loss) -> tuple[Chosen, float
 @in_eval_mode
 def divergence(model: PreTrainedModel, chooser: Chooser, choice: Chosen) -> float:
     """KL(dense ‖ pruned and mended) in nats per token, on the windows that no score or map has seen."""
-    _, checking = apart(chooser.reading, every=2, most=None)
+    _, checking = apart(chooser.reading, of=2, most=None)
     removed = choice.plan.remove
     first = min([*removed, *(mend.place.layer for mend in choice.mends)])
     change = partial(_without, checking, removed, choice.mends)

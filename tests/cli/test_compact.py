@@ -160,7 +160,7 @@ def test_a_removal_that_leaves_no_attention_is_refused(small: Path) -> None:
 
 @pytest.mark.usefixtures("healing_kept")
 def test_heal_learns_from_the_dense_model(small: Path, run: Callable[..., Done]) -> None:
-    few = ("--tokens", "128", "--context", "32", "--steps", "2")
+    few = ("--tokens", "256", "--context", "32", "--steps", "2")
     done = run("heal", "small", "-o", "healed", *few)
     assert (done.code, done.changed) == (2, set())
     assert "as --teacher" in done.err

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TEXT, VOCABULARY, disk_full
+from helpers import VOCABULARY, disk_full
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -21,6 +21,8 @@ from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.models import loading
 from lyapunov_prune.pruning.provenance import Provenance
+
+TEXT = ("--tokens", "128", "--context", "16")  # eight windows, of which four judge
 
 
 @pytest.mark.usefixtures("healing_kept")
@@ -146,7 +148,7 @@ def test_a_healed_model_is_scored_as_eval_scores_it(run: Any) -> None:
     config = json.loads(Path("tiny/config.json").read_text())
     Path("tiny/config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
-    heal = ("heal", "out", "--teacher", "tiny", "--steps", "2", "--tokens", "512")
+    heal = ("heal", "out", "--teacher", "tiny", "--steps", "2", "--tokens", "2048")
     for more, learnt, scored in ([], 256, 512), (["--context", "128"], 128, 128):
         assert run(*heal, *more, "-o", f"healed-{scored}").code == 0
         report = Healing.load(f"healed-{scored}/healing.json")

@@ -73,7 +73,7 @@ def test_a_second_run_of_one_training_is_refused_before_it_writes_its_text(
     run: Any, run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
-    heal = ("heal", "out", "--teacher", "tiny", "-o", "healed", "--steps", "1", "--tokens", "128", "--context", "32")
+    heal = ("heal", "out", "--teacher", "tiny", "-o", "healed", "--steps", "1", "--tokens", "256", "--context", "32")
     written = own_text.continued
 
     def meanwhile(*args: Any) -> Any:

@@ -69,7 +69,7 @@ def test_every_command_takes_what_comes_out(run: Callable[..., Done]) -> None:
     provenance = Provenance.load("out/provenance.json")
     assert provenance.plan.to_json() == PruningPlan.load("out/plan.json").to_json()
     assert (provenance.source, provenance.format, provenance.gate.passed) == ("tiny", "compact", True)
-    few = ("--tokens", "128", "--context", "32")
+    few = ("--tokens", "256", "--context", "32")
     assert run("eval", "out", *few).code == 0
     assert run("profile", "out", *few).code == 0
     assert run("hierarchy", "tiny", "out", *few, "--new-tokens", "2").code == 0

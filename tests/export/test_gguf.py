@@ -356,7 +356,21 @@ def test_a_pruned_model_is_healed_into_a_file(
 ) -> None:
     monkeypatch.chdir(file.parent)
     assert run("prune", "x.gguf", "--layers", "1,4", "-o", cut, *TEXT).code == 0
-    done = run("heal", cut, "--teacher", "x.gguf", "--steps", "2", "--text", "builtin", "-o", "y.gguf", *TEXT)
+    done = run(
+        "heal",
+        cut,
+        "--teacher",
+        "x.gguf",
+        "--steps",
+        "2",
+        "--text",
+        "builtin",
+        "-o",
+        "y.gguf",
+        *TEXT,
+        "--context",
+        "16",
+    )
     assert done.code == 0, done.err
     assert "tensors changed and are written again" in done.err
     same = unchanged(Path("y.gguf"), file, (0, 2, 3, 5))

@@ -225,7 +225,7 @@ def test_compressed_and_healed_the_tower_stays(kind: str, wholes: dict[str, Path
     write_model(done.model, loaded.tokenizer, tmp_path / "compressed", {}, "small", "About it.")
     streamed = load_streamed(wholes[kind])
     compress_on_disk(streamed.model, streamed.tokenizer, tmp_path / "streamed", method="magnitude", sparsity=0.5)
-    healed = heal(remove_layers(loaded.model, [2]), loaded.model, ids, steps=2)
+    healed = heal(remove_layers(loaded.model, [2]), loaded.model, ids.repeat(2, 1), steps=2)
     write_model(healed.model, loaded.tokenizer, tmp_path / "healed", {}, "small", "About it.")
     for name in ("compressed", "streamed", "healed"):
         require_tower(tmp_path / name, wholes[kind])

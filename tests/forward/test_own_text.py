@@ -94,7 +94,7 @@ def test_finished_windows_are_not_written_again(
 
 
 def test_a_student_learns_from_it(writer: PreTrainedModel) -> None:
-    text = write_text(writer, tokens=64, context=16)
+    text = write_text(writer, tokens=128, context=16)
     assert "llama" in text.text.lower()
     report = heal(remove_layers(writer, [2]), writer, text, steps=8, learning_rate=1e-2).report
     assert report.losses[-2:].mean() < report.losses[:2].mean()

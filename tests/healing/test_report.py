@@ -70,9 +70,9 @@ def test_what_beats_the_pruned_model_is_kept_and_nothing_else(
     assert str(found)
 
 
-def test_without_enough_windows_for_a_test_a_lower_mean_is_kept_and_called_uncertain(ids: torch.Tensor) -> None:
+def test_without_enough_windows_for_a_test_nothing_is_kept(ids: torch.Tensor) -> None:
     found = report(ids, np.array([3.0, 5.5]), before=np.array([4.0, 5.0]))
-    assert found.kept == 0
+    assert found.kept == -1
     assert "uncertain" in found.told()
 
 

@@ -188,17 +188,6 @@ def test_where_nothing_was_better_it_goes_back_to_the_start() -> None:
     assert (found.begin, best_of(rounds, BEFORE)) == ("best", -1)
 
 
-def test_too_few_windows_for_a_test_go_back_on_any_rise() -> None:
-    before = np.array([4.0, 5.0])
-    rounds = [
-        Round(Stretch("best", False, RATE, 10), before - 1),
-        Round(Stretch("here", False, RATE, 10, 10), before - np.array([1.5, 0.4])),
-    ]
-    found = next_stretch(rounds, before, rate=RATE, steps=60, trials=0)
-    assert found is not None
-    assert found.begin == "best"
-
-
 def test_patience_ends_a_run_that_finds_nothing_better() -> None:
     assert len(play(lambda _: BEFORE + 1, 600, 0)) == PATIENCE
     judged = iter([BEFORE - 1, BEFORE - 2, *(BEFORE - 1.5 for _ in range(10))])

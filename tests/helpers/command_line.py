@@ -65,7 +65,7 @@ WRITERS = [
     ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5"],
     ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--device", "disk"],
     ["compress", "tiny", "--method", "rtn", "--bits", "4", "--format", "packed"],
-    ["heal", "tiny", "--teacher", "tiny", "--steps", "1", *TEXT],
+    ["heal", "tiny", "--teacher", "tiny", "--steps", "1", *TEXT, "--context", "16"],
     ["export", "tiny"],
 ]
 

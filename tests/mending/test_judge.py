@@ -74,7 +74,7 @@ def test_a_second_text_judges(run: Callable[..., Done], tmp_path: Path) -> None:
 
 
 def test_the_judgement_is_of_text_that_no_map_has_seen(windows: torch.Tensor) -> None:
-    """Losses are those of physical removals, the maps fitted on every second window alone."""
+    """Losses are those of physical removals, the maps fitted on the other half alone."""
     model = make_tiny("llama")
     other = torch.randint(2, 90, (5, 16), generator=torch.Generator().manual_seed(4))
     mends, report = judging.judged_mends(model, GAPS, windows, other)
@@ -85,9 +85,11 @@ def test_the_judgement_is_of_text_that_no_map_has_seen(windows: torch.Tensor) ->
     assert bool(mends) == report.kept
 
 
-def test_one_window_cannot_judge_what_it_was_fitted_to(windows: torch.Tensor) -> None:
-    with pytest.raises(LyapunovPruneError, match="too few windows"):
-        judging.judged_mends(make_tiny("llama"), GAPS, windows[:1])
+def test_too_few_windows_to_judge_by_are_refused(windows: torch.Tensor) -> None:
+    other = torch.randint(2, 90, (4, 16), generator=torch.Generator().manual_seed(4))
+    for text, judge in [(windows[:1], other), (windows[:7], other), (windows, other[:3])]:
+        with pytest.raises(LyapunovPruneError, match="too few windows"):
+            judging.judged_mends(make_tiny("llama"), GAPS, text, judge)
 
 
 def test_the_model_writes_the_second_text(windows: torch.Tensor, short_judge: None) -> None:
@@ -105,3 +107,17 @@ def test_without_a_text_the_model_writes_it_and_the_built_in_one_judges(run: Cal
     assert report.measured_on.text.startswith("written by tiny (weights ")
     assert report.measured_on.text.endswith("temperature 1, seed 0)")
     assert (report.other.measured_on.text, report.other.measured_on.tokens) == ("builtin", 256)
+
+
+def test_what_could_only_get_worse_is_not_written() -> None:
+    """The student wrote all text itself, so that no other model predicts it better; the teacher differs from it."""
+    written = []
+    for seed in range(24):
+        model = make_tiny("llama", seed=seed)
+        student = lp.remove_layers(model, GAPS)
+        batch, other = (lp.self_generated(student, tokens=8 * 48, context=48, seed=s) for s in (seed, seed + 99))
+        mends, report = judging.judged_mends(model, GAPS, batch, other)
+        assert report.check is not None
+        if mends:
+            written.append((seed, report.check.comparison.change))
+    assert written == []

@@ -37,6 +37,11 @@ def test_it_is_the_least_squares_solution() -> None:
     assert gradient.abs().max() < 1e-10
 
 
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(97, (8, 20), generator=torch.Generator().manual_seed(1))
+
+
 def redundant(family: str) -> PreTrainedModel:
     """Channels 8 to 23 of every block are copies of 0 to 7: a cut loses them, and a refit makes up for it."""
     model = make_tiny(family)

@@ -103,7 +103,7 @@ MEASUREMENTS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "compare_generation": lambda m: lp.compare_generation(m, m, IDS),
     "compress": lambda m: lp.compress(m, method="magnitude", sparsity=0.5),
     "greedy_removal": lambda m: lp.ranking.greedy_removal(m, IDS, 1),
-    "heal": lambda m: lp.heal(m, m, IDS, steps=1),
+    "heal": lambda m: lp.heal(m, m, IDS.repeat(4, 1), steps=1),
     "measure_contraction": lambda m: lp.measure_contraction(m, IDS),
     "measure_sensitivity": lambda m: lp.measure_sensitivity(m, IDS, studies=["layer"]),
     "measure_speed": lambda m: lp.measure_speed({"a": m}, prompt=8, steps=2, repeats=1),

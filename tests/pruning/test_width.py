@@ -168,7 +168,7 @@ def test_a_plan_of_other_channels_is_refused(change: dict[str, Any], llama: PreT
 
 
 def test_from_the_command_line_to_a_smaller_checkpoint(run: Callable[..., Done], run_bad: Callable[..., str]) -> None:
-    text = ("--text", "builtin", "--tokens", "256", "--context", "64")
+    text = ("--text", "builtin", "--tokens", "512", "--context", "64")
     done = run("prune", "tiny", "--what", "width", "--remove", "25%", *text, "-o", "smaller")
     assert done.code == 0, done.err
     made = Provenance.load(Path("smaller") / PROVENANCE)

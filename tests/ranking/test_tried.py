@@ -65,7 +65,7 @@ def test_with_too_few_windows_nothing_is_told_apart(search: BestRemoval) -> None
 
 def final(layers: tuple[int, ...], check: float, other: float, other_cut: float) -> Final:
     """A set that mending changes so much, on windows of its text and of the other."""
-    cut = np.array([2.0, 3.0])
+    cut = np.array([2.0, 3.0, 2.5, 3.5])
     return Final(layers, FOUR + check, cut + other_cut, cut + other_cut + other, 9.0)
 
 

@@ -110,7 +110,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> Pat
     greedy_removal(llama, ids, 2).save(folder / "oracle.json")
     compress(llama, ids, method="sparsegpt", sparsity=0.5).report.save(folder / "compression.json")
     other = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
-    healed = heal(remove_layers(llama, plans["bi"][1]), llama, ids, steps=3, evaluation=other)
+    healed = heal(remove_layers(llama, plans["bi"][1]), llama, ids.repeat(3, 1), steps=3, evaluation=other)
     healed.report.save(folder / "healing.json")
     write_report(folder)
     return folder

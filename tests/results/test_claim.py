@@ -43,7 +43,7 @@ WORK: dict[str, Callable[..., Any]] = {
     "check": lambda model, ids, **kept: check_grid(model, ids, **GRID, **kept),
     "sensitivity": lambda model, ids, **kept: measure_sensitivity(model, ids, studies=["removal"], **kept),
     "oracle": lambda model, ids, **kept: greedy_removal(model, ids, 1, **kept),
-    "heal": lambda model, ids, **kept: heal(model, make_tiny("llama", seed=1), ids, steps=1, **kept),
+    "heal": lambda model, ids, **kept: heal(model, make_tiny("llama", seed=1), ids.repeat(3, 1), steps=1, **kept),
 }
 
 

@@ -25,7 +25,7 @@ from lyapunov_prune.results.history import HISTORY, History, add_step, history_o
 
 
 def some(seed: int) -> TokenBatch:
-    ids = torch.randint(97, (4, 40), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(97, (8, 40), generator=torch.Generator().manual_seed(seed))
     return TokenBatch(ids, f"text {seed}", "calibration", bos=False)
 
 

@@ -69,7 +69,7 @@ def test_one_layer_too_many_says_what_it_costs(reader: PreTrainedModel, chooser:
 def test_the_divergence_is_that_of_the_model_that_is_cut(reader: PreTrainedModel, chooser: Chooser) -> None:
     choice = chooser.choose(2)
     smaller = operated(reader, choice.plan, mends=choice.mends)
-    checking = apart(read(wrap(reader), chooser.batch), every=2, most=None)[1].batch.ids
+    checking = apart(read(wrap(reader), chooser.batch), of=2, most=None)[1].batch.ids
     p, q = (m(checking).logits[:, :-1].double().log_softmax(-1) for m in (reader, smaller))
     expected = float((p.exp() * (p - q)).sum(-1).mean())
     assert divergence(reader, chooser, choice) == pytest.approx(expected, rel=1e-4)

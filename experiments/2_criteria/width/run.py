@@ -80,7 +80,7 @@ def measure(given: Inputs, remove: float, optipfair: Path | None) -> WidthOnOneT
     for score in SCORES:
         plan = choose_channels(decoder, given.calibration, remove, score=score)
         width, kept = plan.width, plan.width - plan.channels_gone
-        halves = apart(read(decoder, given.calibration), every=2, most=None)
+        halves = apart(read(decoder, given.calibration), of=2, most=None)
         _, weights = refit_blocks(decoder, plan.kept_channels, halves[0])
         for refits in ({}, weights):
             changed = cut(decoder, Operation(plan, refits=refits), shared=True).model

@@ -77,7 +77,7 @@ def split_removal(reading: Reading, remove: float, what: Split, criterion: str) 
     them. From the layers that stay, as many channels (`channel_costs`) or experts (`reap`) are removed as the share
     still needs. All of this sees every second window; the KL of the predictions on the others decides.
     """
-    choosing, judging = apart(reading, every=2, most=None, least=LEAST_WINDOWS)
+    choosing, judging = apart(reading, of=2, most=None, least=LEAST_WINDOWS // 2)
     structure = reading.structure
     wanted = math.ceil(remove * sum(p.numel() for p in structure.layers.parameters()))
     order, counts = parts_of(choosing, what)

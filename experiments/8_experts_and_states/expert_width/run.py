@@ -48,7 +48,7 @@ def narrower(found: Changed) -> list[str]:
 
             def make(eighths: int = eighths, way: str = way) -> tuple[PreTrainedModel, dict[str, Any]]:
                 plan = choose_channels(decoder, text, eighths / 8)
-                fitting = apart(read(decoder, text), every=2, most=None)[0]
+                fitting = apart(read(decoder, text), of=2, most=None)[0]
                 refits = refit_blocks(decoder, plan.kept_channels, fitting)[1] if way == "refitted" else {}
                 return cut(decoder, Operation(plan, refits=refits)).model, {"channels": plan.channels_gone}
 
