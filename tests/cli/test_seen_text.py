@@ -129,6 +129,7 @@ def test_weights_alone_see_no_text(text: str, run: Callable[..., Done]) -> None:
     assert run("eval", "out", *LONGER, "--text", turned(text)).code == 0
 
 
+@pytest.mark.usefixtures("healing_kept")
 @pytest.mark.parametrize(
     ("first", "second"),
     [
