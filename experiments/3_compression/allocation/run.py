@@ -3,9 +3,10 @@
     python experiments/3_compression/allocation/run.py [--model MODEL] [--text FILE]
 
 The guidelines are there twice: with their default ceiling, and with the catastrophe threshold s* as measured on the
-calibration text, Wanda by its first half and regret on the second. Bits by A stand beside as many bits shared out
-evenly, and beside the same layers the other way round. Writes allocation.json, bits.json and their figures beside this
-file, row by row: a row that stands there is not measured again.
+calibration text, Wanda by its first half and regret on the second. Their first rule stands alone too: the matrices into
+the MLP of layer 0 dense, all others alike. Bits by A stand beside as many bits shared out evenly, and beside the same
+layers the other way round. Writes allocation.json, bits.json and their figures beside this file, row by row: a row that
+stands there is not measured again.
 """
 
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pool
 HERE = Path(__file__).parent
 SCHEDULES = ("uniform", "atp", "atp-search", "owl", "alpha-pruning", "guidelines")
 WIDTHS = ((3, 4), (4, 8))
+UP_DENSE = "layer 0 into its MLP dense"
 STARRED = "guidelines, s*"  # the last of each budget, where it can be met
 
 
@@ -65,6 +67,8 @@ def sparsities(
 ) -> Iterator[Setting]:
     for schedule in SCHEDULES:
         yield Setting("wanda", schedule, sparsity=budget)
+    kept = lp.allocate(model, "guidelines", budget, protected=1, extra=0.0)
+    yield Setting("wanda", replace(kept, schedule=UP_DENSE))
     for pooling in get_args(Pooling):
         for schedule, reading in [("lyapunov", {}), *(("lyapunov-budget", {"reading": r}) for r in get_args(Reading))]:
             chosen = lp.allocate(model, schedule, budget, profile=profile.pooled(pooling), **reading)
@@ -100,6 +104,11 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "setting": setting(shares),
         "schedules": schedules(shares),
         "atp": beside_atp(shares),
+        "up dense": ", ".join(
+            f"{beside(of[UP_DENSE], of['uniform'])} at {percent(budget)}"
+            for budget, of in by_budget(shares).items()
+            if UP_DENSE in of
+        ),
         "star": percent(next(float(r.parameters["ceiling"]) for r in shares.rows if r.allocation == STARRED)),
         "bits": widths_table(widths),
         "bits by A": by_amplification(widths),
