@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError, in_short
-from lyapunov_prune.forward.branches import Branch, calls_of
-from lyapunov_prune.forward.hooks import hidden_of, layer_input, require_run, run_backbone, with_input
+from lyapunov_prune.forward.branches import Branch, calls_of, tried
+from lyapunov_prune.forward.hooks import hidden_of, layer_input, require_run, with_input
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.forward.sublayers import mixes_tokens, silent
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.hooked import Call, hooked
+from lyapunov_prune.models.hooked import Call
 from lyapunov_prune.models.modeling_compact import NONE, stand_in
 from lyapunov_prune.models.structure import in_eval_mode
 
@@ -52,13 +51,10 @@ def find_attentions(decoder: Decoder, layers: Sequence[int]) -> dict[int, Attent
     """
     found: dict[int, Attention] = {}
 
-    def note(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def see(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found[index] = _attention(index, layer, args, kwargs)
 
-    inputs = sample_inputs(decoder, None)[0][:1]
-    inputs = inputs if inputs.is_floating_point() else inputs[:, :8]
-    with hooked(after=[(decoder.layers[i], partial(note, i)) for i in layers]):
-        run_backbone(decoder.structure, inputs)
+    tried(decoder, layers, see)
     for layer in layers:
         require_run(decoder.structure, layer, layer in found, _OTHERS)
     if found:
@@ -91,16 +87,12 @@ def standing_in(layer: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[
 
 def fed_alone(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> list[nn.Module]:
     """The modules of `layer` that take the output of the module `path` one after the other: a norm, or none."""
-    calls = _calls(layer, args, kwargs)
+    calls = calls_of(layer, args, kwargs)
     return [call.module for call in _chain(calls, next(call for call in calls if call.path == path))[1:]]
 
 
-def _calls(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
-    return calls_of(layer, args, kwargs, [(path, module) for path, module in layer.named_modules() if path])
-
-
 def _attention(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attention:
-    calls = _calls(layer, args, kwargs)
+    calls = calls_of(layer, args, kwargs)
     inside = ""
     while True:
         mixers = [call for call in calls if _is_child(call, inside) and _mixes(layer, args, kwargs, call)]

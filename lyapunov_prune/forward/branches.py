@@ -7,7 +7,7 @@ produce a branch's output are found by zeroing them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +18,15 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.hooks import Enough, hidden_of, with_input
+from lyapunov_prune.forward.hooks import Enough, hidden_of, run_backbone, with_input
+from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import Call, hooked
 from lyapunov_prune.models.plain import require_readable
 from lyapunov_prune.models.projections import layer_projections, without_numbers
 from lyapunov_prune.models.structure import Structure
+
+_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,31 @@ def find_branches(
     return tuple(found)
 
 
+def tried(decoder: Decoder, layers: Iterable[int], see: Callable[..., None]) -> None:
+    """Run a few random tokens, or an image; `see(index, layer, args, kwargs)` is called after each of `layers`.
+
+    The weights of a streamed layer are in memory only then.
+    """
+    inputs = sample_inputs(decoder, None)[0][:1]
+
+    def note(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        see(index, layer, args, kwargs)
+
+    with hooked(after=[(decoder.layers[i], partial(note, i)) for i in layers]):
+        run_backbone(decoder.structure, inputs if inputs.is_floating_point() else inputs[:, :_TOKENS])
+
+
 def calls_of(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[tuple[str, nn.Module]]
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    modules: Iterable[tuple[str, nn.Module]] | None = None,
 ) -> list[Call]:
-    """Run the layer; returns the calls of `modules`, by path, that were given a state and returned one, in order."""
+    """Run the layer; returns the calls of `modules`, by path, that were given a state and returned one, in order.
+
+    None takes all modules in the layer.
+    """
+    modules = [each for each in layer.named_modules() if each[0]] if modules is None else modules
     calls: list[Call] = []
 
     def note(path: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:

@@ -12,11 +12,9 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.attentions import find_attentions, standing_in
-from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import exchanged, replaced
 from lyapunov_prune.forward.sublayers import silent
-from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import find_structure, identify, require_versions
@@ -66,14 +64,10 @@ def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
         gone.setdefault(module, []).append(key)
     parts: dict[tuple[int, str], list[Projection]] = {}
     for layer, sublayers in reading.sublayers.items():
-        here = [p for p in projections if p.layer == layer]
+        here, base = [p for p in projections if p.layer == layer], f"{structure.layers_path}.{layer}."
         parts[layer, "layer"] = here
-        seen: set[str] = set()  # if branches share a norm, the forward of the second passes through the first
         for kind, branch in sublayers.branches.items():
-            called = _children(branch) - seen
-            seen |= called
-            base = f"{structure.layers_path}.{layer}."
-            parts[layer, kind] = [p for p in here if p.module.removeprefix(base).partition(".")[0] in called]
+            parts[layer, kind] = [p for p in here if p.module.removeprefix(base).partition(".")[0] in branch.parts]
 
     def change(layer: int, part: str) -> AbstractContextManager[None] | None:
         chosen = parts.get((layer, part))
@@ -114,17 +108,3 @@ def compact_layers(reading: Reading, compact: PreTrainedModel) -> Changes:
         return standing_in(mine, {name: theirs.get_submodule(name) for name in names})
 
     return change
-
-
-def _children(branch: Branch) -> set[str]:
-    """The names of the layer's children called between the branch's entry and exit."""
-    called: set[str] = set()
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: called.add(name)
-
-    # The order matters: if the entry is a child, it must be recorded after clearing.
-    begins = (branch.entry, lambda module, args, kwargs: called.clear())
-    with hooked(before=[begins, *((child, note(name)) for name, child in branch.layer.named_children())]):
-        branch(branch.x)
-    return called

@@ -15,7 +15,7 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.pictures import image_shape, looks_at_images
 from lyapunov_prune.models.positions import rotation, stretches
-from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.models.structure import Structure, random_ids
 
 # Largest relative deviation of a token's logits. The same kernels on the same shapes agree bit for bit; folded
 # constants (GPT-2) and the cache's kernels do not, and a model ruined by a removal (SmolLM2 without layer 0) amplifies
@@ -72,14 +72,8 @@ def sample_inputs(decoder: Decoder, batch: Examples | None) -> list[torch.Tensor
     window = getattr(config, "sliding_window", None) or 0
     length = max(TOKENS, window + 2 * STEPS) if window <= WINDOW_LIMIT else TOKENS
     length = structure.at_most(length)
-    generator = torch.Generator().manual_seed(0)
-    random = torch.randint(config.vocab_size, (2, length), generator=generator)
-    # Avoid padding tokens: some families count positions past them in one forward, but not through a cache.
-    pad = getattr(config, "pad_token_id", None)
-    if pad is not None:
-        random[random == pad] = (pad + 1) % config.vocab_size
     given = [] if batch is None else model_inputs(model, batch, 1)[:1]
-    return [random.to(model.device), *(ids[:, :length] for ids in given)]
+    return [random_ids(config, 2, length).to(model.device), *(ids[:, :length] for ids in given)]
 
 
 def random_images(model: PreTrainedModel, number: int = 2) -> torch.Tensor:

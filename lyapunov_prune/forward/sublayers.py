@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.branches import Branch, find_branches, layer_children
-from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone, with_hidden
-from lyapunov_prune.forward.logits import random_images
+from lyapunov_prune.forward.branches import Branch, find_branches, layer_children, tried
+from lyapunov_prune.forward.hooks import hidden_of, layer_input, with_hidden
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.pictures import looks_at_images
 from lyapunov_prune.models.plain import require_readable
 from lyapunov_prune.models.structure import in_eval_mode
 
 Kind = Literal["attention", "mlp"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_TOKENS = 8
 _MOVED = 1e-3
 
 
@@ -44,20 +40,12 @@ def find_sublayers(decoder: Decoder, layers: Sequence[int]) -> dict[int, Sublaye
     mixes tokens, otherwise the MLP. A layer with more than two branches is given neither, because no rule says which to
     leave out. The layers of `decoder` are plain matrices (`models.plain.require_readable`).
     """
-    structure = decoder.structure
     sublayers: dict[int, Sublayers] = {}
 
-    def note(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        # The weights of a streamed layer are in memory only now.
-        sublayers[index] = _sublayers(layer, args, kwargs, layer_children(structure, index))
+    def see(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sublayers[index] = _sublayers(layer, args, kwargs, layer_children(decoder.structure, index))
 
-    if looks_at_images(decoder.model):
-        inputs = random_images(decoder.model, 1)
-    else:
-        generator = torch.Generator().manual_seed(0)
-        inputs = torch.randint(structure.config.vocab_size, (1, _TOKENS), generator=generator)
-    with hooked(after=[(structure.layers[i], partial(note, i)) for i in layers]):
-        run_backbone(structure, inputs)
+    tried(decoder, layers, see)
     return {i: sublayers.get(i, Sublayers({}, False, "does not run on text alone")) for i in layers}
 
 

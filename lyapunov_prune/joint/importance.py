@@ -18,8 +18,9 @@ from lyapunov_prune.arguments import Count, Seed, checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.forward.attentions import fed_alone, find_attentions
+from lyapunov_prune.forward.branches import tried
 from lyapunov_prune.forward.hooks import hidden_of, with_hidden
-from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
+from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.healing.trained import drawn_order, frozen
 from lyapunov_prune.joint.recovery import stacked
 from lyapunov_prune.linalg import require_numbers
@@ -209,9 +210,9 @@ def _following(student: Unmerged) -> dict[int, list[nn.Module]]:
     """By layer: the norms through which the output of the feed-forward block passes before it is added to the state."""
     found: dict[int, list[nn.Module]] = {}
 
-    def note(block: FeedForward, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found[block.layer] = fed_alone(layer, args, kwargs, block.block or block.out.module)
+    def see(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        block = student.blocks[index]
+        found[index] = fed_alone(layer, args, kwargs, block.block or block.out.module)
 
-    with hooked(after=[(student.layers[block.layer], partial(note, block)) for block in student.blocks]):
-        uncached_logits(student.model, sample_inputs(student.decoder, None)[0])
+    tried(student.decoder, range(len(student.blocks)), see)
     return found

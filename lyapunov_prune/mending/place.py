@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.branches import Branch, zero_outputs
-from lyapunov_prune.forward.hooks import hidden_of, layer_input, require_run, run_up_to, with_hidden
+from lyapunov_prune.forward.branches import Branch, calls_of, tried, zero_outputs
+from lyapunov_prune.forward.hooks import hidden_of, require_run, with_hidden
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.hooked import Call, hooked, in_float32
 from lyapunov_prune.models.structure import in_eval_mode
 
-_TOKENS = 8
 _SAME = 1e-3  # relative tolerance of a layer in float32
 
 
@@ -67,12 +66,10 @@ def find_place(decoder: Decoder, layer: int) -> Place:
     structure = decoder.structure
     found: list[_Layer] = []
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found.append(_Layer.copied(module, args, kwargs))
+    def see(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(_Layer(copy.deepcopy(module).float(), *in_float32((args, kwargs))))
 
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(structure.config.vocab_size, (1, _TOKENS), generator=generator)
-    run_up_to(structure, structure.layers[layer], ids, note)
+    tried(decoder, (layer,), see)
     require_run(structure, layer, bool(found), "keep another layer before the gap")
     shared = _shared(structure.layers, layer)
     kinds: list[Place] = []
@@ -105,9 +102,9 @@ class _Layer:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    @classmethod
-    def copied(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Layer:
-        return cls(copy.deepcopy(layer).float(), _float32(args), _float32(kwargs))
+    @cached_property
+    def calls(self) -> list[Call]:
+        return calls_of(self.layer, self.args, self.kwargs)
 
     def run(self, path: str = "", change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
         """The layer's output when the output of the module `path` is changed."""
@@ -120,20 +117,12 @@ class _Layer:
 
     def additive(self) -> Iterator[tuple[str, float]]:
         """Modules in reverse order of completion, each with the factor by which it moves the layer's output."""
-        stream = layer_input(self.args, self.kwargs)
-        ended: list[tuple[str, torch.Tensor]] = []
-
-        def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(hidden, torch.Tensor) and hidden.numel() == stream.numel():
-                ended.append((path, hidden))
-
-        inner = [(module, partial(note, path)) for path, module in self.layer.named_modules() if path]
-        with hooked(after=inner):
-            whole = self.run()
-        paths = [path for path, _ in ended]
-        for path, hidden in reversed(ended):
-            if paths.count(path) > 1 or not any(True for _ in self.layer.get_submodule(path).parameters()):
+        whole = self.run()
+        paths = [call.path for call in self.calls]
+        for call in reversed(self.calls):
+            path, hidden = call.path, call.returned
+            alone = hidden.numel() == whole.numel() and paths.count(path) == 1
+            if not alone or not any(True for _ in call.module.parameters()):
                 continue
             moved = hidden.std() * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden)
             after = self.run(path, lambda m, moved=moved: m + moved) - whole  # type: ignore[misc]
@@ -145,8 +134,6 @@ class _Layer:
     def place(self, layer: int, path: str, scale: float) -> Place | None:
         """The place at the output of `path`, for a full or a diagonal map, if it is one."""
         branch = self._branch(path)
-        if branch is None:
-            return None
         m = branch(branch.x)
         width = m.shape[-1]
         for channels, candidates in ((False, self._matrices(path, branch, width)), (True, self._norm(path))):
@@ -191,19 +178,10 @@ class _Layer:
         for p, old in zip(parameters, before, strict=True):
             p.copy_(old)
 
-    def _branch(self, path: str) -> Branch | None:
+    def _branch(self, path: str) -> Branch:
         """Run the module `path` alone, on its input in the layer."""
-        module = self.layer.get_submodule(path)
-        given: list[torch.Tensor] = []
-
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs.get("hidden_states")
-            if isinstance(x, torch.Tensor):
-                given.append(x.detach())
-
-        with hooked(before=[(module, note)]):
-            self.run()
-        return Branch(self.layer, self.args, self.kwargs, module, module, given[0], ()) if len(given) == 1 else None
+        call = next(call for call in self.calls if call.path == path)
+        return Branch(self.layer, self.args, self.kwargs, call.module, call.module, call.given, ())
 
 
 def multiplied(p: torch.Tensor, part: Part, E: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
@@ -233,14 +211,3 @@ def _error(one: torch.Tensor, other: torch.Tensor) -> float:
         return 0.0
     error = float((one - other).norm() / other.norm())
     return error if math.isfinite(error) else math.inf
-
-
-def _float32(value: Any) -> Any:
-    """Copies of all floating tensors in nested arguments, in float32."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().float() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _float32(each) for key, each in value.items()}
-    if (isinstance(value, tuple) and not hasattr(value, "_fields")) or isinstance(value, list):
-        return type(value)(_float32(each) for each in value)
-    return value

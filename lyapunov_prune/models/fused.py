@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.hooked import hooked, in_float32
 from lyapunov_prune.models.streamed import layer_held
+from lyapunov_prune.models.structure import random_ids
 from lyapunov_prune.models.units import Unit, inside, select
 
 REMEDY = "remove whole layers instead"
@@ -73,22 +74,12 @@ def _calls(decoder: Decoder, paths: Sequence[str]) -> dict[str, _Call]:
     seen: dict[str, _Call] = {}
 
     def note(path: str) -> Any:
-        return lambda module, args, kwargs: seen.setdefault(path, _float32((args, kwargs))) and None
+        return lambda module, args, kwargs: seen.setdefault(path, in_float32((args, kwargs))) and None
 
-    size, pad = decoder.structure.config.vocab_size, getattr(decoder.structure.config, "pad_token_id", None)
-    ids = torch.randint(size, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
-    ids[ids == pad] = ((pad or 0) + 1) % size
+    ids = random_ids(decoder.structure.config, 1, _TOKENS)
     with hooked(before=[(decoder.model.get_submodule(path), note(path)) for path in paths]):
         decoder.model(ids.to(decoder.model.device), use_cache=False)
     return seen
-
-
-def _float32(given: Any) -> Any:
-    if isinstance(given, torch.Tensor):
-        return given.float() if given.is_floating_point() else given
-    if isinstance(given, tuple | list):
-        return type(given)(map(_float32, given))
-    return {key: _float32(value) for key, value in given.items()} if isinstance(given, dict) else given
 
 
 def _layout(

@@ -60,6 +60,17 @@ class Call:
         return self.returned.data_ptr() == other.given.data_ptr() and self.returned.numel() == other.given.numel()
 
 
+def in_float32(value: Any) -> Any:
+    """Copies of all floating tensors in nested arguments of a call, in float32."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: in_float32(each) for key, each in value.items()}
+    if (isinstance(value, tuple) and not hasattr(value, "_fields")) or isinstance(value, list):
+        return type(value)(in_float32(each) for each in value)
+    return value
+
+
 Hooks = Iterable[tuple[nn.Module, Callable[..., Any]]]
 
 

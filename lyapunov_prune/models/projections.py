@@ -186,14 +186,15 @@ def _parts(fused: Fused | None, config: Any, rows: int) -> Iterator[Part]:
     if fused == "gate, up":
         widths = [("gate", None, rows // 2), ("up", None, rows // 2)]
     elif fused == "grouped":
-        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
-        widths = [(part, None, number * (rows // sum(heads.values()))) for part, number in heads.items()]
+        queries, keys = config.num_attention_heads, config.num_key_value_heads
+        size = rows // (queries + 2 * keys)
+        widths = [("q", None, queries * size), ("k", None, keys * size), ("v", None, keys * size)]
     elif fused:
-        heads = range(config.num_attention_heads)
-        size = rows // (3 * len(heads))
-        widths = [(part, head, size) for part in "qkv" for head in heads]
+        heads = config.num_attention_heads
+        size = rows // (3 * heads)
+        widths = [(part, head, size) for part in "qkv" for head in range(heads)]
         if fused == "heads by part":
-            widths.sort(key=lambda width: width[1])
+            widths = [(part, head, size) for head in range(heads) for part in "qkv"]
     start = 0
     for part, head, width in widths:
         yield part, head, start, start + width

@@ -212,6 +212,16 @@ def require_causal(model: PreTrainedModel) -> None:
         raise LyapunovPruneError(f"{kind} looks at later tokens (an encoder); give a causal decoder")
 
 
+def random_ids(config: Any, rows: int, length: int) -> torch.Tensor:
+    """The same random tokens at every call, on the CPU; `config` is a text config.
+
+    None is padding: some families count positions past it in one forward, but not through a cache.
+    """
+    ids = torch.randint(config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    pad = getattr(config, "pad_token_id", None)
+    return ids if pad is None else ids.where(ids != pad, (pad + 1) % config.vocab_size)
+
+
 def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:
     """Run a function with every model among its arguments in eval mode and without gradients; both are restored.
 
