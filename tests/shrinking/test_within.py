@@ -162,7 +162,7 @@ def test_a_task_of_the_harness_is_taken_by_name(
     assert [(t.name, t.source, t.items) for t in report.evaluation.tasks.tasks] == [
         ("by_name", "lm-evaluation-harness, held out", 6)
     ]
-    assert "--tasks items_by_name" in report.commands[-1]
+    assert "--tasks items_by_name" in report.commands[-2]
 
 
 def test_the_cost_counts_the_searches(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
