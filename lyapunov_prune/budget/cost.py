@@ -24,6 +24,7 @@ KINDS = (
 # Types of fewer bits than this share of the mean are not tried, to save time: they are the slowest to write.
 _NARROW = 0.6
 _AT_ONCE = 2**20  # numbers rounded at once
+_SAMPLED = 2**18  # numbers of a matrix that are rounded for its costs
 _FLOOR = 1e-6  # of the mean importance: a block whose columns all have none would have no scale
 
 
@@ -56,7 +57,8 @@ def costs(
 
     `F` is the diagonal of the Fisher information on the batch (`fisher`), and `c` the second-order estimate of the KL
     a token that rounding this matrix causes. Columns are weighted by `importance` where it has the matrix, else by
-    `Σ_i F_ij`. Costs are summed in float64, one matrix in memory beside the model and the sums of `fisher`.
+    `Σ_i F_ij`. Costs are summed in float64, one matrix in memory beside the model and the sums of `fisher`; of a large
+    matrix over the rows of `_sample`.
     """
     matrices = matrices_of(reading.model)
     for name, found in fisher(reading, matrices, seed):
@@ -67,8 +69,24 @@ def costs(
         columns = columns + _FLOOR * columns.mean() if columns.any() else np.ones_like(columns)
         columns = (columns / columns.mean()).astype(np.float32)
         kinds = tuple(kinds_for(W.shape[1], bits))
-        cost = np.array([_cost(W, F, kind, columns) for kind in kinds])
+        rows, share = _sample(W, F, max(1, _SAMPLED // W.shape[1]))
+        cost = np.array([_cost(W[rows], F[rows] * share[:, None], kind, columns) for kind in kinds])
         yield TensorCost(name, kinds, np.array([size_in(kind, W.size) for kind in kinds]), cost, columns)
+
+
+def _sample(W: np.ndarray, F: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """`most` rows, and how many of all rows each stands for (float32): every row once if there are no more.
+
+    The rows are drawn evenly from the running sum of `Σ_j F_ij mean_j W_ij²`, near which their costs are, so that each
+    stands for as much of the cost; a row that is drawn again counts again.
+    """
+    if len(W) <= most:
+        return np.arange(len(W)), np.ones(len(W), np.float32)
+    size = F.sum(1, dtype=np.float64) * np.square(W, dtype=np.float64).mean(1)
+    total = size.cumsum()
+    drawn = np.searchsorted(total, total[-1] * (np.arange(most) + 0.5) / most)
+    rows, times = np.unique(drawn, return_counts=True)
+    return rows, (times * total[-1] / most / np.maximum(size[rows], 1e-300)).astype(np.float32)
 
 
 def _cost(W: np.ndarray, F: np.ndarray, kind: Kind, importance: np.ndarray) -> float:

@@ -15,7 +15,7 @@ from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 
-_SHARE = 0.4  # of the free memory, for the sums and the gradients of the matrices that are summed at once
+_SHARE = 0.6  # of the free memory, for the sums of the matrices that are summed at once
 
 
 def matrices_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -43,11 +43,11 @@ def fisher(reading: Reading, matrices: Mapping[str, nn.Parameter], seed: int) ->
 
 
 def _groups(matrices: Mapping[str, nn.Parameter], room: float) -> list[list[str]]:
-    """The names in order, in groups whose sums and gradients take `room` bytes at most, or one matrix."""
+    """The names in order, in groups whose float32 sums take `room` bytes at most, or one matrix."""
     groups: list[list[str]] = []
     taken = 0.0
     for name, p in matrices.items():
-        size = p.numel() * (4 + p.element_size())
+        size = 4 * p.numel()
         if not groups or taken + size > room:
             groups.append([])
             taken = 0.0

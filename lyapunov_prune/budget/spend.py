@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,22 +15,26 @@ from lyapunov_prune.arguments import Seed
 from lyapunov_prune.budget.cost import TensorCost, costs, in_parts, kinds_for, size_in
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.budget.size import bytes_for
-from lyapunov_prune.budget.spent import Spent
+from lyapunov_prune.budget.spent import Frontier, Spent
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import require_windows
 from lyapunov_prune.export.gguf import require_file
-from lyapunov_prune.export.gguf_whole import header_values, write_gguf
+from lyapunov_prune.export.gguf_whole import header_values, rounded_pieces, write_rounded
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import Decoder, runs_model, wrap
-from lyapunov_prune.models.ggml import dequantised, quantised
+from lyapunov_prune.models.decoder import Decoder, runs_model
+from lyapunov_prune.models.ggml import WIDE, Kind, bits_of, dequantised, quantised
 from lyapunov_prune.models.gguf import gguf_file
+from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_tensors import Chosen
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.predictions.spaces import divergences
-from lyapunov_prune.progress import status, track
+from lyapunov_prune.progress import status
 
+# One type for all, as the sizes that are shown beside the one that was asked for.
+_SIZES = (Kind.Q2_K, Kind.Q3_K, Kind.IQ4_XS, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q8_0)
+_NEAR = 0.75  # the narrowest of them, as a share of the bits that were asked for
 _PLACE = 160  # bytes in a header for a tensor's name and place, and the space up to the next one, at most
 
 
@@ -61,9 +65,14 @@ def spend(
     found = list(costs(reading, bits=8 * room / weights, seed=seed))
     pick = chosen_types(found, room)
     chosen = {t.name: Chosen(t.kinds[k], t.importance) for t, k in zip(found, pick, strict=True)}
+    sizes = Counter[str]()
+    for t, k in zip(found, pick, strict=True):
+        sizes[t.kinds[k].name] += int(t.bytes[k])
+    values = header_values(model, tokenizer, sizes.most_common(1)[0][0])
+    made = rounded_pieces(model, "f16", chosen)
     judged = read(model, judge)
-    kl = kl_by_window(judged, read(rounded_copy(model, chosen), judge))
-    written = write_gguf(model, tokenizer, output, "f16", chosen)
+    kl, loss = kl_by_window(judged, read(made[0], judge))
+    written = write_rounded(model, tokenizer, output, values, *made)
     taken = np.array([t.bytes[k] for t, k in zip(found, pick, strict=True)])
     return Spent(
         wanted=size,
@@ -74,10 +83,18 @@ def spend(
         bits=8 * float(taken.sum()) / weights,
         size=written.size,
         kl=kl,
+        loss=loss,
+        frontier=frontier(found, 8 * room / weights, weights),
         measured_on=reading.measured_on(seed),
         judged_on=judged.measured_on(),
-        rounded_before=gguf_file(str(model.model.config._name_or_path)) is not None,
+        rounded_before=was_rounded(model),
     )
+
+
+def was_rounded(decoder: Decoder) -> bool:
+    """Whether the model was read from a GGUF file with matrices of few bits."""
+    file = gguf_file(str(decoder.model.config._name_or_path))
+    return file is not None and any(t.kind not in WIDE for t in read_header(file).tensors)
 
 
 def room_for(decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, size: str) -> int:
@@ -107,13 +124,29 @@ def chosen_types(found: Sequence[TensorCost], room: int) -> np.ndarray:
     return cheapest(cost, size, room)
 
 
-@torch.no_grad()
-def rounded_copy(decoder: Decoder, chosen: dict[str, Chosen]) -> Decoder:
-    """A copy of the model with every matrix rounded as `chosen` says."""
-    made = copy.deepcopy(decoder.model)
-    for name, p in track(list(matrices_of(made).items()), "rounding"):
-        p.copy_(torch.from_numpy(rounded(p.float().cpu().numpy(), chosen[name])))
-    return wrap(made, decoder.tokenizer)
+def frontier(found: Sequence[TensorCost], bits: float, weights: int) -> Frontier:
+    """What the sizes of one type for all are predicted to cost, and the best types of these sizes.
+
+    Types far narrower than `bits` a weight are left out, since the costs leave some of them out.
+    """
+    rows = []
+    for kind in _SIZES:
+        if bits_of(kind) < _NEAR * bits:
+            continue
+        alike = [_nearest(kind, t.kinds) for t in found]
+        size = sum(int(t.bytes[k]) for t, k in zip(found, alike, strict=True))
+        best = chosen_types(found, size)
+        costs = [sum(float(t.cost[k]) for t, k in zip(found, pick, strict=True)) for pick in (alike, best)]
+        rows.append((kind.name, size, *costs))
+    names, sizes, one, chosen = zip(*rows, strict=True)
+    taken = np.array(sizes, np.float64)
+    return Frontier(names, taken, 8 * taken / weights, np.array(one), np.array(chosen))
+
+
+def _nearest(kind: Kind, kinds: Sequence[Kind]) -> int:
+    """The index of `kind`, or else of the narrowest type that is no narrower."""
+    wide = [bits_of(each) if bits_of(each) >= bits_of(kind) else np.inf for each in kinds]
+    return kinds.index(kind) if kind in kinds else int(np.argmin(wide))
 
 
 def rounded(W: np.ndarray, how: Chosen) -> np.ndarray:
@@ -122,15 +155,22 @@ def rounded(W: np.ndarray, how: Chosen) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def kl_by_window(dense: Reading, changed: Reading) -> np.ndarray:
-    """KL(dense ‖ changed) of every window, (windows,) float64: nats a token, over all positions but the last."""
+def kl_by_window(dense: Reading, changed: Reading) -> tuple[np.ndarray, np.ndarray]:
+    """KL(dense ‖ changed) of every window, and by how much its loss rises: (windows,) float64.
+
+    Both are in nats a token, over all positions but the last.
+    """
     found = []
     with status("divergence"), torch.no_grad():
         for ids in dense.windows(1):
-            total, positions = 0.0, 0
-            for mine, theirs in zip(dense.logits(ids)[0], changed.logits(ids)[0], strict=True):
-                _, kl, _ = divergences(*(lift(logits).log_softmax(-1) for logits in (mine, theirs)))
-                total += float(kl.sum())
-                positions += len(kl)
-            found.append(total / positions)
-    return np.array(found)
+            sums, wanted = torch.zeros(2, dtype=torch.float64), ids[0, 1:].cpu()
+            start = 0
+            for pair in zip(dense.logits(ids)[0], changed.logits(ids)[0], strict=True):
+                log_p, log_q = (lift(logits).log_softmax(-1) for logits in pair)
+                next_ids = wanted[start : start + len(log_p), None].to(log_p.device)
+                rise = (log_p.gather(1, next_ids) - log_q.gather(1, next_ids)).sum()
+                sums += torch.stack([divergences(log_p, log_q)[1].sum(), rise]).cpu()
+                start += len(log_p)
+            found.append(sums / len(wanted))
+    kl, loss = torch.stack(found).T.numpy()
+    return kl, loss

@@ -19,13 +19,43 @@ _APART = 1.5  # predicted and measured differ much if one is so many times the o
 _PerMatrix = Annotated[np.ndarray, Per("matrix")]
 
 
+_PerSize = Annotated[np.ndarray, Per("size")]
+
+
+@dataclass(frozen=True)
+class Frontier(Result):
+    """Predicted KL by size: the cheapest types for every matrix, `best`, beside one type for all, `alike`.
+
+    A size is the `bytes` of all matrices in one of `types`, a matrix whose rows are no whole blocks of it in the next
+    wider type that they are blocks of. `bits` is the mean over the weights; both costs are in nats a token.
+    """
+
+    types: Annotated[tuple[str, ...], Per("size")]
+    bytes: _PerSize
+    bits: _PerSize
+    alike: _PerSize
+    best: _PerSize
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            {
+                "size of": self.types,
+                "bits": self.bits,
+                "MB": self.bytes / 1e6,
+                "KL, one type": self.alike,
+                "KL, chosen": self.best,
+            }
+        )
+
+
 @dataclass(frozen=True)
 class Spent(Result):
     """A model of a size: the type of every matrix, and KL(dense ‖ rounded) in nats a token, predicted and measured.
 
     `types`, `bytes` and `cost` (nats a token) are by matrix, `cost` the predicted part of each. `kl` (windows,) is
-    measured on `judged_on`, a text that neither the costs nor the importances used; those are of `measured_on`. `bits`
-    is the mean over the weights of all matrices, `size` the bytes of all tensors.
+    measured on `judged_on`, a text that neither the costs nor the importances used; those are of `measured_on`. There
+    `loss` (windows,) is by how much the loss rose, nats a token. `bits` is the mean over the weights of all matrices,
+    `size` the bytes of all tensors.
     """
 
     wanted: str
@@ -36,6 +66,8 @@ class Spent(Result):
     bits: float
     size: int
     kl: np.ndarray
+    loss: np.ndarray
+    frontier: Frontier
     measured_on: MeasuredOn
     judged_on: MeasuredOn
     rounded_before: bool
@@ -60,16 +92,29 @@ class Spent(Result):
         )
         return groups.sort_values("MB", ascending=False).reset_index()
 
+    def further(self) -> list[Result]:
+        return [self.frontier]
+
     def answer(self) -> list[str]:
-        found = self.measured
+        found, worse = self.measured, compare(np.zeros_like(self.loss), self.loss)
         lines = [
             f"{self.measured_on.model.name} in {self.size / 1e6:.4g} MB ({self.wanted}), {self.bits:.3g} bits a weight",
             f"KL {found.change:.3g} nats a token ({found.low:.3g} to {found.high:.3g}) on {self.judged_on.tokens} "
-            f"tokens of {self.judged_on.text}; {self.predicted:.3g} predicted",
+            f"tokens of {self.judged_on.text}; {self.predicted:.3g} predicted; perplexity × {np.exp(worse.change):.4g} "
+            f"({np.exp(worse.low):.4g} to {np.exp(worse.high):.4g})",
         ]
         ratio = self.predicted / max(found.change, 1e-30)
         if not 1 / _APART < ratio < _APART:
             lines.append("Prediction and measurement differ much: this few bits are beyond second order")
-        if self.rounded_before:
-            lines.append("The weights were quantised before and are rounded twice; a dense original would lose less")
+        if (half := np.flatnonzero(self.frontier.best <= self.predicted / 2)).size:
+            rows, at = self.frontier, half[self.frontier.bytes[half].argmin()]
+            lines.append(
+                f"{rows.bits[at]:.3g} bits a weight ({rows.bytes[at] / 1e6:.4g} MB of matrices) would lose half of "
+                f"that or less: {rows.best[at]:.3g} predicted"
+            )
+        if self.rounded_before and (again := int(np.count_nonzero(self.cost))):
+            lines.append(
+                f"{again} of {len(self.names)} matrices were quantised before and are rounded twice; a dense original "
+                "would lose less"
+            )
         return lines

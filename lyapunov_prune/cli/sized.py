@@ -31,5 +31,6 @@ def write_sized(model: str, size: str, inputs: Inputs, output: Path, given: Give
     judge = judging.batch(loaded, "evaluation")
     done = spend(loaded, loaded.tokenizer, size, output, batch=batch, judge=judge)
     done.save(run / REPORT)
-    show(done, None, kept=run / REPORT)
+    for part in (done, *done.further()):
+        show(part, None, kept=run / REPORT)
     say(f"Written: {output}")

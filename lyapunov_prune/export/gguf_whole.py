@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from lyapunov_prune.export.gguf import as_json, file_reloads, require_file
 from lyapunov_prune.export.llama_cpp import ENGINE, engine_checks
 from lyapunov_prune.models.decoder import Decoder, runs_model, wrap_any
 from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, gguf_file
-from lyapunov_prune.models.gguf_copy import write_pieces
+from lyapunov_prune.models.gguf_copy import Piece, write_pieces
 from lyapunov_prune.models.gguf_header import Header, Value, number, read_header, text
 from lyapunov_prune.models.gguf_metadata import architecture_values, gguf_family
 from lyapunov_prune.models.gguf_tensors import Chosen, stored_tensors
@@ -49,9 +49,8 @@ def write_gguf(
     tokenizer: PreTrainedTokenizerBase | None,
     target: str | Path,
     quantize: Quantisation = "f16",
-    chosen: Mapping[str, Chosen] = MappingProxyType({}),
 ) -> Exported:
-    """Write `model` to the GGUF file `target`, its matrices rounded to `quantize`, or as `chosen` says by their names.
+    """Write `model` to the GGUF file `target`, its matrices rounded to `quantize`.
 
     Raises LyapunovPruneError for a model that llama.cpp's keys cannot describe and for a target that exists. Raises
     CheckFailed if transformers or llama.cpp read something else than the rounded model. In both cases nothing is left
@@ -59,31 +58,49 @@ def write_gguf(
     """
     require_file(target)
     values = header_values(model, tokenizer, quantize)
-    config, name = model.structure.config, model_name(model.model)
-    family = gguf_family(config)
+    return write_rounded(model, tokenizer, target, values, *rounded_pieces(model, quantize))
+
+
+def rounded_pieces(
+    model: Decoder, quantize: str, chosen: Mapping[str, Chosen] = MappingProxyType({})
+) -> tuple[Decoder, list[Piece], float]:
+    """A copy of the model that is rounded as `stored_tensors` says, its tensors in a file, and the largest error."""
     result = wrap_any(copy.deepcopy(model.model))
-    stored = list(stored_tensors(result.model, family, quantize, chosen))
-    pieces, moved = [piece for piece, _ in stored], max(share for _, share in stored)
+    stored = list(stored_tensors(result.model, gguf_family(model.structure.config), quantize, chosen))
+    return result, [piece for piece, _ in stored], max(share for _, share in stored)
+
+
+def write_rounded(
+    model: Decoder,
+    tokenizer: PreTrainedTokenizerBase | None,
+    target: str | Path,
+    values: Mapping[str, Value],
+    result: Decoder,
+    pieces: Sequence[Piece],
+    moved: float,
+) -> Exported:
+    """Write what `rounded_pieces` made of `model` below the header `values`. Raises as `write_gguf` does."""
     size = sum(piece.size for piece in pieces)
     require_disk(Path(target).parent, size, "the tensors of the model")
     with whole_file(target) as file:
         write_pieces(file, values, pieces, gguf.GGUF_DEFAULT_ALIGNMENT)
         detail = "distance of the numbers in the file, over the most that rounding moves"
         on_file: dict[str, OnFiles] = {RELOADED: partial(file_reloads, result, within=1e-6)}
-        context = values[f"{family.architecture}.context_length"].read()
+        context = values[f"{gguf_family(model.structure.config).architecture}.context_length"].read()
         on_file |= engine_checks(result, tokenizer, max(2, context - GREEDY))
         found = [attempt(name, partial(check, file)) for name, check in on_file.items()]
         checks = GateCheck(ROUNDED, moved <= 1, moved, 1.0, detail), *found
         GateReport(checks).require_passed("the file", CONVERT)
     kinds = Counter(gguf.GGMLQuantizationType(piece.kind).name for piece in pieces)
     not_run = tuple(name for name in (RELOADED, ENGINE) if name not in on_file)
-    return Exported(name, "gguf", dict(kinds), size, checks, not_run)
+    return Exported(model_name(model.model), "gguf", dict(kinds), size, checks, not_run)
 
 
-def header_values(
-    model: Decoder, tokenizer: PreTrainedTokenizerBase | None, quantize: Quantisation
-) -> dict[str, Value]:
-    """The header of the file that `write_gguf` makes; raises LyapunovPruneError for a model that it cannot describe."""
+def header_values(model: Decoder, tokenizer: PreTrainedTokenizerBase | None, quantize: str) -> dict[str, Value]:
+    """The header of a file of which most is in the type `quantize`.
+
+    Raises LyapunovPruneError for a model that it cannot describe.
+    """
     require_whole(model.model)
     if model.wrapped:
         raise LyapunovPruneError(f"llama.cpp keeps what reads pictures or sound in a file of its own; {CONVERT}")

@@ -1,9 +1,10 @@
-"""The figure of a compression: how much of each layer, and the errors of its matrices."""
+"""Figures of compression: how much of each layer and the errors of its matrices; what each size costs."""
 
 from __future__ import annotations
 
+from lyapunov_prune.budget.spent import Spent
 from lyapunov_prune.compression.report import CompressionReport
-from lyapunov_prune.report.drawing import COLOURS, over_depth, panels
+from lyapunov_prune.report.drawing import COLOURS, INK, labelled, log_axis, one_panel, over_depth, panels
 
 
 def compression_figure(report: CompressionReport) -> str:
@@ -25,3 +26,18 @@ def compression_figure(report: CompressionReport) -> str:
     errors.set_ylim(bottom=0)
     where = {"ncols": 2, "loc": "lower left", "bbox_to_anchor": (0, 1)}
     return over_depth(figure, errors, report.allocation.model.num_layers, "relative error", **where)
+
+
+def sizes_figure(spent: Spent) -> str:
+    """The predicted KL by bits a weight, types chosen by cost and one type for all, and what was measured (95 %)."""
+    figure, axes = one_panel(6.5, 3.5)
+    frontier, found = spent.frontier, spent.measured
+    for label, cost, colour in (
+        ("one type for all", frontier.alike, COLOURS["bi"]),
+        ("types by cost", frontier.best, COLOURS["rho"]),
+    ):
+        axes.plot(frontier.bits, cost, marker="o", markersize=4, color=colour, label=f"{label}, predicted")
+    axes.plot(spent.bits, found.change, "x", color=INK, label="measured")
+    axes.plot([spent.bits] * 2, [found.low, found.high], color=INK, linewidth=0.8)
+    log_axis(axes)
+    return labelled(figure, axes, "bits a weight", "KL(dense ‖ rounded), nats a token")

@@ -8,10 +8,12 @@ from typing import Any
 
 from markupsafe import Markup
 
+from lyapunov_prune.budget.spent import Spent
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.task_scores import TaskScores
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.pruning.curve import RemovalCurve
+from lyapunov_prune.report.compression import sizes_figure
 from lyapunov_prune.report.evaluation import tasks_figure
 from lyapunov_prune.report.page import SECTIONS
 from lyapunov_prune.report.profiles import contraction_figure
@@ -44,6 +46,7 @@ def _curve_figure(curve: RemovalCurve) -> str:
 _OWN: dict[type[Result], Callable[[Any], dict[str, str]]] = {
     ContractionProfile: lambda r: {"contraction": contraction_figure(r)},
     RemovalCurve: lambda r: {"removal": _curve_figure(r)},
+    Spent: lambda r: {"sizes": sizes_figure(r)},
     TaskScores: lambda r: {"tasks": tasks_figure(r)},
 }
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from gguf import LlamaFileType
 from helpers import VOCABULARY, make_tiny, make_tokenizer
 from transformers import PreTrainedModel
 
@@ -19,6 +23,8 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import installed
 from lyapunov_prune.export import llama_cpp
+from lyapunov_prune.export.format import Quantisation
+from lyapunov_prune.export.gguf_whole import write_gguf
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.ggml import Kind
@@ -72,27 +78,76 @@ def test_few_matrices_at_once_give_the_same_sums(monkeypatch: pytest.MonkeyPatch
     assert all(torch.allclose(alone[name], together[name]) for name in alone)
 
 
+def test_the_rows_of_a_sample_stand_for_all() -> None:
+    random = np.random.default_rng(0)
+    W = random.normal(size=(4000, 32)).astype(np.float32) * random.exponential(size=(4000, 1)).astype(np.float32)
+    F = random.exponential(size=W.shape).astype(np.float32) * random.exponential(size=(4000, 1)).astype(np.float32) ** 2
+    rows, share = cost._sample(W, F, 400)
+    assert len(rows) <= 400
+    assert (np.diff(rows) > 0).all()
+    for moved in (W * random.normal(size=W.shape), np.abs(W).max(1, keepdims=True) * random.normal(size=W.shape)):
+        all_of_them = float((F * moved**2).sum())
+        assert float((F[rows] * share[:, None] * moved[rows] ** 2).sum()) == pytest.approx(all_of_them, rel=0.1)
+    rows, share = cost._sample(W[:400], F[:400], 400)
+    assert rows.tolist() == list(range(400))
+    assert (share == 1).all()
+    rows, share = cost._sample(W, np.zeros_like(F), 400)
+    assert len(rows)
+    assert not share.any()
+
+
 @ENGINES
 def test_a_file_of_the_size_loads_and_costs_what_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_cpp, "installed", lambda: False)  # asked in test_gguf_whole
     model, target = tiny(), tmp_path / "x.gguf"
     before = {name: p.clone() for name, p in model.state_dict().items()}
+    copied = Mock(wraps=copy.deepcopy)
+    monkeypatch.setattr(copy, "deepcopy", copied)
     found = spend(model, make_tokenizer(), "6bpw", target, batch=text("a"), judge=text("of b"))
+    assert sum(call.args[0] is model for call in copied.mock_calls) == 1
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
     assert 5.5 < found.bits <= 6
     assert found.predicted == pytest.approx(found.measured.change, rel=0.3)
-    written = {t.quantisation: t.size for t in read_header(target).tensors}
+    header = read_header(target)
+    written = {t.quantisation: t.size for t in header.tensors}
     assert written.keys() - {"F32"} == set(found.types)
     there = read_gguf(target, {"dtype": torch.float32, "device_map": "cpu"}).model
     with torch.no_grad():
         ids = text("of b").ids
         p, q = (m(ids).logits[:, :-1].double().log_softmax(-1) for m in (model, there))
     assert float((p.exp() * (p - q)).sum(-1).mean()) == pytest.approx(found.measured.change, rel=1e-3)
+    rise = (p - q).gather(-1, ids[:, 1:, None]).squeeze(-1).mean(-1)
+    assert found.loss == pytest.approx(rise.numpy(), rel=1e-2, abs=1e-6)
+    frontier = found.frontier
+    assert (frontier.best <= frontier.alike * (1 + 1e-9)).all()
+    assert (np.diff(frontier.best) <= 0).all()
+    assert frontier.types[-1] == "Q8_0"
+    assert frontier.bits[-1] == pytest.approx(8.5)
+    assert "<svg" in found.plot()["sizes"]
+    kinds = {each.name.partition("_")[2]: each for each in LlamaFileType}
+    most = max(set(found.types), key=lambda kind: sum(found.bytes[np.array(found.types) == kind]))
+    assert header.read("general.file_type") == next(kinds[name] for name in sorted(kinds) if name.startswith(most))
     assert Spent.load(found.save(tmp_path / "size.json")).types == found.types
     size = f"{target.stat().st_size / 1e3:.1f}KB"
     again = spend(model, make_tokenizer(), size, tmp_path / "y.gguf", batch=text("a"), judge=text("of b"))
     assert (tmp_path / "y.gguf").stat().st_size <= float(size[:-2]) * 1e3
     assert again.bits == pytest.approx(found.bits, rel=0.1)
+
+
+@ENGINES
+def test_rounded_twice_is_what_came_in_few_bits_and_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_cpp, "installed", lambda: False)
+    kinds: dict[Quantisation, bool] = {"f16": False, "q8_0": True}
+    for kind, twice in kinds.items():
+        file = tmp_path / f"{kind}.gguf"
+        write_gguf(tiny(), make_tokenizer(), file, kind)
+        model = wrap(read_gguf(file, {"dtype": torch.float32, "device_map": "cpu"}).model)
+        model.model.config._name_or_path = str(file)
+        found = spend(model, make_tokenizer(), "6bpw", tmp_path / f"{kind}-6.gguf", batch=text("a"), judge=text("of b"))
+        assert found.rounded_before is twice
+        assert any("rounded twice" in line for line in found.answer()) is twice
+        kept = replace(found, cost=np.zeros_like(found.cost))
+        assert not any("rounded twice" in line for line in kept.answer())
 
 
 @pytest.mark.parametrize("size", ["", "300", "-3MB", "1.2.3MB", "bpw", "16bpw", "100%", "1GB"])
