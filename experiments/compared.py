@@ -55,7 +55,7 @@ PUBLISHED = (
 
 HEAD = ("method", "model, removed", "kept", "learnt from, cost", "source")
 QUARTER = 0.25
-WIKITEXT = "wiki"
+WIKITEXT, REPORTED = "wiki", "report-wikitext"
 BY_HAND, SHRINK, MENDING, SUMMARY = (
     importlib.import_module(f"experiments.{name}.run")
     for name in ("6_recovery.never_worse", "6_recovery.shrink", "6_recovery.mending", "1_contraction.summary")
@@ -80,9 +80,10 @@ def of_the_paper() -> tuple[str, ...]:
 
 
 def shrunk() -> Iterator[tuple[str, ...]]:
-    for r in _loaded(SHRINK.HERE, SHRINK.OneCommand):
-        cost = f"choosing, mending and healing on {Path(r.text).stem}: {r.seconds / 60:.0f} minutes{_where(r)}"
-        yield "here: `shrink`", _gone(r, r.removed), _over(r.windows - r.dense), cost, "chapter 6"
+    for r in SHRINK.results():
+        cost = f"choosing, mending and healing on {Path(r.learnt_on.text).stem}: {r.seconds / 60:.0f} minutes"
+        gone = f"{r.name}, {len(r.removed)} of {r.measured_on[0].model.num_layers} layers"
+        yield "here: `shrink`", gone, _over(r.over[REPORTED]), f"{cost} on a CPU", "chapter 6"
 
 
 def mended() -> Iterator[tuple[str, ...]]:

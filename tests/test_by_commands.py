@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import lyapunov_prune as lp
 from experiments import by_commands
 from experiments.by_commands import against, run_once
 from experiments.common import Model
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.shrinking.report import Taken
 
 one_command: Any = importlib.import_module("experiments.6_recovery.shrink.run")
-by_hand = one_command.BY_HAND
 RNG = np.random.default_rng(0)
 
 
@@ -54,55 +55,56 @@ def test_better_and_worse_are_told_by_the_paired_interval() -> None:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model scored by both experiments on the same windows; the folder of the one command."""
-    here, there = tmp_path / "one", tmp_path / "hand"
-    monkeypatch.setattr(one_command, "HERE", here)
-    monkeypatch.setattr(one_command, "THERE", there)
+    """What one command made of a model, scored on two texts; the folder of it."""
+    monkeypatch.setattr(one_command, "HERE", tmp_path)
     ids = torch.arange(16 * 8).reshape(16, 8) % 64
-    on = lp.TokenBatch(ids, "unseen", "all", None).measured_on(make_tiny("llama"))
+    model = make_tiny("llama")
+    learnt, *on = (lp.TokenBatch(ids, name, "all", None).measured_on(model) for name in ("a.txt", "b.txt", "c.txt"))
     dense = RNG.normal(3, 1, 16)
-    states = tuple(
-        by_hand.State(name, name, (1, 2), dense + over, 60.0, True, "")
-        for name, over in (("cut", 0.5), ("mended", 0.4), ("healed", 0.3))
-    )
-    by_hand.NeverWorse(dense, states, "a.txt", on).save(there / "tiny-a.json")
     one = one_command.OneCommand(
         options="shrink tiny --remove 25%",
-        text="a.txt",
+        commit="0123456789ab",
         removed=(1, 2),
         parameters=(4_000_000, 3_000_000),
         size=(16_000_000, 12_000_000),
         steps=(Taken("mending", False, "nothing gained", 6.0), Taken("healing", True, "-10%", 30.0)),
         seconds=90.0,
-        dense=dense,
-        windows=dense + 0.2 + RNG.normal(0, 0.01, 16),
-        measured_on=on,
+        learnt_on=learnt,
+        dense=(dense, dense),
+        windows=(dense + np.log(1.5), dense + np.log(2)),
+        measured_on=tuple(on),
     )
-    one.save(here / "tiny-a.json")
-    return here
+    one.save(tmp_path / "tiny.json")
+    return tmp_path
 
 
-def test_one_command_stands_beside_the_last_state_by_hand(results: Path) -> None:
+def test_the_headline_names_commit_texts_and_ratios(results: Path) -> None:
     tables = one_command.written()
-    row = tables["table"].splitlines()[2]
-    assert "| 4.0 M → 3.0 M | 1, 2 |" in row
-    assert "better: 0.9" in row
-    assert row.endswith("| 1.5 | 2.0 |")  # minutes: of `prune --mend` and `heal`
+    assert tables["table"].splitlines()[2].endswith("| a | 1, 2 | 1.5 (1.5–1.5) | 2 (2–2) | 1.5 |")
+    assert "| 4 M → 3 M | 1.5 (1.5–1.5) | 2 (2–2) | 2 |" in tables["short"]
+    assert "commit 0123456789ab, which learnt from 128 tokens of a.txt" in tables["setting"]
     assert "| mending | no | nothing gained | 0.1 |" in tables["steps"]
-    drawn = one_command.figure(*one_command._results())
-    assert all(name in drawn for name in ("cut", "mended", "healed", "one command"))
-
-
-def test_other_windows_are_not_compared(results: Path) -> None:
-    path = results / "tiny-a.json"
-    text = path.read_text()
-    hash_ = one_command.OneCommand.load(path).measured_on.text_hash
-    path.write_text(text.replace(hash_, "0" * 64))
-    with pytest.raises(ValueError, match="other windows"):
-        one_command.written()
+    drawn = one_command.figure(one_command.results())
+    assert ">b<" in drawn
+    assert ">c<" in drawn
 
 
 def test_a_result_that_is_there_is_drawn_and_not_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one_command.main(unseen="nowhere.txt", model=Model("tiny"), text=["a.txt"])
+    one_command.main(unseen=["nowhere.txt"], model=Model("tiny"))
     assert "already measured" in capsys.readouterr().out
     assert (results / "recovery.svg").is_file()
+
+
+def test_the_commit_names_the_files_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "experiments" / "6_recovery" / "shrink"
+    (tmp_path / "lyapunov_prune").mkdir()
+    file = tmp_path / "lyapunov_prune" / "a.py"
+    file.write_text("a = 1")
+    monkeypatch.setattr(one_command, "HERE", here)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *words], check=True)
+    assert len(one_command.committed()) == 12
+    file.write_text("a = 2")
+    with pytest.raises(LyapunovPruneError):
+        one_command.committed()

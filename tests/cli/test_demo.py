@@ -75,7 +75,9 @@ def test_a_demo_replaces_the_checkpoint_of_an_earlier_one(tiny_demo: Callable[..
     names = {path.name for path in small.parent.iterdir()}
     results = {f"{name}.json" for name in ("profile", "shrink", "best", "eval")}
     assert names == results | {"report.html", "figures", "small", "small.fingerprint"}
-    kept = record.read_text()
+    kept, page = record.read_text(), (small.parent / "report.html").read_text()
+    assert all(f"perplexity, {text}" in page for text in ("builtin", "code"))  # like the text learnt from, and foreign
+    assert "of a kind that no step has seen" in page
     tiny_demo()
     assert record.read_text() == kept == f"{folder_digest(small)}\n"
     shutil.rmtree(small)

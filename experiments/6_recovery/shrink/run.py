@@ -1,223 +1,195 @@
-"""One command against the same steps by hand: `shrink` on the models and texts of never_worse.
+"""The headline: what one command leaves of a model without a quarter of its layers, on texts that decided nothing.
 
-    python experiments/6_recovery/shrink/run.py --model MODEL --text A.txt --text B.jsonl --unseen C.txt
+    python experiments/6_recovery/shrink/run.py --model MODEL --unseen A.txt --unseen B.txt --options "--text C.txt"
 
-Runs `shrink --remove 25%` on each text, with all defaults but what --options adds, and scores the dense model and the
-result on --unseen. Give --model, --text, --unseen and --scored as for never_worse: its last state is what `shrink`
-is compared with, on the same windows. A finished command stays in runs/experiments/ and is not run again. Writes
-MODEL-TEXT.json and recovery.svg beside this file; the tables go into README.md by `make tables`.
+Runs `shrink --remove 25%` with --options and defaults else, from a commit whose files are unchanged, and scores the
+dense model and the result on each --unseen, a text to report on (`cut_texts.py`). A finished command stays in
+runs/experiments/ and is not run again. Writes MODEL.json and recovery.svg beside this file; the tables go into
+README.md by `make tables`.
 """
 
 from __future__ import annotations
 
-import importlib
 import shlex
-from dataclasses import dataclass
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator
 
 import lyapunov_prune as lp
-from experiments.by_commands import against, losses, run_once
-from experiments.common import Again, Each, Model, Scored, Unseen, draw, is_kept, plain, read_text, run, show
-from experiments.statements import ratio, runs, table
-from lyapunov_prune.errors import CheckFailed
+from experiments.by_commands import losses, run_once
+from experiments.common import Again, Model, Scored, draw, is_kept, plain, read_text, run, show
+from experiments.statements import bullets, ratio, runs, table
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import interval_of
-from lyapunov_prune.report.drawing import GREY, log_axis, one_panel, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, by_rows, log_axis, one_panel
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.shrinking.report import REPORT, Shrinking, Taken
 
-BY_HAND = importlib.import_module("experiments.6_recovery.never_worse.run")
 HERE = Path(__file__).parent
-THERE = HERE.parent / "never_worse"
-SHRUNK = "one command"
-COLOURS = {"cut": "#D55E00", "mended": "#E69F00", "healed": "#0072B2", SHRUNK: "#009E73"}
-SHAPES = {"cut": "o", "mended": "o", "healed": "o", SHRUNK: "D"}
 
 
 @dataclass(frozen=True)
 class OneCommand(Result):
-    """What `shrink` with `options` made of a model after learning from `text`, and how long it took.
+    """What `shrink` of `commit` with `options` made of a model after learning from `learnt_on`, and in how long.
 
-    `dense` and `windows` are the losses of every unseen window, in nats a token. `parameters` and `size` (bytes of all
-    weights) are before and after. `steps` say what was kept and what was dropped.
+    `dense` and `windows` are the losses of every window of each unseen text, in nats a token, as `measured_on` has the
+    texts. `parameters` and `size` (bytes of all weights) are before and after. `steps` say what was kept and dropped.
     """
 
     options: str
-    text: str
+    commit: str
     removed: tuple[int, ...]
     parameters: tuple[int, int]
     size: tuple[int, int]
     steps: tuple[Taken, ...]
     seconds: float
-    dense: np.ndarray
-    windows: np.ndarray
-    measured_on: MeasuredOn
+    learnt_on: MeasuredOn
+    dense: tuple[np.ndarray, ...]
+    windows: tuple[np.ndarray, ...]
+    measured_on: tuple[MeasuredOn, ...]
+
+    @property
+    def name(self) -> str:
+        return self.measured_on[0].model.name
+
+    @property
+    def over(self) -> dict[str, np.ndarray]:
+        """Loss of every window over that of the dense model, by text."""
+        pairs = zip(self.measured_on, self.windows, self.dense, strict=True)
+        return {Path(on.text).stem: windows - dense for on, windows, dense in pairs}
 
 
 def main(
-    unseen: Unseen,
+    unseen: Annotated[list[str], typer.Option(help="texts to score on")],
     model: Model = Model(device="cpu"),
-    text: Each = None,
     remove: Annotated[str, typer.Option(help="as the command shrink takes it")] = "25%",
     options: Annotated[str, typer.Option(help="more options of shrink, as one word")] = "",
-    scored: Scored = 8192,
+    scored: Scored = 4096,
     again: Again = False,
 ) -> None:
-    name = Path(plain(model.name)).name
-    files = {source: HERE / f"{name}-{Path(source).stem}.json" for source in text or ["builtin"]}
-    wanted = {source: file for source, file in files.items() if not is_kept(file, again)}
-    if wanted:
-        loaded = model.load()
-        judged = read_text(loaded, unseen, scored, 512, "all")
-        dense = lp.perplexity(loaded.model, judged, description="dense").windows
-        on = judged.measured_on(loaded.model)
-        del loaded
-    for source, file in wanted.items():
-        folder = model.jobs / "shrink" / f"{Path(source).stem}-{remove.rstrip('%')}"
-        place = ["--text", source, "--device", model.device, *(["--dtype", model.dtype] if model.dtype else [])]
+    file = HERE / f"{Path(plain(model.name)).name}.json"
+    if not is_kept(file, again):
+        commit = committed()
+        folder = model.jobs / "shrink" / commit
+        place = ["--device", model.device, *(["--dtype", model.dtype] if model.dtype else [])]
         ran = run_once(folder, ["shrink", model.name, "--remove", remove, *place, *shlex.split(options)])
         if ran.code:
             raise CheckFailed("shrink wrote nothing: see what it says")
+        loaded = model.load()
+        texts = [read_text(loaded, text, scored, 512, "all") for text in unseen]
         report = Shrinking.load(folder / REPORT)
+        on = tuple(text.measured_on(loaded.model) for text in texts)
+        learnt = replace(report.learnt_on, text=plain(report.learnt_on.text), model=on[0].model)
         found = OneCommand(
             options=ran.options,
-            text=plain(source),
+            commit=commit,
             removed=report.plan.remove,
             parameters=report.parameters,
             size=report.size,
             steps=report.steps,
             seconds=ran.seconds,
-            dense=dense,
-            windows=losses(folder, judged, "shrunk"),
+            learnt_on=learnt,
+            dense=tuple(lp.perplexity(loaded.model, text, description="dense").windows for text in texts),
+            windows=tuple(losses(folder, text, "shrunk") for text in texts),
             measured_on=on,
         )
         found.save(file)
-    draw(HERE, {"recovery": figure(*_results())})
+    draw(HERE, {"recovery": figure(results())})
     show(written())
 
 
-def _results() -> tuple[list[Any], dict[tuple[str, str], OneCommand]]:
-    """What was done by hand, and what `shrink` came to by model and text."""
-    by_hand = [BY_HAND.NeverWorse.load(path) for path in sorted(THERE.glob("*.json"))]
-    shrunk = [OneCommand.load(path) for path in sorted(HERE.glob("*.json"))]
-    return by_hand, {_key(r): r for r in shrunk}
+def committed() -> str:
+    """The commit that is checked out. Raises LyapunovPruneError if the package differs from it."""
+    repository = HERE.parents[2]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", repository, *words], check=True, capture_output=True, text=True).stdout
+
+    if git("status", "--porcelain", "--", "lyapunov_prune"):
+        raise LyapunovPruneError("lyapunov_prune/ has changes that no commit names; commit them, or put them aside")
+    return git("rev-parse", "--short=12", "HEAD").strip()
 
 
-def _key(result: Any) -> tuple[str, str]:
-    return result.measured_on.model.name, result.text
+def results() -> list[OneCommand]:
+    return [OneCommand.load(path) for path in sorted(HERE.glob("*.json"))]
 
 
-def figure(by_hand: list[Any], shrunk: dict[tuple[str, str], OneCommand]) -> str:
-    """Perplexity over that of the dense model: a row a model and text, a mark a state with its 95 % interval."""
-    states = {_key(r): [(s.name, s.windows - r.dense) for s in r.states] for r in by_hand}
-    for key, one in shrunk.items():
-        states.setdefault(key, []).append((SHRUNK, one.windows - one.dense))
-    drawing, axes = one_panel(8, 1.3 + 0.42 * len(states))
+def figure(rows: Sequence[OneCommand]) -> str:
+    """Perplexity over that of the dense model: a row a model, a mark a text with its 95 % interval."""
+    drawing, axes = one_panel(7, 1.2 + 0.5 * len(rows))
     axes.axvline(1, color=GREY, linewidth=1, linestyle=":")
-    for row, marks in enumerate(states.values()):
-        for place, (name, over) in enumerate(marks):
-            value, height = float(np.exp(over.mean())), row + 0.14 * (place - (len(marks) - 1) / 2)
-            axes.plot(interval_of(over), [height] * 2, color=COLOURS[name], linewidth=1.5)
-            axes.plot(value, height, SHAPES[name], color=COLOURS[name], markersize=6)
-    axes.set_yticks(range(len(states)), [f"{model}, {Path(text).stem}" for model, text in states])
-    axes.set_ylim(len(states) - 0.5, -0.5)
+    for row, one in enumerate(rows):
+        for place, ((text, over), colour) in enumerate(zip(one.over.items(), cycle(COLOURS.values()), strict=False)):
+            height = row + 0.2 * (place - (len(one.over) - 1) / 2)
+            axes.plot(interval_of(over), [height] * 2, color=colour, linewidth=1.5)
+            axes.plot(np.exp(over.mean()), height, "o", color=colour, label=None if row else text)
     log_axis(axes, "x")
-    axes.xaxis.set_major_locator(FixedLocator([1, 1.25, 1.5, 2, 3, 4, 5, 7, 10]))
-    axes.set_xlabel("perplexity / that of the dense model, on a text that no step has seen")
-    shown = [name for name in COLOURS if any(name == mark for marks in states.values() for mark, _ in marks)]
-    handles = [Line2D([], [], color=COLOURS[name], marker=SHAPES[name], linestyle="", label=name) for name in shown]
-    drawing.legend(handles=handles, loc="outside upper center", ncols=len(shown), frameon=False)
-    return svg(drawing)
+    return by_rows(drawing, axes, [one.name for one in rows], "perplexity / that of the dense model")
 
 
 def written() -> dict[str, str]:
-    by_hand, shrunk = _results()
-    hand = {_key(r): r for r in by_hand}
-    rows = list(shrunk.values())
+    rows = results()
     return {
-        "setting": "".join(f"- {r.measured_on.line()}; `lyapunov-prune {r.options}`\n" for r in rows),
-        "table": _table(rows, hand),
-        "short": _short(rows, hand),
+        "setting": bullets(*map(_setting, rows)),
+        "table": _table(rows),
+        "short": _short(rows),
+        "commit": ", ".join(dict.fromkeys(r.commit for r in rows)),
+        "learnt": ", ".join(dict.fromkeys(Path(r.learnt_on.text).stem for r in rows)),
         "steps": _steps(rows),
     }
 
 
-def _table(rows: list[OneCommand], hand: dict[tuple[str, str], Any]) -> str:
-    head = (
-        "model, learnt from",
-        "parameters",
-        "removed",
-        "perplexity / dense",
-        "by hand / dense",
-        "against by hand",
-        "minutes",
-        "by hand",
+def _setting(r: OneCommand) -> str:
+    on, learnt = r.measured_on[0], r.learnt_on
+    texts = "; ".join(
+        f"{each.text} ({each.text_hash[:12]}), dense perplexity {ratio(dense)}"
+        for each, dense in zip(r.measured_on, r.dense, strict=True)
     )
-    cells = []
-    for r in rows:
-        rival = hand.get(_key(r))
-        if rival is not None and rival.measured_on.text_hash != r.measured_on.text_hash:
-            raise ValueError(f"{r.measured_on.model.name}: never_worse was scored on other windows; score on these")
-        other: tuple[Any, ...] = (None, None)
-        if rival is not None:
-            last = rival.states[-1].windows
-            other = ratio(last - rival.dense), against(last, r.windows)
-        cells.append(
+    return (
+        f"{r.name}, {on.dtype} on {on.device}: `lyapunov-prune {r.options}` of commit {r.commit}, which learnt from "
+        f"{learnt.tokens} tokens of {learnt.text} ({learnt.split}, {learnt.text_hash[:12]}); scored on {on.tokens} "
+        f"tokens each, context {on.context}, of {texts}"
+    )
+
+
+def _short(rows: Sequence[OneCommand]) -> str:
+    """For the README: what one command leaves of a model, on each text."""
+    head = ("a quarter of the layers gone", "parameters", *(f"on {text}" for text in rows[0].over), "minutes")
+    return table(
+        head,
+        [
             (
-                f"{r.measured_on.model.name}, {Path(r.text).stem}",
-                f"{r.parameters[0] / 1e6:.1f} M → {r.parameters[1] / 1e6:.1f} M",
-                runs(r.removed),
-                ratio(r.windows - r.dense),
-                *other,
-                f"{r.seconds / 60:.1f}",
-                None if rival is None else f"{_minutes(rival):.1f}",
+                r.name,
+                f"{r.parameters[0] / 1e6:.0f} M → {r.parameters[1] / 1e6:.0f} M",
+                *map(ratio, r.over.values()),
+                f"{r.seconds / 60:.0f}",
             )
-        )
+            for r in rows
+        ],
+    )
+
+
+def _table(rows: Sequence[OneCommand]) -> str:
+    head = ("model", "learnt from", "removed", *(f"perplexity / dense on {text}" for text in rows[0].over), "minutes")
+    cells: list[tuple[Any, ...]] = [
+        (r.name, Path(r.learnt_on.text).stem, runs(r.removed), *map(ratio, r.over.values()), f"{r.seconds / 60:.1f}")
+        for r in rows
+    ]
     return table(head, cells)
 
 
-def _short(rows: list[OneCommand], hand: dict[tuple[str, str], Any]) -> str:
-    """For the README: what one command leaves of a model, and whether the same steps by hand leave more."""
+def _steps(rows: Sequence[OneCommand]) -> str:
+    """What every step said of itself."""
     return table(
-        ("a quarter of the layers gone", "parameters", "perplexity / dense", "against by hand", "minutes"),
-        [
-            (
-                r.measured_on.model.name,
-                f"{r.parameters[0] / 1e6:.0f} M → {r.parameters[1] / 1e6:.0f} M",
-                ratio(r.windows - r.dense),
-                against(rival.states[-1].windows, r.windows),
-                f"{r.seconds / 60:.0f} ({_minutes(rival):.0f} by hand)",
-            )
-            for r in rows
-            if (rival := hand.get(_key(r))) is not None
-        ],
+        ("model", "step", "kept", "what the judging text says", "minutes"),
+        [(r.name, s.name, "yes" if s.kept else "no", s.told, f"{s.seconds / 60:.1f}") for r in rows for s in r.steps],
     )
-
-
-def _minutes(rival: Any) -> float:
-    """Of the commands that lead to the last state; `prune --mend` begins anew, so the plain cut is none of them."""
-    return sum(state.seconds for state in rival.states[1:]) / 60
-
-
-def _steps(rows: list[OneCommand]) -> str:
-    """What every step said."""
-    return table(
-        ("model, learnt from", "step", "kept", "what the judging text says", "minutes"),
-        [
-            (f"{r.measured_on.model.name}, {Path(r.text).stem}", s.name, _yes(s.kept), s.told, f"{s.seconds / 60:.1f}")
-            for r in rows
-            for s in r.steps
-        ],
-    )
-
-
-def _yes(kept: bool) -> str:
-    return "yes" if kept else "no"
 
 
 if __name__ == "__main__":
