@@ -22,12 +22,11 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.device import kernels, require_memory, resolve_device
 from lyapunov_prune.models.from_folder import quiet
-from lyapunov_prune.models.left_out import copy_left_out
 from lyapunov_prune.models.loading import checkpoint_folder, known_dtype
+from lyapunov_prune.models.rebuilt import take_over
 from lyapunov_prune.models.streamed import keep_stream
 from lyapunov_prune.models.structure import find_structure, require_causal
 from lyapunov_prune.progress import status
-from lyapunov_prune.results.history import history_of, keep_history
 
 
 @checked
@@ -94,14 +93,7 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
         for key, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:  # buffers of layers are read with them
                 module._buffers[key] = buffer.to(device)
-    # Needed for saving: the generation settings, and how names in the files were converted.
-    model.generation_config = outline.model.generation_config
-    model._weight_conversions = getattr(outline.model, "_weight_conversions", None)
-    if hasattr(outline.model, "is_quantized"):  # False if packed weights are unpacked
-        model.is_quantized = outline.model.is_quantized
-    keep_history(model, history_of(outline.model))
-    copy_left_out(outline.model, model)
-    model.config._name_or_path = outline.model.config._name_or_path
+    take_over(outline.model, model)
     stream = LayerStream(outline, model, structure, device)
     keep_stream(model, stream)
     return model, stream

@@ -31,8 +31,8 @@ from lyapunov_prune.models.modeling_compact import lacks_attention, text_config
 from lyapunov_prune.models.plain import PlainAny
 from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.structure import find_layers, in_eval_mode
+from lyapunov_prune.pruning.edit import edit_of, filled
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.surgery import without_layers
 from lyapunov_prune.results.arrays import each_once
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import MeasuredOn
@@ -90,7 +90,7 @@ def make_compact(model: PlainAny, cuts: Cuts, *, shared: bool = False) -> PreTra
     if cuts.remove:
         with held(model.model):
             plan = PruningPlan.given(model, cuts.remove)
-            decoder = without_layers(model, plan, shared_memo(model.model))
+            decoder = filled(edit_of(model, plan), model, shared=True)
         places = [places[i] for i in kept]
     structure, before = decoder.structure, cuts_of(decoder)
     # Removed modules are replaced before the copy, so they are never copied.

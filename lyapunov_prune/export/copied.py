@@ -1,6 +1,6 @@
 """Layer removal on disk: the tensors that stay are copied from file to file, so the model is never in memory.
 
-The surgery is the one used in memory, done to the model on the `meta` device; it decides names, shapes and the config.
+The edit is the one used in memory, of the model on the `meta` device; it decides names, shapes and the config.
 A removal that changes numbers cannot be done by copying and is refused.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.outline import Outline
@@ -25,17 +25,16 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.loading import checkpoint_folder
-from lyapunov_prune.models.mixtures import drop_experts
 from lyapunov_prune.models.quantised_names import Layers, follow_layers, layers_in
 from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.models.units import Parts, Unit
-from lyapunov_prune.models.width import Width, find_width, narrow
+from lyapunov_prune.models.width import Width, find_width
 from lyapunov_prune.models.wrappers import require_levels_stay
-from lyapunov_prune.pruning.counting import channels_left, parts_left, shares_leaving
+from lyapunov_prune.pruning.counting import shares_leaving
+from lyapunov_prune.pruning.edit import Edit, edit_of, filled
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe
-from lyapunov_prune.pruning.surgery import without_layers
 from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, add_step, history_of
 
@@ -83,53 +82,45 @@ def prune_on_disk(
         outline.decoder.mixtures.require(plan.experts, plan.remove)
     plan.require_plain()
     width = find_width(streamed(outline)) if plan.channels else None
-    decoder = cut_outline(outline.decoder, plan, width)
-    pruned = decoder.model
+    edit = cut_outline(outline.decoder, plan, width)
+    pruned = edit.made.model
     layers = layers_in(outline.decoder, outline.targets, outline.stored, plan.kept)
     follow_layers(pruned.config, layers)
     add_step(pruned, "prune", plan.measured_on, outline.model)
-    pieces = _pieces(outline, pruned, plan, layers, width)
+    pieces = _pieces(outline, edit, layers, plan)
     require_disk(target, sum(piece.size for piece in pieces.values()), "the files of the pruned model")
     with whole_folder(target) as folder:
         save_files(pruned, outline.decoder.tokenizer, folder, {})
         write_tensors(folder, pieces, shard_bytes)
-        gate = verify_files(outline, decoder, plan, folder, width, stream=stream)
+        gate = verify_files(outline, edit, plan, folder, stream=stream)
         gate.require_passed("the copy", "prune it in memory")
         history_of(pruned).save(folder / HISTORY)
         left = not_run(pruned, stream=stream)
         return describe(folder, plan, gate, outline.decoder.structure, pruned, left)
 
 
-def cut_outline(decoder: Decoder, plan: PruningPlan, width: Width | None = None) -> Decoder:
-    """`decoder`, on the `meta` device, without what `plan` removes, and with a config to match.
+def cut_outline(decoder: Decoder, plan: PruningPlan, width: Width | None = None) -> Edit:
+    """The edit that leaves `decoder`, on the `meta` device, without what `plan` removes, filled there.
 
     `width` is that of the model, if channels are removed.
     """
     what = f"{decoder.structure.model_type} computes with weights when layers are removed"
     with reported(what, "prune it in memory", Exception):  # meta tensors have no numbers, which some families read
-        made = without_layers(decoder, plan)
-        made.model.eval()
-        if width is not None:
-            narrow(made, width.of_layers(plan.kept, decoder.structure), plan.kept_channels)
-        if gone := {plan.kept.index(layer): experts for layer, experts in plan.experts_gone.items()}:
-            drop_experts(made.model, made.structure, decoder.mixtures.of_layers(plan.kept), gone)
-        return made
+        edit = edit_of(decoder, plan, width)
+        filled(edit, decoder, shared=True).model.eval()
+        return edit
 
 
-def _pieces(
-    outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, layers: Layers, width: Width | None
-) -> dict[str, Part]:
+def _pieces(outline: Outline, edit: Edit, layers: Layers, plan: PruningPlan) -> dict[str, Part]:
     """The pieces to write, by their names in the pruned checkpoint.
 
     Raises LyapunovPruneError if copying them would give another result than the removal in memory.
     """
-    structure = outline.decoder.structure
-    before, after = (model.state_dict(keep_vars=True) for model in (outline.model, pruned))
-    tables = dict(structure.family.tables)
-    shares = shares_leaving(outline.decoder, plan)
-    names, left = new_names(structure, plan, before, after), parts_left(outline.decoder, plan, width)
+    structure, left = outline.decoder.structure, edit.parts
+    before, after = (model.state_dict(keep_vars=True) for model in (outline.model, edit.made.model))
+    shares, names = shares_leaving(outline.decoder, edit), new_names(structure, edit, before)
     narrower: dict[tuple[int | None, int | None], tuple[Unit, torch.Tensor]] = {
-        (unit.layer, unit.out.expert): (unit, kept) for unit, kept in channels_left(plan, width)
+        (unit.layer, unit.out.expert): (unit, kept) for unit, kept in edit.channels
     }
     pieces: dict[str, Part] = {}
     faults: list[str] = []
@@ -152,24 +143,23 @@ def _pieces(
                 pieces[called] = _of_expert(stored, which, faults)
             continue
         if target.name in left:
-            piece = _part_of(stored, left[target.name])
-        elif (table := target.name.split(".")[-2]) in tables:
-            piece = TensorPiece(stored, tables[table], structure.num_layers, plan.kept)
-        # `_version` counts in-place changes: the surgery changed this tensor, which a copy would miss.
+            piece = part_of(stored, left[target.name])
         whole = piece == TensorPiece(stored)
-        same = after[new].shape == before[target.name].shape if whole else target.converter is None
-        if after[new]._version or not same:
+        if not (after[new].shape == before[target.name].shape if whole else target.converter is None):
             faults.append(f"the numbers of {new} change")
         pieces[called] = piece
     require_copied(structure, faults)
     return pieces
 
 
-def _part_of(stored: StoredTensor, parts: Parts) -> Part:
+def part_of(stored: StoredTensor, parts: Parts) -> Part:
     """The part of a tensor that has the same form in the files as in the model."""
     first, index = next(iter(parts.values()))
     if first.position is None:
-        return TensorPiece(stored, first.axis, stored.shape[first.axis], tuple(index.tolist()))
+        total, places = stored.shape[first.axis], index.numpy()
+        edges = np.flatnonzero(np.diff(places) != 1) + 1
+        size = int(np.gcd.reduce([total, *places[[0, *edges]], *(places[[*(edges - 1), -1]] + 1)]))
+        return TensorPiece(stored, first.axis, total // size, tuple((places[::size] // size).tolist()))
     flat = first.flat(len(stored.shape))
     count, *shape = (first.stack, stored.shape[0] // first.stack, *stored.shape[1:]) if flat else stored.shape
     size = stored.size // count
@@ -194,15 +184,17 @@ def _of_expert(stored: StoredTensor, narrower: tuple[Unit, torch.Tensor] | None,
     return TensorPiece(stored, axis, unit.width, tuple(kept.tolist()))
 
 
-def new_names(
-    structure: Structure, plan: PruningPlan, before: Iterable[str], after: Iterable[str]
-) -> dict[str, str | None]:
-    """The name of each tensor of `before` once the layers of `plan` are gone; None for a tensor that is removed.
+def new_names(structure: Structure, edit: Edit, before: Iterable[str]) -> dict[str, str | None]:
+    """The name of each tensor of `before` once `edit` is carried out; None for a tensor that is removed.
 
-    Raises LyapunovPruneError unless these are exactly the names in `after`.
+    Raises LyapunovPruneError unless names change by the number of the layer alone, as those in files are made to, and
+    for a family whose weights change with it.
     """
-    names = {name: structure.renamed(name, plan.kept) for name in before}
-    strange = set(after) ^ {new for new in names.values() if new is not None}
+    if len(edit.kept) < structure.num_layers and structure.family.changes(structure.config):
+        require_copied(structure, ["the numbers of weights change with that of their layer"])
+    after = {old: new for new, old in edit.tensors.items()}
+    names = {name: structure.renamed(name, edit.kept) for name in before}
+    strange = [new or name for name, new in names.items() if new != after.get(name)]
     require_copied(structure, [f"{name} is numbered in another way" for name in sorted(strange)])
     return names
 

@@ -27,9 +27,9 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.models.streamed import Run
 from lyapunov_prune.models.units import selected
-from lyapunov_prune.models.width import Width
 from lyapunov_prune.progress import status
-from lyapunov_prune.pruning.counting import count_check, leaving, parts_left
+from lyapunov_prune.pruning.counting import count_check, leaving
+from lyapunov_prune.pruning.edit import Edit
 from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Gate, GateReport, attempt, crashed, seen_by
 from lyapunov_prune.pruning.plan import PruningPlan
 
@@ -49,19 +49,18 @@ def not_run(model: PreTrainedModel, *, stream: bool) -> tuple[str, ...]:
 
 def verify_files(
     outline: Outline,
-    pruned: Decoder,
+    edit: Edit,
     plan: PruningPlan,
     folder: Path,
-    width: Width | None = None,
     *,
     stream: bool = False,
 ) -> GateReport:
-    """Check the pruned checkpoint in `folder` against the original's `outline` and the `pruned` meta model.
+    """Check the pruned checkpoint in `folder` against the original's `outline` and the `edit`.
 
     1. Plain transformers finds every tensor it asks for, in its shape, and none besides; every layer has the
        settings it had.
     2. All weights of every layer are those of the layer it was, but for those of experts and channels that left, and
-       all outside the layers what they were. `width` is that of the original, if channels left.
+       all outside the layers what they were.
     3. The counts of layers, parameters and bytes fell by exactly what was removed.
     4. With `stream`, the written model gives the logits of the original with the layers skipped and experts and
        channels masked, on random tokens. Both are read one layer at a time. A model that reads images is also compared
@@ -75,10 +74,10 @@ def verify_files(
     except LyapunovPruneError as error:
         reason = str(error).replace(str(folder), "what was written").rpartition(";")[0]
         return GateReport((GateCheck(KEYS, False, float("inf"), 0.0, reason),))
-    saved, goes = sum(size for _, size in written.sizes()), leaving(outline.decoder, plan, outline.sizes())
+    saved, goes = sum(size for _, size in written.sizes()), leaving(outline.decoder, edit, outline.sizes())
     checks = [
-        _keys_check(written, pruned, folder),
-        _places_check(outline, written, plan, width, goes.shares),
+        _keys_check(written, edit.made, folder),
+        _places_check(outline, written, edit, goes.shares),
         count_check(goes, written.decoder, saved),
     ]
     return _run(outline, written, plan, checks) if stream else GateReport(tuple(checks))
@@ -150,19 +149,17 @@ def _keys_check(written: Outline, pruned: Decoder, folder: Path) -> GateCheck:
     return GateCheck(KEYS, not wrong, float(bool(wrong)), 0.0, wrong or "names, shapes and settings on plain loading")
 
 
-def _places_check(
-    outline: Outline, written: Outline, plan: PruningPlan, width: Width | None, shares: Mapping[str, Fraction]
-) -> GateCheck:
+def _places_check(outline: Outline, written: Outline, edit: Edit, shares: Mapping[str, Fraction]) -> GateCheck:
     was, now = _by_layer(outline), _by_layer(written)
     stays = {name for name, share in shares.items() if not share}
     changed = [name for name in was[None].keys() & stays if now[None].get(name) != was[None][name]]
     if changed:
         return GateCheck(PLACED, False, len(changed), 0.0, f"{min(changed)} is not what it was")
-    left = parts_left(outline.decoder, plan, width)
-    olds, news = (o.model.state_dict() if left else {} for o in (outline, written))
-    for name, parts in left.items():
-        new = outline.decoder.structure.renamed(name, plan.kept)
-        assert new is not None
+    olds, news = (o.model.state_dict() if edit.parts else {} for o in (outline, written))
+    for new, name in edit.tensors.items():
+        parts = edit.parts.get(name)
+        if parts is None or outline.decoder.structure.layer_of(name) is None:
+            continue
         old_tensor, new_tensor = (torch.empty_like(t, device="cpu") for t in (olds[name], news[new]))
         outline.fill(old_tensor, name)
         written.fill(new_tensor, new)
@@ -171,10 +168,10 @@ def _places_check(
         for by_layer, each in ((was, name), (now, new)):
             layer, inside = _within(each, outline)
             del by_layer[layer][inside]
-    wrong = [new for new, old in enumerate(plan.kept) if now[new] != was[old]]
+    wrong = [new for new, old in enumerate(edit.kept) if now[new] != was[old]]
     detail = "all weights of every layer, and outside them, against the original's"
     if wrong:
-        detail = f"layer {wrong[0]} does not hold the weights of layer {plan.kept[wrong[0]]}"
+        detail = f"layer {wrong[0]} does not hold the weights of layer {edit.kept[wrong[0]]}"
     return GateCheck(PLACED, not wrong, len(wrong), 0.0, detail)
 
 

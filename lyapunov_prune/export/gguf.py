@@ -37,6 +37,7 @@ from lyapunov_prune.models.kinds import LayerKinds
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import warn
 from lyapunov_prune.pruning.counting import shares_leaving
+from lyapunov_prune.pruning.edit import edit_of
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED, GateReport, OnFiles, attempt
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
@@ -161,7 +162,7 @@ def save_gguf(
     """
     plan = operation.plan
     original = original_of(decoder, plan)
-    gate, in_memory = removal_gate(decoder, pruned, operation, batch, shares_leaving(decoder, plan))
+    gate, in_memory = removal_gate(decoder, pruned, operation, batch, shares_leaving(decoder, edit_of(decoder, plan)))
     report = gate.report(in_memory, {}, target)
     report.require_passed(remedy=plan.remedy)
     made = save_changed(target, original, pruned, _provenance(plan, report, (), mended))

@@ -18,6 +18,7 @@ from typing import Any
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting
 from lyapunov_prune.checkpoints.tensor_files import (
+    Part,
     StoredTensor,
     TensorPiece,
     parts_of,
@@ -26,7 +27,7 @@ from lyapunov_prune.checkpoints.tensor_files import (
     write_tensors,
 )
 from lyapunov_prune.errors import LyapunovPruneError, reported
-from lyapunov_prune.export.copied import SHARD_BYTES, cut_outline, new_names, require_copied
+from lyapunov_prune.export.copied import SHARD_BYTES, cut_outline, new_names, part_of, require_copied
 from lyapunov_prune.export.disk_gate import KEYS, PLACED, not_run
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.left_out import LeftOut, find_left_out, keep_left_out
@@ -38,6 +39,7 @@ from lyapunov_prune.models.weight_files import TensorTarget, require_every_layer
 from lyapunov_prune.models.wrappers import require_levels_stay
 from lyapunov_prune.progress import status, warn
 from lyapunov_prune.pruning.counting import shares_leaving
+from lyapunov_prune.pruning.edit import Edit
 from lyapunov_prune.pruning.gate import GateReport, attempt
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe
@@ -141,8 +143,8 @@ def prune_quantised(
     require_levels_stay(checkpoint.decoder.model, plan.remove)
     layers, structure = checkpoint.layers(plan.kept), checkpoint.decoder.structure
     require_copied(structure, ["parts of layers are no whole tensors"] if plan.drops_parts else [])
-    pruned = cut_outline(checkpoint.decoder, plan)
-    pieces = _pieces(checkpoint, pruned, plan, layers)
+    edit = cut_outline(checkpoint.decoder, plan)
+    pruned, pieces = edit.made, _pieces(checkpoint, edit, layers)
     follow_layers(pruned.model.config, layers)
     beside = {name: layers.follow(told) for name, told in checkpoint.settings().items() if name in FILES}
     add_step(pruned.model, "prune", plan.measured_on, checkpoint.decoder.model)
@@ -153,27 +155,23 @@ def prune_quantised(
         save_files(pruned.model, checkpoint.decoder.tokenizer, folder, {})
         write_tensors(folder, pieces, shard_bytes)
         with status("comparing bytes"):
-            gate = verify_bytes(checkpoint, pruned, plan, folder)
+            gate = verify_bytes(checkpoint, edit, plan, folder)
         gate.require_passed("the copy")
         history_of(pruned.model).save(folder / HISTORY)
         left = not_run(pruned.model, stream=False)
         return describe(folder, plan, gate, structure, pruned.model, left)
 
 
-def _pieces(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, layers: Layers) -> dict[str, TensorPiece]:
+def _pieces(checkpoint: Quantised, edit: Edit, layers: Layers) -> dict[str, Part]:
     """The pieces to write, by their new names; raises LyapunovPruneError if a copy would not be the pruned model."""
-    structure = checkpoint.decoder.structure
-    before, after = (d.model.state_dict(keep_vars=True) for d in (checkpoint.decoder, pruned))
-    tables, shares = dict(structure.family.tables), shares_leaving(checkpoint.decoder, plan)
-    names = {
-        name: new for name, new in new_names(structure, plan, before, after).items() if _module(name) not in tables
-    }
+    structure, shares = checkpoint.decoder.structure, shares_leaving(checkpoint.decoder, edit)
+    tables = set(map(_module, edit.parts))
+    names = new_names(structure, edit, checkpoint.decoder.model.state_dict())
     faults = [
-        *(f"{name} is shared among layers" for name, new in names.items() if shares[name] != (new is None)),
         *(
-            f"the numbers of {new} change"
+            f"{name} is shared among layers"
             for name, new in names.items()
-            if new is not None and (after[new]._version or after[new].shape != before[name].shape)
+            if name not in edit.parts and shares[name] != (new is None)
         ),
         *(
             f"{key} is a quantised table with a block for every layer"
@@ -182,7 +180,7 @@ def _pieces(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, layers: L
         ),
     ]
     require_copied(structure, faults)
-    return {new: _piece(checkpoint, key, plan) for key in checkpoint.stored if (new := layers.renamed(key)) is not None}
+    return {new: _piece(checkpoint, key, edit) for key in checkpoint.stored if (new := layers.renamed(key)) is not None}
 
 
 def _is_as_in_model(checkpoint: Quantised, key: str) -> bool:
@@ -192,11 +190,11 @@ def _is_as_in_model(checkpoint: Quantised, key: str) -> bool:
     return target is not None and tuple(checkpoint.decoder.model.get_parameter(target.name).shape) == shape
 
 
-def _piece(checkpoint: Quantised, key: str, plan: PruningPlan) -> TensorPiece:
+def _piece(checkpoint: Quantised, key: str, edit: Edit) -> Part:
     """A whole tensor or, for a table with one block per layer, the blocks of the layers that stay."""
-    stored, structure = checkpoint.stored[key], checkpoint.decoder.structure
-    axis = dict(structure.family.tables).get(_module(key))
-    return TensorPiece(stored) if axis is None else TensorPiece(stored, axis, structure.num_layers, plan.kept)
+    stored, target = checkpoint.stored[key], checkpoint.targets.get(key)
+    parts = None if target is None else edit.parts.get(target.name)
+    return TensorPiece(stored) if parts is None else part_of(stored, parts)
 
 
 def _module(name: str) -> str:
@@ -204,16 +202,16 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
-def verify_bytes(checkpoint: Quantised, pruned: Decoder, plan: PruningPlan, folder: Path) -> GateReport:
-    """The checks of `prune_quantised` on what lies in `folder`; `pruned` is the model on the `meta` device."""
+def verify_bytes(checkpoint: Quantised, edit: Edit, plan: PruningPlan, folder: Path) -> GateReport:
+    """The checks of `prune_quantised` on what lies in `folder`."""
     try:
         written = read_quantised(folder, plan.model.name)
     except LyapunovPruneError as error:
         reason = str(error).replace(str(folder), "what was written").rpartition(";")[0]
         return GateReport((GateCheck(KEYS, False, float("inf"), 0.0, reason),))
     checks = {
-        KEYS: lambda: _settings_check(checkpoint, written, pruned, plan),
-        PLACED: lambda: _bytes_check(checkpoint, written, plan),
+        KEYS: lambda: _settings_check(checkpoint, written, edit.made, plan),
+        PLACED: lambda: _bytes_check(checkpoint, written, edit),
     }
     return GateReport(tuple(attempt(name, check) for name, check in checks.items()))
 
@@ -232,16 +230,16 @@ def _settings_check(checkpoint: Quantised, written: Quantised, pruned: Decoder, 
     return GateCheck(KEYS, not wrong, float(bool(wrong)), 0.0, wrong or detail)
 
 
-def _bytes_check(checkpoint: Quantised, written: Quantised, plan: PruningPlan) -> GateCheck:
+def _bytes_check(checkpoint: Quantised, written: Quantised, edit: Edit) -> GateCheck:
     """Whether every written tensor holds the bytes that the same tensor of the same layer had in the original."""
-    layers, missing = checkpoint.layers(plan.kept), set(checkpoint.stored)
+    layers, missing = checkpoint.layers(edit.kept), set(checkpoint.stored)
     for key, stored in written.stored.items():
         layer = layers.number(key)
-        source = key if layer is None else layers.at(key, plan.kept[layer])
+        source = key if layer is None else layers.at(key, edit.kept[layer])
         if source not in missing:
             return GateCheck(PLACED, False, float("inf"), 0.0, f"{key} is no tensor of a layer that stays")
         missing.remove(source)
-        was = _piece(checkpoint, source, plan)
+        was = _piece(checkpoint, source, edit)
         if (stored.dtype, stored.shape) != (was.stored.dtype, was.shape) or _digest(was) != _digest(
             TensorPiece(stored)
         ):
@@ -254,7 +252,7 @@ def _bytes_check(checkpoint: Quantised, written: Quantised, plan: PruningPlan) -
     return GateCheck(PLACED, True, 0.0, 0.0, f"{detail} all bytes went")
 
 
-def _digest(piece: TensorPiece) -> bytes:
+def _digest(piece: Part) -> bytes:
     digest = hashlib.blake2b()
     for part in parts_of(piece):
         digest.update(part)

@@ -18,12 +18,12 @@
 - `size`: the bytes of a model's files, and bits a weight;
 - `projections`, `roles`: the matrices of a model, what each does, and other weights in the layers, which no method
   takes; `experts`: those stacked in one parameter, and the tokens that the router sends them;
-  `mixtures`: experts and router of every layer, and removing some; `feedforward`: the feed-forward block of a layer,
+  `mixtures`: experts and router of every layer; `feedforward`: the feed-forward block of a layer,
   `units`, `fused`, `width`: hidden channels of blocks and experts, how fused matrices come apart, and their setting;
   `kinds`: which layers are alike; `positions`: the lengths of a text at which its positions change;
 - `streamed`: what other rooms need to know about a model whose layers are read from files one at a time;
-- `hooked`: a model reserved for one thread, and hooks on it, inside a block; `sharing`: two models with equal
-  weights share their memory;
+- `hooked`: a model reserved for one thread, and hooks on it, inside a block; `rebuilt`: a model of another config;
+  `sharing`: two models with equal weights share their memory;
 - `compact`, `modeling_compact`: models without some attentions or with merged blocks;
 - `recurrence`: the states that layers carry from token to token, in a cache or in modules;
 - `pictures`: models that look at images, and prompts with one;

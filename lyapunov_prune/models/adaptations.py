@@ -1,7 +1,7 @@
 """Exceptions of single families to the general rule of layer removal; `families.py` says which family needs which.
 
-Each function completes the removal described by a `Cut`. If the family's checkpoint format cannot express the remaining
-layers, it returns the reason and the remedy.
+Each function that is given a `Cut` completes its config. If the family's checkpoint format cannot express the remaining
+layers, it returns the reason and the remedy. `fold_` functions change weights of the layers that are left.
 """
 
 from __future__ import annotations
@@ -12,61 +12,62 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.sharing import own
 
 
 class Cut(NamedTuple):
-    """A model after the general rule: `layers[new]` was layer `kept[new]` of the model with config `before`."""
+    """The `config` after the general rule, of which `kept` of the `layers` with config `before` are left.
 
-    model: PreTrainedModel
-    layers: nn.ModuleList
+    `outer` is the whole config that holds it. The layers are those of the original, which must not be changed.
+    """
+
+    outer: Any
     config: Any
     before: Any
+    layers: nn.ModuleList
     kept: tuple[int, ...]
 
 
-@torch.no_grad()
-def gpt2(cut: Cut) -> None:
+def fold_gpt2(layers: nn.ModuleList, kept: tuple[int, ...]) -> None:
     """GPT-2 with `scale_attn_by_inverse_layer_idx` divides attention scores by the layer's number plus one.
 
-    A reloaded layer divides by its new number, so the queries are multiplied by new / old to compensate.
+    A layer divides by its new number, so the queries are multiplied by new / old to compensate.
     """
-    if not cut.config.scale_attn_by_inverse_layer_idx:
-        return
-    for new, old in enumerate(cut.kept):
-        attention: Any = cut.layers[new].attn
+    for new, old in enumerate(kept):
+        attention: Any = layers[new].attn
         if not hasattr(attention, "c_attn"):  # a compact model may lack this attention
             continue
         own(attention)
         width = attention.split_size
         attention.c_attn.weight[:, :width] *= (new + 1) / (old + 1)
         attention.c_attn.bias[:width] *= (new + 1) / (old + 1)
-        attention.scaling *= (old + 1) / (new + 1)
 
 
-@torch.no_grad()
 def diffllama(cut: Cut) -> str | None:
+    for new, old in enumerate(cut.kept):
+        attention: Any = cut.layers[old].self_attn
+        if new != old and not attention.lambda_k1.any():
+            return f"layer {old} has lambda_k1 = 0, so its depth cannot be folded in; keep it"
+    return None
+
+
+def fold_diffllama(layers: nn.ModuleList, kept: tuple[int, ...]) -> None:
     """`λ = exp(q₁·k₁) − exp(q₂·k₂) + λ_init` and a factor `1 − λ_init`, where `λ_init` depends on the layer's position.
 
     When the position changes, exp(q₁·k₁) absorbs the change of λ_init, and the output projection that of the factor.
     """
-    for new, old in enumerate(cut.kept):
-        attention: Any = cut.layers[new].self_attn
+    for new, old in enumerate(kept):
+        attention: Any = layers[new].self_attn
         was, now = (0.8 - 0.6 * math.exp(-0.3 * i) for i in (old, new))
         q, k = lift(attention.lambda_q1), lift(attention.lambda_k1)
         score = q @ k
         own(attention)
-        if new != old and not k.any():
-            return f"layer {old} has lambda_k1 = 0, so its depth cannot be folded in; keep it"
         if new != old:
             step = torch.log(score.exp() + was - now) - score
             attention.lambda_q1.copy_(q + k * step / (k @ k))
         attention.o_proj.weight *= (1 - was) / (1 - now)
-        attention.lambda_init = now
-    return None
 
 
 def attention_types(cut: Cut) -> None:
@@ -126,28 +127,10 @@ def ernie_experts(cut: Cut) -> str | None:
     return _no_period("moe_layer_interval", sparse)
 
 
-def first_layer_stays(lack: str) -> Callable[[Cut], str | None]:
-    why = f"the first layer of this family {lack}, and no other can be first; keep layer 0"
-    return lambda cut: why if cut.kept[0] != 0 else None
-
-
-def random_blocks(cut: Cut) -> None:
-    """BigBird seeds its random blocks with the layer's number; full attention ignores the seed, so it may change."""
-    if cut.config.attention_type == "original_full":
-        for new, layer in enumerate(cut.layers):
-            attention: Any = layer.attention
-            attention.seed = new
-
-
 def only_the_end(cut: Cut) -> str | None:
     if cut.kept == tuple(range(len(cut.kept))):
         return None
     return "this family scales the output of a layer by its number, which no checkpoint stores; remove only the last"
-
-
-def last_layer_stays(cut: Cut) -> str | None:
-    last = cut.before.num_hidden_layers - 1
-    return None if cut.kept[-1] == last else f"only layer {last} of this family has an output bias; keep it"
 
 
 def first_has_attention(cut: Cut) -> str | None:
@@ -168,10 +151,6 @@ def residual_scale(cut: Cut) -> None:
 def longcat(cut: Cut) -> None:
     """Each LongCat layer has two attentions, each with a cache; `num_hidden_layers` counts the caches."""
     cut.config.num_hidden_layers = 2 * len(cut.kept)
-    for new, layer in enumerate(cut.layers):
-        attentions: Any = layer.self_attn
-        for part, attention in enumerate(attentions):
-            attention.layer_idx = 2 * new + part
 
 
 def ngram_layers(cut: Cut) -> str | None:
@@ -190,12 +169,9 @@ def ngram_layers(cut: Cut) -> str | None:
         gap = next(i for i in before[first:] if i not in left)
         layers = ", ".join(map(str, left))
         return f"the n-gram tables of layers {layers} have sizes that count those between them; keep layer {gap}"
-    tables: list[Any] = [cut.layers[cut.kept.index(i)].get_submodule("ple.ple_embedding") for i in left]
     if first:
-        cut.config.ngram_vocab_size_base = tables[0].head_vocab_sizes[0]
-    for new, table in enumerate(tables):
-        table.ple_layer_index = new
-        table.ngram_vocab_size_base = cut.config.ngram_vocab_size_base
+        table: Any = cut.layers[left[0]].get_submodule("ple.ple_embedding")
+        cut.config.ngram_vocab_size_base = table.head_vocab_sizes[0]
     return None
 
 
@@ -204,7 +180,7 @@ def image_layers(cut: Cut) -> str | None:
 
     The features of a removed layer enter before the next kept layer.
     """
-    outer: Any = cut.model.config
+    outer = cut.outer
     if not hasattr(outer, "deepstack_layer_map"):  # a text model on its own
         return None
     levels = outer.deepstack_layer_map or []

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -29,17 +28,10 @@ def is_compact(model: PreTrainedModel) -> bool:
     return model.config.model_type.startswith(PREFIX)
 
 
-def renumber_compact(model: PreTrainedModel, layers: nn.ModuleList) -> None:
-    """Renumber the attentions of a compact model after some of its layers were removed; other models are unchanged.
-
-    Raises LyapunovPruneError if no attention is left.
-    """
-    if not is_compact(model):
-        return
-    cuts = modeling_compact.text_config(model.config).cuts
-    if all(map(modeling_compact.lacks_attention, cuts)):
-        raise LyapunovPruneError(NO_ATTENTION)
-    modeling_compact.number_attentions(layers, cuts)
+def lost_attentions(config: Any) -> str | None:
+    """Why a compact model of the text `config` is wrong: no attention is left; None if there is one, or it is plain."""
+    cuts = getattr(config, "cuts", None)
+    return NO_ATTENTION if cuts and all(map(modeling_compact.lacks_attention, cuts)) else None
 
 
 def register(family: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from accelerate.hooks import AlignDevicesHook, SequentialHook
+from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
 from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -159,6 +159,14 @@ def is_dispatched(model: nn.Module) -> bool:
 def placement(model: Any) -> Any:
     """The `device_map` for `from_pretrained` that puts another model where `model` is."""
     return vars(model).get("hf_device_map", model.device) if is_dispatched(model) else model.device
+
+
+def place_alike(module: nn.Module, other: nn.Module) -> None:
+    """Let `other` run where accelerate runs `module`, wherever its weights are."""
+    hook = getattr(module, "_hf_hook", None)
+    for each in hook.hooks if isinstance(hook, SequentialHook) else (hook,):
+        if isinstance(each, AlignDevicesHook):
+            add_hook_to_module(other, HeldHook(each), append=True)
 
 
 def _offloading(module: nn.Module) -> Iterator[AlignDevicesHook]:

@@ -1,6 +1,6 @@
 """One table of what families need beyond the general rules, and the list of families that are judged.
 
-The general rules renumber every `layer_idx` (pruning/surgery.py), slice everything in the config that describes single
+The general rules build a model (pruning/edit.py) of a config in which they slice everything that describes single
 layers (settings.py), and find the matrices of a layer (projections.py). An entry here holds only what these rules
 cannot know; most families need none.
 """
@@ -17,9 +17,8 @@ from lyapunov_prune.models import adaptations as adapt
 from lyapunov_prune.models import held_together as together
 from lyapunov_prune.models.adaptations import Cut
 
-# Module attributes that hold the layer's position, and the number of layers.
+# Module attributes that hold the position of the layer.
 POSITION_ATTRIBUTES = ("layer_idx", "layer_id", "layer_number")
-DEPTH_ATTRIBUTES = ("num_hidden_layers",)
 # Families whose every kind of removal the tests put through the gate: their pruned models are returned without it. All
 # other decoders have to pass the gate first.
 TRUSTED = frozenset({"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3"})
@@ -44,42 +43,39 @@ BARE: dict[str, dict[str, tuple[bool, str]]] = {
 class Family:
     """A family's exceptions to the general rules.
 
-    `adapt(cut)` completes the removal, or returns why that is impossible. `changes(config)` says whether `adapt`
-    recomputes weights, which rounds them. `tables` names modules outside the layers whose weight holds one
-    block per layer, and the axis of the blocks. `leaves(layers, config, removed)` lists parameters of kept layers that
-    are removed together with other layers. `fused` gives, by the last part of a module's name, the order of the rows of
-    its matrix. `transposed`: experts are stored input × output although their module does not say so.
+    `adapt(cut)` completes the config, or returns why that is impossible. If `changes(config)`, `fold(layers, kept)`
+    recomputes weights of the layers that are left, which rounds them. `renamed(cut, name)` is the name of a module in
+    the new model, by its name after the general rule; None if it is removed. `fused` gives,
+    by the last part of a module's name, the order of the rows of its matrix. `transposed`: experts are stored input ×
+    output although their module does not say so.
     """
 
     adapt: Callable[[Cut], str | None] = lambda cut: None
     changes: Callable[[Any], bool] = lambda config: False
-    tables: tuple[tuple[str, int], ...] = ()
-    leaves: Callable[[nn.ModuleList, Any, tuple[int, ...]], list[nn.Parameter]] | None = None
+    fold: Callable[[nn.ModuleList, tuple[int, ...]], None] = lambda layers, kept: None
+    renamed: Callable[[Cut, str], str | None] = lambda cut, name: name
     fused: Mapping[str, Fused] = field(default_factory=dict)
     transposed: bool = False
 
 
-_PER_LAYER_INPUTS = (("embed_tokens_per_layer", 1), ("per_layer_model_projection", 0))
 FAMILIES: dict[str, Family] = {
     "beam": Family(adapt=adapt.only_the_end),
-    "big_bird": Family(adapt=adapt.random_blocks),
     "bloom": Family(fused={"query_key_value": "heads by part"}),
-    "diffllama": Family(adapt=adapt.diffllama, changes=lambda config: True),
+    "diffllama": Family(adapt=adapt.diffllama, changes=lambda config: True, fold=adapt.fold_diffllama),
     "ernie4_5_moe": Family(adapt=adapt.ernie_experts),
-    "gemma3n_text": Family(adapt=together.shared_keys, tables=_PER_LAYER_INPUTS),
-    "gemma4_text": Family(adapt=together.gemma4, tables=_PER_LAYER_INPUTS),
+    "gemma3n_text": Family(adapt=together.shared_keys),
+    "gemma4_text": Family(adapt=together.gemma4),
     "gemma4_unified_text": Family(adapt=together.gemma4),
     "glm": Family(fused={"gate_up_proj": "gate, up"}),
     "glm4": Family(fused={"gate_up_proj": "gate, up"}),
     "glm_moe_dsa": Family(adapt=together.shared_index),
     "gpt2": Family(
-        adapt=adapt.gpt2,
         changes=lambda config: config.scale_attn_by_inverse_layer_idx,
+        fold=adapt.fold_gpt2,
         fused={"c_attn": "parts by head"},
     ),
     "gpt_neo": Family(adapt=adapt.attention_types),
     "gpt_neox": Family(fused={"query_key_value": "heads by part"}),
-    "gpt_neox_japanese": Family(adapt=adapt.last_layer_stays),
     "granite4_vision_text": Family(adapt=adapt.image_layers),
     "hy_v4": Family(adapt=together.shared_index),
     "inkling2_text": Family(adapt=adapt.refused("every block of layers reads the outputs of all blocks before it")),
@@ -89,16 +85,13 @@ FAMILIES: dict[str, Family] = {
     "longcat_flash": Family(adapt=adapt.longcat),
     "minicpm3": Family(adapt=adapt.residual_scale),
     "minimax": Family(adapt=adapt.first_has_attention),
-    "modernbert-decoder": Family(adapt=adapt.first_layer_stays("has no norm before its attention")),
     "mpt": Family(fused={"Wqkv": "parts by head"}),
     "olmo_hybrid": Family(adapt=adapt.has_linear_attention),
     "phi3": Family(fused={"qkv_proj": "grouped", "gate_up_proj": "gate, up"}),
     "qwen4_exp_text": Family(adapt=adapt.ngram_layers),
     "recurrent_gemma": Family(adapt=adapt.block_types),
-    "rwkv": Family(adapt=adapt.first_layer_stays("has the norm of the embeddings")),
     "zamba": Family(adapt=together.zamba),
-    "zamba2": Family(adapt=together.zamba2, leaves=together.zamba2_leaves),
-    "zaya": Family(adapt=together.zaya, leaves=together.zaya_leaves),
+    "zamba2": Family(adapt=together.zamba2, renamed=together.zamba2_names),
 }
 _NAMES = """
 afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba bart beam bert bert-generation big_bird bigbird_pegasus

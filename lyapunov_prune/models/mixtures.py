@@ -10,16 +10,16 @@ and so do the shared experts themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.experts import CHOSEN, COUNTS, SCORED, chosen_by, settings_of_experts, stacks
 from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.models.units import WeightEntry
 
 # Names of the number of groups of experts.
 _GROUPS = ("n_group", "num_expert_group")
@@ -72,6 +72,11 @@ class Stacked(NamedTuple):
         first = torch.tensor(list(entries), dtype=torch.long).unsqueeze(1) * size
         return (first + torch.arange(size)).flatten()
 
+    def entry(self, name: str) -> WeightEntry:
+        """The tensor as one that loses entries, by its full `name`."""
+        path, _, key = name.rpartition(".")
+        return WeightEntry(path, key, None, 0, self.axis)
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -99,10 +104,6 @@ class Mixtures:
                     layers = ", ".join(map(str, sorted(self.layers)))
                     raise LyapunovPruneError(f"{why}; remove the same number from each of layers {layers}")
                 self.router.require_removed(len(gone))
-
-    def of_layers(self, kept: Sequence[int]) -> Mixtures:
-        """The same for a model of only the layers `kept`."""
-        return replace(self, layers={new: self.layers[old] for new, old in enumerate(kept) if old in self.layers})
 
     def _why_not(self, layer: int, gone: Sequence[int]) -> str | None:
         router = self.router
@@ -225,39 +226,9 @@ def _unknown(why: str) -> str:
     return f"has experts in an unknown form ({why})"
 
 
-@torch.no_grad()
-def drop_experts(
-    model: PreTrainedModel, structure: Structure, mixtures: Mixtures, gone: Mapping[int, Sequence[int]]
-) -> None:
-    """Remove the experts `gone` of each layer from `model`, in place: their entries in stacked tensors, and the counts.
-
-    `structure` and `mixtures` are those of `model`; every mixture must lose equally many (`Mixtures.require`).
-    """
-    count = mixtures.router.experts
-    lost = len(next(iter(gone.values())))
-    for index, experts in gone.items():
-        layer, mixture = structure.layers[index], mixtures.layers[index]
-        for stacked in mixture.stacked:
-            path, _, key = stacked.name.rpartition(".")
-            module = layer.get_submodule(path)
-            before = getattr(module, key)
-            kept = stacked.rows(before, [e for e in range(stacked.entries) if e not in experts])
-            after = before.detach().index_select(stacked.axis, kept.to(before.device))
-            if isinstance(before, nn.Parameter):
-                after = nn.Parameter(after, before.requires_grad)
-            setattr(module, key, after)
-            if isinstance(module, nn.Linear):
-                module.out_features = len(kept)
-        counted = {count, *(stacked.entries for stacked in mixture.stacked)}
-        parts = [layer.get_submodule(path) for path in (mixture.experts, mixture.router)]
-        for module in (layer.get_submodule(mixture.block), *(m for part in parts for m in part.modules())):
-            _lower_counts(module, counted, lost)
-    for part in (model, structure.backbone, settings_of_experts(structure.config)):
-        _lower_counts(part, {count}, lost)
-
-
-def _lower_counts(holder: Any, counted: set[int], lost: int) -> None:
-    """Lower the attributes of `holder` that hold a number of experts, one of `counted`, by `lost`."""
-    for name in (*COUNTS, *SCORED, "num_routed_experts"):
-        if (before := vars(holder).get(name)) in counted:
-            setattr(holder, name, before - lost)
+def lower_count(config: Any, count: int, lost: int) -> None:
+    """Let a text `config` of `count` experts say that `lost` of them are gone."""
+    holder = settings_of_experts(config)
+    for name in COUNTS:
+        if vars(holder).get(name) == count:
+            setattr(holder, name, count - lost)

@@ -7,7 +7,7 @@ factor. These are two matrices, or one that holds both, as halves or row by row 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,17 +40,6 @@ class Unit:
     fused: bool
     biased: tuple[Projection, ...] = ()
     interleaved: bool = False
-
-    def moved(self, structure: Structure, kept: Sequence[int]) -> Unit:
-        """The same unit in a model of only the layers `kept`; `structure` is that of the model with all of them."""
-        layer = kept.index(self.layer)
-
-        def path(name: str) -> str:
-            return structure.renamed(name, kept) or ""
-
-        into, biased = (tuple(p.called(path, layer) for p in ps) for ps in (self.into, self.biased))
-        out = self.out.called(path, layer)
-        return replace(self, layer=layer, block=path(self.block), into=into, out=out, biased=biased)
 
     def rows(self, p: Projection, kept: torch.Tensor) -> torch.Tensor:
         """The rows of the parameter that holds `p`, one of `into`, that belong to the channels `kept`."""

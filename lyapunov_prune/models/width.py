@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import reduce
 from typing import Any
@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.from_folder import quiet
-from lyapunov_prune.models.fused import REMEDY, attributes_of, set_attributes, taken_apart
+from lyapunov_prune.models.fused import REMEDY, attributes_of, taken_apart
 from lyapunov_prune.models.plain import require_parameters, require_weights
-from lyapunov_prune.models.structure import Structure, in_eval_mode
-from lyapunov_prune.models.units import Kept, Unit, Units, select
+from lyapunov_prune.models.rebuilt import built
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.units import Unit, Units
 
 # Settings for the number of hidden channels, those of experts first; one that is None is computed by the family.
 SETTINGS = (
@@ -61,13 +61,6 @@ class Width:
     units: tuple[tuple[Unit | None, ...], ...]
     width: int
     setting: WidthSetting
-
-    def of_layers(self, kept: Sequence[int], structure: Structure) -> Width:
-        """The same for a model of only the layers `kept`; `structure` is that of the model with all of them."""
-        return replace(
-            self,
-            units=tuple(tuple(unit and unit.moved(structure, kept) for unit in self.units[old]) for old in kept),
-        )
 
 
 # What was found, with the units that the model had then.
@@ -123,37 +116,6 @@ def _width(decoder: Decoder, units: Units) -> Width:
     return Width(tuple(tuple(apart.get(unit) for unit in here) for here in units), first.width, setting)
 
 
-@torch.no_grad()
-def narrow(decoder: Decoder, width: Width, kept: Kept) -> None:
-    """Keep only the hidden channels `kept` of the units of `width`, in place.
-
-    `width` is that of `decoder`. Parameters are replaced by new ones, so memory shared with another model is not
-    written to.
-    """
-    model, config = decoder.model, decoder.structure.config
-    pairs = [
-        (unit, channels)
-        for units, here in zip(width.units, kept, strict=True)
-        for unit, channels in zip(units, here, strict=True)
-        if unit is not None and channels is not None
-    ]
-    unit, channels = pairs[0]
-    left = len(channels) * width.width // unit.width
-    before, after = _built(decoder, None, 0), _built(decoder, width.setting, left)
-    select(model, pairs)
-    set_attributes(model, attributes_of(before, after))
-    wrong = next((n for n, p in model.named_parameters() if p.shape != after.get_parameter(n).shape), None)
-    if wrong is not None:
-        raise LyapunovPruneError(
-            f"with {width.setting.name} for {left} channels, {wrong} would have another size than the plan leaves; "
-            "choose the channels again"
-        )
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    for each in (config, *configs.values()):
-        if type(each) is type(config):
-            width.setting.put(each, left)
-
-
 def _find_setting(decoder: Decoder, unit: Unit, half: int) -> tuple[WidthSetting, PreTrainedModel] | None:
     """The setting that gives `unit` its width, if one does, and a model, on meta, in which the width is `half`."""
     config = decoder.structure.config
@@ -177,14 +139,10 @@ def _find_setting(decoder: Decoder, unit: Unit, half: int) -> tuple[WidthSetting
 
 def _built(decoder: Decoder, setting: WidthSetting | None, width: int) -> PreTrainedModel:
     """A model of the same class and settings, except for `setting`, on the meta device."""
-    copies: dict[int, Any] = {}
-    config = copy.deepcopy(decoder.model.config, copies)
-    text = copies.get(id(decoder.structure.config)) or config.get_text_config(decoder=True)
+    outer, config = copy.deepcopy((decoder.model.config, decoder.structure.config))
     if setting is not None:
-        setting.put(text, width)
-    with quiet(), torch.device("meta"):
-        built: PreTrainedModel = type(decoder.model)(config)
-    return built
+        setting.put(config, width)
+    return built(decoder.model, outer)
 
 
 def _shared(model: PreTrainedModel, units: Sequence[Unit]) -> str | None:

@@ -3,6 +3,7 @@
 - `plan`: the decision; `removed`: its lists, what they have to fulfil and what follows from them; `mergekit`: a plan
   from a mergekit file;
 - `width`: which hidden channels are removed;
+- `edit`: what a plan makes of a config, and where the tensors of that model come from, in memory and in files;
 - `surgery`: what a plan removes and what replaces it, and the cut, not checked yet;
 - `gate`: compares a reference with a result; `removal`: cut and check in memory, by four checks, with `counting`;
 - `provenance`: the record of a pruned checkpoint, `stored`: the words of its

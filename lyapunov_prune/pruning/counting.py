@@ -6,8 +6,6 @@ headers of its files.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -19,81 +17,17 @@ from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.left_out import LeftOut, left_out
-from lyapunov_prune.models.mixtures import Stacked
-from lyapunov_prune.models.units import Parts, Unit, WeightEntry, tensors_of
-from lyapunov_prune.models.width import Width
-from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.edit import Edit
 
 COUNTED = "fell by what was removed"
 Sizes = Sequence[tuple[str, int]]  # names of a model's tensors, and the bytes of each in its checkpoint
 
 
-def parts_left(decoder: Decoder, plan: PruningPlan, width: Width | None) -> dict[str, Parts]:
-    """The indices that stay of each tensor of `decoder`, on the meta device or not, that loses some by `plan`.
-
-    `width` is that of the model (`models.width.find_width`), if channels are removed.
-    """
-    state, found = decoder.model.state_dict(), dict[str, Parts]()
-    for name, (stacked, gone) in _stacked_in(decoder, plan).items():
-        kept = [e for e in range(stacked.entries) if e not in gone]
-        path, _, key = name.rpartition(".")
-        entry = WeightEntry(path, key, None, 0, stacked.axis)
-        found[name] = {None: (entry, stacked.rows(state[name], kept))}
-    narrower = tensors_of(channels_left(plan, width))
-    return found | {f"{path}.{key}": parts for (path, key), parts in narrower.items()}
-
-
-def _shares_of_parts(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
-    """The share that leaves of each tensor of which a part does."""
-    found = {name: Fraction(len(gone), stacked.entries) for name, (stacked, gone) in _stacked_in(decoder, plan).items()}
-    for units, here in zip(decoder.units, plan.channels, strict=True) if plan.channels else ():
-        for unit, gone in zip(units, here, strict=False):  # none are given for a removed layer
-            if gone:
-                share = Fraction(len(gone), unit.width)
-                found |= {f"{e.module}.{e.key}": share for e, _ in unit.indices(torch.tensor(gone))}
-    return found
-
-
-def _stacked_in(decoder: Decoder, plan: PruningPlan) -> dict[str, tuple[Stacked, Sequence[int]]]:
-    """The tensors stacked by expert in the layers that lose experts, and the experts that leave, by name."""
-    return {
-        f"{decoder.structure.layers_path}.{layer}.{stacked.name}": (stacked, experts)
-        for layer, experts in plan.experts_gone.items()
-        for stacked in decoder.mixtures.layers[layer].stacked
-    }
-
-
-def channels_left(plan: PruningPlan, width: Width | None) -> list[tuple[Unit, torch.Tensor]]:
-    """Each unit that loses channels by `plan`, with those that stay."""
-    if width is None:
-        return []
-    return [
-        (unit, channels)
-        for layer, here in zip(plan.kept, plan.kept_channels, strict=True)
-        for unit, channels in zip(width.units[layer], here, strict=True)
-        if unit is not None and channels is not None
-    ]
-
-
-def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
-    """The share of each tensor that `plan` removes, for every name in the state dict of the model.
-
-    It is one for tensors that only removed layers hold and for those that a family removes with them (`Family.leaves`).
-    From a table with one block per layer the blocks of removed layers go (`Family.tables`). From a tensor of a kept
-    layer only the share of its removed channels or experts goes.
-    """
-    structure, family = decoder.structure, decoder.family
-    partly = _shares_of_parts(decoder, plan)
-    places = _places(decoder.model)
-    stays = {place for name, place in places.items() if structure.layer_of(name) not in plan.remove}
-    if family.leaves is not None:
-        stays -= {place(p) for p in family.leaves(structure.layers, structure.config, plan.remove)}
-    tables = tuple(f".{table}.weight" for table, _ in family.tables)
-    blocks = Fraction(len(plan.remove), structure.num_layers)
-    return {
-        name: partly.get(name, blocks if name.endswith(tables) else Fraction(place not in stays))
-        for name, place in places.items()
-    }
+def shares_leaving(decoder: Decoder, edit: Edit) -> dict[str, Fraction]:
+    """The share of each tensor that leaves with `edit`, for every name in the state dict of the model."""
+    before, after = (model.state_dict(keep_vars=True) for model in (decoder.model, edit.made.model))
+    stays = {place(before[old]): Fraction(after[new].numel(), before[old].numel()) for new, old in edit.tensors.items()}
+    return {name: 1 - stays.get(where, Fraction(0)) for name, where in _places(decoder.model).items()}
 
 
 def _places(model: PreTrainedModel) -> dict[str, int]:
@@ -119,34 +53,28 @@ def sizes_in_memory(model: PreTrainedModel) -> Sizes:
 
 @dataclass(frozen=True)
 class Leaving:
-    """What `plan` removes of a model: the share of every tensor (`shares_leaving`).
+    """What leaves a model: the share of every tensor (`shares_leaving`), and `after`, the new names of the others.
 
     `before` are the numbers of parameters and of bytes in a checkpoint of the whole model, `gone` those that leave.
-    `after` are the new names of tensors (`Structure.renamed`). `renumbered` tensors may differ from that in numbers:
-    those with several names, of which the files hold one, and all of a family that numbers parts by other layers
-    (`Family.leaves`). `files` says what of the model's own files it holds.
+    `files` says what of the model's own files it holds.
     """
 
-    plan: PruningPlan
+    layers: int
     shares: Mapping[str, Fraction]
     after: Mapping[str, str | None]
-    renumbered: frozenset[str]
     before: tuple[int, int]
     gone: tuple[int, int]
     files: LeftOut | None
 
 
-def leaving(decoder: Decoder, plan: PruningPlan, sizes: Sizes | None = None) -> Leaving:
-    """What `plan` removes of a model whose tensors have these `sizes` in its files; None takes those in memory."""
-    shares, model = shares_leaving(decoder, plan), decoder.model
+def leaving(decoder: Decoder, edit: Edit, sizes: Sizes | None = None) -> Leaving:
+    """What leaves a model whose tensors have these `sizes` in its files; None takes those in memory."""
+    shares, model, places = shares_leaving(decoder, edit), decoder.model, _places(decoder.model)
     sizes = sizes_in_memory(model) if sizes is None else sizes
     before = model.num_parameters(), sum(size for _, size in sizes)
-    after = {name: decoder.structure.renamed(name, plan.kept) for name in shares}
-    places = _places(model)
-    often = Counter(places.values())
-    every = decoder.family.leaves is not None
-    renumbered = frozenset(name for name, where in places.items() if every or often[where] > 1)
-    return Leaving(plan, shares, after, renumbered, before, held_by(model, sizes, shares), left_out(model))
+    taken = {places[old]: new for new, old in edit.tensors.items()}
+    after = {name: taken.get(where) for name, where in places.items()}
+    return Leaving(len(edit.kept), shares, after, before, held_by(model, sizes, shares), left_out(model))
 
 
 def count_check(goes: Leaving, pruned: Decoder, saved: int) -> GateCheck:
@@ -155,25 +83,18 @@ def count_check(goes: Leaving, pruned: Decoder, saved: int) -> GateCheck:
     `saved` is the number of bytes of all tensors in the pruned checkpoint. If the original was read from files, each
     of their tensors has to be kept, removed by the plan, or left out by name.
     """
-    check = fallen_check(goes.before, goes.gone, len(goes.plan.kept), pruned, saved)
+    check = fallen_check(goes.before, goes.gone, goes.layers, pruned, saved)
     files, shares = goes.files, goes.shares
     if files is None or not check.passed or not shares.keys() >= set(files.taken.values()):  # or other files
         return check
     held = pruned.model.state_dict().keys()
-    alike = set(map(_numberless, held))
     removed = sum(shares[name] == 1 for name in files.taken.values())
     for key, name in files.taken.items():
-        if shares[name] == 1 or goes.after[name] in held:
-            continue
-        if name not in goes.renumbered or _numberless(name) not in alike:
+        if shares[name] != 1 and goes.after[name] not in held:
             return GateCheck(COUNTED, False, 0.0, 1.0, f"{key} of the input is neither kept nor removed")
     counts = f"{len(files.taken) - removed} kept, {removed} removed, {len(files.names)} left out by name"
     detail = f"{check.detail}; of {len(files.taken) + len(files.names)} tensors in the files {counts}"
     return replace(check, detail=detail)
-
-
-def _numberless(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
 
 
 def fallen_check(before: tuple[int, int], gone: tuple[int, int], layers: int, pruned: Decoder, saved: int) -> GateCheck:

@@ -48,6 +48,7 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.units import Refits
 from lyapunov_prune.models.width import find_width
 from lyapunov_prune.pruning.counting import COUNTED, count_check, leaving
+from lyapunov_prune.pruning.edit import edit_of
 from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Check, Gate, GateReport, bytes_in, crashed
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.surgery import Operation, cut, without_parts
@@ -149,7 +150,7 @@ def check_removal(
     checkpoint: str | Path | None = None,
 ) -> GateReport:
     """`verify_removal` for a model made by `operation`."""
-    goes = leaving(original, operation.plan)
+    goes = leaving(original, edit_of(original, operation.plan))
     gate, checks = removal_gate(original, pruned, operation, batch, goes.shares)
 
     def counted(folder: Path) -> GateCheck:

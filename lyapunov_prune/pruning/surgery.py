@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError, reported
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.masking import masked, masked_experts
 from lyapunov_prune.mending.mend import Mend, mapped, store_mend
 from lyapunov_prune.merging.merge import Merged
-from lyapunov_prune.models.adaptations import Cut
-from lyapunov_prune.models.compact import renumber_compact
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.dispatched import is_dispatched
-from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, POSITION_ATTRIBUTES
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.hooked import held
-from lyapunov_prune.models.left_out import forget_heads
-from lyapunov_prune.models.mixtures import drop_experts
-from lyapunov_prune.models.settings import lost_attention, slice_settings
-from lyapunov_prune.models.sharing import own, share_equal, shared_memo
-from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.models.sharing import own, share_equal
 from lyapunov_prune.models.units import Refits
-from lyapunov_prune.models.width import find_width, narrow
 from lyapunov_prune.models.wrappers import require_levels_stay, require_text_alone
-from lyapunov_prune.progress import warn
+from lyapunov_prune.pruning.edit import edit_of, filled
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.history import add_step
 
@@ -100,13 +88,11 @@ def without_parts(
 ) -> Decoder:
     """Make a new model without the parts that `plan` removes; it is not checked yet. `decoder` is untouched.
 
-    One rule serves every decoder: drop the layers, renumber every nested `layer_idx` (caches are indexed by it), slice
-    everything in the config that describes single layers (some models read it while they run), and set the layer
-    count. `models/families.py` holds what a family needs beyond that. Removed layers are not copied. Hidden
-    channels leave the matrices of blocks and experts (`models/width.py`), whose last ones become the `refits`
-    (`Operation`). Experts leave with their rows of the router (`models/mixtures.py`). With `shared`, unchanged tensors
-    share the memory of `decoder`; use it for a result that is only read and saved, because a later in-place change
-    would affect both.
+    One rule serves every decoder (`edit`): the config follows the plan, its class builds a model of it, and that gets
+    the tensors that stay. `models/families.py` holds what a family needs beyond that. Hidden channels leave the
+    matrices of blocks and experts (`models/width.py`), whose last ones become the `refits` (`Operation`). Experts leave
+    with their rows of the router (`models/mixtures.py`). With `shared`, unchanged tensors share the memory of
+    `decoder`; use it for a result that is only read and saved, because a later in-place change would affect both.
 
     `decoder` holds its plain weights (`models.plain`). Raises LyapunovPruneError for parts of layers that only a
     compact checkpoint can lack, experts that cannot be removed (`Mixtures.require`), a removal that the family's
@@ -115,21 +101,13 @@ def without_parts(
     plan.require_plain()
     if plan.experts_gone:
         decoder.mixtures.require(plan.experts, plan.remove)
-    with held(decoder.model):  # hooks of a running measurement would be copied too
+    with held(decoder.model):
         if decoder.wrapped:
             require_text_alone(decoder, plan.remove)
-        memo = shared_memo(decoder.model) if shared else {}
-        pruned = without_layers(decoder, plan, memo)
-    if plan.channels:
-        width = find_width(decoder).of_layers(plan.kept, decoder.structure)
-        narrow(pruned, width, plan.kept_channels)
-        with torch.no_grad():
-            for (layer, index), weight in refits.items():
-                unit = width.units[layer][index]
-                assert unit is not None
-                unit.out.weight(pruned.model).copy_(weight)
-    if gone := {plan.kept.index(layer): experts for layer, experts in plan.experts_gone.items()}:
-        drop_experts(pruned.model, pruned.structure, decoder.mixtures.of_layers(plan.kept), gone)
+        pruned = filled(edit_of(decoder, plan), decoder, shared=shared)
+    with torch.no_grad():
+        for (layer, index), weight in refits.items():
+            pruned.units[layer][index].out.weight(pruned.model).copy_(weight)
     add_step(pruned.model, "prune", plan.measured_on, decoder.model)
     return pruned
 
@@ -141,123 +119,18 @@ def share_memory(pruned: PreTrainedModel, original: Decoder, plan: PruningPlan) 
     share_equal(pruned, {name: parameter for name, parameter in twins if name is not None})
 
 
-def without_layers(decoder: Decoder, plan: PruningPlan, memo: Mapping[int, Any] = MappingProxyType({})) -> Decoder:
-    """A copy of the model, whose weights may be on the meta device, without the layers of `plan`; its sublayers stay.
-
-    `memo` maps objects to their replacements in the copy, as in `copy.deepcopy`.
-
-    Raises LyapunovPruneError if the family's checkpoint format cannot express the remaining layers.
-    """
-    original, family = decoder.structure, decoder.family
-    # deepcopy uses the memo's entry instead of a copy, so removed layers are never copied.
-    memo = {**memo, **{id(original.layers[i]): nn.Identity() for i in plan.remove}}
-    pruned, structure = copy.deepcopy((decoder.model, original), memo)
-    if not plan.remove:
-        return Decoder(pruned, structure)
-    layers, config = structure.layers, structure.config
-    for index in reversed(plan.remove):
-        del layers[index]
-
-    forget_heads(pruned.config)
-    gone: set[str] = set()
-    for each in _configs(pruned, config, original):
-        gone.update(slice_settings(each, original.count, plan.kept, original.num_layers))
-    if gone:
-        warn(
-            f"{', '.join(sorted(gone))} in the config names layers by the numbers of the original, which is unknown "
-            "here: left out of the config of the pruned model"
-        )
-    _renumber(pruned, layers, plan.kept, original.num_layers)
-    _renumber_devices(pruned, original, plan.kept)
-    renumber_compact(pruned, layers)
-    _slice_tables(pruned, family.tables, plan.kept, original.num_layers)
-    why = family.adapt(Cut(pruned, layers, config, original.config, plan.kept))
-    if why := why or lost_attention(original.config, config):  # after `adapt`, which may say where attentions are
-        raise LyapunovPruneError(why)
-    _rename_ties(pruned)
-    return Decoder(pruned, structure)
-
-
 def refusal(decoder: Decoder, remove: Sequence[int]) -> str | None:
     """Why no checkpoint can hold `decoder` without the layers `remove`; None if one can.
 
-    The layers are cut from a copy that shares the weights of `decoder`, and whose tables outside the layers are empty.
-    Packed weights, and those on several devices, are not judged: None.
+    Packed weights are not judged: None.
     """
-    model = decoder.model
-    if decoder.packed or is_dispatched(model):
+    if decoder.packed:
         return None
-    names = {suffix for suffix, _ in decoder.family.tables}
-    tables = [module for path, module in model.named_modules() if path.rpartition(".")[2] in names]
-    empty = {id(table.weight): nn.Parameter(table.weight.to("meta")) for table in tables}
     try:
-        with held(model), quiet():
+        with quiet():
             if decoder.wrapped:
-                require_levels_stay(model, tuple(remove))
-            without_layers(decoder, PruningPlan.given(decoder, remove), {**shared_memo(model), **empty})
+                require_levels_stay(decoder.model, tuple(remove))
+            edit_of(decoder, PruningPlan.given(decoder, remove))
     except LyapunovPruneError as error:
         return str(error)
     return None
-
-
-def _renumber(pruned: PreTrainedModel, layers: nn.ModuleList, kept: tuple[int, ...], total: int) -> None:
-    done: set[int] = set()  # a module that layers share must be renumbered once
-    for new, old in enumerate(kept):
-        for module in layers[new].modules():
-            if id(module) in done:
-                continue
-            done.add(id(module))
-            for name in POSITION_ATTRIBUTES:
-                if getattr(module, name, None) == old:
-                    setattr(module, name, new)
-            for name in DEPTH_ATTRIBUTES:
-                if getattr(module, name, None) == total:
-                    setattr(module, name, len(kept))
-
-
-def _rename_ties(pruned: PreTrainedModel) -> None:
-    """Renew the names of weights that are tied between layers: the copy has the old layer numbers."""
-    tied = {name: module for name, module in pruned.named_modules() if "_tied_weights_keys" in vars(module)}
-    if not tied:
-        return
-    kind: Any = type(pruned)
-    what = f"these layers of {kind.__name__} cannot be removed correctly: the model cannot be built without them"
-    with reported(what, "remove other layers", Exception), torch.device("meta"):
-        fresh = kind(copy.deepcopy(pruned.config))
-    for name, module in tied.items():
-        module._tied_weights_keys = fresh.get_submodule(name)._tied_weights_keys
-    pruned.all_tied_weights_keys = fresh.all_tied_weights_keys
-
-
-def _renumber_devices(pruned: PreTrainedModel, original: Structure, kept: tuple[int, ...]) -> None:
-    """Renumber the layers in accelerate's map from modules to devices."""
-    before: dict[str, Any] | None = vars(pruned).get("hf_device_map")
-    if before is not None:
-        places = ((original.renamed(name, kept), device) for name, device in before.items())
-        vars(pruned)["hf_device_map"] = {name: device for name, device in places if name is not None}
-
-
-@torch.no_grad()
-def _slice_tables(
-    pruned: PreTrainedModel, tables: tuple[tuple[str, int], ...], kept: tuple[int, ...], total: int
-) -> None:
-    """Cut the blocks of removed layers out of parameters outside the layers."""
-    for suffix, axis in tables:
-        for path, module in list(pruned.named_modules()):
-            if path.rpartition(".")[2] != suffix:
-                continue
-            weight: Any = module.weight
-            blocks = weight.detach().chunk(total, dim=axis)
-            module.weight = nn.Parameter(torch.cat([blocks[i] for i in kept], dim=axis), weight.requires_grad)
-            size = "embedding_dim" if isinstance(module, nn.Embedding) else ("out_features", "in_features")[axis]
-            setattr(module, size, module.weight.shape[axis])
-
-
-def _configs(model: PreTrainedModel, text: Any, original: Structure) -> list[Any]:
-    """`text`, and every other text config that the model's modules hold; usually one object is shared by all."""
-    configs = {id(text): text}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if type(config) is type(text) and getattr(config, original.count, None) == original.num_layers:
-            configs[id(config)] = config
-    return list(configs.values())

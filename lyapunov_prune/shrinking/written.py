@@ -25,6 +25,7 @@ from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_layers import full_attention, values_without
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.counting import COUNTED, count_check, leaving
+from lyapunov_prune.pruning.edit import edit_of
 from lyapunov_prune.pruning.gate import GateReport, attempt, bytes_in
 from lyapunov_prune.pruning.provenance import Provenance, describe, save
 from lyapunov_prune.results.files import require_empty, whole_folder
@@ -96,7 +97,7 @@ def write_shrunk(
     inputs = sample_inputs(made, batch)
     with whole_folder(target) as folder:
         save(smaller, request.tokenizer, folder)
-        goes = leaving(dense, choice.plan)
+        goes = leaving(dense, edit_of(dense, choice.plan))
         checks = {
             RELOADED: attempt(RELOADED, lambda: in_eval_mode(reload_check)(made, folder, inputs)),
             COUNTED: attempt(COUNTED, lambda: count_check(goes, made, bytes_in(folder))),

@@ -127,9 +127,9 @@ def test_a_list_that_does_not_follow_fails_the_gate(
     right = shards.cut_outline
 
     def turned(*given: Any) -> Any:
-        pruned = right(*given)
-        pruned.model.config.cuts = pruned.model.config.cuts[::-1]
-        return pruned
+        edit = right(*given)
+        edit.made.model.config.cuts = edit.made.model.config.cuts[::-1]
+        return edit
 
     monkeypatch.setattr(shards, "cut_outline", turned)
     with pytest.raises(CheckFailed, match="the copy fails the gate"):

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import MIXTURES, make_mixture
+from helpers import MIXTURES, make_mixture, operated
 
 from lyapunov_prune.forward.masking import masked_experts
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.mixtures import drop_experts, find_mixtures
+from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning.plan import PruningPlan
 
 IDS = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
 
@@ -45,7 +46,7 @@ def test_a_masked_router_is_one_without_the_rows(name: str) -> None:
         logits = model(IDS).logits
     assert all(tensor.equal(before[key]) for key, tensor in model.state_dict().items())
     assert torch.equal(model(IDS).logits, dense)
-    drop_experts(model, structure, find_mixtures(structure), gone)
+    model = operated(model, PruningPlan.given(model, experts=gone))
     stay = torch.tensor([0, 2, 3, 4, 5, 7, 8, 9])  # LongCat chooses among ten, of which two are no experts
     for (experts, weights), (others, wanted) in zip(masked, chosen_in(model), strict=True):
         assert torch.equal(experts, stay[others])

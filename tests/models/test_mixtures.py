@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
 import pytest
 import torch
-from helpers import MIXTURES, from_settings, make_mixture, make_tiny
+from helpers import MIXTURES, from_settings, make_mixture, make_tiny, operated
 from helpers.tiny_models import SMALL
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
-from lyapunov_prune.models.mixtures import Router, drop_experts, find_mixtures
+from lyapunov_prune.models.mixtures import Router, find_mixtures
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning.plan import PruningPlan
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -25,7 +25,7 @@ def test_what_is_stacked_by_expert_leaves_and_nothing_else(name: str) -> None:
     groups, chosen = 2 if name == "deepseek_v3" else 1, 1 if name == "zaya" else 2
     assert mixtures.router == Router(8, chosen, groups, 1)
     assert set(mixtures.layers) == set(range(len(find_structure(model).layers))) - ({0} if groups == 2 else set())
-    drop_experts(model, find_structure(model), mixtures, dict.fromkeys(mixtures.layers, (1, 6)))
+    model = operated(model, PruningPlan.given(model, experts=dict.fromkeys(mixtures.layers, (1, 6))))
     stacked = re.compile(r"\.experts\.|\.gate\.weight|\.router\.|e_score|router_mlp\.out_proj|balancing")
     for key, tensor in model.state_dict().items():
         wanted = before[key]
@@ -98,10 +98,8 @@ def test_a_list_with_the_same_number_for_every_layer_is_that_number() -> None:
 
 
 def unequal(model: PreTrainedModel) -> PreTrainedModel:
-    other = copy.deepcopy(model)
-    structure = find_structure(other)
-    drop_experts(other, structure, find_mixtures(structure), dict.fromkeys(range(3), (0, 1)))
-    find_structure(model).layers[1] = structure.layers[1]
+    fewer = operated(model, PruningPlan.given(model, experts=dict.fromkeys(range(3), (0, 1))))
+    find_structure(model).layers[1] = find_structure(fewer).layers[1]
     return model
 
 

@@ -19,6 +19,7 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.counting import count_check, held_by, leaving, shares_leaving, sizes_in_memory
+from lyapunov_prune.pruning.edit import edit_of
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import remove_layers, verify_removal
 
@@ -47,8 +48,9 @@ def test_memory_and_files_give_the_same_and_the_cut_does_it(
     tokenizer.save_pretrained(tmp_path)
     outline = read_outline(tmp_path, name)
     assert outline.model.device.type == "meta"
-    shares = shares_leaving(wrap(model), plan)
-    assert shares_leaving(outline.decoder, plan) == shares
+    edit, on_files = edit_of(wrap(model), plan), edit_of(outline.decoder, plan)
+    shares = shares_leaving(wrap(model), edit)
+    assert shares_leaving(outline.decoder, on_files) == shares
     sizes = sizes_in_memory(model)
     parameters, size = held_by(model, sizes, shares)
     assert held_by(outline.model, outline.sizes(), shares) == (parameters, size)
@@ -58,14 +60,14 @@ def test_memory_and_files_give_the_same_and_the_cut_does_it(
         model.num_parameters() - pruned.num_parameters(),
         sum(size for _, size in sizes) - left,
     )
-    assert count_check(leaving(wrap(model), plan), wrap(pruned), left).passed
-    both = leaving(outline.decoder, plan, outline.sizes()), leaving(wrap(model), plan)
+    assert count_check(leaving(wrap(model), edit), wrap(pruned), left).passed
+    both = leaving(outline.decoder, on_files, outline.sizes()), leaving(wrap(model), edit)
     on_disk, in_memory = ((goes.before, goes.gone, goes.after) for goes in both)
     assert on_disk == in_memory
 
 
 def share(model: PreTrainedModel, remove: list[int]) -> dict[str, Fraction]:
-    return shares_leaving(wrap(model), PruningPlan.given(model, remove))
+    return shares_leaving(wrap(model), edit_of(wrap(model), PruningPlan.given(model, remove)))
 
 
 def test_a_table_leaves_by_its_blocks() -> None:
@@ -89,7 +91,7 @@ def test_what_a_kept_layer_uses_stays_under_every_name() -> None:
 
 def test_one_parameter_too_many_is_seen(llama: PreTrainedModel) -> None:
     plan = PruningPlan.given(llama, [1])
-    pruned, goes = operated(llama, plan), leaving(wrap(llama), plan)
+    pruned, goes = operated(llama, plan), leaving(wrap(llama), edit_of(wrap(llama), plan))
     left = sum(size for _, size in sizes_in_memory(pruned))
 
     def check(saved: int) -> GateCheck:
@@ -129,7 +131,7 @@ def test_planted_fault_a_tensor_of_the_files_that_is_nowhere_is_named(checkpoint
     norm = pruned.model.layers[3].input_layernorm
     norm.register_parameter("gain", norm._parameters.pop("weight"))  # as many numbers, by another name
     saved = sum(size for _, size in sizes_in_memory(pruned))
-    check = count_check(leaving(wrap(model), plan), wrap(pruned), saved)
+    check = count_check(leaving(wrap(model), edit_of(wrap(model), plan)), wrap(pruned), saved)
     assert not check.passed
     assert "model.layers.4.input_layernorm.weight of the input is neither kept nor removed" in check.detail
 

@@ -27,8 +27,8 @@ from lyapunov_prune import (
 )
 from lyapunov_prune.export.pruned import write_pruned
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.width import narrow
-from lyapunov_prune.pruning import surgery
+from lyapunov_prune.models.units import selected
+from lyapunov_prune.pruning import edit
 from lyapunov_prune.pruning.plan import as_plan
 from lyapunov_prune.pruning.width import choose_channels
 
@@ -232,9 +232,7 @@ def test_the_remedy_is_of_what_goes(llama: PreTrainedModel, ids: torch.Tensor, t
         assert plan.remedy.startswith(said)
     plan = plans["keep the width"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            surgery, "narrow", lambda made, width, kept: narrow(made, width, [[c - 1 for c in here] for here in kept])
-        )
+        patch.setattr(edit, "selected", lambda old, parts: selected(old.roll(1), parts))
         with pytest.raises(CheckFailed, match=plan.remedy):
             write_pruned(llama, None, replace(plan, channels=((tuple(range(8)),),) * 6), tmp_path / "out")
     assert not (tmp_path / "out").exists()
