@@ -65,11 +65,6 @@ def result(request: pytest.FixtureRequest) -> Result:
     return example(request.param, itertools.cycle([math.nan, 0.1, math.inf, -math.inf, 1e-300]))
 
 
-def test_every_result_comes_back_from_its_file(result: Result, tmp_path: Path) -> None:
-    path = result.save(tmp_path / "result.json")
-    assert same(type(result).load(path), result)
-
-
 # What a model was made by, not measured by; speeds of random tokens, which name device, dtype and versions themselves;
 # what is found of tensors, which a result of a model holds; what a config says; and what a work will cost, before
 # anything is measured.
@@ -77,29 +72,15 @@ ELSEWHERE = {"CompressionReport", "Estimate", "History", "LayerAlignment", "Matr
 ELSEWHERE |= {"EngineCheck", "Exported", "SublayerErrors", "TokenCertificate", "TokenKinds"}
 
 
-def test_every_result_knows_what_it_was_measured_on(result: Result) -> None:
+def test_every_result_knows_its_text_and_comes_back_from_a_strict_file_of_its_kind(
+    result: Result, tmp_path: Path
+) -> None:
     assert hasattr(result, "measured_on") != (type(result).__name__ in ELSEWHERE)
-
-
-def test_every_file_is_strict_json_with_its_kind(result: Result, tmp_path: Path) -> None:
-    data = strict(result.save(tmp_path / "result.json").read_text(encoding="utf-8"))
+    path = result.save(tmp_path / "result.json")
+    data = strict(path.read_text(encoding="utf-8"))
     assert data["kind"] == type(result).__name__
     assert data == strict(json.dumps(result.to_json(), allow_nan=False))
-
-
-def test_a_file_cut_short_is_refused(result: Result, tmp_path: Path) -> None:
-    path = result.save(tmp_path / "result.json")
-    path.write_text(path.read_text(encoding="utf-8")[:-3], encoding="utf-8")
-    with pytest.raises(LyapunovPruneError, match="this version"):
-        type(result).load(path)
-
-
-def test_a_missing_field_is_named(result: Result, tmp_path: Path) -> None:
-    data = result.to_json()
-    name = next(key for key in data if key != "kind")
-    del data[name]
-    with pytest.raises(LyapunovPruneError, match=f"version's .*{name}"):
-        type(result).load(written(tmp_path, data))
+    assert same(type(result).load(path), result)
 
 
 def test_no_field_hides_the_class_in_the_file() -> None:
@@ -137,6 +118,17 @@ def written(folder: Path, data: Any) -> Path:
     path = folder / "result.json"
     path.write_text(json.dumps(data), encoding="utf-8")
     return path
+
+
+def test_a_file_cut_short_and_one_without_a_field_are_refused(one: Example, tmp_path: Path) -> None:
+    path = one.save(tmp_path / "result.json")
+    path.write_text(path.read_text(encoding="utf-8")[:-3], encoding="utf-8")
+    with pytest.raises(LyapunovPruneError, match="this version"):
+        Example.load(path)
+    for name in ("model", "values", "note", "table"):
+        data = {key: value for key, value in one.to_json().items() if key != name}
+        with pytest.raises(LyapunovPruneError, match=f"version's .*{name}"):
+            Example.load(written(tmp_path, data))
 
 
 def test_a_list_of_numbers_is_one_line_of_a_file_and_text_stays_as_it_is(one: Example, tmp_path: Path) -> None:

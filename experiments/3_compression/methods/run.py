@@ -1,7 +1,8 @@
 """Compression methods on common ground: the same calibration, the same layers, the same evaluation (§6.4).
 
-    python experiments/3_compression/methods/run.py [--model MODEL] [--text FILE]
+    python experiments/3_compression/methods/run.py [--model MODEL] [--text FILE] [--unseen FILE]
 
+Of a dithered model (MODEL-dithered-SEED) roundings alone are compared.
 Writes methods.json and methods.svg beside this file.
 """
 
@@ -47,8 +48,8 @@ def written(folder: Path = HERE) -> dict[str, str]:
         [r.method, AMOUNTS[r.unit].format(r.amount), r.perplexity, interval(r.degradation, r.low, r.high)] for r in rows
     ]
     by = {r.method: r for r in rows}
-    pair = by["sparsegpt"], by["wanda"]
-    paired = {"sparsegpt / wanda": interval(*against(*pair))} if all(r.windows for r in pair) else {}
+    pair = [by[name] for name in ("sparsegpt", "wanda") if name in by and by[name].windows]
+    paired = {"sparsegpt / wanda": interval(*against(*pair))} if len(pair) == 2 else {}
     return {
         "dense": dense,
         "setting": f"Every matrix of all layers. Perplexity: {found.measured_on.line()}; dense: {dense}.\n",
