@@ -89,6 +89,12 @@ def test_the_headline_names_commit_texts_and_ratios(results: Path) -> None:
     assert ">c<" in drawn
 
 
+def test_what_a_step_said_names_no_folder_of_this_machine(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.touch()
+    assert one_command.told(f"-9% on {text}", ["--text", str(text)]) == "-9% on a.txt"
+
+
 def test_a_result_that_is_there_is_drawn_and_not_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one_command.main(unseen=["nowhere.txt"], model=Model("tiny"))
     assert "already measured" in capsys.readouterr().out

@@ -92,7 +92,7 @@ def main(
             removed=report.plan.remove,
             parameters=report.parameters,
             size=report.size,
-            steps=report.steps,
+            steps=tuple(replace(s, told=told(s.told, [model.name, *shlex.split(options)])) for s in report.steps),
             seconds=ran.seconds,
             learnt_on=learnt,
             dense=tuple(lp.perplexity(loaded.model, text, description="dense").windows for text in texts),
@@ -114,6 +114,13 @@ def committed() -> str:
     if git("status", "--porcelain", "--", "lyapunov_prune"):
         raise LyapunovPruneError("lyapunov_prune/ has changes that no commit names; commit them, or put them aside")
     return git("rev-parse", "--short=12", "HEAD").strip()
+
+
+def told(line: str, words: Sequence[str]) -> str:
+    """What a step said, with `words` that are paths of this machine under their plain names."""
+    for word in words:
+        line = line.replace(word, plain(word))
+    return line
 
 
 def results() -> list[OneCommand]:
