@@ -69,7 +69,7 @@ def result(request: pytest.FixtureRequest) -> Result:
 # what is found of tensors, which a result of a model holds; what a config says; and what a work will cost, before
 # anything is measured.
 ELSEWHERE = {"CompressionReport", "Estimate", "History", "LayerAlignment", "MatrixErrors", "Provenance", "Speed"}
-ELSEWHERE |= {"EngineCheck", "Exported", "SublayerErrors", "TokenCertificate", "TokenKinds"}
+ELSEWHERE |= {"EngineCheck", "Exported", "Frontier", "SublayerErrors", "TokenCertificate", "TokenKinds"}
 
 
 def test_every_result_knows_its_text_and_comes_back_from_a_strict_file_of_its_kind(
