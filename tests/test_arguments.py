@@ -71,7 +71,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("export.write_pruned", {"tokenizer": "tokenizer", "plan": [1], "target": "out"}, "plan is [1]"),
     ("export.write_pruned", {"tokenizer": 3, "plan": None, "target": "out"}, "tokenizer is 3"),
     ("export.make_compact", {"cuts": [1]}, "cuts is [1]"),
-    ("verify_removal", {"pruned": "teacher", "plan": [1], "merged": 3}, "merged is 3"),
+    ("verify_removal", {"pruned": "teacher", "plan": [1], "mends": 3}, "mends is 3"),
     ("rank", {"batch": _IDS, "criterion": "bi", "remove": "2"}, "remove is '2'"),
     ("rank", {"batch": _IDS, "criterion": ["bi"]}, "criterion is ['bi']"),
     ("rank", {"batch": _IDS, "criterion": "random", "seed": -1}, "seed is -1"),

@@ -126,7 +126,7 @@ def test_a_model_of_other_layers_is_refused(ranges: tuple[tuple[int, int], ...])
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--device", "disk"], ["--mend", "--tokens", "256"]], ids=["in memory", "on disk", "mended"]
+    "more", [[], ["--device", "disk"], ["--mend", "--tokens", "512"]], ids=["in memory", "on disk", "mended"]
 )
 def test_prune_takes_it_as_a_plan(more: list[str], run: Any) -> None:
     Path("slices.yaml").write_text(PRUNEME)
