@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -266,7 +267,7 @@ def test_an_experiment_runs_on_any_model_and_as_its_readme_says(folder: Path) ->
     assert folder.name in NO_MODEL or options >= {"--model", "--device", "--dtype"}
     page = folder.parent / "README.md"
     for line in re.findall(rf"^python \S+/{folder.name}/run.py(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
-        command.make_context("run.py", line.split())  # which refuses what it does not know
+        command.make_context("run.py", shlex.split(line))  # which refuses what it does not know
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from lyapunov_prune.results.history import history_of, keep_history
 def built(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
     """A model of the class of `model` and of `config`, on the meta device."""
     kind: Any = type(model)
+    if isinstance(config.dtype, str):  # a class may hand it to torch
+        config.dtype = getattr(torch, config.dtype)
     with quiet(), torch.device("meta"):
         return kind(config)
 

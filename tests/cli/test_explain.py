@@ -103,7 +103,7 @@ def test_equal_weights_with_another_setting_are_told(run: Any) -> None:
 @pytest.mark.usefixtures("healing_kept")
 def test_a_healed_checkpoint_is_aligned_by_its_provenance(run: Any) -> None:
     assert run("prune", "tiny", "--layers", "1,4", "-o", "pruned", *TEXT).code == 0
-    healing = ("--steps", "2", "--update-rank", "2", "--text", "builtin", *TEXT)
+    healing = ("--steps", "2", "--update-rank", "2", "--text", "builtin", *TEXT, "--tokens", "512")
     assert run("heal", "pruned", "-o", "healed", "--teacher", "tiny", *healing).code == 0
     found = explained(run, "tiny", "healed")
     assert found.kept == (0, 2, 3, 5)

@@ -94,10 +94,10 @@ def test_finished_windows_are_not_written_again(
 
 
 def test_a_student_learns_from_it(writer: PreTrainedModel) -> None:
-    text = write_text(writer, tokens=128, context=16)
+    text = write_text(writer, tokens=256, context=16)
     assert "llama" in text.text.lower()
-    report = heal(remove_layers(writer, [2]), writer, text, steps=8, learning_rate=1e-2).report
-    assert report.losses[-2:].mean() < report.losses[:2].mean()
+    report = heal(remove_layers(writer, [2]), writer, text, steps=16, learning_rate=1e-2).report
+    assert np.median(report.losses[-4:]) < np.median(report.losses[:4])
     assert report.measured_on.text == text.text
 
 

@@ -205,8 +205,8 @@ def test_branches_by_divergence_on_the_command_line(what: str, run: Callable[...
     measured = SublayerDivergence.load("runs/tiny/sublayer-divergence.json")
     plan = lp.PruningPlan.load("runs/tiny/plan.json")
     assert getattr(plan, f"drop_{what}") == tuple(sorted(np.argsort(measured.variance)[:2]))
-    assert run("prune", "tiny", *kl, "-o", "out").code == 0
-    assert '"kl"' in Path("out/provenance.json").read_text()
+    written = run("prune", "tiny", *kl, "--format", "compact", "-o", "out")
+    assert written.code == (0 if what == "attention" else 2)  # no format leaves an MLP out
 
 
 @pytest.mark.parametrize("criterion", ["rho", "blend", "angular", "oracle"])
