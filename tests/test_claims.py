@@ -216,7 +216,7 @@ def nearly_one() -> int:
         ),
         (
             "8_experts_and_states",
-            "cost less than layers with two of eight gone; with one and with half of them gone the two cannot be told apart",
+            "cost less than layers with two of eight gone; with one and with half of them gone the two",
             lambda: reap_over_layers(2)[1] < 0 and all(low < 0 < high for low, high in map(reap_over_layers, (1, 4))),
         ),
     ],
