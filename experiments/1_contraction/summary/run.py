@@ -170,8 +170,8 @@ def table_4(own: list[Column]) -> str:
                 same = {a.criterion for a in c.accuracy.answers if a.layers == found.layers} if c.accuracy else ()
                 shown = interval(found.perplexity, *ratio), next((percent(c, one, count) for one in same), None)
                 rows.append([f"**{c.name}**", count, f"{alpha:g}", runs(found.layers), *shown])
-    for (count, alpha), (layers, perplexity, right) in BLENDS.items():
-        rows.append(["LLaMA-2-7B", f"{count}", alpha, f"*{layers}*", f"*{perplexity:g}*", f"*{right:g}*"])
+    for (count, weight), (layers, perplexity, right) in BLENDS.items():
+        rows.append(["LLaMA-2-7B", f"{count}", weight, f"*{layers}*", f"*{perplexity:g}*", f"*{right:g}*"])
     return table(["model", "removed", "α", "layers", "perplexity", "accuracy"], rows)
 
 
@@ -242,8 +242,8 @@ def removable(own: list[Column]) -> str:
             nearest = int(far.argmin())
             worst = f"{most[0]}, {most[1]}", f"{by_rho[most[0]]}, {by_rho[most[1]]}"
             rows.append([f"**{c.name}**", *few, nearest, int(by_regret[nearest]), *worst])
-    few = [f"*{REMOVABLE[0]} of {REMOVABLE[1]}*, limit lost", None, None]
-    rows.append(["LLaMA-2-7B", *few, "*12*", "*1*", "*0, 1*", None])
+    printed = [f"*{REMOVABLE[0]} of {REMOVABLE[1]}*, limit lost", None, None]
+    rows.append(["LLaMA-2-7B", *printed, "*12*", "*1*", "*0, 1*", None])
     limits = [f"regret below {100 * share:.0f} %" for share in BEARABLE]
     layers = ["ρ nearest to one: layer", "its place by regret", "most regret: layers", "their places by ρ"]
     return table(["model", *limits, *layers], rows)

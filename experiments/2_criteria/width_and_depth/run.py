@@ -27,6 +27,7 @@ from lyapunov_prune.mending.judge import losses, second_text
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.pruning.counting import held_by, shares_leaving
+from lyapunov_prune.pruning.edit import edit_of
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import refits_of
 from lyapunov_prune.pruning.surgery import Operation, cut
@@ -151,7 +152,7 @@ def costs_of(reading: Reading, operations: Sequence[Operation]) -> np.ndarray:
 
 def leaving(reading: Reading, plan: PruningPlan) -> int:
     """How many parameters `plan` removes."""
-    return held_by(reading.model, (), shares_leaving(reading.decoder, plan))[0]
+    return held_by(reading.model, (), shares_leaving(reading.decoder, edit_of(reading.decoder, plan)))[0]
 
 
 @dataclass(frozen=True)

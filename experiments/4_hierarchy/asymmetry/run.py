@@ -347,7 +347,7 @@ def figure(found: Asymmetry) -> str:
 
 def written(folder: Path = HERE) -> dict[str, str]:
     """Of every file; what is of another reduction than the first is named by it."""
-    parts = {}
+    parts: dict[str, str] = {}
     for path in sorted(folder.glob("asymmetry*.json")):
         found, name = Asymmetry.load(path), path.stem.removeprefix("asymmetry").removeprefix("-")
         tables = {

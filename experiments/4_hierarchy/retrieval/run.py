@@ -92,7 +92,7 @@ def table_1a(results: list[Searched]) -> str:
     for r in results:
         for name, ndcg in r.ndcg.items():
             dense, rest = ndcg[0], dict(zip(r.models[1:], ndcg[1:], strict=True))
-            attention, mlp = map(rest.get, PRINTED)
+            attention, mlp = (rest[name] for name in PRINTED)
             cells = [_mean(dense), *(f"{_mean(x)}, {_of(x.mean(), dense.mean())}" for x in (attention, mlp))]
             rows.append([f"**{r.measured_on.model.name}**, {name}", *cells, _mean(mlp - attention)])
     for name, values in RETRIEVAL.items():

@@ -158,9 +158,9 @@ def table_1b() -> str:
             rows.append([f"**{name}**, {task.name}", "choice", *cells])
     for path in (HERE / "reach.json", *sorted(HERE.glob("*/reach.json"))):
         found = Reach.load(path)
-        for task in STEPS:
-            cells = [share(getattr(found.row(model), task))[:-2] for model in ("dense", "attention − 8", "MLP − 8")]
-            rows.append([f"**{found.calibrated_on.model.name}**, {task}", "writing", *cells])
+        for step in STEPS:
+            cells = [share(getattr(found.row(model), step))[:-2] for model in ("dense", "attention − 8", "MLP − 8")]
+            rows.append([f"**{found.calibrated_on.model.name}**, {step}", "writing", *cells])
     for kind, printed in (("choice", MULTIPLE_CHOICE), ("writing", GENERATION)):
         rows += [[f"Mistral-7B, {task}", kind, *(f"*{x:g}*" for x in values)] for task, values in printed.items()]
     return table(["model, task", "kind", "dense", "attention − 8", "MLP − 8"], rows)

@@ -362,9 +362,9 @@ def latency(found: EqualTime) -> str:
     """
     saved: dict[str, list[float]] = {"attention": [], "activation": [], "layer": []}
     for way in found.ways:
-        for kind, layers in zip(saved, way.parts, strict=True):
-            if len(layers) == sum(map(len, way.parts)):  # of one type alone
-                saved[kind] += [(1 - 1 / speedup) / len(layers) for speedup in (way.reached, way.beside)]
+        for kind, gone in zip(saved, way.parts, strict=True):
+            if len(gone) == sum(map(len, way.parts)):  # of one type alone
+                saved[kind] += [(1 - 1 / speedup) / len(gone) for speedup in (way.reached, way.beside)]
     layers = found.measured_on.model.num_layers
     rows = [
         [
