@@ -3,9 +3,9 @@
     python experiments/6_recovery/shrink/run.py --model MODEL --unseen A.txt --unseen B.txt
 
 Runs `shrink --remove 25%` with --options and defaults else, from a commit whose files are unchanged, and scores the
-dense model and the result on the second half of each --unseen, a text to report on (`cut_texts.py`). A finished command stays in
-runs/experiments/ and is not run again. Writes MODEL.json and recovery.svg beside this file; the tables go into
-README.md by `make tables`.
+dense model and the result on the second half of each --unseen, a text to report on (`cut_texts.py`). A finished
+command stays in runs/experiments/ and is not run again. Writes MODEL.json and recovery.svg beside this file; the
+tables go into README.md by `make tables`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main(
         if ran.code:
             raise CheckFailed("shrink wrote nothing: see what it says")
         loaded = model.load()
-        # The first halves of the texts have reported for a run on a busy machine (the chapter's README has its numbers).
+        # The first halves have reported for a run on a busy machine (the chapter's README has its numbers).
         texts = [read_text(loaded, text, scored, 512, "evaluation") for text in unseen]
         report = Shrinking.load(folder / REPORT)
         on = tuple(text.measured_on(loaded.model) for text in texts)
@@ -182,11 +182,14 @@ def _short(rows: Sequence[OneCommand]) -> str:
     )
 
 
+def _learnt(r: OneCommand) -> str:
+    return Path(r.learnt_on.text.split(" (")[0]).stem  # what `self` adds tells the weights and the seed
+
+
 def _table(rows: Sequence[OneCommand]) -> str:
     head = ("model", "learnt from", "removed", *(f"perplexity / dense on {text}" for text in rows[0].over), "minutes")
     cells: list[tuple[Any, ...]] = [
-        (r.name, r.learnt_on.text.split(" (")[0], runs(r.removed), *map(ratio, r.over.values()), f"{r.seconds / 60:.1f}")
-        for r in rows
+        (r.name, _learnt(r), runs(r.removed), *map(ratio, r.over.values()), f"{r.seconds / 60:.1f}") for r in rows
     ]
     return table(head, cells)
 
