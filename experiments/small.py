@@ -17,6 +17,7 @@ from experiments.divergences import divergences, finals, losses
 from experiments.statements import interval, ratio
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.forward.reading import read
+from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.store import Store
 
@@ -93,3 +94,10 @@ def kl_of(rows: list[dict[str, Any]]) -> str:
 def over(row: dict[str, Any], dense: list[float]) -> str:
     """Perplexity over the dense model's, with the interval of the quotient, paired by window."""
     return ratio(np.array(row["loss"]) - np.array(dense))
+
+
+def gone(plan: PruningPlan) -> dict[str, Any]:
+    """What goes, by layer, for a file."""
+    experts = plan.gone.experts_gone
+    listed = [list(experts.get(layer, ())) for layer in range(plan.model.num_layers)] if experts else []
+    return {"layers": list(plan.remove), "experts": listed}

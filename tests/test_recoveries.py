@@ -29,6 +29,7 @@ from lyapunov_prune.joint.recovery import RecoveryRecipe
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import PartsGone
 
 RIVALS = importlib.import_module("experiments.5_joint.rivals.run")
 EQUAL = importlib.import_module("experiments.5_joint.equal_time.run")
@@ -80,13 +81,12 @@ def joint(of: Subject) -> JointRun:
     fitted = fit_map((pairs / L).tolist(), scores.tolist())
     decision = decide(fitted, L, remove=4, most=most, selection_error=0.0)
     plan = PruningPlan(
-        remove=(),
+        gone=PartsGone((), (0,)),
         criterion="joint",
         alpha=None,
         scores=np.empty(0),
         model=identify(of.model),
         measured_on=(learn, select),
-        drop_attention=(0,),
     )
     run = JointRun(
         importance=worth,

@@ -37,7 +37,7 @@ What = Annotated[
             [
                 "What is removed.",
                 "layers: whole layers",
-                f"attention, mlp: that part of a layer, by {_criteria_of('mlp')} (prune: attention, compact)",
+                f"attention: that of a layer, by {_criteria_of('attention')} (prune: --format compact)",
                 "activation: only with prune --layers and --format compact",
                 "width: hidden channels of all blocks or experts (prune)",
                 f"experts: the same number per layer, by {_criteria_of('experts')}",
@@ -95,4 +95,4 @@ class RankOptions:
 def require_divergence(what: str, given: Given) -> None:
     """Raise LyapunovPruneError for a budget of divergence for parts that leave every layer alike."""
     if what in ("width", "experts"):
-        given.refuse(f"applies to layers, attentions and MLPs, not to --what {what}; give --remove", "max_kl")
+        given.refuse(f"applies to layers and attentions, not to --what {what}; give --remove", "max_kl")

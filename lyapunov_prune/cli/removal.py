@@ -94,7 +94,6 @@ def require_format(what: str, stored: Stored, given: Given) -> None:
         remedy = {
             "attention": "give --format compact",
             "activation": "give --format compact",
-            "mlp": "no format does; remove whole layers",
         }.get(what, "leave out --format, and convert the result with export")
         given.refuse(f"{what} leaves what --format {stored.name} does not hold; {remedy}", "what")
     if what != "layers" or not stored.mends:

@@ -33,6 +33,7 @@ from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.structure import find_layers, in_eval_mode
 from lyapunov_prune.pruning.edit import edit_of, filled
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import PartsGone
 from lyapunov_prune.results.arrays import each_once
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import MeasuredOn
@@ -58,9 +59,10 @@ class Cuts:
 
     @classmethod
     def of(cls, plan: PruningPlan, merged: Sequence[Merged]) -> Cuts:
-        """The cuts of `plan`, except its MLPs; `merged` holds the blocks that lose their activation."""
+        """The cuts of `plan`, which lacks parts of layers; `merged` holds the blocks that lose their activation."""
+        assert isinstance(plan.gone, PartsGone)  # `require_compact`
         return cls(
-            plan.drop_attention,
+            plan.gone.attention,
             {each.block.layer: (each.weight, each.bias) for each in merged},
             plan.measured_on,
             plan.remove,
@@ -176,18 +178,13 @@ def merged_path(places: Mapping[str, str]) -> str:
 
 def require_compact(decoder: Decoder, plan: PruningPlan) -> None:
     """Raise LyapunovPruneError for a plan that a compact checkpoint cannot hold, and for one that needs none."""
-    if plan.drop_mlp:
-        raise LyapunovPruneError(f"no format can lack the MLP of layer {plan.drop_mlp[0]} alone; remove whole layers")
-    other = "" if plan.drops_parts else "whole layers alone"
-    if plan.experts_gone or plan.channels:
-        other = "experts or channels"
-    if other:
+    if not isinstance(plan.gone, PartsGone):
         raise LyapunovPruneError(
-            f"a compact checkpoint is for plans that drop attentions or activations, not {other}; leave out --format, "
-            "since a plain checkpoint holds this plan"
+            "a compact checkpoint is for plans that drop attentions or activations; leave out --format, since a plain "
+            "checkpoint holds this plan"
         )
     compact_class(decoder.model)
-    _require_cuts(decoder, plan.drop_attention, plan.drop_activation, plan.remove)
+    _require_cuts(decoder, plan.gone.attention, plan.gone.activation, plan.remove)
 
 
 def _require_cuts(

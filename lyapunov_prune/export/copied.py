@@ -35,6 +35,7 @@ from lyapunov_prune.pruning.counting import shares_leaving
 from lyapunov_prune.pruning.edit import Edit, edit_of, filled
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe
+from lyapunov_prune.pruning.removed import ChannelsGone
 from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, add_step, history_of
 
@@ -78,10 +79,10 @@ def prune_on_disk(
     plan.require_model(outline.identity)
     require_whole(outline.model)
     require_levels_stay(outline.model, plan.remove)
-    if plan.experts_gone:
-        outline.decoder.mixtures.require(plan.experts, plan.remove)
+    if plan.gone.experts_gone:
+        outline.decoder.mixtures.require(plan.gone.experts_gone, plan.remove)
     plan.require_plain()
-    width = find_width(streamed(outline)) if plan.channels else None
+    width = find_width(streamed(outline)) if isinstance(plan.gone, ChannelsGone) else None
     edit = cut_outline(outline.decoder, plan, width)
     pruned = edit.made.model
     layers = layers_in(outline.decoder, outline.targets, outline.stored, plan.kept)
@@ -135,7 +136,7 @@ def _pieces(outline: Outline, edit: Edit, layers: Layers, plan: PruningPlan) -> 
         own = _OF_EXPERT.search(called) if target.name in left else None
         if own is not None:  # a tensor of one expert alone, which transformers stacks on loading
             layer, expert = structure.layer_of(target.name), int(own[1])
-            gone = plan.experts_gone.get(layer, ()) if layer is not None else ()
+            gone = plan.gone.experts_gone.get(layer, ()) if layer is not None else ()
             if expert not in gone:
                 number = expert - sum(each < expert for each in gone)
                 called = f"{called[: own.start(1)]}{number}{called[own.end(1) :]}"

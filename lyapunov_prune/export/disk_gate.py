@@ -32,6 +32,7 @@ from lyapunov_prune.pruning.counting import count_check, leaving
 from lyapunov_prune.pruning.edit import Edit
 from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Gate, GateReport, attempt, crashed, seen_by
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import ChannelsGone
 
 KEYS, PLACED = "keys and settings", "layers in their places"
 
@@ -116,7 +117,7 @@ def _skipping(decoder: Decoder, plan: PruningPlan) -> Iterator[None]:
     """
     told = "the original, without what left"
     looking = residual_stream(decoder.structure, finite_at(told), one_state=False)
-    fewer = masked_experts(decoder, plan.experts_gone)
+    fewer = masked_experts(decoder, plan.gone.experts_gone)
     with status(told), skipped(decoder.structure, plan.remove), fewer, _narrower(decoder, plan), looking:
         yield
 
@@ -124,15 +125,16 @@ def _skipping(decoder: Decoder, plan: PruningPlan) -> Iterator[None]:
 @contextmanager
 def _narrower(decoder: Decoder, plan: PruningPlan) -> Iterator[None]:
     """Within the block, the columns of the channels of `plan` are zero in the streamed `decoder`."""
-    if not plan.channels:
+    gone = plan.gone
+    if not isinstance(gone, ChannelsGone):
         yield
         return
     assert decoder.stream is not None
-    units = decoder.units
+    units, leaving = decoder.units, gone.channels
 
     def visit(layer: int, hidden: torch.Tensor, run: Run) -> None:  # the weights that are read are changed
         if layer in plan.kept:
-            for unit, gone in zip(units[layer], plan.channels[layer], strict=True):
+            for unit, gone in zip(units[layer], leaving[layer], strict=True):
                 unit.out.weight(decoder.model)[:, list(gone)] = 0
 
     with decoder.stream.visiting(visit):

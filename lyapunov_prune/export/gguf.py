@@ -164,7 +164,7 @@ def save_gguf(
     original = original_of(decoder, plan)
     gate, in_memory = removal_gate(decoder, pruned, operation, batch, shares_leaving(decoder, edit_of(decoder, plan)))
     report = gate.report(in_memory, {}, target)
-    report.require_passed(remedy=plan.remedy)
+    report.require_passed(remedy=plan.gone.remedy)
     made = save_changed(target, original, pruned, _provenance(plan, report, (), mended))
     assert made is not None
     return made

@@ -25,6 +25,7 @@ from lyapunov_prune.models.units import Refits
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal import refits_of
+from lyapunov_prune.pruning.removed import ChannelsGone, PartsGone
 from lyapunov_prune.pruning.surgery import Operation
 
 
@@ -61,28 +62,29 @@ def write_pruned(
     stored = FORMATS.make(format)
     stored.require_names(model.model.config._name_or_path, Path(target))
     require_whole(model.model)
-    if mend or plan.channels:
+    if mend or isinstance(plan.gone, ChannelsGone):
         wrap(model)  # raises for classifiers of images
     plan.require_model(model.identity)
     batch = None if batch is None else as_examples(model, batch)
     _require_held(stored, model, plan, mend=mend)
-    unfitted = "gaps are mended" if mend else f"reduction {plan.reduction} is fitted"
-    if (mend and not isinstance(batch, TokenBatch)) or (plan.reduction is not None and batch is None):
+    reduction = plan.gone.reduction if isinstance(plan.gone, PartsGone) else None
+    unfitted = "gaps are mended" if mend else f"reduction {reduction} is fitted"
+    if (mend and not isinstance(batch, TokenBatch)) or (reduction is not None and batch is None):
         raise LyapunovPruneError(f"{unfitted} on a text; give a batch")
     if batch is not None:
         first = batch.take([0])
         # A broken original would otherwise be blamed on the removal.
         require_finite(model.structure, model_inputs(model.model, first, 1)[0], first.measured_on(model).text)
     merged: tuple[Merged, ...] = ()
-    if batch is not None and plan.reduction is not None:
-        merged = merge_layers(model, batch, plan.drop_activation, plan.reduction)
+    if batch is not None and isinstance(plan.gone, PartsGone) and plan.gone.reduction is not None:
+        merged = merge_layers(model, batch, plan.gone.activation, plan.gone.reduction)
         plan = plan.seen_on(batch.measured_on(model))
     mends: tuple[Mend, ...] = ()
     refits: Refits = {}
     mended = None
     if mend and isinstance(batch, TokenBatch):
         mends, mended = judged_mends(model, plan.remove, batch, judge)
-    elif plan.channels and isinstance(batch, TokenBatch):
+    elif isinstance(plan.gone, ChannelsGone) and isinstance(batch, TokenBatch):
         refits, mended = refits_of(model, plan, batch, judge or second_text(read(model, batch)))
     if mended is not None:
         plan = plan.seen_on(*mended.texts)
@@ -102,6 +104,6 @@ def _require_held(stored: Format, decoder: Decoder, plan: PruningPlan, *, mend: 
         others = [name for name, known in formats_of("prune").items() if known.mends or not mend]
         raise LyapunovPruneError(f"format {stored.name} cannot store {what}; give one of {', '.join(others)}")
     stored.require_plan(decoder, plan)  # before parts are looked up, which a merged block does not have
-    if plan.reduction is not None:
-        for layer in plan.drop_activation:
-            require_reduction(plan.reduction, find_feedforward(decoder.structure, layer))
+    if isinstance(plan.gone, PartsGone) and plan.gone.reduction is not None:
+        for layer in plan.gone.activation:
+            require_reduction(plan.gone.reduction, find_feedforward(decoder.structure, layer))

@@ -28,6 +28,7 @@ from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.size import model_size
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import describe
+from lyapunov_prune.pruning.removed import PartsGone
 from lyapunov_prune.results.files import whole_folder
 from lyapunov_prune.results.history import add_step
 
@@ -91,15 +92,12 @@ def finish(job: JointJob, found: Found, tokenizer: PreTrainedTokenizerBase | Non
 def _plan(job: JointJob, lesson: Lesson) -> PruningPlan:
     """What was removed, as a plan."""
     return PruningPlan(
-        remove=(),
+        gone=PartsGone((), lesson.attention, lesson.activation, job.student.reduction if lesson.activation else None),
         criterion=f"joint, {job.importance} within each type",
         alpha=None,
         scores=np.empty(0),
         model=job.student.decoder.identity,
         measured_on=job.origins[:2],
-        drop_attention=lesson.attention,
-        drop_activation=lesson.activation,
-        reduction=job.student.reduction if lesson.activation else None,
     )
 
 

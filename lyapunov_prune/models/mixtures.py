@@ -96,14 +96,14 @@ class Mixtures:
     layers: Mapping[int, Mixture]
     router: Router
 
-    def require(self, experts: Sequence[Sequence[int]], removed: Sequence[int] = ()) -> None:
+    def require(self, experts: Mapping[int, Sequence[int]], removed: Sequence[int] = ()) -> None:
         """Raise LyapunovPruneError unless `experts` of each layer can go, besides the whole layers `removed`."""
-        for layer, gone in enumerate(experts):
-            if gone or (layer in self.layers and layer not in removed):
-                if why := self._why_not(layer, gone):
-                    layers = ", ".join(map(str, sorted(self.layers)))
-                    raise LyapunovPruneError(f"{why}; remove the same number from each of layers {layers}")
-                self.router.require_removed(len(gone))
+        for layer in sorted(experts.keys() | (self.layers.keys() - {*removed})):
+            gone = experts.get(layer, ())
+            if why := self._why_not(layer, gone):
+                layers = ", ".join(map(str, sorted(self.layers)))
+                raise LyapunovPruneError(f"{why}; remove the same number from each of layers {layers}")
+            self.router.require_removed(len(gone))
 
     def _why_not(self, layer: int, gone: Sequence[int]) -> str | None:
         router = self.router

@@ -16,6 +16,7 @@ from lyapunov_prune.models.decoder import in_memory
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import remove_layers
+from lyapunov_prune.pruning.removed import LayersGone
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 from lyapunov_prune.results.wording import between, ranges
@@ -103,18 +104,19 @@ def evaluate_removals(
     elif dense.measured_on != reading.measured_on():
         raise LyapunovPruneError("the dense perplexity belongs to another model or text; leave it out")
     rows = [removal_row("dense", (), dense, dense, model)]
-    measured: dict[tuple[object, ...], RemovalRow] = {}
+    measured: list[tuple[LayersGone, RemovalRow]] = []
     jobs = [(criterion, plan) for criterion, chosen in plans.items() for plan in chosen]
     for criterion, plan in track(jobs, "removing layers"):
-        goes = (plan.remove, plan.drop_attention, plan.drop_mlp, plan.drop_activation, plan.channels, plan.experts)
-        if goes not in measured:
+        row = next((row for gone, row in measured if gone == plan.gone), None)
+        if row is None:
             pruned = remove_layers(model, plan)
             after = perplexity(
                 pruned, reading, batch_size=batch_size, description=f"{criterion}, {len(plan.touched)} removed"
             )
-            measured[goes] = removal_row(criterion, plan.touched, after, dense, pruned)
+            row = removal_row(criterion, plan.touched, after, dense, pruned)
+            measured.append((plan.gone, row))
             del pruned
-        rows.append(replace(measured[goes], criterion=criterion))
+        rows.append(replace(row, criterion=criterion))
     return RemovalCurve(tuple(rows), dense.measured_on)
 
 

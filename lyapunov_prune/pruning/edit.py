@@ -30,6 +30,7 @@ from lyapunov_prune.models.units import Parts, Unit, selected, tensors_of
 from lyapunov_prune.models.width import Width, find_width
 from lyapunov_prune.progress import warn
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import ChannelsGone
 
 # What a module learnt while it ran, which no config says: its mode, and whether RWKV has scaled its weights for it.
 _LEARNT = ("training", "layers_are_rescaled")
@@ -79,13 +80,13 @@ def edit_of(decoder: Decoder, plan: PruningPlan, width: Width | None = None) -> 
             raise LyapunovPruneError(why)
     stacked: list[tuple[str, Stacked, Sequence[int]]] = [
         (f"{original.layers_path}.{layer}.{each.name}", each, [e for e in range(each.entries) if e not in gone])
-        for layer, gone in plan.experts_gone.items()
+        for layer, gone in plan.gone.experts_gone.items()
         for each in decoder.mixtures.layers[layer].stacked
     ]
     if stacked:
-        lower_count(config, decoder.mixtures.router.experts, len(next(iter(plan.experts_gone.values()))))
+        lower_count(config, decoder.mixtures.router.experts, len(next(iter(plan.gone.experts_gone.values()))))
     channels = []
-    if plan.channels:
+    if isinstance(plan.gone, ChannelsGone):
         width = width or find_width(decoder)
         channels = _channels(plan, width)
         unit, stay = channels[0]
@@ -138,7 +139,7 @@ def _channels(plan: PruningPlan, width: Width) -> list[tuple[Unit, torch.Tensor]
     """Each unit that loses channels by `plan`, with those that stay."""
     return [
         (unit, channels)
-        for layer, here in zip(plan.kept, plan.kept_channels, strict=True)
+        for layer, here in zip(plan.kept, plan.gone.kept_channels, strict=True)
         for unit, channels in zip(width.units[layer], here, strict=True)
         if unit is not None and channels is not None
     ]

@@ -20,6 +20,7 @@ from lyapunov_prune.models.kinds import LayerKinds, find_kinds
 from lyapunov_prune.models.structure import Structure, identify
 from lyapunov_prune.pruning.gate import GateReport, crashed
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import ChannelsGone, ExpertsGone, PartsGone
 from lyapunov_prune.pruning.stored import PLAIN, Stored
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, Result, versions
@@ -165,50 +166,49 @@ def describe(
 
 def _kind(plan: PruningPlan) -> tuple[str, str]:
     """The kind of the pruning, for a tag, and what is left or gone, for a title."""
-    depth, experts = f"with {len(plan.kept)} of {plan.model.num_layers} layers", plan.experts_gone
+    depth, gone = f"with {len(plan.kept)} of {plan.model.num_layers} layers", plan.gone
     kind, parts = "depth", ""
-    if plan.channels:
+    if isinstance(gone, ChannelsGone):
         kind = "width"
-        parts = f"{plan.width - plan.channels_gone} of {plan.width} hidden channels in every {plan.narrowed}"
+        parts = f"{gone.width - gone.fewer} of {gone.width} hidden channels in every {gone.narrowed}"
         parts = f" and {parts}" if plan.remove else f"with {parts}"
-    elif experts and not plan.drops_sublayers:
-        kind, parts = "expert", f"without {len(next(iter(experts.values())))} experts a layer"
+    elif isinstance(gone, ExpertsGone):
+        kind, parts = "expert", f"without {gone.fewer} experts a layer"
         parts = f", {parts}" if plan.remove else parts
     return kind, depth + parts if plan.remove or kind == "depth" else parts
 
 
 def _removed(plan: PruningPlan, stored: Stored) -> str:
     """What is gone, by which measurements, and what that saves in this format."""
-    lines = []
+    lines, gone, fitted = [], plan.gone, ""
     if plan.remove:
         lines.append(f"Layers of the original, counted from 0: {', '.join(map(str, plan.remove))}.")
-    if plan.channels:
+    if isinstance(gone, ChannelsGone):
         lines.append(
-            f"{plan.channels_gone} hidden channels of every {plan.narrowed} of a layer that stays; which of each says "
+            f"{gone.fewer} hidden channels of every {gone.narrowed} of a layer that stays; which of each says "
             f" `channels` in the plan (`{PROVENANCE}`)."
         )
-    activation = f"Activation of the feed-forward block (reduction {plan.reduction})"
-    for part, told, layers in (
-        ("attention", "Attention", plan.drop_attention),
-        ("mlp", "MLP", plan.drop_mlp),
-        ("activation", activation, plan.drop_activation),
-    ):
-        if layers:
-            lines.append(f"{told} of layers of the original: {', '.join(map(str, layers))}. {stored.parts[part]}")
-    if plan.experts_gone:
+    if isinstance(gone, PartsGone):
+        fitted = ", and the merged blocks fitted," if gone.activation else ""
+        activation = f"Activation of the feed-forward block (reduction {gone.reduction})"
+        for part, told, layers in (
+            ("attention", "Attention", gone.attention),
+            ("activation", activation, gone.activation),
+        ):
+            if layers:
+                lines.append(f"{told} of layers of the original: {', '.join(map(str, layers))}. {stored.parts[part]}")
+    if isinstance(gone, ExpertsGone):
         lines += ["Experts of the original, counted from 0, and the share of the router's weight that they had:", ""]
         lines += ["| layer | experts | share |", "| --- | --- | --- |"]
-        shares = {} if plan.routed is None else dict(enumerate(plan.routed))
-        for layer, gone in plan.experts_gone.items():
-            share = f"{shares[layer]:.1%}" if layer in shares else ""
-            lines.append(f"| {layer} | {', '.join(map(str, gone))} | {share} |")
+        for layer, experts in gone.experts.items():
+            share = "" if gone.routed is None else f"{gone.routed[layer]:.1%}"
+            lines.append(f"| {layer} | {', '.join(map(str, experts))} | {share} |")
         lines += ["", "The experts that stay keep their order: expert *i* of a layer here is the *i*-th that stays."]
     lines += [f"{as_text(line)}." for line in plan.stability().splitlines()]
     lines.append(f"Layer *i* of this model is layer `kept_to_original[i]` of the original (`{PROVENANCE}`).")
     if stored.note:
         lines.append(stored.note)
     texts = [as_text(m.line()) for m in plan.measured_on] or ["nothing: the layers were given by hand"]
-    fitted = ", and the merged blocks fitted," if plan.drop_activation else ""
     lines += ["", f"The scores were measured{fitted} on:", "", *(f"- {text}" for text in texts)]
     return "\n".join(lines)
 

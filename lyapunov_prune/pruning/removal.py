@@ -51,6 +51,7 @@ from lyapunov_prune.pruning.counting import COUNTED, count_check, leaving
 from lyapunov_prune.pruning.edit import edit_of
 from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Check, Gate, GateReport, bytes_in, crashed
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
+from lyapunov_prune.pruning.removed import ChannelsGone, ExpertsGone, LayersGone
 from lyapunov_prune.pruning.surgery import Operation, cut, without_parts
 
 
@@ -78,7 +79,7 @@ def _proven(decoder: Decoder, pruned: Decoder, operation: Operation) -> PreTrain
         if not report.passed:
             raise LyapunovPruneError(
                 f"these parts of {type(decoder.model).__name__} cannot be removed correctly: {report.failure()}; "
-                f"{operation.plan.remedy}"
+                f"{operation.plan.gone.remedy}"
             )
     return pruned.model
 
@@ -106,8 +107,8 @@ def refits_of(decoder: Decoder, plan: PruningPlan, batch: Tokens, judge: Tokens 
     Takes and raises what `mending.refit.judged_refits` does.
     """
     if plan.remove:
-        decoder = without_parts(decoder, replace(plan, channels=(), widths=()), shared=True)
-    return judged_refits(decoder, plan.kept_channels, batch, judge)
+        decoder = without_parts(decoder, replace(plan, gone=LayersGone(plan.remove)), shared=True)
+    return judged_refits(decoder, plan.gone.kept_channels, batch, judge)
 
 
 COPIED = "channels are the original's"
@@ -171,7 +172,7 @@ def removal_gate(
         checks[PICTURED] = partial(_same_with_picture, gate, shares)
     if operation.mends:
         checks[MERGED] = partial(_within_rounding, gate, operation)
-    if operation.plan.channels:
+    if isinstance(operation.plan.gone, ChannelsGone):
         checks[COPIED] = partial(_copied, gate, operation)
     return gate, checks
 
@@ -182,14 +183,11 @@ def _same(gate: Gate, operation: Operation) -> GateCheck:
     In float32 only the stored weights are rounded, while in half precision rounding alone may choose other experts.
     """
     plan = operation.plan
-    parts = {"channels masked": plan.channels, "experts masked": plan.experts_gone}
-    goes = [done for done, gone in parts.items() if gone]
-    if plan.remove or not goes:
-        goes.insert(0, "layers skipped")
+    masked = {ChannelsGone: ["channels masked"], ExpertsGone: ["experts masked"]}.get(type(plan.gone), [])
+    goes = ["layers skipped", *masked] if plan.remove or not masked else masked
     detail = f"logits against the original with the {' and '.join(goes)}"
     found = gate.same(detail)
-    retried = operation.mends or plan.channels or plan.experts_gone
-    if not found.passed and retried and (wide := gate.in_float32()):
+    if not found.passed and operation.computes and (wide := gate.in_float32()):
         again = wide.same(f"{detail}, in float32 ({found.measured:.2g} in {gate.result.model.dtype})")
         return replace(again, passed=again.measured <= gate.limit, limit=gate.limit)
     return found
@@ -224,7 +222,7 @@ def _copied(gate: Gate, operation: Operation) -> GateCheck:
     """Whether the units hold the numbers of the kept channels, in order, or the refitted ones."""
     before, after, differ = gate.reference, gate.result, 0
     olds, news = find_width(before).units, after.units
-    for i, (layer, kept) in enumerate(zip(operation.plan.kept, operation.plan.kept_channels, strict=True)):
+    for i, (layer, kept) in enumerate(zip(operation.plan.kept, operation.plan.gone.kept_channels, strict=True)):
         for j, (old, new, channels) in enumerate(zip(olds[layer], news[i], kept, strict=True)):
             if old is None or channels is None:
                 continue

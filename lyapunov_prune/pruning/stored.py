@@ -11,7 +11,7 @@ from typing import Final
 class Stored:
     """The sentences of a pruned checkpoint's card about its format.
 
-    `parts` says for "attention", "mlp" and "activation" what became of a removed part; `note` says where the files name
+    `parts` says for "attention" and "activation" what became of a removed part; `note` says where the files name
     them. `engines` is true if serving engines that know the original may run the result, so that the card has to say
     which kinds of layers are left.
     """

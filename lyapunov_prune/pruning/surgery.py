@@ -23,6 +23,7 @@ from lyapunov_prune.models.units import Refits
 from lyapunov_prune.models.wrappers import require_levels_stay, require_text_alone
 from lyapunov_prune.pruning.edit import edit_of, filled
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import PartsGone
 from lyapunov_prune.results.history import add_step
 
 
@@ -42,10 +43,11 @@ class Operation:
     refits: Refits = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = tuple(sorted(each.block.layer for each in self.merged))
-        if given != self.plan.drop_activation:
+        given, gone = tuple(sorted(each.block.layer for each in self.merged)), self.plan.gone
+        lost = gone.activation if isinstance(gone, PartsGone) else ()
+        if given != lost:
             raise LyapunovPruneError(
-                f"the plan drops the activations of layers {list(self.plan.drop_activation)}, but merged blocks are "
+                f"the plan drops the activations of layers {list(lost)}, but merged blocks are "
                 f"given for {list(given)}; a reduction is fitted on a text: write the plan with export.write_pruned "
                 "and a batch"
             )
@@ -57,7 +59,7 @@ class Operation:
     @property
     def computes(self) -> bool:
         """Whether the new model computes some products with matrices that are new or smaller, so rounding differs."""
-        return bool(self.mends or self.plan.channels or self.plan.experts_gone)
+        return bool(self.mends) or self.plan.drops_parts
 
     @contextmanager
     def standing_in(self, decoder: Decoder) -> Iterator[None]:
@@ -66,9 +68,9 @@ class Operation:
         Parts aside that only a compact model can lack (`export.compact_gate.cut_by_hooks`).
         """
         skipping = skipped(decoder.structure, self.plan.remove)
-        kept = dict(zip(self.plan.kept, self.plan.kept_channels, strict=False))  # no channels if the plan has none
+        kept = dict(zip(self.plan.kept, self.plan.gone.kept_channels, strict=False))  # no channels if the plan has none
         narrower = masked(decoder, kept, self.refits)
-        fewer = masked_experts(decoder, self.plan.experts_gone)
+        fewer = masked_experts(decoder, self.plan.gone.experts_gone)
         with mapped(decoder.layers, self.mends), fewer, skipping, narrower:
             yield
 
@@ -99,8 +101,8 @@ def without_parts(
     checkpoint format cannot express, and a decoder inside a multimodal model that text alone cannot judge.
     """
     plan.require_plain()
-    if plan.experts_gone:
-        decoder.mixtures.require(plan.experts, plan.remove)
+    if plan.gone.experts_gone:
+        decoder.mixtures.require(plan.gone.experts_gone, plan.remove)
     with held(decoder.model):
         if decoder.wrapped:
             require_text_alone(decoder, plan.remove)

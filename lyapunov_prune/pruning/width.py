@@ -21,6 +21,7 @@ from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.width import find_width
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import ChannelsGone
 from lyapunov_prune.results.result import MeasuredOn
 
 _DAMPING = 0.01
@@ -91,14 +92,12 @@ class ChannelCosts:
             return tuple(sorted(first))
 
         return PruningPlan(
-            remove=(),
+            gone=ChannelsGone((), tuple(tuple(map(cheapest, here)) for here in self.costs), self.widths),
             criterion=self.score,
             alpha=None,
             scores=np.empty(0),
             model=self.measured_on.model,
             measured_on=(self.measured_on,),
-            channels=tuple(tuple(map(cheapest, here)) for here in self.costs),
-            widths=self.widths,
         )
 
 

@@ -19,6 +19,7 @@ from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import LayersGone
 from lyapunov_prune.ranking.counts import count_of, protected_layers, require_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.frames import pd
@@ -68,7 +69,7 @@ class AngularDistance(Ranking):
         scores = self.begins(remove)
         first = int(np.nanargmin(scores))
         return PruningPlan(
-            remove=tuple(range(first, first + remove)),
+            gone=LayersGone(tuple(range(first, first + remove))),
             criterion=self.criterion,
             alpha=None,
             scores=scores,

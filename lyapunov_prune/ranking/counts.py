@@ -8,7 +8,7 @@ from typing import Literal
 
 from lyapunov_prune.errors import LyapunovPruneError
 
-What = Literal["layers", "attention", "mlp", "activation", "width", "experts"]
+What = Literal["layers", "attention", "activation", "width", "experts"]
 
 
 def count_of(remove: int | float, of: int) -> int:

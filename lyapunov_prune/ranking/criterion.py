@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.ranking.ranking import LayerRanking, Ranking
     from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
-SUBLAYERS = ("attention", "mlp")
-EVERYWHERE = ("layers", *SUBLAYERS)
+EVERYWHERE = ("layers", "attention")
 _AGAIN = "measure again in float32"
 _REMEDIES = {"rho": "a contraction profile; measure one", "bi": "Block Influence; measure it"}
 
@@ -52,7 +51,7 @@ class RankingRequest:
 class Criterion(Choice):
     """An order of layers for removal. Each criterion is a subclass in a file of its own and a row in `table.CRITERIA`.
 
-    `parts` are what it can rank: whole layers, their attention or MLP, the experts of each. `streamed` are the parts
+    `parts` are what it can rank: whole layers, their attention, the experts of each. `streamed` are the parts
     that it can rank in a model which is read one layer at a time. `profiled` says whether a saved LayerProfile holds
     all that it needs. `chooses` says in words how it chooses a
     number of layers together; it is empty if layers have scores, which give an order.

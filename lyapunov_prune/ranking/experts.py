@@ -17,6 +17,7 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.profiles.expert_use import ExpertUse, expert_use
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import ExpertsGone
 from lyapunov_prune.ranking.counts import count_of
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_array
@@ -57,24 +58,24 @@ class ExpertRanking(Ranking):
         A share is rounded to what the groups of the router allow. Raises LyapunovPruneError if so many cannot be
         removed, with the largest possible number.
         """
-        groups, count = self.router.groups, count_of_experts(self.router, remove)
-        gone: list[tuple[int, ...]] = [()] * len(self.scores)
-        routed = np.full(len(self.scores), np.nan)
-        share = self.use.share(self.use.weight)
-        for layer in self.use.layers:
-            first = [group[: count // groups] for group in self.router.groups_of(self.order(layer))]
-            gone[layer] = tuple(sorted(expert for group in first for expert in group))
-            routed[layer] = share[layer, list(gone[layer])].sum()
         return PruningPlan(
-            remove=(),
+            gone=ExpertsGone((), *self._first(count_of_experts(self.router, remove))),
             criterion=self.criterion,
             alpha=None,
             scores=np.empty(0),
             model=self.use.measured_on.model,
             measured_on=self.measured_on,
-            experts=tuple(gone),
-            routed=routed,
         )
+
+    def _first(self, count: int) -> tuple[dict[int, tuple[int, ...]], np.ndarray]:
+        """The first `count` experts of every layer, and the share of the router's weight that they have."""
+        gone: dict[int, tuple[int, ...]] = {}
+        routed, share = np.full(len(self.scores), np.nan), self.use.share(self.use.weight)
+        for layer in self.use.layers:
+            first = [group[: count // self.router.groups] for group in self.router.groups_of(self.order(layer))]
+            gone[layer] = tuple(sorted(expert for group in first for expert in group))
+            routed[layer] = share[layer, list(gone[layer])].sum()
+        return gone, routed
 
     def to_frame(self) -> pd.DataFrame:
         """One row an expert, by layer in the order of removal: score, shares of tokens and of router weight."""
@@ -97,8 +98,7 @@ class ExpertRanking(Ranking):
         for part in (4, 2):
             count = self.router.groups * (self.router.experts // self.router.groups // part)
             if 1 <= count <= self.router.most:
-                routed = self.plan(count).routed
-                assert routed is not None
+                _, routed = self._first(count)
                 most = int(np.nanargmax(routed))
                 lines.append(
                     f"Without {count} of each goes {np.nanmean(routed):.1%} of the router's weight, at most "

@@ -20,6 +20,7 @@ from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import LayersGone
 from lyapunov_prune.ranking.counts import count_of, protected_layers, require_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
@@ -88,7 +89,7 @@ class GreedyRemoval(Ranking):
         scores = np.full(self.measured_on.model.num_layers, np.nan)
         scores[list(self.order)] = np.arange(len(self.order))
         return PruningPlan(
-            remove=self.order[:remove],
+            gone=LayersGone(self.order[:remove]),
             criterion=self.criterion,
             alpha=None,
             scores=scores,

@@ -39,7 +39,7 @@ def rank(
 ) -> Ranking:
     """Measure on `batch` what a criterion of CRITERIA needs, and rank the layers of `model` for removal.
 
-    `what` is removed: whole `layers`, the `attention` or `mlp` of layers, or `experts` of every layer. `remove` is
+    `what` is removed: whole `layers`, the `attention` of layers, or `experts` of every layer. `remove` is
     their number (for experts: per layer) or, as a float below 1, their share; some criteria need it. The default
     criterion is `best` for whole layers if `remove` is given, `reap` for experts, else `bi`; for a streamed model it is
     always `bi`. `alpha` is the weight of rho in a blend, `seeds` are the seeds of the perturbations behind rho, `seed`

@@ -5,14 +5,15 @@ from __future__ import annotations
 import shlex
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
 from lyapunov_prune.arguments import Amount, Count, checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.contraction_profile import floor_note
-from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import LayersGone, PartsGone
 from lyapunov_prune.ranking.counts import count_of, protected_layers, require_count
 from lyapunov_prune.ranking.stability import tied
 from lyapunov_prune.results.arrays import require_fitting
@@ -77,18 +78,19 @@ class LayerRanking(Ranking):
         """The plan that removes `what` from the `remove` layers of smallest score.
 
         With a `period`, layers are removed by whole periods, aligned with the first layer, in the order of the sum of
-        their scores. Raises LyapunovPruneError if `remove` is below one, too large, no whole number of periods or
-        leaves no layer, and for a period below 1.
+        their scores. Raises LyapunovPruneError for MLPs, which no checkpoint lacks alone, for a period below 1, and if
+        `remove` is below one, too large, no whole number of periods or leaves no layer.
         """
+        if self.what == "mlp":
+            raise LyapunovPruneError("no checkpoint lacks MLPs alone; remove whole layers")
         remove = count_of(remove, len(self.scores))
         if period == 1:
             require_count(remove, len(self.scores), self.what, None if self.what == "layers" else len(self.order))
         protected_layers(len(self.scores), self.protected, remove)
-        chosen: dict[str, Any] = dict.fromkeys(FIELDS.values(), ())
         whole = period > 1  # no selection frequency of whole periods
-        chosen[FIELDS[self.what]] = self._periods(remove, period) if whole else self.order[:remove]
+        first = self._periods(remove, period) if whole else self.order[:remove]
         return PruningPlan(
-            **chosen,
+            gone=LayersGone(first) if self.what == "layers" else PartsGone((), first),
             criterion=self.criterion,
             alpha=self.alpha,
             scores=self.scores,

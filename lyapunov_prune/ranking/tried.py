@@ -12,6 +12,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import chance, compare
 from lyapunov_prune.mending.report import pays
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import LayersGone
 from lyapunov_prune.ranking.candidates import Layers
 from lyapunov_prune.ranking.counts import count_of
 from lyapunov_prune.ranking.ranking import Ranking
@@ -127,7 +128,7 @@ class BestRemoval(Ranking):
             layers = list(tried.layers)
             scores[layers] = np.fmin(scores[layers], tried.windows.mean())
         return PruningPlan(
-            remove=self.remove,
+            gone=LayersGone(self.remove),
             criterion=self.criterion,
             alpha=None,
             scores=scores,

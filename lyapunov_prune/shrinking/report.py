@@ -99,15 +99,8 @@ class Shrinking(Result):
         return [printable(line) for line in lines if line]
 
     def _gone(self) -> str:
-        plan, gone = self.plan, []
-        if plan.remove:
-            layers = ", ".join(map(str, plan.remove))
-            gone.append(f"{len(plan.remove)} of {plan.model.num_layers} layers ({layers})")
-        if plan.channels:
-            gone.append(f"{plan.channels_gone} of {plan.width:,} channels of each {plan.narrowed}")
-        if plan.experts:
-            gone.append(f"{max(map(len, plan.experts))} experts of each layer that has some")
-        return " and ".join(gone)
+        remove = self.plan.remove
+        return f"{len(remove)} of {self.plan.model.num_layers} layers ({', '.join(map(str, remove))})"
 
     def _speed(self) -> str:
         speed = self.evaluation.speed

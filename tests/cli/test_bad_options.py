@@ -79,7 +79,10 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         (["--remove", "1", "--criterion", "bi", "--search", "9"], "--search has no effect on --criterion bi"),
         (["--layers", "2", "--judge", "builtin"], "--judge names"),
         (["--max-kl", "1", "--criterion", "best"], "best searches among sets"),
-        (["--remove", "1", "--criterion", "best", "--what", "mlp"], "best is defined for whole layers"),
+        (
+            ["--remove", "1", "--criterion", "best", "--what", "attention", "--format", "compact"],
+            "best is defined for whole layers",
+        ),
         (["--remove", "1", "--protect", "0,x"], "--protect '0,x'"),
         (["--remove", "1", "--protect", "6"], "layer 6 to protect"),
         (["--remove", "2", "--protect", "0,1,2,3,-1"], "the protected, and 2"),

@@ -10,13 +10,10 @@ import pytest
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import require_studies
 from lyapunov_prune.models.loading import _DTYPES
-from lyapunov_prune.pruning.plan import FIELDS
-from lyapunov_prune.ranking import counts
 from lyapunov_prune.sensitivity import table as studies
 
 TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "dtype": (choices.DType, _DTYPES),
-    "what": (counts.What, FIELDS),
 }
 
 

@@ -30,6 +30,7 @@ from lyapunov_prune.predictions.hierarchy_probe import HierarchyProbe
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+from lyapunov_prune.pruning.removed import PartsGone
 from lyapunov_prune.results.history import read_history
 
 pytestmark = pytest.mark.xdist_group("compact")  # one process writes `written`, not each
@@ -56,7 +57,7 @@ def written(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     folder = tmp_path_factory.mktemp("compact") / "small"
-    plan = PruningPlan.given(reader, drop_attention=ATTENTION, drop_activation=BLOCKS, reduction="affine")
+    plan = PruningPlan.given(reader, PartsGone((), ATTENTION, BLOCKS, "affine"))
     write_pruned(reader, tokenizer, plan, folder, batch, format="compact")
     return folder
 
@@ -70,7 +71,7 @@ def small(written: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def hooked(reader: PreTrainedModel, merged: tuple[Merged, ...]) -> Iterator[PreTrainedModel]:
     """The original whose attentions return zero and whose hidden vectors are τ(x), as long as a test lasts."""
-    plan = PruningPlan.given(reader, drop_attention=ATTENTION, drop_activation=BLOCKS, reduction="affine")
+    plan = PruningPlan.given(reader, PartsGone((), ATTENTION, BLOCKS, "affine"))
     with cut_by_hooks(wrap(reader), Cuts.of(plan, merged)):
         yield reader
 

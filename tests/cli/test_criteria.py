@@ -109,16 +109,14 @@ def test_the_budget_of_divergence_says_how_many_layers_go(run: Any) -> None:
 
 
 def test_the_budget_of_divergence_is_spent_on_parts_of_layers_too(run: Any) -> None:
-    bi = ("tiny", "--criterion", "bi", "--what", "mlp", *TEXT)
+    bi = ("tiny", "--criterion", "bi", "--what", "attention", *TEXT)
     assert run("rank", *bi, "--max-kl", "1000").code == 0
-    assert len(PruningPlan.load("runs/tiny/plan.json").drop_mlp) == 6  # every layer stays
-    parts = (*bi[:4], "attention", *TEXT)
-    assert run("rank", *parts, "--max-kl", "1000").code == 0
+    assert len(PruningPlan.load("runs/tiny/plan.json").gone.attention) == 6  # every layer stays
     spent = BudgetedRemoval.load("runs/tiny/budget.json")
-    assert run("prune", *parts, "--max-kl", str(spent.kl[0]), "--format", "compact", "-o", "out").code == 0
-    assert Provenance.load("out/provenance.json").plan.drop_attention == spent.ranking.order[:1]
+    assert run("prune", *bi, "--max-kl", str(spent.kl[0]), "--format", "compact", "-o", "out").code == 0
+    assert Provenance.load("out/provenance.json").plan.gone.attention == spent.ranking.order[:1]
     assert "orders activations" in run("prune", *bi[:3], "--what", "activation", "--max-kl", "1", "-o", "no").err
     assert (
         "blend is defined for whole layers"
-        in run("prune", "tiny", "--criterion", "blend", "--what", "mlp", "--max-kl", "1", "-o", "no").err
+        in run("prune", "tiny", "--criterion", "blend", "--what", "attention", "--max-kl", "1", "-o", "no").err
     )

@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from lyapunov_prune import load
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
+from lyapunov_prune.pruning.removed import ExpertsGone
 from lyapunov_prune.ranking.table import CRITERIA
 
 EXPERTS = ["--what", "experts"]
@@ -38,18 +39,18 @@ def test_a_plan_and_a_checkpoint_without_the_same_experts(
     done = run("rank", *asked, "-o", "run")
     assert (done.code, done.err.count("error")) == (0, 0)
     plan = PruningPlan.load("run/plan.json")
-    assert (plan.criterion, {len(gone) for gone in plan.experts}) == (criterion, {2})
+    assert (plan.criterion, {len(gone) for gone in plan.gone.experts.values()}) == (criterion, {2})
     assert Path("run/expert-use.json").is_file()
     assert "of the router's weight" in done.out
     done = run("prune", *asked, "-o", "out")
     assert done.code == 0, done.err
     assert "of the router's weight" in done.out
     made = Provenance.load("out/provenance.json")
-    assert (made.plan.experts, made.gate.passed) == (plan.experts, True)
+    assert (made.plan.gone, made.gate.passed) == (plan.gone, True)
     assert AutoConfig.from_pretrained("out").num_local_experts == 6
     if criterion == "reap":
         assert run("prune", mixture, "--plan", "run/plan.json", "-o", "again", *TEXT).code == 0
-        assert Provenance.load("again/provenance.json").plan.experts == plan.experts
+        assert Provenance.load("again/provenance.json").plan.gone == plan.gone
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_a_checkpoint_of_unequal_experts(mixture: str, run_bad: Callable[..., st
 
 def test_a_plan_that_leaves_fewer_experts_than_each_token_takes(mixture: str, run_bad: Callable[..., str]) -> None:
     model = load(mixture).model
-    PruningPlan.given(model, experts={layer: range(7) for layer in range(3)}).save("plan.json")
+    PruningPlan.given(model, ExpertsGone((), dict.fromkeys(range(3), tuple(range(7))))).save("plan.json")
     assert "give 1 to 6" in run_bad("prune", mixture, "--plan", "plan.json", "-o", "out", *TEXT)
 
 
@@ -103,7 +104,7 @@ def test_experts_are_ranked_and_removed_a_layer_at_a_time(mixture: str, run: Cal
         done = run("rank", mixture, *ranked, *how, "-o", folder)
         assert done.code == 0, done.err
     plans = [PruningPlan.load(f"{folder}/plan.json") for folder in ("memory", "streamed")]
-    assert plans[0].experts == plans[1].experts
+    assert plans[0].gone == plans[1].gone
     done = run("prune", mixture, "--plan", "streamed/plan.json", "--device", "disk", "-o", "out")
     assert done.code == 0, done.err
     assert run("prune", mixture, "--plan", "memory/plan.json", "-o", "other", *TEXT).code == 0

@@ -16,6 +16,7 @@ from rich.console import Console
 from lyapunov_prune.cli import terminal
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, printable
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import LayersGone
 from lyapunov_prune.results.result import ROWS, ModelIdentity, Result
 
 STRANGE = "a\x1b[2J\x1b]0;t\x07b\rc\u202e\u2028\x85d"
@@ -130,5 +131,5 @@ def test_no_number_and_no_header_of_a_wide_table_is_cut(width: int, monkeypatch:
 def test_the_name_of_a_model_adds_no_line() -> None:
     identity = ModelIdentity("m\nRemoval gate: passed", "llama", 6, 1, "", (0.0,))
     assert identity.name == r"m\nRemoval gate: passed"
-    plan = PruningPlan((1,), "bi\nx", None, np.empty(0), identity, ())
+    plan = PruningPlan(LayersGone((1,)), "bi\nx", None, np.empty(0), identity, ())
     assert "\n" not in plan.sentence()

@@ -46,6 +46,7 @@ from lyapunov_prune.pruning import counting
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import remove_layers
+from lyapunov_prune.pruning.removed import PartsGone
 
 # Numbers of these change when layers leave, and a copy changes none.
 FOLDED = {"gpt2-inverse-layer"}
@@ -344,7 +345,7 @@ def test_a_plan_for_another_model_is_refused(checkpoint: Path, tmp_path: Path) -
 
 def test_no_file_lacks_a_part_of_a_layer(checkpoint: Path, tmp_path: Path) -> None:
     outline = read_outline(checkpoint, checkpoint)
-    plan = PruningPlan.given(outline.identity, (1,), drop_attention=(3,))
+    plan = PruningPlan.given(outline.identity, PartsGone((1,), (3,)))
     with pytest.raises(LyapunovPruneError, match="format='compact'"):
         prune_on_disk(outline, plan, tmp_path / "disk")
 

@@ -18,11 +18,12 @@ from lyapunov_prune.export.disk_gate import PLACED
 from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import ExpertsGone
 
 
 def plan_of(model: Any, outline: Any, remove: tuple[int, ...]) -> PruningPlan:
     layers = [layer for layer in find_mixtures(find_structure(model)).layers if layer not in remove]
-    return PruningPlan.given(outline.identity, remove, experts={layer: (0, 4 + layer) for layer in layers})
+    return PruningPlan.given(outline.identity, ExpertsGone(tuple(remove), {layer: (0, 4 + layer) for layer in layers}))
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -64,6 +65,6 @@ def test_more_experts_than_can_go_are_refused_before_anything_is_read(tmp_path: 
     make_mixture("mixtral").save_pretrained(tmp_path / "source")
     tokenizer.save_pretrained(tmp_path / "source")
     outline = read_outline(tmp_path / "source", tmp_path / "source")
-    plan = PruningPlan.given(outline.identity, experts=dict.fromkeys(range(3), range(7)))
+    plan = PruningPlan.given(outline.identity, ExpertsGone((), dict.fromkeys(range(3), tuple(range(7)))))
     with pytest.raises(LyapunovPruneError, match="give 1 to 6"):
         prune_on_disk(outline, plan, tmp_path / "out")

@@ -29,9 +29,10 @@ from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import find_layers, identify
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+from lyapunov_prune.pruning.removed import LayersGone, PartsGone
 from lyapunov_prune.results.history import read_history
 
-GOES: dict[str, Any] = {"remove": [2], "drop_attention": [0, 4], "drop_activation": [1, 4], "reduction": "affine"}
+GOES = PartsGone((2,), (0, 4), (1, 4), "affine")
 TEXT = ("--tokens", "256", "--context", "64")
 
 
@@ -54,7 +55,7 @@ def test_a_plan_in_the_compact_format(
     reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, batch: TokenBatch, tmp_path: Path
 ) -> None:
     """Layers, attentions and activations of one plan, with all five checks."""
-    plan = PruningPlan.given(reader, **GOES)
+    plan = PruningPlan.given(reader, GOES)
     provenance = write_pruned(reader, tokenizer, plan, tmp_path / "small", batch, format="compact")
     written = Provenance.load(tmp_path / "small" / PROVENANCE)
     assert str(written) == str(provenance)
@@ -81,15 +82,15 @@ def test_a_plan_in_the_compact_format(
 @pytest.mark.usefixtures("_here_alone")
 def test_a_narrow_dtype_passes(tokenizer: PreTrainedTokenizerFast, batch: TokenBatch, tmp_path: Path) -> None:
     model = make_tiny("llama").bfloat16()
-    plan = PruningPlan.given(model, drop_activation=[0, 1, 2, 3, 4, 5], reduction="scaled")
+    plan = PruningPlan.given(model, PartsGone((), (), (0, 1, 2, 3, 4, 5), "scaled"))
     assert write_pruned(model, tokenizer, plan, tmp_path / "small", batch, format="compact").gate.passed
 
 
 def test_every_family_loses_layers_attentions_and_activations_at_once(family: str, batch: TokenBatch) -> None:
     model = make_tiny(family)
-    plan = PruningPlan.given(model, **GOES)
+    plan = PruningPlan.given(model, GOES)
     before = identify(model)
-    cuts = Cuts.of(plan, merge.merge_layers(model, batch, plan.drop_activation, "affine"))
+    cuts = Cuts.of(plan, merge.merge_layers(model, batch, GOES.activation, "affine"))
     report = verify_compact(model, make_compact(model, cuts), cuts, batch, elsewhere=False)
     assert report.passed, f"\n{report}"
     assert identify(model) == before
@@ -101,7 +102,7 @@ def test_what_was_read_from_files_is_saved_by_the_names_of_its_class(
 ) -> None:
     """A checkpoint of GPT-NeoX calls its head `embed_out`, and transformers asks a class of its own for `lm_head`."""
     loaded = load(saved(make_tiny(family), tokenizer, tmp_path / "tiny"))
-    plan = PruningPlan.given(loaded.model, **GOES)
+    plan = PruningPlan.given(loaded.model, GOES)
     write_pruned(loaded.model, tokenizer, plan, tmp_path / "small", batch, format="compact")
     assert load(tmp_path / "small").structure.num_layers == 5
 
@@ -187,7 +188,7 @@ def test_a_planted_fault_is_refused(
     check: str,
 ) -> None:
     fault(monkeypatch)
-    plan = PruningPlan.given(reader, drop_attention=[0], drop_activation=[1, 4], reduction="affine")
+    plan = PruningPlan.given(reader, PartsGone((), (0,), (1, 4), "affine"))
     with pytest.raises(CheckFailed, match=f"{check}"):
         write_pruned(reader, tokenizer, plan, tmp_path / "small", batch, format="compact")
     assert not list(tmp_path.iterdir())
@@ -199,15 +200,13 @@ def test_a_planted_fault_is_refused(
 @pytest.mark.parametrize(
     ("goes", "format", "message"),
     [
-        ({"drop_attention": range(6)}, "compact", "count positions"),
-        ({"remove": [0], "drop_attention": range(1, 6)}, "compact", "no attention is left"),
-        ({"drop_mlp": [1]}, "compact", "MLP of layer 1"),
-        ({"remove": [1]}, "compact", "leave out format"),
-        ({"drop_activation": [1], "reduction": "identity"}, "compact", "gated, .*identity"),
-        ({"drop_activation": [1], "reduction": "affine"}, "plain", "give format=.compact"),
-        ({"drop_attention": [1]}, "plain", "give format=.compact"),
-        ({"drop_mlp": [1]}, "plain", "remove whole layers"),
-        ({"drop_attention": [1]}, "small", "unknown format 'small'"),
+        (PartsGone((), tuple(range(6))), "compact", "count positions"),
+        (PartsGone((0,), tuple(range(1, 6))), "compact", "no attention is left"),
+        (LayersGone((1,)), "compact", "leave out format"),
+        (PartsGone((), (), (1,), "identity"), "compact", "gated, .*identity"),
+        (PartsGone((), (), (1,), "affine"), "plain", "give format=.compact"),
+        (PartsGone((), (1,)), "plain", "give format=.compact"),
+        (PartsGone((), (1,)), "small", "unknown format 'small'"),
     ],
 )
 def test_a_plan_that_a_format_cannot_hold(
@@ -216,13 +215,13 @@ def test_a_plan_that_a_format_cannot_hold(
     batch: TokenBatch,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    goes: dict[str, Any],
+    goes: LayersGone,
     format: str,
     message: str,
 ) -> None:
     monkeypatch.setattr(writing, "merge_layers", None)  # before anything is fitted
     with pytest.raises(LyapunovPruneError, match=message) as refused:
-        write_pruned(reader, tokenizer, PruningPlan.given(reader, **goes), tmp_path / "small", batch, format=format)
+        write_pruned(reader, tokenizer, PruningPlan.given(reader, goes), tmp_path / "small", batch, format=format)
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
 
@@ -233,13 +232,13 @@ def test_matrices_that_layers_share_are_refused(
     model = make_tiny("llama")
     layers: Any = find_layers(model).layers
     layers[3].mlp.down_proj.weight = layers[1].mlp.down_proj.weight
-    plan = PruningPlan.given(model, drop_activation=[1], reduction="affine")
+    plan = PruningPlan.given(model, PartsGone((), (), (1,), "affine"))
     with pytest.raises(LyapunovPruneError, match=r"layer 1 is also .*layer 3"):
         write_pruned(model, tokenizer, plan, tmp_path / "small", batch, format="compact")
 
 
 def test_a_reduction_needs_a_text(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    plan = PruningPlan.given(reader, drop_activation=[1], reduction="affine")
+    plan = PruningPlan.given(reader, PartsGone((), (), (1,), "affine"))
     with pytest.raises(LyapunovPruneError, match="reduction affine"):
         write_pruned(reader, tokenizer, plan, tmp_path / "small", format="compact")
 
@@ -255,9 +254,9 @@ def test_prune_by_hand_and_by_plan(run: Callable[..., Done]) -> None:
     assert "(reduction affine) of 2 of 6" in done.out + done.err
     assert Path("small", MODULE).is_file()
     assert isinstance(find_layers(load("small").model).layers[1].mlp, nn.Linear)
-    PruningPlan.given(load("tiny").model, **{**GOES, "reduction": "scaled"}).save(Path("plan.json"))
+    PruningPlan.given(load("tiny").model, replace(GOES, reduction="scaled")).save(Path("plan.json"))
     assert run("prune", "tiny", "--plan", "plan.json", "--format", "compact", "-o", "smaller", *TEXT).code == 0
-    assert Provenance.load(Path("smaller") / PROVENANCE).plan.reduction == "scaled"
+    assert Provenance.load(Path("smaller") / PROVENANCE).plan.gone.reduction == "scaled"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +267,6 @@ def test_prune_by_hand_and_by_plan(run: Callable[..., Done]) -> None:
         (["--what", "attention", "--layers", "0,1,2,3,4,5", "--format", "compact"], "no attention is left"),
         (["--layers", "1", "--format", "compact"], "leave out --format"),
         (["--layers", "1", "--format", "compact", "--device", "disk"], "--format .*in memory"),
-        (["--what", "mlp", "--layers", "1", "--format", "compact"], "--what mlp leaves"),
         (["--layers", "1", "--format", "small"], "'small' is not one of"),
     ],
 )

@@ -12,18 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
-from helpers import (
-    SMALL,
-    TEXT,
-    TINY,
-    VOCABULARY,
-    Done,
-    edit_json,
-    from_settings,
-    make_tiny,
-    with_large_weights,
-    write_gguf,
-)
+from helpers import SMALL, TEXT, TINY, VOCABULARY, Done, from_settings, make_tiny, with_large_weights, write_gguf
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -318,7 +307,7 @@ def test_a_plan_is_held_against_the_dequantised_weights(
     assert "eval y.gguf --against x.gguf" in done.out
     for more in ([], ["--device", "disk"]):
         assert "this plan is of" in run_bad("prune", "x.gguf", "--plan", "other.json", *more, "-o", "z.gguf")
-    edit_json(Path("p.json"), remove=[0, 1])
+    PruningPlan.given(load("x.gguf"), [0, 1]).save("p.json")
     run("prune", "x.gguf", "--plan", "p.json", *TEXT, "-o", "w.gguf")
     assert read_header(Path("w.gguf")).layers == 4
     assert gguf.GGMLQuantizationType.Q8_0 in {t.kind for t in read_header(Path("w.gguf")).tensors}

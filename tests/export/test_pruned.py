@@ -40,6 +40,7 @@ from lyapunov_prune.pruning import surgery
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import remove_layers
+from lyapunov_prune.pruning.removed import PartsGone
 from lyapunov_prune.pruning.surgery import Operation
 from lyapunov_prune.ranking.measured import rank_layers
 from lyapunov_prune.results.history import HISTORY
@@ -410,7 +411,7 @@ def test_the_pruned_model_takes_no_memory_of_its_own_for_what_it_keeps(
 
     monkeypatch.setattr(surgery, "cut", keeping(surgery.cut))
     monkeypatch.setattr(compact, "make_compact", keeping(compact.make_compact))
-    plan = PruningPlan.given(reader, [0], drop_attention=[1] if format == "compact" else [])
+    plan = PruningPlan.given(reader, PartsGone((0,), (1,)) if format == "compact" else [0])
     write_pruned(reader, tokenizer, plan, target, batch, format=format)
     pruned = wrap(made[0]).model
     places = {p.data_ptr() for p in reader.parameters()}

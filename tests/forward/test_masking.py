@@ -14,6 +14,7 @@ from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import ExpertsGone
 
 IDS = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
 
@@ -46,7 +47,7 @@ def test_a_masked_router_is_one_without_the_rows(name: str) -> None:
         logits = model(IDS).logits
     assert all(tensor.equal(before[key]) for key, tensor in model.state_dict().items())
     assert torch.equal(model(IDS).logits, dense)
-    model = operated(model, PruningPlan.given(model, experts=gone))
+    model = operated(model, PruningPlan.given(model, ExpertsGone((), gone)))
     stay = torch.tensor([0, 2, 3, 4, 5, 7, 8, 9])  # LongCat chooses among ten, of which two are no experts
     for (experts, weights), (others, wanted) in zip(masked, chosen_in(model), strict=True):
         assert torch.equal(experts, stay[others])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from lyapunov_prune.forward.sublayers import find_sublayers, silenced
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles import sublayer_influence
+from lyapunov_prune.pruning.removed import PartsGone
 from lyapunov_prune.ranking import LayerRanking, rank_sublayers
 
 
@@ -159,20 +159,18 @@ def test_layers_of_one_branch_have_one_score(ids: torch.Tensor) -> None:
     assert kinds == [["attention"], ["mlp"], ["attention"], ["mlp"]]
     scores = sublayer_influence(model, ids)
     assert np.isnan(scores.attention).tolist() == np.logical_not(np.isnan(scores.mlp)).tolist() == [False, True] * 2
-    ranking = rank_sublayers(scores, "mlp")
-    assert set(ranking.order) == {1, 3}
-    assert ranking.plan(2).drop_mlp == (1, 3)
-    with pytest.raises(LyapunovPruneError, match="2 have mlp to leave out"):
-        ranking.plan(3)
+    assert set(rank_sublayers(scores, "mlp").order) == {1, 3}
+    with pytest.raises(LyapunovPruneError, match="2 have attention to leave out"):
+        rank_sublayers(scores, "attention").plan(3)
     for criterion in ("kl", "from-end", "random"):
-        assert set(rank(model, ids, criterion=criterion, what="mlp").plan(2).drop_mlp) == {1, 3}
+        assert rank(model, ids, criterion=criterion, what="attention").plan(2).gone == PartsGone((), (0, 2))
     with pytest.raises(LyapunovPruneError, match="one branch, mixer"):
         without_branches(model, mlp=(0,))
 
 
 def test_silencing_leaves_no_hook_after_an_error(llama: PreTrainedModel) -> None:
     with pytest.raises(LyapunovPruneError), silenced(wrap(llama), (1,), (2,)):
-        PruningPlan.given(llama)
+        PruningPlan.given(llama, [])
     assert hooks_of(llama) == 0
 
 
@@ -219,54 +217,14 @@ def test_scores_save_and_rank(llama: PreTrainedModel, ids: torch.Tensor, tmp_pat
     for what in ("attention", "mlp"):
         ranking = rank_sublayers(scores, what)
         assert ranking.order == tuple(np.argsort(getattr(scores, what)))
-        plan = LayerRanking.load(ranking.save(tmp_path / "ranking.json")).plan(2)
-        assert (plan.remove, getattr(plan, f"drop_{what}")) == ((), tuple(sorted(ranking.order[:2])))
+        again = LayerRanking.load(ranking.save(tmp_path / "ranking.json"))
+        if what == "mlp":
+            with pytest.raises(LyapunovPruneError, match="MLP"):
+                again.plan(2)
+        else:
+            assert again.plan(2).gone == PartsGone((), tuple(sorted(ranking.order[:2])))
     with pytest.raises(LyapunovPruneError, match="what is 'norms'"):
         rank_sublayers(scores, "norms")
-
-
-# Plans.
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"remove": [1], "drop_mlp": [1]}, "layer 1 goes whole"),
-        ({"drop_attention": [LAYERS]}, "layer 6 of"),
-        ({"drop_mlp": [2, 2]}, "name each once"),
-        ({"remove": [1], "drop_activation": [1], "reduction": "affine"}, "layer 1 goes whole"),
-        ({"drop_mlp": [1], "drop_activation": [1], "reduction": "affine"}, "layer 1 goes whole"),
-        ({"drop_activation": [LAYERS], "reduction": "affine"}, "layer 6 of"),
-        ({"drop_activation": [1]}, "without a reduction"),
-        ({"drop_activation": [1], "reduction": "mean"}, "reduction 'mean'"),
-        (
-            {"drop_mlp": [1], "reduction": "affine"},
-            "reduction affine",
-        ),
-        ({"drop_mlp": [True]}, r"drop_mlp is \[True\]"),
-        ({}, "removes no layer"),
-    ],
-)
-def test_bad_plans_are_refused(llama: PreTrainedModel, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(LyapunovPruneError, match=message):
-        PruningPlan.given(llama, **fields)
-
-
-def test_plans_save_and_load_and_old_files_too(llama: PreTrainedModel, tmp_path: Path) -> None:
-    activations = {"drop_activation": [4, 3], "reduction": "scaled"}
-    plan = PruningPlan.given(llama, [1], drop_attention=[3, 0], drop_mlp=[0], **activations)  # type: ignore[arg-type]
-    again = PruningPlan.load(plan.save(tmp_path / "plan.json"))
-    assert (again.remove, again.drop_attention, again.drop_mlp) == ((1,), (0, 3), (0,))
-    assert (again.drop_activation, again.reduction, again.touched) == ((3, 4), "scaled", (0, 1, 3, 4))
-    assert str(again) == str(plan)
-    assert list(again.to_frame().query("no_activation").layer) == [3, 4]
-    assert "the activation (reduction scaled) of 2 of 6 layers" in plan.headline()
-    assert "the attention of 2 of 6 layers" in plan.headline()
-    old = PruningPlan.given(llama, [1]).to_json()
-    del old["drop_attention"], old["drop_mlp"], old["drop_activation"], old["reduction"]
-    (tmp_path / "old.json").write_text(json.dumps(old))
-    loaded = PruningPlan.load(tmp_path / "old.json")
-    assert (loaded.remove, loaded.touched, loaded.drops_parts) == ((1,), (1,), False)
 
 
 # The command line.
@@ -275,7 +233,7 @@ def test_plans_save_and_load_and_old_files_too(llama: PreTrainedModel, tmp_path:
 def test_ranked_planned_pruned_and_loaded(run: Callable[..., Any]) -> None:
     assert run("rank", "tiny", "--what", "attention", "--criterion", "bi", "--remove", "2", *TEXT).code == 0
     plan = PruningPlan.load("runs/tiny/plan.json")
-    assert len(plan.drop_attention) == 2
+    assert len(plan.gone.attention) == 2
     hand, compact = ",".join(map(str, plan.touched)), ("--format", "compact")
     given = {
         "by-plan": ("--plan", "runs/tiny/plan.json", *TEXT),
@@ -288,7 +246,7 @@ def test_ranked_planned_pruned_and_loaded(run: Callable[..., Any]) -> None:
         logits.append(load(name).model(ids).logits)
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
-    with silenced(wrap(dense := AutoModelForCausalLM.from_pretrained("tiny")), plan.drop_attention, ()):
+    with silenced(wrap(dense := AutoModelForCausalLM.from_pretrained("tiny")), plan.gone.attention, ()):
         torch.testing.assert_close(dense(ids).logits, logits[0])
     done = run("prune", "tiny", "--plan", "runs/tiny/plan.json", *TEXT, "-o", "plain")
     assert (done.code, done.changed) == (2, set())
@@ -304,7 +262,7 @@ def test_ranked_planned_pruned_and_loaded(run: Callable[..., Any]) -> None:
             "blend is defined for whole layers",
         ),
         (["--what", "norms", "--remove", "1"], "'norms' is not one of"),
-        (["--what", "mlp", "--plan", "plan.json"], "plan.json is not there"),
+        (["--what", "attention", "--plan", "plan.json"], "plan.json is not there"),
         (
             ["--what", "attention", "--criterion", "bi", "--remove", "7", "--format", "compact", *TEXT],
             "remove 7 of 6 layers",
@@ -318,6 +276,6 @@ def test_bad_options(options: list[str], message: str, run: Callable[..., Any]) 
 
 
 def test_a_profile_cannot_rank_sublayers(run: Callable[..., Any]) -> None:
-    done = run("rank", "profile.json", "--what", "mlp", "--criterion", "bi")
+    done = run("rank", "profile.json", "--what", "attention", "--criterion", "bi")
     assert done.code == 2
     assert "profile.json is not there" in done.err

@@ -14,6 +14,7 @@ import numpy as np
 from lyapunov_prune.healing.rounds import Round, Stretch
 from lyapunov_prune.mending.report import Gap
 from lyapunov_prune.profiles.propagation import Energies
+from lyapunov_prune.pruning.removed import ExpertsGone
 from lyapunov_prune.ranking.oracle import GreedyStep
 from lyapunov_prune.ranking.tried import Final, Tried
 
@@ -119,9 +120,8 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         largest = np.finfo(np.float64).max  # a layer may have no score, none an infinite one
         return {"scores": some(5, finite=False, most=largest), "picked": some(5, 5, most=1)}
     if name == "PruningPlan":
-        told = {"picked": some(5, most=1), "tied": (1, 3), "channels": (), "widths": ()}
-        told |= {"experts": ((), (), (), (), (0, 2)), "routed": some(5, finite=False, most=1)}
-        return {"scores": loose(5), "drop_activation": (4,), "reduction": "affine", **told}
+        gone = ExpertsGone((1,), {4: (0, 2)}, some(5, finite=False, most=1))
+        return {"scores": loose(5), "picked": some(5, most=1), "tied": (1, 3), "gone": gone}
     if name == "Allocation":
         amount = some(2, most=1)
         kept = {"names": ("a", "b"), "sizes": (5, 5), "amount": amount, "budget": float(amount.mean())}

@@ -88,8 +88,8 @@ def test_what_comes_out(family: str, options: dict[str, Any], tmp_path: Path) ->
     assert run.points.items.shape == (len(run.points.scores), 6)
     np.testing.assert_allclose(run.points.items.mean(1), run.points.scores)
     assert sum(run.decision.chosen) == 2
-    assert tuple(map(len, (run.plan.drop_attention, run.plan.drop_activation))) == run.decision.chosen
-    assert (run.plan.drop_attention, run.plan.drop_activation) == tuple(
+    assert tuple(map(len, (run.plan.gone.attention, run.plan.gone.activation))) == run.decision.chosen
+    assert (run.plan.gone.attention, run.plan.gone.activation) == tuple(
         tuple(sorted(layers)) for layers in run.importance.first(*run.decision.chosen)
     )
     assert run.measured_on.text_hash == slices()[2].text_hash
@@ -106,7 +106,7 @@ def test_what_comes_out(family: str, options: dict[str, Any], tmp_path: Path) ->
     assert again.num_parameters() == run.parameters[1] < run.parameters[0] == model.num_parameters()
     assert run.size[1] < run.size[0]
     assert JointRun.load(tmp_path / "out" / "joint.json").decision.chosen == run.decision.chosen
-    assert PruningPlan.load(tmp_path / "out" / "plan.json").drop_activation == run.plan.drop_activation
+    assert PruningPlan.load(tmp_path / "out" / "plan.json").gone.activation == run.plan.gone.activation
     seen = {on.text for step in read_history(tmp_path / "out").steps for on in step.saw}
     assert seen == {"learn", "select"}
 
@@ -335,7 +335,7 @@ def test_planted_fault_a_merge_of_the_wrong_layer_is_seen_by_the_score(
     from lyapunov_prune.merging.unmerged import Unmerged
 
     right = removed(shallow(), tmp_path, "right", remove=3, reduction="mean-gate")
-    assert right.plan.drop_activation
+    assert right.plan.gone.activation
     merged = Unmerged.merged
 
     def wrong(self: Unmerged, activation: Any) -> Any:

@@ -30,6 +30,7 @@ from lyapunov_prune.pruning import gate
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import verify_removal
+from lyapunov_prune.pruning.removed import PartsGone
 from lyapunov_prune.results.history import read_history
 
 GAPS = (2, 4)
@@ -189,7 +190,7 @@ def bad(model: PreTrainedModel, case: str, windows: torch.Tensor) -> Any:
         "first": lambda: lp.mend(model, [0], windows),
         "window": lambda: lp.mend(model, [2], windows[:1]),
         "tokens": lambda: lp.mend(model, [2], windows[:2, :8]),
-        "parts": lambda: lp.mend(model, PruningPlan.given(model, [2], drop_attention=[1]), windows),
+        "parts": lambda: lp.mend(model, PruningPlan.given(model, PartsGone((2,), (1,))), windows),
         "shared": lambda: lp.mend(make_zoo("rwkv"), [2], windows),
         "batch": lambda: lp.mend(model, [2], None),  # type: ignore[arg-type]
     }[case]

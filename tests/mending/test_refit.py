@@ -55,14 +55,15 @@ def redundant(family: str) -> PreTrainedModel:
 
 
 def planned(model: PreTrainedModel, ids: torch.Tensor) -> PruningPlan:
-    return replace(choose_channels(model, ids, 8), channels=((tuple(range(8, 24)),),) * 6)
+    plan = choose_channels(model, ids, 8)
+    return replace(plan, gone=replace(plan.gone, channels=((tuple(range(8, 24)),),) * 6))
 
 
 def test_a_refit_makes_up_for_channels_that_others_repeat() -> None:
     """Of text that the model has written itself, more is predicted with it than without."""
     model = redundant("llama")
     batch, judge = (self_generated(model, tokens=512, context=64, seed=seed) for seed in (0, 1))
-    _, report = judged_refits(model, planned(model, batch.ids).kept_channels, batch, judge)
+    _, report = judged_refits(model, planned(model, batch.ids).gone.kept_channels, batch, judge)
     assert all(judgement.comparison.change < -0.02 for judgement in report.judgements)
 
 
@@ -81,7 +82,7 @@ def test_a_refit_that_pays_is_written_and_proven(
     assert "refitted" in made.headline()
     assert {m.text_hash for m in made.plan.measured_on} >= {j.measured_on.text_hash for j in made.mended.judgements}
     assert identify(model).weights == before.weights
-    refits, _ = judged_refits(model, plan.kept_channels, batch, judge)
+    refits, _ = judged_refits(model, plan.gone.kept_channels, batch, judge)
     operation = Operation(plan, refits=refits)
     pruned = cut(decoder, operation)
     assert check_removal(decoder, pruned, operation, batch).passed

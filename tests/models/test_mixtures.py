@@ -15,6 +15,7 @@ from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.models.mixtures import Router, find_mixtures
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import ExpertsGone
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -25,7 +26,7 @@ def test_what_is_stacked_by_expert_leaves_and_nothing_else(name: str) -> None:
     groups, chosen = 2 if name == "deepseek_v3" else 1, 1 if name == "zaya" else 2
     assert mixtures.router == Router(8, chosen, groups, 1)
     assert set(mixtures.layers) == set(range(len(find_structure(model).layers))) - ({0} if groups == 2 else set())
-    model = operated(model, PruningPlan.given(model, experts=dict.fromkeys(mixtures.layers, (1, 6))))
+    model = operated(model, PruningPlan.given(model, ExpertsGone((), dict.fromkeys(mixtures.layers, (1, 6)))))
     stacked = re.compile(r"\.experts\.|\.gate\.weight|\.router\.|e_score|router_mlp\.out_proj|balancing")
     for key, tensor in model.state_dict().items():
         wanted = before[key]
@@ -56,17 +57,17 @@ def test_the_largest_number_that_can_go() -> None:
 @pytest.mark.parametrize(
     ("experts", "said"),
     [
-        ((("0",), (0, 1), (0, 1)), "layer 0 has no experts"),
-        (((), (0, 4), ()), "layer 2 keeps all of its 8"),
-        (((), (0, 8), (0, 4)), "no expert 8"),
-        (((), (0, 1), (0, 4)), "experts 0, 1 of layer 1 .* 2 groups"),
-        (((), (0, 1, 4), (0, 1, 4)), "multiple of 2"),
+        ({0: (0,), 1: (0, 1), 2: (0, 1)}, "layer 0 has no experts"),
+        ({1: (0, 4)}, "layer 2 keeps all of its 8"),
+        ({1: (0, 8), 2: (0, 4)}, "no expert 8"),
+        ({1: (0, 1), 2: (0, 4)}, "experts 0, 1 of layer 1 .* 2 groups"),
+        ({1: (0, 1, 4), 2: (0, 1, 4)}, "multiple of 2"),
     ],
 )
 def test_experts_that_cannot_go_are_named(experts: Any, said: str) -> None:
     mixtures = find_mixtures(find_structure(make_mixture("deepseek_v3")))
-    mixtures.require(((), (0, 4), (3, 7)))
-    mixtures.require(((), (), (3, 7)), removed=(1,))
+    mixtures.require({1: (0, 4), 2: (3, 7)})
+    mixtures.require({2: (3, 7)}, removed=(1,))
     with pytest.raises(LyapunovPruneError, match=said):
         mixtures.require(experts)
 
@@ -98,7 +99,7 @@ def test_a_list_with_the_same_number_for_every_layer_is_that_number() -> None:
 
 
 def unequal(model: PreTrainedModel) -> PreTrainedModel:
-    fewer = operated(model, PruningPlan.given(model, experts=dict.fromkeys(range(3), (0, 1))))
+    fewer = operated(model, PruningPlan.given(model, ExpertsGone((), dict.fromkeys(range(3), (0, 1)))))
     find_structure(model).layers[1] = find_structure(fewer).layers[1]
     return model
 

@@ -13,6 +13,7 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.edit import edit_of, filled
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removed import ExpertsGone
 
 
 def test_two_edits_in_turn_are_one(family: str) -> None:
@@ -33,8 +34,8 @@ def test_layers_and_experts_in_turn_go_as_together(name: str) -> None:
     mixtures, last = wrap(model).mixtures.layers, find_structure(model).num_layers - 1
     fewer = {layer: (0, 5) for layer in mixtures if layer != last}
     shallow = operated(model, [last])
-    together = operated(model, PruningPlan.given(model, [last], experts=fewer))
-    in_turn = operated(shallow, PruningPlan.given(shallow, experts=fewer))
+    together = operated(model, PruningPlan.given(model, ExpertsGone((last,), fewer)))
+    in_turn = operated(shallow, PruningPlan.given(shallow, ExpertsGone((), fewer)))
     assert together.config.to_dict() == in_turn.config.to_dict()
     assert all(torch.equal(a, in_turn.state_dict()[key]) for key, a in together.state_dict().items())
 

@@ -30,6 +30,7 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.units import selected
 from lyapunov_prune.pruning import edit
 from lyapunov_prune.pruning.plan import as_plan
+from lyapunov_prune.pruning.removed import ChannelsGone, ExpertsGone, LayersGone, PartsGone
 from lyapunov_prune.pruning.width import choose_channels
 
 
@@ -47,7 +48,7 @@ from lyapunov_prune.pruning.width import choose_channels
 )
 def test_bad_indices_are_refused(llama: PreTrainedModel, remove: list[Any], message: str) -> None:
     with pytest.raises(LyapunovPruneError, match=message):
-        replace(PruningPlan.given(llama, [0]), remove=tuple(remove))
+        PruningPlan.given(llama, remove)
     with pytest.raises(LyapunovPruneError, match=message):
         remove_layers(llama, remove)
 
@@ -99,36 +100,45 @@ def test_not_one_layer_is_tied_nor_three(tied: tuple[int, ...], llama: PreTraine
         replace(PruningPlan.given(llama, [0]), tied=tied)
 
 
-def test_every_layer_goes_once(llama: PreTrainedModel) -> None:
-    plan = PruningPlan.given(llama, [4, 1], drop_attention=[2], drop_mlp=[3], drop_activation=[0], reduction="affine")
+def test_every_layer_goes_once(llama: PreTrainedModel, tmp_path: Path) -> None:
+    plan = PruningPlan.given(llama, PartsGone((4, 1), (2, 0), (3, 0), "affine"))
     assert (plan.remove, plan.kept, plan.touched) == ((1, 4), (0, 2, 3, 5), (0, 1, 2, 3, 4))
-    assert plan.drops_parts
+    assert (
+        PruningPlan.load(plan.save(tmp_path / "plan.json")).gone
+        == plan.gone
+        == PartsGone((1, 4), (0, 2), (0, 3), "affine")
+    )
     frame = plan.to_frame()
-    columns = {"removed": [1, 4], "no_attention": [2], "no_mlp": [3], "no_activation": [0]}
+    columns = {"removed": [1, 4], "no_attention": [0, 2], "no_activation": [0, 3]}
     assert {name: np.flatnonzero(frame[name]).tolist() for name in columns} == columns
-    for part in ("drop_attention", "drop_mlp", "drop_activation"):
-        named = {part: [1], "reduction": "affine" if part == "drop_activation" else None}
-        with pytest.raises(LyapunovPruneError, match="layer 1 goes whole"):
-            PruningPlan.given(llama, [1], **named)
-        assert PruningPlan.given(llama, [], **named).drops_parts
-        with pytest.raises(LyapunovPruneError, match="mending"):
-            PruningPlan.given(llama, [], **named).require_gaps()
-    with pytest.raises(LyapunovPruneError, match="layer 2 goes whole"):
-        PruningPlan.given(llama, drop_mlp=[2], drop_activation=[2], reduction="affine")
-    PruningPlan.given(llama, drop_attention=[2], drop_activation=[2], reduction="affine")
+    for refused in (plan.require_gaps, plan.require_plain):
+        with pytest.raises(LyapunovPruneError):
+            refused()
     whole = PruningPlan.given(llama, [1])
     whole.require_gaps()
-    assert not whole.drops_parts
-    assert "no_attention" not in whole.to_frame()
+    whole.require_plain()
+    assert (plan.drops_parts, whole.drops_parts) == (True, False)
+    assert PruningPlan.load(whole.save(tmp_path / "whole.json")).gone == LayersGone((1,))
 
 
-def test_activations_and_reductions_go_together(llama: PreTrainedModel) -> None:
-    with pytest.raises(LyapunovPruneError, match="reduction affine"):
-        PruningPlan.given(llama, [1], reduction="affine")
-    with pytest.raises(LyapunovPruneError, match="without a reduction"):
-        PruningPlan.given(llama, drop_activation=[1])
-    with pytest.raises(LyapunovPruneError, match="reduction 'cubic'"):
-        PruningPlan.given(llama, drop_activation=[1], reduction="cubic")
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        (PartsGone((1,), (1,)), "layer 1 goes whole"),
+        (PartsGone((1,), (), (1,), "affine"), "layer 1 goes whole"),
+        (PartsGone((), (LAYERS,)), "layer 6 of"),
+        (PartsGone((), (2, 2)), "name each once"),
+        (PartsGone((), (), (1, 1), "affine"), "name each once"),
+        (PartsGone((), (True,)), "True"),
+        (PartsGone((), (), (1,)), "reduction"),
+        (PartsGone((), (), (1,), "mean"), "mean"),
+        (PartsGone((), (1,), (), "affine"), "affine"),
+        (PartsGone((), ()), "removes no layer"),
+    ],
+)
+def test_parts_that_cannot_go_are_refused(gone: PartsGone, message: str) -> None:
+    with pytest.raises(LyapunovPruneError, match=message):
+        PruningPlan.given(_MODEL, gone)
 
 
 def test_a_plan_shows_scores_and_ranks(llama: PreTrainedModel) -> None:
@@ -143,14 +153,14 @@ def test_a_plan_shows_scores_and_ranks(llama: PreTrainedModel) -> None:
     assert plan.stability().endswith("1 (100%); left, and picked as well: 5 (40%), 3 (10%)")
     alone = replace(plan, picked=np.eye(6)[1])
     assert alone.stability() == "How often each is picked when the windows are resampled: 1 (100%)"
-    assert "Layer 0 is at an end" in replace(plan, remove=(0,)).stability()
-    assert "Layer 5 is at an end" in replace(plan, remove=(5,)).stability()
-    assert "at an end" not in replace(plan, remove=(4,)).stability()
-    assert "at an end" not in replace(plan, remove=(0,), criterion="rho").stability()
+    assert "Layer 0 is at an end" in replace(plan, gone=LayersGone((0,))).stability()
+    assert "Layer 5 is at an end" in replace(plan, gone=LayersGone((5,))).stability()
+    assert "at an end" not in replace(plan, gone=LayersGone((4,))).stability()
+    assert "at an end" not in replace(plan, gone=LayersGone((0,)), criterion="rho").stability()
 
 
 def test_a_sentence_says_what_goes(llama: PreTrainedModel) -> None:
-    plan = PruningPlan.given(llama, [1], drop_attention=[2])
+    plan = PruningPlan.given(llama, PartsGone((1,), (2,)))
     assert "1 of 6 layers of" in plan.sentence()
     assert "the attention of 1 of 6 layers" in plan.sentence()
     assert "(alpha 0.25)" in replace(plan, criterion="blend", alpha=0.25).sentence()
@@ -160,63 +170,58 @@ def test_a_sentence_says_what_goes(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("gone", "message"),
     [
-        ({"experts": ((0,), (1,))}, "2 entries and .* 6 layers"),
-        ({"experts": ((0,), (1, 2), (), (), (), ())}, "1 are removed from one layer and 2 from another"),
-        ({"experts": ((1, 0), (), (), (), (), ())}, r"\[1, 0\] of layer 0"),
-        ({"experts": ((), (2, 2), (), (), (), ())}, r"\[2, 2\] of layer 1"),
-        ({"experts": ((-1,), (), (), (), (), ())}, r"\[-1\] of layer 0"),
-        ({"experts": ((0,), (), (), (), (), ()), "remove": (0,)}, "layer 0 is removed with its experts"),
-        ({"experts": ((),) * 6}, "removes no layer"),
-        ({"experts": ((0,), (), (), (), (), ()), "routed": np.zeros(5)}, "routed: 5 numbers"),
-        ({"experts": ((0,), (), (), (), (), ()), "routed": np.full(6, 2.0)}, "routed: 2"),
+        (ExpertsGone((), {0: (0,), 1: (1, 2)}), "1 are removed from one layer and 2 from another"),
+        (ExpertsGone((), {0: (1, 0)}), r"\[1, 0\] of layer 0"),
+        (ExpertsGone((), {1: (2, 2)}), r"\[2, 2\] of layer 1"),
+        (ExpertsGone((), {0: (-1,)}), r"\[-1\] of layer 0"),
+        (ExpertsGone((0,), {0: (0,)}), "layer 0 is removed with its experts"),
+        (ExpertsGone((), {}), "experts"),
+        (ExpertsGone((), {1: ()}), "experts"),
+        (ExpertsGone((), {6: (1,)}), "layer 6 of"),
+        (ExpertsGone((), {0: (0,)}, np.zeros(5)), "routed: 5 numbers"),
+        (ExpertsGone((), {0: (0,)}, np.full(6, 2.0)), "routed: 2"),
     ],
 )
-def test_experts_that_fit_no_plan_are_refused(changes: dict[str, Any], message: str) -> None:
-    plan = PruningPlan.given(_MODEL, experts={0: (3, 1)})
-    assert (plan.experts, plan.touched) == (((1, 3), (), (), (), (), ()), (0,))
+def test_experts_that_fit_no_plan_are_refused(gone: ExpertsGone, message: str) -> None:
     with pytest.raises(LyapunovPruneError, match=message):
-        replace(plan, **{"remove": (), **changes})
-    with pytest.raises(LyapunovPruneError, match="layer 6 of"):
-        PruningPlan.given(_MODEL, experts={6: (1,)})
+        PruningPlan.given(_MODEL, gone)
 
 
 def test_a_plan_says_how_much_of_the_routed_weight_goes(tmp_path: Path) -> None:
-    routed = np.array([0.1, 0.3, *[np.nan] * 4])
-    plan = replace(PruningPlan.given(_MODEL, experts={0: (1, 3), 1: (0, 2)}), routed=routed)
+    plan = PruningPlan.given(_MODEL, ExpertsGone((), {0: (1, 3), 1: (0, 2)}, np.array([0.1, 0.3, *[np.nan] * 4])))
+    assert plan.touched == (0, 1)
     assert "2 experts of each of 2 layers" in plan.sentence()
     assert "20.0% of the router's weight" in plan.sentence()
     again = PruningPlan.load(plan.save(tmp_path / "plan.json"))
-    assert (again.experts, str(again)) == (plan.experts, str(plan))
+    assert (again.gone, str(again), again.to_json()) == (plan.gone, str(plan), plan.to_json())
 
 
-def test_layers_and_channels_of_the_others_are_one_plan(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    first = PruningPlan.given(llama, [1, 4])
+def test_layers_and_channels_of_the_others_are_one_plan(
+    llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path
+) -> None:
     further = choose_channels(llama, ids, 8)
-    both = first.followed_by(further)
-    assert (both.remove, both.channels[1], both.channels[4]) == ((1, 4), (), ())
-    assert str(both.kept_channels) == str(tuple(further.kept_channels[layer] for layer in both.kept))
-    assert both.measured_on == further.measured_on
+    both = replace(further, gone=further.gone.beside((1, 4)))  # type: ignore[union-attr]
+    gone = both.gone
+    assert isinstance(gone, ChannelsGone)
+    assert (both.remove, gone.channels[1], gone.channels[4]) == ((1, 4), (), ())
+    assert PruningPlan.load(both.save(tmp_path / "plan.json")).gone == gone
+    assert str(gone.kept_channels) == str(tuple(further.gone.kept_channels[layer] for layer in both.kept))
     assert verify_removal(llama, remove_layers(llama, both), both, ids).passed
-    other = replace(both, channels=(both.channels[2], *both.channels[1:]))
+    other = replace(both, gone=replace(gone, channels=(gone.channels[2], *gone.channels[1:])))
     assert not verify_removal(llama, remove_layers(llama, other), both, ids).passed
-    for wrong in (first, choose_channels(remove_layers(llama, first), ids, 8)):
-        with pytest.raises(LyapunovPruneError, match="one plan removes whole layers"):
-            first.followed_by(wrong)
     with pytest.raises(LyapunovPruneError, match="every unit"):
-        replace(both, channels=tuple(both.channels[0] for _ in range(6)))
+        replace(both, gone=replace(gone, channels=(gone.channels[0],) * 6))
 
 
 def test_layers_and_experts_of_the_others_are_one_plan(ids: torch.Tensor) -> None:
     model = make_mixture("qwen3_moe")
-    first = PruningPlan.given(model, [0])
     further = rank(model, ids, what="experts").plan(2)
-    both = first.followed_by(further)
-    assert both.experts == ((), *further.experts[1:])
-    assert both.routed is not None
-    assert further.routed is not None
-    np.testing.assert_array_equal(both.routed, [np.nan, *further.routed[1:]])
+    both = replace(further, gone=further.gone.beside((0,)))  # type: ignore[union-attr]
+    assert isinstance(both.gone, ExpertsGone)
+    assert both.gone.experts.keys() == further.gone.experts_gone.keys() - {0}
+    np.testing.assert_array_equal(both.gone.routed, [np.nan, *further.gone.routed[1:]])  # type: ignore[union-attr, index, arg-type]
     assert verify_removal(model, remove_layers(model, both), both, ids).passed
 
 
@@ -224,15 +229,22 @@ def test_the_remedy_is_of_what_goes(llama: PreTrainedModel, ids: torch.Tensor, t
     """Of channels it was `remove other layers`."""
     plans = {
         "remove other layers": PruningPlan.given(llama, [1]),
-        "keep those parts": PruningPlan.given(llama, drop_mlp=[1]),
-        "keep all experts": PruningPlan.given(make_mixture("qwen3_moe"), experts={i: [0] for i in range(3)}),
+        "keep those parts": PruningPlan.given(llama, PartsGone((), (1,))),
+        "keep all experts": PruningPlan.given(
+            make_mixture("qwen3_moe"), ExpertsGone((), dict.fromkeys(range(3), (0,)))
+        ),
         "keep the width": choose_channels(llama, ids, 8),
     }
     for said, plan in plans.items():
-        assert plan.remedy.startswith(said)
+        assert plan.gone.remedy.startswith(said)
     plan = plans["keep the width"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(edit, "selected", lambda old, parts: selected(old.roll(1), parts))
-        with pytest.raises(CheckFailed, match=plan.remedy):
-            write_pruned(llama, None, replace(plan, channels=((tuple(range(8)),),) * 6), tmp_path / "out")
+        with pytest.raises(CheckFailed, match=plan.gone.remedy):
+            write_pruned(
+                llama,
+                None,
+                replace(plan, gone=replace(plan.gone, channels=((tuple(range(8)),),) * 6)),
+                tmp_path / "out",
+            )
     assert not (tmp_path / "out").exists()

@@ -28,6 +28,7 @@ from lyapunov_prune.pruning import removal, surgery
 from lyapunov_prune.pruning.curve import evaluate_removals
 from lyapunov_prune.pruning.edit import filled
 from lyapunov_prune.pruning.gate import SKIPPED
+from lyapunov_prune.pruning.removed import ExpertsGone, PartsGone
 
 TRUSTED_ONE, OTHER, WRAPPED = "llama", "olmo2", "gemma3"
 NAMES = (TRUSTED_ONE, OTHER, WRAPPED)
@@ -70,7 +71,7 @@ def test_in_memory_what_the_tests_do_not_vouch_for_is_proven_once(name: str, gat
     remove_layers(model, [2, 5])
     assert gates["memory"] == once
     with pytest.raises(LyapunovPruneError, match="format='compact'"):
-        remove_layers(model, PruningPlan.given(model, drop_attention=[2]))
+        remove_layers(model, PruningPlan.given(model, PartsGone((), (2,))))
     plans = [PruningPlan.given(model, remove) for remove in ([2], [2, 5])]
     evaluate_removals(model, {"given": plans, "again": plans}, torch.arange(3, 35).view(2, 16))
     assert gates == ({"memory": 3} if once else {})
@@ -121,7 +122,7 @@ def test_a_model_that_cannot_be_saved_fails_the_gate(
 def expert_plan(model: PreTrainedModel, *, remove: tuple[int, ...] = ()) -> PruningPlan:
     """Two experts of each layer, one of each group where there are two, beside whole layers."""
     layers = [layer for layer in find_mixtures(find_structure(model)).layers if layer not in remove]
-    return PruningPlan.given(model, remove, experts={i: (0, 4 + i) for i in layers})
+    return PruningPlan.given(model, ExpertsGone(tuple(remove), {i: (0, 4 + i) for i in layers}))
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -133,7 +134,7 @@ def test_a_mixture_without_some_experts_loads_in_plain_transformers(name: str, t
     assert next(check.measured for check in made.gate.checks if check.name == SKIPPED) <= 1e-6
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = torch.randint(97, (1, 32), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad(), masked_experts(wrap(model), plan.experts_gone):
+    with torch.no_grad(), masked_experts(wrap(model), plan.gone.experts_gone):
         assert torch.allclose(again(ids).logits, model(ids).logits, atol=1e-5)
     assert find_mixtures(find_structure(again)).router.experts == 6
     card = (tmp_path / "out" / "README.md").read_text()

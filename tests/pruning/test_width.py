@@ -48,9 +48,9 @@ def test_every_family_loses_channels_and_passes_the_gate(family: str, ids: torch
     report = verify_removal(model, pruned, plan, ids)
     assert report.passed, report.failure()
     assert COPIED in report.to_frame()["check"].tolist()
-    kept = plan.width - plan.channels_gone
-    assert (plan.width, kept % 8, parts(pruned, 2).out[0].shape[1]) == (parts(model, 2).out[0].shape[1], 0, kept)
-    assert kept < plan.width
+    kept = plan.gone.width - plan.gone.fewer
+    assert (plan.gone.width, kept % 8, parts(pruned, 2).out[0].shape[1]) == (parts(model, 2).out[0].shape[1], 0, kept)
+    assert kept < plan.gone.width
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "opt"])
@@ -69,9 +69,11 @@ def test_two_swapped_channels_fail_the_gate(family: str, matrix: str, ids: torch
 
 def test_another_channel_than_that_of_the_plan_fails_the_gate(llama: PreTrainedModel, ids: torch.Tensor) -> None:
     plan = choose_channels(llama, ids, 8)
-    first = plan.channels[0][0]
-    stays = next(i for i in range(plan.width) if i not in first)
-    other = replace(plan, channels=((tuple(sorted((*first[1:], stays))),), *plan.channels[1:]))
+    first = plan.gone.channels[0][0]
+    stays = next(i for i in range(plan.gone.width) if i not in first)
+    other = replace(
+        plan, gone=replace(plan.gone, channels=((tuple(sorted((*first[1:], stays))),), *plan.gone.channels[1:]))
+    )
     report = verify_removal(llama, remove_layers(llama, other), plan, ids)
     assert not report.passed
 
@@ -118,7 +120,7 @@ def test_a_channel_that_nothing_depends_on_goes_first(ids: torch.Tensor) -> None
         for layer in range(6):
             parts(model, layer).out[0][:, 10:18] = 0
     for score in width.SCORES:
-        assert set(choose_channels(model, ids, 8, score=score).channels) == {(tuple(range(10, 18)),)}
+        assert set(choose_channels(model, ids, 8, score=score).gone.channels) == {(tuple(range(10, 18)),)}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_none_or_all_channels_are_refused(remove: int | float) -> None:
 def test_a_plan_of_channels_saves_and_loads(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
     plan = choose_channels(llama, ids, 0.25)
     again = PruningPlan.load(plan.save(tmp_path / "plan.json"))
-    assert (again.channels, again.width, str(again)) == (plan.channels, 48, str(plan))
+    assert (again.gone, again.gone.width, str(again)) == (plan.gone, 48, str(plan))
     assert "16 of 48" in plan.sentence()
     assert plan.touched == tuple(range(6))
     assert plan.drops_parts
@@ -158,13 +160,13 @@ def test_a_plan_of_channels_saves_and_loads(llama: PreTrainedModel, ids: torch.T
         {"channels": ()},
         {"remove": (1,)},
         {"remove": (1,), "channels": (((0, 1),), (), ((0, 1),), (), ((0, 1),), ((0, 1),))},
-        {"drop_mlp": (1,)},
     ],
 )
 def test_a_plan_of_other_channels_is_refused(change: dict[str, Any], llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    plan = replace(choose_channels(llama, ids, 8), channels=(((0, 1),),) * 6)
+    plan = choose_channels(llama, ids, 8)
+    gone = replace(plan.gone, channels=(((0, 1),),) * 6)
     with pytest.raises(LyapunovPruneError, match="channels"):
-        replace(plan, **change)
+        replace(plan, gone=replace(gone, **change))
 
 
 def test_from_the_command_line_to_a_smaller_checkpoint(run: Callable[..., Done], run_bad: Callable[..., str]) -> None:
@@ -172,7 +174,7 @@ def test_from_the_command_line_to_a_smaller_checkpoint(run: Callable[..., Done],
     done = run("prune", "tiny", "--what", "width", "--remove", "25%", *text, "-o", "smaller")
     assert done.code == 0, done.err
     made = Provenance.load(Path("smaller") / PROVENANCE)
-    assert (made.plan.width, made.plan.channels_gone, len(made.plan.kept_channels)) == (48, 16, 6)
+    assert (made.plan.gone.width, made.plan.gone.fewer, len(made.plan.gone.kept_channels)) == (48, 16, 6)
     assert made.gate.passed
     pruned = load("smaller").model
     assert pruned.config.intermediate_size == 32

@@ -54,14 +54,16 @@ def test_without_channels_it_computes_what_the_unfused_experts_do_without_them(k
     plan = choose_channels(model, text, 0.5)
     slow, module, _ = unfused(model)
     for layer, units in enumerate(find_units(wrap(model).structure)):
-        for unit, gone in zip(units, plan.channels[layer], strict=True):
+        for unit, gone in zip(units, plan.gone.channels[layer], strict=True):
             if layer == LAYER and unit.out.expert is not None:
                 module.linears["down_proj"][unit.out.expert].weight.data[:, list(gone)] = 0  # type: ignore[index]
             else:
                 unit.out.weight(slow)[:, list(gone)] = 0
-    first, second = plan.channels[LAYER][:2]
+    first, second = plan.gone.channels[LAYER][:2]
     assert first != second
-    swapped = replace(plan, channels=(plan.channels[0], (second, first, *plan.channels[LAYER][2:])))
+    swapped = replace(
+        plan, gone=replace(plan.gone, channels=(plan.gone.channels[0], (second, first, *plan.gone.channels[LAYER][2:])))
+    )
     right, wrong = (remove_layers(model, each) for each in (plan, swapped))
     with torch.no_grad():
         wanted, found, other = (each(text, use_cache=False).logits for each in (slow, right, wrong))
@@ -75,11 +77,13 @@ def test_refitted_matrices_are_those_of_the_unfused_experts(kind: str, text: tor
     """The first layer that is refitted sees what the dense model gives it."""
     model = mixture(kind)
     plan = choose_channels(model, text, 0.5)
-    alone = replace(plan, channels=(tuple(() for _ in plan.channels[0]), plan.channels[LAYER]))
+    alone = replace(
+        plan, gone=replace(plan.gone, channels=(tuple(() for _ in plan.gone.channels[0]), plan.gone.channels[LAYER]))
+    )
     wanted = reference(model, text)
-    _, refits = refit_blocks(wrap(model), alone.kept_channels, read(wrap(model), text))
+    _, refits = refit_blocks(wrap(model), alone.gone.kept_channels, read(wrap(model), text))
     for j, unit in experts_of(model):
-        gram, kept = wanted[unit.out.name].gram, alone.kept_channels[LAYER][j]
+        gram, kept = wanted[unit.out.name].gram, alone.gone.kept_channels[LAYER][j]
         assert gram is not None
         assert kept is not None
         assert torch.allclose(refits[LAYER, j], refitted(unit.out.weight(model), gram, kept), rtol=1e-6, atol=1e-9)
@@ -90,7 +94,7 @@ def test_refitted_experts_pass_the_gate(kind: str, text: torch.Tensor) -> None:
     """And two columns that change places in one expert do not."""
     model = make_zoo(kind)
     plan, batch = choose_channels(model, text, 0.5), checked_batch(wrap(model).structure, text)
-    _, refits = refit_blocks(wrap(model), plan.kept_channels, read(wrap(model), text))
+    _, refits = refit_blocks(wrap(model), plan.gone.kept_channels, read(wrap(model), text))
     operation = Operation(plan, refits=refits)
     pruned = cut(wrap(model), operation)
     report = check_removal(wrap(model), pruned, operation, batch)
@@ -106,7 +110,7 @@ def test_refitted_experts_pass_the_gate(kind: str, text: torch.Tensor) -> None:
 def test_blocks_beside_the_experts(family: str, text: torch.Tensor) -> None:
     """Qwen's shared expert and dense layers have settings of their own and keep theirs; Jamba's lose channels too."""
     plan = choose_channels(make_zoo(family), text, 0.5)
-    assert plan.narrowed == "expert"
-    beside = {len(gone) for here in plan.channels for gone in here if len(here) == 1}
-    assert beside == ({0} if family == "qwen2_moe" else {plan.channels_gone})
-    assert f"{plan.channels_gone} of {plan.width} hidden channels" in str(plan)
+    assert plan.gone.narrowed == "expert"
+    beside = {len(gone) for here in plan.gone.channels for gone in here if len(here) == 1}
+    assert beside == ({0} if family == "qwen2_moe" else {plan.gone.fewer})
+    assert f"{plan.gone.fewer} of {plan.gone.width} hidden channels" in str(plan)

@@ -44,15 +44,15 @@ def test_by_every_criterion(criterion: str, mixture: Any, tmp_path: Path) -> Non
     again = ExpertRanking.load(ranking.save(tmp_path / "ranking.json"))
     assert str(again) == str(ranking)
     plan = again.plan(0.25)
-    assert {len(plan.experts[layer]) for layer in use.layers} == {2}
+    assert {len(plan.gone.experts[layer]) for layer in use.layers} == {2}
     for layer in use.layers:
-        groups = again.router.groups_of(plan.experts[layer])
+        groups = again.router.groups_of(plan.gone.experts[layer])
         assert {len(group) for group in groups} == {2 // again.router.groups}
-        gone = list(plan.experts[layer])
-        assert plan.routed is not None
-        assert plan.routed[layer] == pytest.approx(use.weight[layer, gone].sum() / use.weight[layer].sum())
+        gone = list(plan.gone.experts[layer])
+        assert plan.gone.routed is not None
+        assert plan.gone.routed[layer] == pytest.approx(use.weight[layer, gone].sum() / use.weight[layer].sum())
     loaded = lp.PruningPlan.load(plan.save(tmp_path / "plan.json"))
-    assert (loaded.experts, str(loaded)) == (plan.experts, str(plan))
+    assert (loaded.gone.experts, str(loaded)) == (plan.gone.experts, str(plan))
 
 
 @torch.no_grad()
@@ -78,12 +78,12 @@ def test_experts_without_a_token_go_first_and_it_is_said() -> None:
         assert (ranking.order(0)[0], unused[0]) == (6, (6,))
         assert ranking.order(3)[0] == unused[3][0] == 2
         assert f"{sum(map(len, unused.values()))} experts got none" in str(ranking)
-        assert ranking.plan(1).experts[0] == (6,)
+        assert ranking.plan(1).gone.experts[0] == (6,)
 
 
 def test_numbers_at_the_edge() -> None:
     model, grouped = make_mixture("mixtral"), make_mixture("deepseek_v3")
-    assert len(lp.rank(model, IDS, what="experts", remove=6).plan(6).experts[0]) == 6
+    assert len(lp.rank(model, IDS, what="experts", remove=6).plan(6).gone.experts[0]) == 6
     for remove in (7, 0.9):
         with pytest.raises(lp.LyapunovPruneError, match="give 1 to 6"):
             lp.rank(model, IDS, what="experts", remove=remove)
@@ -98,7 +98,7 @@ def test_numbers_at_the_edge() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"criterion": "bi"}, "bi is defined for layers, attention, mlp only.* reap, frequency"),
+        ({"criterion": "bi"}, "bi is defined for layers, attention only.* reap, frequency"),
         ({"criterion": "best", "remove": 2}, "best is defined for whole layers"),
         ({"protect": [0]}, "leave out protect"),
     ],

@@ -134,17 +134,17 @@ def test_who_ranks_what() -> None:
     assert ranked("experts", remove=2, streamed=True) == {"reap", "frequency"}
     assert ranked("experts", remove=2, profiled=True) == ranked("experts", remove=2, protect=True) == set()
     assert ranked(remove=None) == alone
-    assert ranked("mlp", remove=2) == ranked("attention", remove=2) == {"bi", "kl", "cosine", "from-end", "random"}
+    assert ranked("attention", remove=2) == {"bi", "kl", "cosine", "from-end", "random"}
     assert ranked("activation", remove=2) == set()
     assert ranked(remove=2, streamed=True) == of_layers - {"oracle", "best"}
-    assert ranked("mlp", remove=2, streamed=True) == {"bi", "from-end", "random"}
+    assert ranked("attention", remove=2, streamed=True) == {"bi", "from-end", "random"}
     assert ranked(remove=2, profiled=True) == {"rho", "bi", "blend", "blend-minmax", "from-end", "random"}
-    assert ranked("mlp", remove=2, profiled=True) == set()
+    assert ranked("attention", remove=2, profiled=True) == set()
 
 
 def test_best_is_taken_where_whole_layers_go_and_their_number_is_known() -> None:
     assert default_criterion(2) == default_criterion(0.25) == "best"
-    assert default_criterion(None) == default_criterion(2, "mlp") == DEFAULT
+    assert default_criterion(None) == default_criterion(2, "attention") == DEFAULT
     assert DEFAULT == "bi"
 
 

@@ -186,7 +186,7 @@ def test_the_field_that_does_not_fit_is_named(change: dict[str, Any], named: str
 
 def test_what_a_result_refuses_itself_is_said_with_the_file(tmp_path: Path) -> None:
     plan = PruningPlan.given(ModelIdentity("m", "llama", 3, 10, "abc", {}), [1])
-    path = written(tmp_path, plan.to_json() | {"remove": [9]})
+    path = written(tmp_path, plan.to_json() | {"gone": {"remove": [9]}})
     with pytest.raises(LyapunovPruneError, match=r"result\.json .*layer 9"):
         PruningPlan.load(path)
 

@@ -30,6 +30,7 @@ from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.refit import refit_blocks
 from lyapunov_prune.predictions.spaces import divergences
+from lyapunov_prune.pruning.removed import ChannelsGone
 from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.pruning.width import DEFAULT, SCORES, choose_channels
 
@@ -79,9 +80,10 @@ def measure(given: Inputs, remove: float, optipfair: Path | None) -> WidthOnOneT
             rows.append(compared(way, False, stay, changed, dense, evaluation.ids))
     for score in SCORES:
         plan = choose_channels(decoder, given.calibration, remove, score=score)
-        width, kept = plan.width, plan.width - plan.channels_gone
+        assert isinstance(plan.gone, ChannelsGone)
+        width, kept = plan.gone.width, plan.gone.width - plan.gone.fewer
         halves = apart(read(decoder, given.calibration), of=2, most=None)
-        _, weights = refit_blocks(decoder, plan.kept_channels, halves[0])
+        _, weights = refit_blocks(decoder, plan.gone.kept_channels, halves[0])
         for refits in ({}, weights):
             changed = cut(decoder, Operation(plan, refits=refits), shared=True).model
             rows.append(compared(score, bool(refits), kept, changed, dense, evaluation.ids))

@@ -30,6 +30,7 @@ from lyapunov_prune.pruning.counting import held_by, shares_leaving
 from lyapunov_prune.pruning.edit import edit_of
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import refits_of
+from lyapunov_prune.pruning.removed import ChannelsGone, ExpertsGone
 from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.pruning.width import channel_costs, multiple_of
 from lyapunov_prune.ranking.counts import most_not_over
@@ -133,7 +134,15 @@ def filled(
 
     def without(number: int) -> PruningPlan:
         further = order(counts[number - 1])
-        return further if layers is None else layers.followed_by(further)
+        if layers is None:
+            return further
+        assert isinstance(further.gone, ChannelsGone | ExpertsGone)
+        both = replace(
+            layers,
+            gone=further.gone.beside(layers.remove),
+            criterion=f"{layers.criterion}, then {further.criterion}",
+        )
+        return both.seen_on(*further.measured_on)
 
     short = most_not_over(lambda number: leaving(reading, without(number)) >= wanted, len(counts))
     return without(short + 1) if short < len(counts) else None
@@ -198,7 +207,7 @@ def measure(given: Inputs, remove: float, criterion: str, what: Split) -> WidthA
     print(weighed, flush=True)
     made = [Operation(plan) for plan in weighed.plans]
     chosen = weighed.plans[weighed.chosen]
-    if chosen.channels:
+    if isinstance(chosen.gone, ChannelsGone):
         refits, _ = refits_of(decoder, chosen, calibration.batch, second_text(calibration))
         made += [Operation(chosen, refits=refits)] if refits else []
     shorter = [Reading(cut(decoder, each, shared=True), held_out.batch) for each in made]
@@ -224,8 +233,8 @@ def written() -> dict[str, str]:
         "over the dense",
     )
     found = {f"{name} beside layers": beside_layers(r) for name, r in results.items()}
-    for parts, before in (("channels", ""), ("experts", "experts ")):
-        of = [r for r in results.values() if any(getattr(plan, parts) for plan in r.weighed.plans)]
+    for parts, before in ((ChannelsGone, ""), (ExpertsGone, "experts ")):
+        of = [r for r in results.values() if any(isinstance(plan.gone, parts) for plan in r.weighed.plans)]
         found[f"{before}setting"] = bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in of))
         found[f"{before}table"] = table(head, [row for r in of for row in _rows(r)])
     return found
@@ -259,10 +268,10 @@ def _rows(result: WidthAndDepth) -> Iterator[tuple[object, ...]]:
 
 
 def _parts(plan: PruningPlan) -> str:
-    if plan.channels:
-        return f"{plan.channels_gone} of {plan.width:,} channels"
-    count = max(map(len, plan.experts), default=0)
-    return f"{count} expert{'s' * (count > 1)}" if count else "none"
+    gone = plan.gone
+    if isinstance(gone, ChannelsGone):
+        return f"{gone.fewer} of {gone.width:,} channels"
+    return f"{gone.fewer} expert{'s' * (gone.fewer > 1)}" if isinstance(gone, ExpertsGone) else "none"
 
 
 if __name__ == "__main__":

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import Model, run_command
-from experiments.small import MODELS, Changed, changed, keep, kl_of, over
+from experiments.small import MODELS, Changed, changed, gone, keep, kl_of, over
 from experiments.statements import bullets, counted, ratio, short, table
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.refit import refit_blocks
+from lyapunov_prune.pruning.removed import ChannelsGone
 from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.pruning.width import choose_channels
 from lyapunov_prune.ranking.counts import What
@@ -49,8 +50,9 @@ def narrower(found: Changed) -> list[str]:
             def make(eighths: int = eighths, way: str = way) -> tuple[PreTrainedModel, dict[str, Any]]:
                 plan = choose_channels(decoder, text, eighths / 8)
                 fitting = apart(read(decoder, text), of=2, most=None)[0]
-                refits = refit_blocks(decoder, plan.kept_channels, fitting)[1] if way == "refitted" else {}
-                return cut(decoder, Operation(plan, refits=refits)).model, {"channels": plan.channels_gone}
+                refits = refit_blocks(decoder, plan.gone.kept_channels, fitting)[1] if way == "refitted" else {}
+                assert isinstance(plan.gone, ChannelsGone)
+                return cut(decoder, Operation(plan, refits=refits)).model, {"channels": plan.gone.fewer}
 
             found.add(names[-1], make)
     return names
@@ -72,7 +74,7 @@ def fewer(found: Changed) -> list[str]:
 
             def make(what: What = what, criterion: str = criterion, count: int = count) -> tuple[PreTrainedModel, Any]:
                 plan = ranking(what, criterion).plan(count)
-                return lp.remove_layers(model, plan), {"layers": list(plan.remove), "experts": list(plan.experts)}
+                return lp.remove_layers(model, plan), gone(plan)
 
             found.add(names[-1], make)
     return names

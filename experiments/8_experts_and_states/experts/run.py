@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import Model, run_command
-from experiments.small import MODELS, Changed, changed, keep, kl_of, over
+from experiments.small import MODELS, Changed, changed, gone, keep, kl_of, over
 from experiments.statements import bullets, counted, percent, short, table
 from lyapunov_prune.bounds.check import check_written
 from lyapunov_prune.models.mixtures import find_mixtures
 from lyapunov_prune.profiles import expert_use
+from lyapunov_prune.pruning.removed import ExpertsGone
 
 HERE = Path(__file__).parent
 FILE = HERE / "experts.json"
@@ -66,13 +67,9 @@ def removed(found: Changed) -> list[str]:
                 layer: tuple(sorted(torch.randperm(mixtures.router.experts, generator=generator)[:count].tolist()))
                 for layer in mixtures.layers
             }
-            plan = lp.PruningPlan.given(model, experts=drawn)
+            plan = lp.PruningPlan.given(model, ExpertsGone((), drawn))
             found.add(names[-1], lambda plan=plan: (lp.remove_layers(model, plan), gone(plan)))
     return names
-
-
-def gone(plan: lp.PruningPlan) -> dict[str, Any]:
-    return {"layers": list(plan.remove), "experts": [list(each) for each in plan.experts]}
 
 
 def compressed(found: Changed) -> list[str]:
@@ -101,7 +98,8 @@ def healed(found: Changed) -> list[str]:
         def make(cut: str = cut) -> tuple[PreTrainedModel, dict[str, Any]]:
             lost = found.store[cut]
             experts = {layer: tuple(each) for layer, each in enumerate(lost["experts"]) if each}
-            student = lp.remove_layers(model, lp.PruningPlan.given(model, lost["layers"], experts=experts))
+            goes = ExpertsGone(tuple(lost["layers"]), experts) if experts else lost["layers"]
+            student = lp.remove_layers(model, lp.PruningPlan.given(model, goes))
             done = lp.heal(student, model, text, **HEALING)
             return done.model, {"kept": done.report.kept}
 

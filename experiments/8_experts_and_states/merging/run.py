@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import Model, run_command
-from experiments.small import MODELS, Changed, changed, keep, kl_of, over
+from experiments.small import MODELS, Changed, changed, gone, keep, kl_of, over
 from experiments.statements import bullets, interval, table
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.models.hooked import hooked
@@ -58,7 +58,7 @@ def main(model: Model = Model(str(MODELS / "mixture"))) -> None:
 def add(found: Changed, names: list[str], plan: lp.PruningPlan, tokens: np.ndarray, states: Any) -> None:
     dense = found.given.loaded.model
     for name, into in zip(names, ({}, groups(dense, plan, states)), strict=True):
-        listed = {"experts": [list(each) for each in plan.experts], "into": {i: list(g) for i, g in into.items()}}
+        listed = {"experts": gone(plan)["experts"], "into": {i: list(g) for i, g in into.items()}}
 
         def make(into: Any = into, listed: Any = listed) -> tuple[PreTrainedModel, dict[str, Any]]:
             return merged(dense, plan, into, tokens), listed
@@ -88,12 +88,12 @@ def groups(model: PreTrainedModel, plan: lp.PruningPlan, states: dict[int, torch
     Near is a large cosine between the outputs of two experts for all tokens of `states`, whoever gets them.
     """
     into = {}
-    for layer, gone in plan.experts_gone.items():
+    for layer, leaving in plan.gone.experts_gone.items():
         outputs = torch.stack([output(*parts, states[layer]).flatten() for parts in matrices(model, layer)])
         outputs = torch.nn.functional.normalize(outputs, dim=1)
         near = outputs @ outputs.T
-        near[:, list(gone)] = -torch.inf
-        into[layer] = tuple(near[list(gone)].argmax(1).tolist())
+        near[:, list(leaving)] = -torch.inf
+        into[layer] = tuple(near[list(leaving)].argmax(1).tolist())
     return into
 
 
@@ -108,12 +108,14 @@ def merged(
     """
     pruned = lp.remove_layers(model, plan)
     for layer, stays in into.items():
-        gone, parts = plan.experts_gone[layer], matrices(model, layer)
-        kept = [e for e in range(len(parts)) if e not in gone]
+        leaving, parts = plan.gone.experts_gone[layer], matrices(model, layer)
+        kept = [e for e in range(len(parts)) if e not in leaving]
         experts: Any = find_structure(pruned).layers[layer].get_submodule("mlp.experts")
         for expert in set(stays):
             members = [(expert, parts[expert])]
-            members += [(g, aligned(parts[g], parts[expert])) for g, e in zip(gone, stays, strict=True) if e == expert]
+            members += [
+                (g, aligned(parts[g], parts[expert])) for g, e in zip(leaving, stays, strict=True) if e == expert
+            ]
             share = tokens[layer, [e for e, _ in members]] + 1e-9  # nobody may have got a token
             gate, up, down = (
                 sum(w * each[k] for w, (_, each) in zip(share / share.sum(), members, strict=True)) for k in range(3)

@@ -107,7 +107,8 @@ def _prune_in_memory(
     from lyapunov_prune.export.pruned import write_pruned
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_weights
-    from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
+    from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.pruning.removed import ChannelsGone, LayersGone, PartsGone
 
     mend = removal.mend
     if mend and "text" not in given:  # see experiments/6_recovery
@@ -116,13 +117,14 @@ def _prune_in_memory(
     loaded, batch = load_inputs(model, inputs, plan=given_plan)
     require_weights(loaded.model, "unquantised")  # before anything is measured
     require_whole(loaded.model)
-    narrower = removal.what == "width" or (isinstance(given_plan, PruningPlan) and bool(given_plan.channels))
+    narrower = removal.what == "width" or isinstance(getattr(given_plan, "gone", None), ChannelsGone)
     if not (mend or narrower):
         given.refuse(UNJUDGED, "judge")
     judged = load_judge(removal.judge, loaded, batch, inputs) if mend or narrower else None
     if removal.layers is not None:
-        named: dict[str, Any] = {FIELDS[removal.what]: layer_indices("--layers", removal.layers)}
-        plan = PruningPlan.given(loaded, **named, reduction=DEFAULT if removal.what == "activation" else None)
+        named = tuple(layer_indices("--layers", removal.layers))
+        parts = {"attention": PartsGone((), named), "activation": PartsGone((), (), named, DEFAULT)}
+        plan = PruningPlan.given(loaded, parts.get(removal.what, LayersGone(named)))
     elif given_plan is not None:
         plan = plan_for(loaded, given_plan)
     else:

@@ -52,7 +52,7 @@ class Plain(Format):
         from lyapunov_prune.results.history import HISTORY, history_of
 
         assert not isinstance(made.batch, ImageBatch)  # `require_plan`
-        remedy = made.operation.plan.remedy
+        remedy = made.operation.plan.gone.remedy
         save(made.pruned.model, made.tokenizer, folder, remedy)
         gate = check_removal(made.decoder, made.pruned, made.operation, made.batch, folder)
         gate.require_passed(remedy=remedy)
