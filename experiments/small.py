@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from experiments.common import Inputs, Model, inputs, plain
 from experiments.divergences import divergences, finals, losses
-from experiments.statements import interval, ratio
-from lyapunov_prune.evaluation.perplexity import interval_of
+from experiments.statements import mean, ratio
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.files import write_whole
@@ -86,9 +85,7 @@ def rounded(value: Any) -> Any:
 
 def kl_of(rows: list[dict[str, Any]]) -> str:
     """The mean KL with its interval over windows; of several models the mean of them."""
-    windows = np.mean([row["kl"] for row in rows], 0)
-    low, high = (float(x) for x in np.log(interval_of(windows)))
-    return interval(float(windows.mean()), low, high)
+    return mean(np.mean([row["kl"] for row in rows], 0))
 
 
 def over(row: dict[str, Any], dense: list[float]) -> str:

@@ -13,6 +13,7 @@ from itertools import groupby
 import numpy as np
 from scipy import stats
 
+from lyapunov_prune.evaluation.judging import compare
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -92,6 +93,12 @@ def ranked(rank: float, n: int) -> str:
 def interval(value: float, low: float, high: float) -> str:
     """`1.82 (1.65–1.99)`; the value alone where it has no interval."""
     return f"{short(value)} ({short(low)}–{short(high)})" if np.isfinite(low) else short(value)
+
+
+def mean(values: np.ndarray) -> str:
+    """A mean over windows in the order of their text, with its interval (`judging.compare`)."""
+    found = compare(np.zeros(len(values)), values)
+    return interval(found.change, found.low, found.high)
 
 
 def ratio(losses: np.ndarray) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy import stats
 
 from lyapunov_prune.arguments import Count
+from lyapunov_prune.evaluation.judging import POWER, compare
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import Sum, loss_sum, mean_over
@@ -24,7 +24,7 @@ from lyapunov_prune.results.wording import between
 class Perplexity(Result):
     """`exp(nll)`, with `nll` the mean negative log-likelihood in nats over `scored` tokens, float64.
 
-    `windows` holds the mean per window; `interval` is Student's 95 % interval over windows.
+    `windows` holds the mean per window, in the order of the text; intervals are those of `judging.compare`.
     """
 
     nll: float
@@ -38,7 +38,7 @@ class Perplexity(Result):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of the perplexity from the variation over windows; NaN for one window."""
+        """95 % interval of the perplexity from the variation over the text; NaN for fewer than four windows."""
         return interval_of(self.windows)
 
     def ratio_interval(self, reference: Perplexity) -> tuple[float, float]:
@@ -64,7 +64,7 @@ class Perplexity(Result):
         """One line: this model beside `reference` on the same windows, and whether they can be told apart."""
         low, high = self.ratio_interval(reference)
         ratio = self.value / reference.value
-        told = "one window cannot tell whether that is chance"
+        told = f"fewer than {POWER} windows cannot tell whether that is chance"
         if math.isfinite(low) and math.isfinite(high):
             word = "worse" if low > 1 else "better" if high < 1 else "not told apart on this text"
             told = f"{between(low, high)}, paired by window: {word}"
@@ -94,12 +94,10 @@ def require_finite_losses(reading: Reading, losses: np.ndarray) -> None:
 
 
 def interval_of(nll: np.ndarray) -> tuple[float, float]:
-    """Exponential of Student's 95 % interval of the mean."""
-    if len(nll) < 2:
-        return (float("nan"), float("nan"))
-    with np.errstate(over="ignore", invalid="ignore"):  # losses of a broken model may be infinite
-        half = stats.t.ppf(0.975, len(nll) - 1) * stats.sem(nll)
-        return (float(np.exp(nll.mean() - half)), float(np.exp(nll.mean() + half)))
+    """Exponential of the 95 % interval of the mean over windows in the order of their text (`judging.compare`)."""
+    told = compare(np.zeros(len(nll)), nll)
+    with np.errstate(over="ignore"):  # losses of a broken model may be huge
+        return (float(np.exp(told.low)), float(np.exp(told.high)))
 
 
 @runs_model

@@ -38,5 +38,7 @@ def bars(values: np.ndarray) -> str:
 
 
 def between(low: float, high: float) -> str:
-    """A 95 % interval in words; for one window, that there is none."""
-    return f"95 % interval {low:.3g} to {high:.3g}" if np.isfinite([low, high]).all() else "no interval: one window"
+    """A 95 % interval of a loss over windows in words; if it is NaN, that there are too few windows for one."""
+    if np.isfinite([low, high]).all():
+        return f"95 % interval {low:.3g} to {high:.3g}"
+    return "no interval: too few windows"

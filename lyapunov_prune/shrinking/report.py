@@ -17,6 +17,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Reported, Result
+from lyapunov_prune.results.wording import between
 
 REPORT = "shrink.json"  # the file's name beside the weights
 
@@ -161,11 +162,10 @@ def main_score(scores: list[TaskScore]) -> TaskScore:
 
 def _ratio(pair: Sequence[Perplexity], why: str) -> str:
     dense, smaller = pair
-    low, high = smaller.ratio_interval(dense)
-    on = smaller.measured_on
+    on, told = smaller.measured_on, between(*smaller.ratio_interval(dense))
     return (
-        f"Perplexity {dense.value:.4g} → {smaller.value:.4g} (× {smaller.value / dense.value:.3f}, 95% {low:.3f} to "
-        f"{high:.3f}) on {on.tokens:,} tokens of {on.text} {why}"
+        f"Perplexity {dense.value:.4g} → {smaller.value:.4g} (× {smaller.value / dense.value:.3g}, {told}) on "
+        f"{on.tokens:,} tokens of {on.text} {why}"
     )
 
 

@@ -57,7 +57,7 @@ def test_a_model_that_knows_nothing_scores_its_vocabulary(ids: torch.Tensor) -> 
     model = make_tiny("llama")
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    found = perplexity(model, ids)
+    found = perplexity(model, ids.repeat(2, 1))
     assert found.value == pytest.approx(97)
     assert found.interval == pytest.approx((97, 97))
 
@@ -69,17 +69,21 @@ def test_windows_are_scored_on_their_own(llama: PreTrainedModel, ids: torch.Tens
 
 
 def test_the_ratio_is_paired_by_window(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    found = perplexity(llama, ids)
+    found = perplexity(llama, ids.repeat(2, 1))
     assert found.ratio_interval(found) == (1, 1)
-    assert np.isnan(perplexity(llama, ids[:1]).interval).all()
+    few = perplexity(llama, ids[:3])
+    assert np.isnan([few.interval, few.ratio_interval(few)]).all()
+    assert "no interval" in few.answer()[0]
+    assert "cannot tell" in few.against(few)
 
 
-def test_the_intervals_are_students_over_windows(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    first = replace(perplexity(llama, ids), windows=np.array([1.0, 1.5, 3.5]))
-    second = replace(first, windows=np.array([1.25, 2.0, 3.75]))
-    alone = stats.ttest_1samp(second.windows, 0).confidence_interval()
+def test_the_intervals_are_students_over_four_blocks_of_windows(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    first = replace(perplexity(llama, ids), windows=np.array([1.0, 1.5, 3.5, 3.0, 2.0, 1.0, 2.5, 0.5]))
+    second = replace(first, windows=np.array([1.25, 2.0, 3.75, 3.0, 2.5, 1.5, 2.0, 0.75]))
+    one, other = (each.windows.reshape(4, 2).mean(1) for each in (first, second))
+    alone = stats.ttest_1samp(other, 0).confidence_interval()
     assert second.interval == pytest.approx((np.exp(alone.low), np.exp(alone.high)))
-    paired = stats.ttest_rel(second.windows, first.windows).confidence_interval()
+    paired = stats.ttest_rel(other, one).confidence_interval()
     assert second.ratio_interval(first) == pytest.approx((np.exp(paired.low), np.exp(paired.high)))
 
 

@@ -15,6 +15,12 @@ from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
 
 
 @pytest.fixture
+def ids(ids: torch.Tensor) -> torch.Tensor:
+    """Four windows: fewer have no interval, and NaN equals nothing."""
+    return ids.reshape(4, 30)
+
+
+@pytest.fixture
 def plans(llama: PreTrainedModel) -> dict[str, list[PruningPlan]]:
     one, two, other = (PruningPlan.given(llama, layers) for layers in ([2], [2, 3], [4]))
     return {"rho": [one, two], "bi": [other, two]}

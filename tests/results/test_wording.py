@@ -26,6 +26,6 @@ def test_there_is_a_bar_a_layer_and_the_largest_is_the_tallest() -> None:
     assert bars(np.array([2.0, 2.0])) == "0 ▁▁"
 
 
-def test_an_interval_of_one_window_is_none() -> None:
+def test_too_few_windows_have_no_interval() -> None:
     assert "1.2 to 1.4" in between(1.2, 1.4)
-    assert "to" not in between(float("nan"), 1.4)
+    assert "no interval" in between(float("nan"), 1.4)

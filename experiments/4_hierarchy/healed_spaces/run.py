@@ -16,12 +16,11 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 import typer
-from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import Learnt, Model, Scored, run_command
-from experiments.statements import bullets, interval, ratio, runs, table
+from experiments.statements import bullets, mean, ratio, runs, table
 from experiments.unseen import OnUnseenText, recovered, two_texts
 from lyapunov_prune.ranking.table import DEFAULT
 from lyapunov_prune.results.encoding import encode
@@ -118,14 +117,8 @@ def spaces(found: HealedSpaces) -> str:
     return table(head, rows)
 
 
-def mean(values: np.ndarray) -> str:
-    """With Student's interval over prompts."""
-    half = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
-    return interval(float(values.mean()), float(values.mean()) - half, float(values.mean()) + half)
-
-
 def amplified(state: Spaces) -> np.ndarray:
-    """The logarithm, prompt by prompt, of how much more the probabilities turn than the state."""
+    """The logarithm, prompt by prompt in order, of how much more the probabilities turn than the state."""
     return np.log(state.turned[:, 2] / state.turned[:, 0])
 
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from experiments.common import Model, plain, read_text, run_command
 from experiments.hierarchies import interval, patterned, share_kept, taken
-from experiments.statements import bullets, percent, ratio, table
+from experiments.statements import bullets, percent, table
 from experiments.statements import interval as said
 from lyapunov_prune.data.choices import ChoiceItem, load_items
 from lyapunov_prune.data.text import adds_bos
@@ -148,19 +148,24 @@ def in_percent(values: np.ndarray) -> str:
     return f"{said(*(100 * interval(values)))} %"
 
 
+def perplexity(losses: np.ndarray) -> str:
+    """`exp` of the mean over questions of a loss, or of a difference of losses, with its interval."""
+    return said(*np.exp(interval(losses)))
+
+
 def patterns(found: Patterns) -> str:
     answer = ("perplexity of the answer", "× the row before")
     head = ("", "right", "− dense, points", "the dense option taken", *answer, "dense text kept")
     dense = found.rows[0]
     right = in_percent(found.right(dense))
-    rows: list[tuple[object, ...]] = [("dense", right, None, None, ratio(dense.losses), None, None)]
+    rows: list[tuple[object, ...]] = [("dense", right, None, None, perplexity(dense.losses), None, None)]
     for method in METHODS:
         before = dense
         for pattern in PATTERNS:
             row = found.row(f"{method} {pattern}")
             change = said(*(100 * interval(found.right(row) - found.right(dense)))).replace("-", "−")
             same = in_percent((row.taken == dense.taken).astype(float))
-            worse = f"{ratio(row.losses - dense.losses)} × dense", ratio(row.losses - before.losses)
+            worse = f"{perplexity(row.losses - dense.losses)} × dense", perplexity(row.losses - before.losses)
             rows.append((row.model, in_percent(found.right(row)), change, same, *worse, in_percent(found.kept(row))))
             before = row
     return table(head, rows)
