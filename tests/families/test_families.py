@@ -42,11 +42,15 @@ def test_no_feature_is_wrong() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_is_no_worse_than_the_table_says(name: str) -> None:
-    was, now = load_table()[name], judge(name)
+    was = load_table()[name]
+    # Where all sets had one verdict, the two that hold every place of a layer and every distance stand for the others.
+    alike = len(set(was["removals"].values())) == 1
+    sets = ("two apart (2, 5)", "all but one (2)") if alike else tuple(was["removals"])
+    now = judge(name, sets)
     for part in ("control", "measured", "checked"):
         assert now[part] == YES or was[part] != YES, f"{name}, {part}: {now[part]}"
-    for label, verdict in was["removals"].items():
-        found = now["removals"].get(label, "not tried")
+    for label in sets:
+        verdict, found = was["removals"][label], now["removals"].get(label, "not tried")
         assert found == YES or verdict != YES, f"{name}, {label}: {found}"
         assert not found.startswith(WRONG), f"{name}, {label}: {found}"
     for part in ("measured", "checked"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict
 
@@ -72,8 +73,8 @@ class Row(TypedDict):
     features: dict[str, str]
 
 
-def judge(name: str) -> Row:
-    """Build the family, run its intact control, and put it through every removal and the measurements."""
+def judge(name: str, sets: Iterable[str] = tuple(REMOVALS)) -> Row:
+    """Build the family, run its intact control, and put it through the removals of `sets` and the measurements."""
     row = Row(
         model_class=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type_of(name)],
         control=YES,
@@ -89,7 +90,7 @@ def judge(name: str) -> Row:
         return row
     row["control"] = _control(model)
     if row["control"] == YES:
-        row["removals"] = {label: _removal(model, layers) for label, layers in REMOVALS.items()}
+        row["removals"] = {label: _removal(model, REMOVALS[label]) for label in sets}
         row["measured"] = _measured(model)
         row["checked"] = _checked(model)
     return row
