@@ -5,7 +5,7 @@
   ranked and removed; `records`: how typer takes a record; `checks`: what an
   option names, looked for before torch is imported; `choices`: the names that options take; `inputs`: what
   commands make of them;
-- `sized`: what `--size` writes; `plans`: the plan that a file holds, and files that are pruned by one;
+- `plans`: the plan that a file holds, and files that are pruned by one;
 - `jobs`: where unfinished work is kept; `terminal`: how results appear; `failures`: how a command that failed ends;
 - `demo`: the whole job on the built-in model.
 

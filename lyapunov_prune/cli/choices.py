@@ -11,7 +11,6 @@ from lyapunov_prune.export.table import formats_of
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.ranking.table import CRITERIA
 
-Along = Literal["depth", "sublayers"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 
 if TYPE_CHECKING:

@@ -22,11 +22,8 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.pruning.mergekit import MergekitSlices
     from lyapunov_prune.pruning.plan import PruningPlan
     from lyapunov_prune.results.result import Result
-    from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 _AT_ONCE = 4096  # tokens of a forward on a GPU
-_JACOBIAN_TOKENS = 64
-_JACOBIAN = {"steps": 12, "probes": 8, "seed": 0}
 
 
 def load_inputs(
@@ -100,40 +97,6 @@ def load_prompted(model: str, inputs: Inputs, prompts: Path | None, given: Given
     )
     loaded = inputs.load(model)
     return loaded, load_prompts(prompts, loaded.tokenizer)
-
-
-def measure_activations(run: Path, loaded: Decoder, batch: TokenBatch, batch_size: int) -> None:
-    """Activations on the whole batch, Jacobian norms on the start of its first window: they cost far more a token."""
-    from lyapunov_prune.profiles.activations import ActivationStatistics, activation_statistics
-    from lyapunov_prune.profiles.jacobian import JacobianNorms, sublayer_jacobians
-    from lyapunov_prune.results.store import once
-
-    once(
-        run / "activations.json",
-        ActivationStatistics,
-        batch.measured_on(loaded.model),
-        {},
-        lambda: activation_statistics(loaded.model, batch, batch_size=batch_size),
-    )
-    few = replace(batch, ids=batch.ids[:1, :_JACOBIAN_TOKENS])
-    once(
-        run / "jacobian.json",
-        JacobianNorms,
-        few.measured_on(loaded.model),
-        _JACOBIAN,
-        lambda: sublayer_jacobians(loaded.model, few, **_JACOBIAN),
-    )
-
-
-def measure_drift(run: Path, found: Sensitivity, contraction: ContractionProfile) -> None:
-    """Whether the later values of ρ predict the drift of single components; drift.json."""
-    from lyapunov_prune.progress import warn
-    from lyapunov_prune.sensitivity.amplification import amplification_drift
-
-    if contraction.above_floor.any():
-        amplification_drift(found, contraction).save(run / "drift.json")
-    else:
-        warn("drift.json is left out, because every rho is below the rounding floor; load the model in float32")
 
 
 def require_bounds(hold: bool, violated: int, where: Path) -> None:

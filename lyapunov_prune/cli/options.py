@@ -198,15 +198,6 @@ Judge = Annotated[
 Seeds = Annotated[int, what_option(min=1, help="Number of random perturbations to average over.")]
 Items = Annotated[int | None, what_option("--limit", min=1, help="Number of items of each task; default: all.")]
 
-Size = Annotated[
-    str | None,
-    what_option(
-        "--size",
-        metavar="300MB|50%|4.5bpw",
-        help="Instead: the best .gguf file of this size, by a type for every matrix. %: of the weights in 16 bits; "
-        "bpw: bits a weight. Needs the extra engines.",
-    ),
-]
 Spend = Annotated[
     float | None,
     ABOVE_ZERO,

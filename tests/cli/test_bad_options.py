@@ -120,8 +120,8 @@ def test_what_is_decoded_has_to_fit_the_context_too(run_bad: Callable[..., str])
 
 
 def test_an_unknown_choice(run_bad: Callable[..., str]) -> None:
-    told = run_bad(*COMMANDS["profile"], "--along", "width")
-    assert "'width' is not one of 'depth', 'sublayers'" in told
+    told = run_bad(*COMMANDS["profile"], "--dtype", "int8")
+    assert "'int8' is not one of 'float32'" in told
 
 
 @pytest.mark.parametrize(

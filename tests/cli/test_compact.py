@@ -91,7 +91,7 @@ def test_eval_gives_the_perplexity_of_the_hooked_original(
 def test_profile_gives_the_rho_of_the_hooked_original(
     small: Path, hooked: PreTrainedModel, run: Callable[..., Done], batch: TokenBatch
 ) -> None:
-    done = run("profile", "small", *TEXT, "--seeds", "1", "--along", "sublayers")
+    done = run("profile", "small", *TEXT, "--seeds", "1")
     assert done.code == 0, done.err
     profile = LayerProfile.load("runs/small/profile.json")
     wanted = lp.measure_contraction(hooked, batch, seeds=(0,))

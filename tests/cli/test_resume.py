@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from helpers import QUICK, TEXT, Done
 
-from lyapunov_prune.cli import inputs
-from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
@@ -61,12 +59,3 @@ def test_no_profile_is_taken_of_other_settings(other: list[str], run: Callable[.
     assert OWN.read_bytes() == wanted
     again = Sensitivity.load("run/sensitivity.json").scores
     assert {name: values.tolist() for name, values in again.items()} == {k: v.tolist() for k, v in scores.items()}
-
-
-def test_no_jacobian_is_taken_of_fewer_steps(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setitem(inputs._JACOBIAN, "steps", 3)
-        run(*SENSITIVITY, "--why")
-    assert JacobianNorms.load("run/jacobian.json").steps == 3
-    assert "run/jacobian.json" in run(*SENSITIVITY, "--why").changed
-    assert JacobianNorms.load("run/jacobian.json").steps == 12

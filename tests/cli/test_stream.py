@@ -95,7 +95,6 @@ def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["profile", "tiny", "--along", "sublayers"], "--along sublayers needs the model in memory"),
         (
             ["rank", "tiny", "--criterion", "kl", "--what", "attention"],
             "criterion kl runs the model once for every layer",

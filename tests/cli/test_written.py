@@ -23,7 +23,6 @@ from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import remove_layers
-from lyapunov_prune.sensitivity import AmplificationDrift
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 # What the commands write.
@@ -150,23 +149,6 @@ def test_sensitivity_rounds(run: Callable[..., Done], run_bad: Callable[..., str
     assert "magnitude takes no bits" in run_bad("sensitivity", "tiny", "--bits", "3", *TEXT)
     assert "rtn cannot take bits 1" in run_bad(*rtn, "--bits", "1")
     assert "no effect on removal" in run_bad("sensitivity", "tiny", "--study", "removal", "--method", "rtn", *TEXT)
-
-
-def test_sensitivity_why_measures_what_may_explain_it(run: Callable[..., Done]) -> None:
-    arguments = ["sensitivity", "tiny", "--study", "removal", "--why", "-o", "run", *TEXT]
-    done = run(*arguments)
-    assert (done.code, done.err) == (0, "")
-    assert {"run/activations.json", "run/jacobian.json"} <= done.changed
-    assert not run(*arguments).changed
-
-
-def test_why_of_groups_holds_their_drift_against_the_later_layers(run: Callable[..., Done]) -> None:
-    arguments = ["sensitivity", "tiny", "--study", "group", "--why", "-o", "run", *TEXT]
-    assert "run/drift.json" in run(*arguments).changed
-    drift, found = AmplificationDrift.load("run/drift.json"), Sensitivity.load("run/sensitivity.json")
-    assert drift.drift.tolist() == found.of("group").drift.tolist()
-    assert drift.amplification["energy"].tolist() == found.scores["amplification"].tolist()
-    assert not run(*arguments).changed
 
 
 def test_report_draws_a_run_again(run: Callable[..., Done]) -> None:

@@ -23,7 +23,6 @@ from lyapunov_prune.cli.options import (
     Inputs,
     Method,
     Model,
-    Size,
     Sparsity,
     Spend,
     Stored,
@@ -31,7 +30,6 @@ from lyapunov_prune.cli.options import (
     TextOptions,
 )
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.sized import write_sized
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.export.table import FORMATS, require_streamed_format
@@ -50,7 +48,6 @@ def compress(
     sparsity: Sparsity = None,
     max_kl: Spend = None,
     bits: Bits = None,
-    size: Size = None,
     allocation: Allocation = "uniform",
     group_size: GroupSize = None,
     format: Stored = "plain",
@@ -65,12 +62,7 @@ def compress(
     bits of rtn and gptq as packed integers: the checkpoint is smaller, and faster in an engine that has a kernel for
     them. With --device disk each layer is read, compressed and written before the next one.
     With --max-kl the amounts that were tried go to amounts.json; after an interruption the same command continues.
-    With --size every matrix gets the block type of llama.cpp that its share of the loss deserves, in a .gguf file.
     """
-    if size is not None:
-        others = ("method", "sparsity", "max_kl", "bits", "allocation", "group_size", "format")
-        write_sized(model, size, inputs, output, given, *others)
-        return
     share, keep_of = _share_or_pattern(sparsity)
     schedule = chosen_allocation(allocation)
     _require_amount(method, schedule, share, keep_of, bits, max_kl)

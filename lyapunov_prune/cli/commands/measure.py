@@ -7,22 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lyapunov_prune.cli import checks, choices
-from lyapunov_prune.cli.inputs import (
-    begun_run,
-    draw_report,
-    load_inputs,
-    measure_activations,
-    measure_drift,
-    require_studies,
-    run_folder,
-    windows_at_once,
-)
+from lyapunov_prune.cli import checks
+from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, require_studies, run_folder, windows_at_once
 from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import IN_MEMORY, Inputs, Method, Model, RunOptions, Seeds, counted, one_of, what_option
 from lyapunov_prune.cli.ranked import MaxKL, RankOptions, require_divergence
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.terminal import keep, note, say, show
+from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.ranking.table import require_ranks
 from lyapunov_prune.sensitivity.table import STUDIES
 
@@ -33,33 +24,18 @@ if TYPE_CHECKING:
 def profile(
     model: Model,
     *,
-    along: Annotated[
-        choices.Along,
-        what_option(
-            help="depth: from layer to layer. sublayers: also through attention and MLP (sublayer-growth.json)."
-        ),
-    ] = "depth",
     seeds: Seeds = 4,
     epsilon: Annotated[float, what_option(help="Relative size of the perturbation.")] = 1e-2,
     inputs: RunOptions = RunOptions(),
-    given: Given = Given(),
 ) -> None:
     """Measure the contraction and Block Influence of every layer; writes profile.json and figures."""
-    by_sublayer = along == "sublayers"
-    if by_sublayer:
-        inputs.require_loaded("--along sublayers")
-
     from lyapunov_prune.profiles.profile import kept_profile
-    from lyapunov_prune.profiles.sublayer_growth import sublayer_growth
 
-    run = begun_run(inputs.output, model, "profile.json", *(["sublayer-growth.json"] if by_sublayer else []))
+    run = begun_run(inputs.output, model, "profile.json")
     loaded, batch = load_inputs(model, inputs)
     batch_size = windows_at_once(loaded, inputs.context)
     drawn, path = range(seeds), run / "profile.json"
     before = path.stat().st_mtime_ns if path.exists() else None
-    growth = None
-    if by_sublayer:  # first: not every family has branches to tell apart
-        growth = sublayer_growth(loaded, batch, epsilon=epsilon, seeds=drawn, batch_size=batch_size)
     result = kept_profile(
         path,
         loaded,
@@ -70,13 +46,8 @@ def profile(
     )
     if path.stat().st_mtime_ns == before:
         note(f"{path} holds this measurement already, of the same model, text and options; delete it to measure again")
-    if growth is None:
-        draw_report(run)
-        show(result, path)
-    else:
-        keep(run, "profile", result)
-        keep(run, "sublayer-growth", growth)
-        draw_report(run)
+    draw_report(run)
+    show(result, path)
 
 
 def rank(
@@ -155,17 +126,14 @@ def sensitivity(
     method: Method = "magnitude",
     sparsity: Annotated[float, what_option(help="Share to remove, of entries or (low rank) of parameters.")] = 0.5,
     bits: Annotated[float | None, what_option(help="Bits per weight, for methods that round; default: 4.")] = None,
-    why: Annotated[
-        bool, what_option("--why", help="Also measure possible causes: rank, tails, sparsity, Jacobian norms, drift.")
-    ] = False,
     inputs: RunOptions = RunOptions(tokens=1024, context=256),
     given: Given = Given(),
 ) -> None:
     """Change one thing at a time and measure the loss: which matrices and layers are sensitive.
 
-    Writes sensitivity.json and a heat map, and the profile to compare with as sensitivity/profile.json; with --why also
-    activations.json and jacobian.json, and for the study group drift.json. If the run is interrupted, the same command
-    continues. Under `accelerate launch -m lyapunov_prune.cli` the processes share the work.
+    Writes sensitivity.json and a heat map, and the profile to compare with as sensitivity/profile.json. If the run is
+    interrupted, the same command continues. Under `accelerate launch -m lyapunov_prune.cli` the processes share the
+    work.
     """
     from lyapunov_prune.sensitivity.changes import Compression
 
@@ -183,8 +151,7 @@ def sensitivity(
     from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity
 
-    explained = ["activations.json", "jacobian.json", *(["drift.json"] if "group" in studies else [])] if why else []
-    run = begun_run(inputs.output, model, "sensitivity.json", "sensitivity/profile.json", *explained)
+    run = begun_run(inputs.output, model, "sensitivity.json", "sensitivity/profile.json")
     loaded, calibration = load_inputs(model, inputs)
     batch = inputs.batch(loaded, "evaluation")
     batch_size = windows_at_once(loaded, inputs.context)
@@ -203,9 +170,5 @@ def sensitivity(
         batch_size=batch_size,
     )
     result.save(run / "sensitivity.json")
-    if why:
-        measure_activations(run, loaded, calibration, batch_size)
-        if "group" in studies:
-            measure_drift(run, result, profile.contraction)
     draw_report(run)
     show(result, run / "sensitivity.json")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from lyapunov_prune.cli.inputs import begun_run, draw_report, load_beside, windows_at_once
+from lyapunov_prune.cli.inputs import begun_run, draw_report, load_beside, load_inputs, windows_at_once
 from lyapunov_prune.cli.jobs import jobs_folder
-from lyapunov_prune.cli.options import ABOVE_ZERO, Inputs, Judge, Model, Size, Target, counted, what_option
+from lyapunov_prune.cli.options import ABOVE_ZERO, Inputs, Judge, Model, Target, TextOptions, counted, what_option
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.sized import write_sized
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.shrinking.texts import Texts
+
+_TEXT = TextOptions("builtin", 24 * 256, 256)  # of the gradients for --size, where no option says another
+_JUDGED = 4096  # tokens that the file of --size is measured on, from the other half of the text
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,15 @@ class Goal:
             "losses in arithmetic.",
         ),
     ] = None
-    size: Size = None
+    size: Annotated[
+        str | None,
+        what_option(
+            "--size",
+            metavar="300MB|50%|4.5bpw",
+            help="Instead: the best .gguf file of this size, by a type for every matrix. %: of the weights in 16 bits; "
+            "bpw: bits a weight. Needs the extra engines.",
+        ),
+    ] = None
 
 
 def shrink(
@@ -62,8 +73,7 @@ def shrink(
     goes: every matrix gets the block type of llama.cpp that its share of the loss deserves.
     """
     if goal.size is not None:
-        given_up = ("remove", "max_kl", "max_drop", "minutes", "judge")
-        write_sized(model, goal.size, inputs, output, given, *given_up)
+        _write_sized(model, goal.size, inputs, output, given)
         return
     inputs.require_loaded("shrink", one_place=True)
 
@@ -113,6 +123,31 @@ def shrink(
     draw_report(report)
     show(done.report, None, kept=report / REPORT)
     say(f"Report: {report / 'report.html'}")
+
+
+def _write_sized(model: str, size: str, inputs: Inputs, output: Path, given: Given) -> None:
+    """Write the best GGUF file of `model` of this size."""
+    from lyapunov_prune.budget.spend import spend
+    from lyapunov_prune.budget.spent import REPORT
+    from lyapunov_prune.export.gguf import require_file
+
+    inputs.require_loaded("--size", one_place=True)
+    given.refuse(
+        "has no effect with --size, which chooses a type for every matrix; leave it out",
+        *("remove", "max_kl", "max_drop", "minutes", "judge"),
+    )
+    require_file(output)
+    run = begun_run(None, model, REPORT)
+    unsaid = {field.name: getattr(_TEXT, field.name) for field in fields(_TEXT) if field.name not in given}
+    inputs = replace(inputs, **unsaid)
+    loaded, batch = load_inputs(model, inputs)
+    judging = replace(inputs, tokens=_JUDGED, context=loaded.structure.at_most(512))
+    judge = judging.batch(loaded, "evaluation")
+    done = spend(loaded, loaded.tokenizer, size, output, batch=batch, judge=judge)
+    done.save(run / REPORT)
+    for part in (done, *done.further()):
+        show(part, None, kept=run / REPORT)
+    say(f"Written: {output}")
 
 
 def _require_fits(model: str, inputs: Inputs) -> None:
