@@ -99,10 +99,7 @@ def _tensors(reading: Reading, made: Decoder) -> tuple[dict[str, torch.Tensor], 
     require_versions(structure, other)
     why = ""
     if is_compact(compressed) and not is_compact(reading.model):
-        why = (
-            "is compact and does not store the dense model's matrices; compress or prune again with --format plain, "
-            "and check that"
-        )
+        why = "is compact and does not store the dense model's matrices; check one that is compressed as plain"
     elif other.num_layers != structure.num_layers:
         why = (
             f"has {other.num_layers} layers and the dense one {structure.num_layers}: a layer that is gone has no "

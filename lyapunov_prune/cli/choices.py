@@ -15,14 +15,12 @@ DType = Literal["float32", "bfloat16", "float16", "float64"]
 
 if TYPE_CHECKING:
     Criterion = str
-    Format = str
     Method = str
     Reduction = str
     Stored = str
     Written = str
 else:  # a type checker cannot read a registry
     Criterion = Literal[tuple(CRITERIA)]
-    Format = Literal[tuple(formats_of("prune"))]
     Method = Literal[tuple(METHODS)]
     Reduction = Literal[tuple(REDUCTIONS)]
     Stored = Literal[tuple(formats_of("compress"))]

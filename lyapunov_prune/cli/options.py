@@ -186,7 +186,6 @@ IN_MEMORY = f"needs the model in memory; leave it out, or --device {DISK}"
 Model = Annotated[
     str, checks.MODEL, typer.Argument(help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in).")
 ]
-Format = Annotated[choices.Format, output_option(**one_of(formats_of("prune"), "Format of the checkpoint."))]
 Judge = Annotated[
     str | None,
     checks.TEXT,

@@ -57,7 +57,7 @@ def _record(output: Path) -> Path | None:
 def prune_files(
     model: str,
     removal: RemovalOptions,
-    given: Path | PruningPlan | None,
+    given: PruningPlan | MergekitSlices | None,
     why: str,
     stream: bool,
     format: str,
@@ -97,7 +97,7 @@ def prune_files(
         plan = PruningPlan.given(identity, layer_indices("--layers", removal.layers))
     else:
         assert given is not None
-        plan = plan_for(identity, read_plan(given) if isinstance(given, Path) else given)
+        plan = plan_for(identity, given)
         if checkpoint is not None:
             plan = plan_for_quantised(checkpoint, plan)
         else:

@@ -37,8 +37,8 @@ What = Annotated[
             [
                 "What is removed.",
                 "layers: whole layers",
-                f"attention: that of a layer, by {_criteria_of('attention')} (prune: --format compact)",
-                "activation: only with prune --layers and --format compact",
+                f"attention: that of a layer, by {_criteria_of('attention')} (prune: a compact checkpoint)",
+                "activation: only with prune --layers (a compact checkpoint)",
                 "width: hidden channels of all blocks or experts (prune)",
                 f"experts: the same number per layer, by {_criteria_of('experts')}",
             ]

@@ -86,32 +86,23 @@ def settled(removal: RemovalOptions, given: Given) -> RemovalOptions:
     return removal
 
 
-def require_format(what: str, stored: Stored, given: Given) -> None:
-    """Raise LyapunovPruneError for a format that cannot hold what is asked for."""
-    plain = stored.name == "plain"
-    held = ("layers", *(stored.card.parts if stored.card else ()), *(("width", "experts") if plain else ()))
-    if what not in held:
-        remedy = {
-            "attention": "give --format compact",
-            "activation": "give --format compact",
-        }.get(what, "leave out --format, and convert the result with export")
-        given.refuse(f"{what} leaves what --format {stored.name} does not hold; {remedy}", "what")
+def require_held(what: str, stored: Stored, given: Given) -> None:
+    """Raise LyapunovPruneError for what the format cannot hold."""
+    if what != "layers" and stored.name == "gguf":
+        given.refuse(f"{what} removes parts of layers, which a .gguf file has; give a folder as --output", "what")
     if what != "layers" or not stored.mends:
-        given.refuse("closes the gaps of whole layers in a plain checkpoint; leave out --what and --format", "mend")
+        given.refuse("closes the gaps of whole layers; leave it out, or --what", "mend")
 
 
-def require_files(
-    removal: RemovalOptions, inputs: Inputs, stored: Stored, why: str, packed: str | None, given: Given
-) -> None:
+def require_files(removal: RemovalOptions, inputs: Inputs, why: str, packed: str | None, given: Given) -> None:
     """Raise LyapunovPruneError for options that need a model in memory."""
     measured = removal.what == "width" and removal.remove is not None and inputs.disk and not packed
     what = ["what"] if removal.what != "layers" else []
-    held = "prune" in stored.streamed
     given.refuse(
         f"needs {'plain weights' if packed else 'the model in memory'} ({why}); give --layers 3,7 or a --plan FILE of "
         f"rank{'' if packed else f' --device {DISK}'}, without it",
         *([] if measured else [*what, "remove"]),
-        *("max_kl", *([] if held else ["format"]), "mend", "judge", "dtype"),
+        *("max_kl", "mend", "judge", "dtype"),
     )
     if not measured:
         given.refuse_record(

@@ -180,8 +180,7 @@ def require_compact(decoder: Decoder, plan: PruningPlan) -> None:
     """Raise LyapunovPruneError for a plan that a compact checkpoint cannot hold, and for one that needs none."""
     if not isinstance(plan.gone, PartsGone):
         raise LyapunovPruneError(
-            "a compact checkpoint is for plans that drop attentions or activations; leave out --format, since a plain "
-            "checkpoint holds this plan"
+            "a compact checkpoint is for plans that drop attentions or activations; write this one as plain"
         )
     compact_class(decoder.model)
     _require_cuts(decoder, plan.gone.attention, plan.gone.activation, plan.remove)

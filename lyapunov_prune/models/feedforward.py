@@ -28,7 +28,7 @@ from lyapunov_prune.models.units import inside, layer_units
 
 _TOKENS = 8
 _OTHERS = "choose other layers"
-_ATTENTION = f"drop its attention (prune --what attention --format compact), or {_OTHERS}"
+_ATTENTION = f"drop its attention (prune --what attention), or {_OTHERS}"
 
 # A matrix (output × input) and the bias added to its product.
 Affine = tuple[torch.Tensor, torch.Tensor | None]

@@ -92,7 +92,7 @@ def values_without(header: Header, kept: tuple[int, ...]) -> dict[str, Value]:
         **{f"{name}.{key} names layers by number": header.read(f"{name}.{key}") for key in _BY_PLACE},
     }
     if why := first_of(wrong):
-        raise LyapunovPruneError(f"{why}; load it, and leave out --format gguf")
+        raise LyapunovPruneError(f"{why}; write a folder instead")
     _require_lengths(header)
     values = {}
     for key, value in header.values.items():

@@ -104,8 +104,8 @@ class PruningPlan(Result):
         """Raise LyapunovPruneError if a layer loses a part that a plain model has in every layer."""
         if isinstance(self.gone, PartsGone):
             raise LyapunovPruneError(
-                "a plain checkpoint holds every part of a layer that stays; give --format compact, which can lack "
-                "attentions and activations, or remove whole layers"
+                "a plain checkpoint holds every part of a layer that stays; format 'compact' can lack "
+                "attentions and activations; or remove whole layers"
             )
 
     def to_frame(self) -> pd.DataFrame:

@@ -32,7 +32,7 @@ PACK = ("compress", "tiny", "--method", "rtn", "--format", "packed", "--device",
 # What has been made before, by the name that a command reads it by.
 MADE = {
     "pruned": (*PRUNE, "--layers", "1"),
-    "compact": (*PRUNE, "--what", "attention", "--layers", "1", "--format", "compact"),
+    "compact": (*PRUNE, "--what", "attention", "--layers", "1"),
     "packed": (*PACK, "--bits", "4"),
 }
 COMMANDS = {

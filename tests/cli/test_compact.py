@@ -123,7 +123,7 @@ def test_a_ranking_of_it_and_the_plan(small: Path, run: Callable[..., Done]) -> 
     assert done.code == 0, done.err
     plan = PruningPlan.load("runs/small/plan.json")
     assert list(np.flatnonzero(np.isnan(plan.scores))) == list(ATTENTION)
-    done = run("prune", "small", "--plan", "runs/small/plan.json", "--format", "compact", "-o", "smaller", *TEXT)
+    done = run("prune", "small", "--plan", "runs/small/plan.json", "-o", "smaller", *TEXT)
     assert done.code == 0, done.err
     assert load("smaller").model.num_parameters() < load("small").model.num_parameters()
     assert run("rank", "small", "--criterion", "rho", "--remove", "2", *TEXT, "-o", "by-rho").code == 0
@@ -138,7 +138,7 @@ def test_what_is_gone_is_refused_in_one_line(small: Path, run: Callable[..., Don
         "activation": "layer 3 is merged",
     }
     for what, message in again.items():
-        options = ("--what", what, "--layers", "2,3", "--format", "compact")
+        options = ("--what", what, "--layers", "2,3")
         done = run("prune", "small", *options, "-o", "again", *TEXT)
         assert (done.code, done.changed) == (2, set())
         assert message in done.err
@@ -150,7 +150,7 @@ def test_layers_of_it_can_be_removed(small: Path, run: Callable[..., Done]) -> N
     model = load(small.parent / "smaller").model
     assert [module.layer_idx for module in model.modules() if hasattr(module, "layer_idx")] == [0, 1, 2]
     assert len(find_layers(model).layers) == 4
-    both = ("--what", "attention", "--layers", "0", "--format", "compact")
+    both = ("--what", "attention", "--layers", "0")
     assert run("prune", "smaller", *both, "-o", "smallest", *TEXT).code == 0
 
 

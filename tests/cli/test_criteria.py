@@ -30,8 +30,7 @@ def test_a_number_or_a_share_goes_by_best_if_no_criterion_is_given(
     assert run("rank", "tiny", *options, "-o", "run", *TEXT).code == 0
     plan = PruningPlan.load("run/plan.json")
     assert (plan.criterion, len(plan.touched)) == (criterion, 2)
-    compact = ("--format", "compact") if "--what" in options else ()
-    done = run("prune", "tiny", *options, *compact, "-o", "out", *TEXT)
+    done = run("prune", "tiny", *options, "-o", "out", *TEXT)
     assert done.code == 0, done.err
     assert Provenance.load("out/provenance.json").plan.touched == plan.touched
     assert ("too few to tell sets apart" in done.out) == (criterion == "best")
@@ -113,7 +112,7 @@ def test_the_budget_of_divergence_is_spent_on_parts_of_layers_too(run: Any) -> N
     assert run("rank", *bi, "--max-kl", "1000").code == 0
     assert len(PruningPlan.load("runs/tiny/plan.json").gone.attention) == 6  # every layer stays
     spent = BudgetedRemoval.load("runs/tiny/budget.json")
-    assert run("prune", *bi, "--max-kl", str(spent.kl[0]), "--format", "compact", "-o", "out").code == 0
+    assert run("prune", *bi, "--max-kl", str(spent.kl[0]), "-o", "out").code == 0
     assert Provenance.load("out/provenance.json").plan.gone.attention == spent.ranking.order[:1]
     assert "orders activations" in run("prune", *bi[:3], "--what", "activation", "--max-kl", "1", "-o", "no").err
     assert (

@@ -63,7 +63,6 @@ def test_a_plan_and_a_checkpoint_without_the_same_experts(
         (["--remove", "1", "--protect", "0"], "--protect "),
         (["--remove", "1", "--criterion", "bi"], "criterion bi is defined for"),
         (["--remove", "1", "--mend"], "--mend closes the gaps"),
-        (["--remove", "1", "--format", "compact"], "leave out --format"),
         (["--remove", "1", "--device", "disk"], "--device disk"),
     ],
 )

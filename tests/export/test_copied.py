@@ -553,7 +553,7 @@ def test_what_fits_is_pruned_in_memory(command: Callable[..., Any]) -> None:
             "--remove .*--device disk",
         ),
         (["--layers", "1", "--dtype", "float32"], "--dtype .*--device disk"),
-        (["--layers", "1", "--what", "attention", "--format", "compact"], "--what .*--device disk"),
+        (["--layers", "1", "--what", "attention"], "--what .*--device disk"),
         (["--layers", "9"], "layer 9 of"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

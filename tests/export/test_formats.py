@@ -202,10 +202,10 @@ def test_a_planted_fault_is_refused(
     [
         (PartsGone((), tuple(range(6))), "compact", "count positions"),
         (PartsGone((0,), tuple(range(1, 6))), "compact", "no attention is left"),
-        (LayersGone((1,)), "compact", "leave out format"),
+        (LayersGone((1,)), "compact", "as plain"),
         (PartsGone((), (), (1,), "identity"), "compact", "gated, .*identity"),
-        (PartsGone((), (), (1,), "affine"), "plain", "give format=.compact"),
-        (PartsGone((), (1,)), "plain", "give format=.compact"),
+        (PartsGone((), (), (1,), "affine"), "plain", "format .compact"),
+        (PartsGone((), (1,)), "plain", "format .compact"),
         (PartsGone((), (1,)), "small", "unknown format 'small'"),
     ],
 )
@@ -248,14 +248,14 @@ def test_a_reduction_needs_a_text(reader: PreTrainedModel, tokenizer: PreTrained
 
 @pytest.mark.usefixtures("_here_alone")
 def test_prune_by_hand_and_by_plan(run: Callable[..., Done]) -> None:
-    hand = ("--what", "activation", "--layers", "1,4", "--format", "compact")
+    hand = ("--what", "activation", "--layers", "1,4")
     done = run("prune", "tiny", *hand, "-o", "small", *TEXT)
     assert done.code == 0, done.err
     assert "(reduction affine) of 2 of 6" in done.out + done.err
     assert Path("small", MODULE).is_file()
     assert isinstance(find_layers(load("small").model).layers[1].mlp, nn.Linear)
     PruningPlan.given(load("tiny").model, replace(GOES, reduction="scaled")).save(Path("plan.json"))
-    assert run("prune", "tiny", "--plan", "plan.json", "--format", "compact", "-o", "smaller", *TEXT).code == 0
+    assert run("prune", "tiny", "--plan", "plan.json", "-o", "smaller", *TEXT).code == 0
     assert Provenance.load(Path("smaller") / PROVENANCE).plan.gone.reduction == "scaled"
 
 
@@ -263,11 +263,8 @@ def test_prune_by_hand_and_by_plan(run: Callable[..., Done]) -> None:
     ("options", "message"),
     [
         (["--what", "activation", "--remove", "1"], "orders activations"),
-        (["--what", "activation", "--layers", "1"], "give --format compact"),
-        (["--what", "attention", "--layers", "0,1,2,3,4,5", "--format", "compact"], "no attention is left"),
-        (["--layers", "1", "--format", "compact"], "leave out --format"),
-        (["--layers", "1", "--format", "compact", "--device", "disk"], "--format .*in memory"),
-        (["--layers", "1", "--format", "small"], "'small' is not one of"),
+        (["--what", "attention", "--layers", "0,1,2,3,4,5"], "no attention is left"),
+        (["--what", "attention", "--layers", "1", "--device", "disk"], "--what .*in memory"),
     ],
 )
 def test_bad_options(options: list[str], message: str, run: Callable[..., Done]) -> None:

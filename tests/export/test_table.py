@@ -18,7 +18,6 @@ from lyapunov_prune.export.table import FORMATS, formats_of, require_streamed_fo
 
 
 def test_the_choices_are_the_formats_that_a_command_writes() -> None:
-    assert get_args(choices.Format) == tuple(formats_of("prune"))
     assert get_args(choices.Written) == tuple(formats_of("export"))
     assert get_args(choices.Stored) == tuple(formats_of("compress"))
     written = {name: {c for c in ("prune", "export", "compress") if name in formats_of(c)} for name in FORMATS}

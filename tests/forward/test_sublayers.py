@@ -234,7 +234,7 @@ def test_ranked_planned_pruned_and_loaded(run: Callable[..., Any]) -> None:
     assert run("rank", "tiny", "--what", "attention", "--criterion", "bi", "--remove", "2", *TEXT).code == 0
     plan = PruningPlan.load("runs/tiny/plan.json")
     assert len(plan.gone.attention) == 2
-    hand, compact = ",".join(map(str, plan.touched)), ("--format", "compact")
+    hand = ",".join(map(str, plan.touched))
     given = {
         "by-plan": ("--plan", "runs/tiny/plan.json", *TEXT),
         "directly": ("--what", "attention", "--criterion", "bi", "--remove", "2", *TEXT),
@@ -242,15 +242,12 @@ def test_ranked_planned_pruned_and_loaded(run: Callable[..., Any]) -> None:
     }
     ids, logits = torch.arange(20).unsqueeze(0), []
     for name, options in given.items():
-        assert run("prune", "tiny", *options, *compact, "-o", name).code == 0
+        assert run("prune", "tiny", *options, "-o", name).code == 0
         logits.append(load(name).model(ids).logits)
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
     with silenced(wrap(dense := AutoModelForCausalLM.from_pretrained("tiny")), plan.gone.attention, ()):
         torch.testing.assert_close(dense(ids).logits, logits[0])
-    done = run("prune", "tiny", "--plan", "runs/tiny/plan.json", *TEXT, "-o", "plain")
-    assert (done.code, done.changed) == (2, set())
-    assert "--format compact" in done.err
     assert f"of layers of the original: {hand.replace(',', ', ')}." in Path("by-plan/README.md").read_text()
 
 
@@ -258,13 +255,13 @@ def test_ranked_planned_pruned_and_loaded(run: Callable[..., Any]) -> None:
     ("options", "message"),
     [
         (
-            ["--what", "attention", "--criterion", "blend", "--remove", "1", "--format", "compact"],
+            ["--what", "attention", "--criterion", "blend", "--remove", "1"],
             "blend is defined for whole layers",
         ),
         (["--what", "norms", "--remove", "1"], "'norms' is not one of"),
         (["--what", "attention", "--plan", "plan.json"], "plan.json is not there"),
         (
-            ["--what", "attention", "--criterion", "bi", "--remove", "7", "--format", "compact", *TEXT],
+            ["--what", "attention", "--criterion", "bi", "--remove", "7", *TEXT],
             "remove 7 of 6 layers",
         ),
     ],

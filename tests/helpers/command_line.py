@@ -61,7 +61,7 @@ TEXT = ["--tokens", "128", "--context", "64"]
 WRITERS = [
     ["prune", "tiny", "--layers", "1", *TEXT],
     ["prune", "tiny", "--layers", "1", "--device", "disk"],
-    ["prune", "tiny", "--layers", "1", "--what", "attention", "--format", "compact", *TEXT],
+    ["prune", "tiny", "--layers", "1", "--what", "attention", *TEXT],
     ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5"],
     ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--device", "disk"],
     ["compress", "tiny", "--method", "rtn", "--bits", "4", "--format", "packed"],

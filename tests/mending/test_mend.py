@@ -257,7 +257,7 @@ def test_prune_writes_a_mended_checkpoint(run: Callable[..., Done], monkeypatch:
     ("arguments", "remedy"),
     [
         (["--remove", "8", "--what", "width"], "--mend closes the gaps"),
-        (["--layers", "2,3", "--format", "compact"], "--mend closes the gaps"),
+        (["--layers", "2,3", "--what", "attention"], "--mend closes the gaps"),
         (["--layers", "2,3", "--device", "disk"], "--mend .*in memory"),
         (["--layers", "2", "--tokens", "64", "--context", "8"], "24 tokens.*86 tokens"),
         (["--layers", "0,3"], "layer 0 is removed.*before the gap"),

@@ -187,13 +187,9 @@ def test_from_the_command_line_to_a_smaller_checkpoint(run: Callable[..., Done],
         (("--remove", "2", "--criterion", "bi"), "--criterion"),
         (("--remove", "2", "--protect", "1"), "--protect"),
         (("--remove", "25%", "--mend"), "--mend"),
-        (("--remove", "25%", "--format", "compact"), "--format"),
         (("--remove", "1"), "48 channels"),
         (("--max-kl", "1"), "--max-kl applies to layers"),
         (("--layers", "1"), "--remove"),
     ):
         assert said in run_bad("prune", "tiny", "--what", "width", *given, *text, "-o", "other")
-    assert "a plain checkpoint holds" in run_bad(
-        "prune", "tiny", "--plan", "plan.json", "--format", "compact", *text, "-o", "other"
-    )
     assert "prune --what width" in run_bad("rank", "tiny", "--what", "width")

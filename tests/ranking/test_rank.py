@@ -198,7 +198,7 @@ def test_attentions_by_divergence_on_the_command_line(run: Callable[..., Any]) -
     measured = SublayerDivergence.load("runs/tiny/sublayer-divergence.json")
     plan = lp.PruningPlan.load("runs/tiny/plan.json")
     assert plan.gone == PartsGone((), tuple(sorted(np.argsort(measured.variance)[:2].tolist())))
-    assert run("prune", "tiny", *kl, "--format", "compact", "-o", "out").code == 0
+    assert run("prune", "tiny", *kl, "-o", "out").code == 0
     assert '"kl"' in Path("out/provenance.json").read_text()
 
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.cli.inputs import format_for, load_inputs, load_judge, windows_at_once
+from lyapunov_prune.cli.inputs import load_inputs, load_judge, windows_at_once
 from lyapunov_prune.cli.jobs import jobs_folder
-from lyapunov_prune.cli.options import DISK, Format, Inputs, Model, Target, layer_indices
+from lyapunov_prune.cli.options import DISK, Inputs, Model, Target, layer_indices
 from lyapunov_prune.cli.plans import plan_for, prune_files, read_plan, tell_written
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.removal import (
     UNJUDGED,
     RemovalOptions,
     require_files,
-    require_format,
+    require_held,
     require_one_choice,
     settled,
 )
@@ -36,7 +36,6 @@ def prune(
     model: Model,
     *,
     removal: RemovalOptions = RemovalOptions(),
-    format: Format = "plain",
     inputs: Inputs = Inputs(),
     output: Target,
     given: Given = Given(),
@@ -50,9 +49,9 @@ def prune(
 
     --what experts removes the same number of experts from every layer that has experts.
 
-    --what attention and activation remove a part of each layer, with --format compact: attentions are absent and a
-    block without activation is one matrix; the checkpoint is smaller and faster, and loads with this package or with
-    the module beside its weights.
+    --what attention and activation remove a part of each layer and write a compact checkpoint: attentions are absent
+    and a block without activation is one matrix; it is smaller and faster, and loads with this package or with the
+    module beside its weights.
 
     --mend fits the layer before each gap, without training, to replace the gap: on one half of the calibration text,
     and only if the other half and a second text (--judge) confirm that it helps. --criterion best then compares the
@@ -64,23 +63,23 @@ def prune(
     """
     require_one_choice(removal, given)
     removal = settled(removal, given)
-    format = format_for(output, format, given)
-    stored = FORMATS.make(format)
-    require_format(removal.what, stored, given)
+    given_plan = None if removal.plan_file is None else read_plan(removal.plan_file)
+    stored = FORMATS.make(_format(output, removal.what, given_plan))
+    require_held(removal.what, stored, given)
     if not (removal.mend or removal.what == "width" or removal.plan_file):
         given.refuse(UNJUDGED, "judge")
     stored.require_names(model, output)
-    why, packed = _why_files(model, inputs, format)
+    why, packed = _why_files(model, inputs, stored.name)
     if why:
-        require_files(removal, inputs, stored, why, packed, given)
+        require_files(removal, inputs, why, packed, given)
         from lyapunov_prune.pruning.width import choose_channels
 
-        plan: Any = removal.plan_file
+        plan = given_plan
         if removal.what == "width" and removal.remove is not None:  # with one layer in memory at a time
             plan = choose_channels(*load_inputs(model, inputs), removal.remove)
-        prune_files(model, removal, plan, why, inputs.disk, format, output)
+        prune_files(model, removal, plan, why, inputs.disk, stored.name, output)
     else:
-        _prune_in_memory(model, removal, inputs, format, output, given)
+        _prune_in_memory(model, removal, given_plan, inputs, stored.name, output, given)
 
 
 def _why_files(model: str, inputs: Inputs, format: str) -> tuple[str | None, str | None]:
@@ -97,8 +96,16 @@ def _why_files(model: str, inputs: Inputs, format: str) -> tuple[str | None, str
     return packed or too_large(model, resolve_device(inputs.device)), packed
 
 
+def _format(output: Path, what: str, plan: Any) -> str:
+    """The format that holds what goes: a .gguf file lacks whole layers alone, and a compact checkpoint lacks parts."""
+    if output.suffix == ".gguf":
+        return "gguf"
+    gone = type(getattr(plan, "gone", None)).__name__
+    return "compact" if what in ("attention", "activation") or gone == "PartsGone" else "plain"
+
+
 def _prune_in_memory(
-    model: str, removal: RemovalOptions, inputs: Inputs, format: str, output: Path, given: Given
+    model: str, removal: RemovalOptions, given_plan: Any, inputs: Inputs, format: str, output: Path, given: Given
 ) -> None:
     """Load the model and the text, choose, cut, check and write."""
     # Imported here, because files are pruned in less memory than this takes.
@@ -113,7 +120,6 @@ def _prune_in_memory(
     mend = removal.mend
     if mend and "text" not in given:  # see experiments/6_recovery
         inputs = replace(inputs, text=SELF)
-    given_plan = None if removal.plan_file is None else read_plan(removal.plan_file)
     loaded, batch = load_inputs(model, inputs, plan=given_plan)
     require_weights(loaded.model, "unquantised")  # before anything is measured
     require_whole(loaded.model)
