@@ -27,7 +27,7 @@ from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, uncached_logits
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.device import kernels
-from lyapunov_prune.models.dispatched import bring_weights, offload_folder, placement
+from lyapunov_prune.models.dispatched import placement
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.kinds import plain_attributes
@@ -71,7 +71,7 @@ def reload_check(
     place, plain = placement(pruned), not quantisation(pruned.config)
     if plain and not isinstance(place, dict):
         place = "cpu"  # only what differs is moved to the device
-    with offload_folder(place) as converted, quiet():
+    with quiet():
         loaded: Any = loading_class(pruned).from_pretrained(
             folder,
             use_safetensors=True,
@@ -80,11 +80,9 @@ def reload_check(
             output_loading_info=True,
             dtype=pruned.dtype,
             device_map=place,
-            offload_folder=converted,
             **kernels(pruned.config),
         )
-        reloaded, info = loaded
-        bring_weights(reloaded)
+    reloaded, info = loaded
     reloaded.eval()
     limit = SAME_LIMIT[pruned.dtype]
     broken = _wrong_keys(info)
@@ -202,8 +200,7 @@ asked = json.loads((here / "asked.json").read_text())
 torch.set_num_threads(asked["threads"])
 model, info = getattr(transformers, asked["loader"]).from_pretrained(
     asked["folder"], trust_remote_code=True, local_files_only=True, output_loading_info=True,
-    dtype=getattr(torch, asked["dtype"]), device_map=asked["device"], offload_folder=here / "offloaded",
-    **asked["kernels"],
+    dtype=getattr(torch, asked["dtype"]), device_map=asked["device"], **asked["kernels"],
 )
 model.eval()
 keys = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}

@@ -75,14 +75,14 @@ def one_of(table: Mapping[str, Any], *more: str) -> dict[str, str]:
     return {"metavar": "NAME", "help": "\n\n".join([*more, *lines])}
 
 
-SPREAD, DISK = "spread", "disk"  # values of --device for models that are not on one
+DISK = "disk"  # the value of --device for a model that stays in its files
 
 
 Device = Annotated[
     str,
     model_option(
-        help="cpu, cuda, cuda:1 or mps. auto: the GPU if there is one, else the CPU. spread: layers on GPUs, in memory "
-        "and on disk (not for training). disk: one layer at a time from the safetensors, for models larger than memory "
+        help="cpu, cuda, cuda:1 or mps. auto: the GPU if there is one, else the CPU. spread: layers over all GPUs "
+        "(not for training). disk: one layer at a time from the safetensors, for models larger than memory "
         "(profile, rank, prune, compress, eval, explain)."
     ),
 ]
@@ -101,7 +101,7 @@ class ModelOptions:
 
     @property
     def spread(self) -> bool:
-        return self.device == SPREAD
+        return self.device == "spread"
 
     @property
     def disk(self) -> bool:
@@ -116,13 +116,7 @@ class ModelOptions:
 
         from lyapunov_prune.models.loading import load
 
-        return load(
-            model,
-            dtype=self.dtype,
-            device="auto" if self.spread else self.device,
-            device_map="auto" if self.spread else None,
-            text_only=text_only,
-        )
+        return load(model, dtype=self.dtype, device=self.device, text_only=text_only)
 
     def require_loaded(self, what: str, *, one_place: bool = False) -> None:
         """Raise LyapunovPruneError for a model that is on disk, or not in `one_place`, where `what` needs it."""

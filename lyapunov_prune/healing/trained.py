@@ -84,7 +84,7 @@ def require_trainable(model: PreTrainedModel, called: str, rank: int | None = No
             "low-rank updates (--update-rank)"
         )
     elif is_dispatched(model):
-        why = "spread over several places, and training needs it on one; load it without a device map"
+        why = "spread over several devices, and training needs it on one; load it on one"
     if why:
         raise LyapunovPruneError(f"{called} is {why}")
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import Parsed, checked
-from lyapunov_prune.models.dispatched import bring_all
+from lyapunov_prune.models.dispatched import require_numbers
 from lyapunov_prune.models.families import Family
 from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.mixtures import Mixtures, find_mixtures
@@ -101,17 +101,16 @@ Model = PreTrainedModel | Decoder
 def wrap(model: Model, tokenizer: PreTrainedTokenizerBase | None = None) -> Decoder:
     """The handle of `model`, which all functions of this package accept in its place; a handle is returned as it is.
 
-    Weights that accelerate has offloaded are put where they can be read at any time, and packed weights into the form
-    in which they are measured.
+    Packed weights are put into the form in which they are measured.
 
     Raises LyapunovPruneError for an encoder, an encoder-decoder, a model without a list of layers, and for weights on
-    `meta`.
+    `meta`, where accelerate leaves those that it offloads.
     """
     if isinstance(model, Decoder):
         return model
     with held(model):
         if stream_of(model) is None:
-            bring_all(model)
+            require_numbers(model)
             settle(model)
         return Decoder(model, find_structure(model), tokenizer)
 
@@ -120,7 +119,7 @@ def wrap_any(model: Model) -> Decoder:
     """`wrap`, which also takes image classifiers: they have layers but no language head."""
     if isinstance(model, Decoder) or not looks_at_images(model):
         return wrap(model)
-    bring_all(model)
+    require_numbers(model)
     return Decoder(model, find_layers(model))
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.dispatched import bring_weights, offload_folder, require_placed
+from lyapunov_prune.models.dispatched import SPREAD, over_gpus
 from lyapunov_prune.models.folder import loading_errors, require_loadable
 from lyapunov_prune.models.left_out import find_left_out, keep_left_out
 from lyapunov_prune.models.quantised import (
@@ -132,25 +132,18 @@ def _load_tokenizer(where: Path, folder: Path, source: dict[str, Any]) -> PreTra
 
 def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], wanted: str) -> PreTrainedModel:
     """The model in `folder`, loaded by transformers' `auto` class; refused if a weight would have to be initialised."""
-    if isinstance(options["device_map"], dict):
+    if options["device_map"] == SPREAD:
         with loading_errors(where), quiet():
             bare = auto.from_pretrained(folder, **_PLAIN_OUTPUT, **options | {"device_map": "meta"})
-        require_placed(bare, options["device_map"])
+        options = options | {"device_map": over_gpus(bare)}
     plain = {} if "config" in options else _PLAIN_OUTPUT  # beside a config, these would reach the model's constructor
-    with offload_folder(options["device_map"]) as converted:
-        with loading_errors(where), quiet():
-            loaded: Any = auto.from_pretrained(
-                folder,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                offload_folder=converted,
-                **plain,
-                **options,
-            )
-        model, info = loaded
-        if model.dtype == torch.float64:  # the grouped kernel for fused experts lacks it
-            model.set_experts_implementation("eager")
-        bring_weights(model)
+    with loading_errors(where), quiet():
+        loaded: Any = auto.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **plain, **options
+        )
+    model, info = loaded
+    if model.dtype == torch.float64:  # the grouped kernel for fused experts lacks it
+        model.set_experts_implementation("eager")
     broken = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     why = ""
     if broken:

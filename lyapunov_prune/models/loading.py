@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.device import resolve_device
-from lyapunov_prune.models.dispatched import known_map
+from lyapunov_prune.models.dispatched import SPREAD
 from lyapunov_prune.models.families import JUDGED
 from lyapunov_prune.models.from_folder import load_bare, load_folder, quiet
 from lyapunov_prune.models.gguf import builtin_folder, load_gguf
@@ -36,19 +35,15 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     offline: bool = False,
-    device_map: Literal["auto"] | Mapping[str, int | str] | None = None,
     text_only: bool = False,
 ) -> Decoder:
     """Load a decoder and its tokenizer, in eval mode; returns the handle that every function accepts as a model.
 
     `name` is a hub id, a local folder, a `.gguf` file, or `smollm2-135m`. `dtype` is as in torch (`float32`,
-    `bfloat16`, …); None keeps the checkpoint's. `device` is as in torch, or `auto` for the GPU if there is one. Only
-    safetensors and GGUF weights are read, and no code from a checkpoint is run. LoRA adapters in a folder of
-    their own are added to the weights of their base model, which a line on stderr names.
-
-    `device_map`, instead of `device`, spreads the layers: `auto` over GPUs, then memory, then disk, as accelerate does;
-    or a place (`cpu`, `disk`, a GPU's number) for each module name. Weights on disk are read from the checkpoint's
-    files when they are accessed.
+    `bfloat16`, …); None keeps the checkpoint's. `device` is as in torch, `auto` for the GPU if there is one, or
+    `spread` for layers over all GPUs, as accelerate balances them. Only safetensors and GGUF weights are read, and no
+    code from a checkpoint is run. LoRA adapters in a folder of their own are added to the weights of their base model,
+    which a line on stderr names.
 
     A decoder inside a multimodal model is loaded with the whole model, so that a checkpoint made of it still reads
     pictures. With `text_only` only the text model is loaded, and a line on stderr names what is left out.
@@ -57,20 +52,13 @@ def load(
     """
     wanted = known_dtype(dtype)
     name = str(name)
-    options: dict[str, Any] = {"dtype": wanted or "auto"}
-    if device_map is None:
-        options["device_map"] = resolve_device(str(device))
-    else:
-        if str(device) not in ("auto", "cpu"):
-            raise LyapunovPruneError("a device map places the layers itself; leave out the device")
-        options["device_map"] = known_map(device_map)
+    place = SPREAD if device == SPREAD else resolve_device(str(device))
+    options: dict[str, Any] = {"dtype": wanted or "auto", "device_map": place}
     with status(f"loading {name}"):
         folder = None if name.endswith(".gguf") else checkpoint_folder(name, offline=offline)
         adapted = folder is not None and holds_adapters(folder)
-        if adapted and device_map is not None:
-            raise LyapunovPruneError(
-                f"{name} holds adapters, which are merged into a decoder on one device; leave out the device map"
-            )
+        if adapted and place == SPREAD:
+            raise LyapunovPruneError(f"{name} holds adapters, which are merged into a decoder on one device; give that")
         if folder is None:
             loaded = load_gguf(Path(name), options | {"dtype": wanted or torch.float32})
         elif adapted:

@@ -17,7 +17,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from lyapunov_prune.errors import LyapunovPruneError, first_of, reported
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
-from lyapunov_prune.models.dispatched import bring_weights
 from lyapunov_prune.models.experts import require_choosable
 from lyapunov_prune.models.families import FAMILIES, Family
 from lyapunov_prune.models.hooked import held
@@ -281,7 +280,6 @@ def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> M
     stream = stream_of(model)
     if weights is None:
         settle(model)
-        bring_weights(model)
         weights = weight_digests(model) if stream is None else stream.digests
     structure = find_layers(model)
     digest = hashlib.sha256()

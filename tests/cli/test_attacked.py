@@ -39,7 +39,6 @@ COMMANDS = {
     "eval": ("eval", "tiny", *MEASURED),
     "profile": ("profile", "tiny", "--seeds", "1", *MEASURED),
     "profile --device disk": ("profile", "tiny", "--device", "disk", "--seeds", "1", *MEASURED),
-    "profile --device spread": ("profile", "tiny", "--device", "spread", "--seeds", "1", *TEXT),
     "rank best": ("rank", "tiny", "--criterion", "best", "--remove", "1", *MEASURED),
     "rank --device disk": ("rank", "tiny", "--device", "disk", "--criterion", "bi", "--remove", "1", *MEASURED),
     "rank --max-kl": ("rank", "tiny", "--what", "attention", "--criterion", "kl", "--max-kl", "0.1", *MEASURED),
