@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, hidden_of, run_backbone, with_input
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.hooked import Call, hooked
-from lyapunov_prune.models.plain import require_readable
+from lyapunov_prune.models.hooked import Call, calls_noted, hooked
 from lyapunov_prune.models.projections import layer_projections, without_numbers
 from lyapunov_prune.models.structure import Structure
 
@@ -66,17 +64,14 @@ def find_branches(
 ) -> tuple[Branch, ...]:
     """Attention and MLP of a layer called with `args` and `kwargs`: its first and last child with matrices.
 
-    `matrices` comes from `matrix_children`. An MLP that consists of bare matrices in a row (OPT) begins with the first
+    `matrices` comes from `layer_children`. An MLP that consists of bare matrices in a row (OPT) begins with the first
     of them. A branch includes a norm that feeds only it, and a norm that takes only its output (Gemma 2). A layer with
     one such child has one branch. Raises LyapunovPruneError for a layer without any.
     """
     calls = calls_of(layer, args, kwargs, layer.named_children())
     places = [i for i, call in enumerate(calls) if call.path in matrices]
     if not places:
-        why = "calls no child that holds a matrix"
-        if any(isinstance(child, nn.ModuleList) for child in layer.children()):  # T5
-            why = "keeps its parts in a list, and each adds to the state itself, so that none can be left out alone"
-        raise LyapunovPruneError(f"{type(layer).__name__} {why}; take whole layers")
+        raise LyapunovPruneError(f"{type(layer).__name__} calls no child that holds a matrix; take whole layers")
     first = last = len(places) - 1
     while first > 1 and matrices[calls[places[first]].path] and matrices[calls[places[first - 1]].path]:
         first -= 1
@@ -109,21 +104,8 @@ def calls_of(
     kwargs: dict[str, Any],
     modules: Iterable[tuple[str, nn.Module]] | None = None,
 ) -> list[Call]:
-    """Run the layer; returns the calls of `modules`, by path, that were given a state and returned one, in order.
-
-    None takes all modules in the layer.
-    """
-    modules = [each for each in layer.named_modules() if each[0]] if modules is None else modules
-    calls: list[Call] = []
-
-    def note(path: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        x = given[0] if given else named.get("hidden_states")
-        y = output[0] if isinstance(output, tuple | list | ModelOutput) and output else output
-        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
-            alone = sum(isinstance(each, torch.Tensor) for each in (*given, *named.values())) == 1
-            calls.append(Call(path, module, x, y, output, alone))
-
-    with hooked(after=[(module, partial(note, path)) for path, module in modules]):
+    """Run the layer; returns the calls of `modules` (`models.hooked.calls_noted`), of all in the layer if None."""
+    with calls_noted([each for each in layer.named_modules() if each[0]] if modules is None else modules) as calls:
         layer.forward(*args, **kwargs)
     return calls
 
@@ -136,15 +118,8 @@ def _ends(calls: Sequence[Call], matrices: dict[str, bool], first: int, last: in
     return entry, exit
 
 
-def matrix_children(decoder: Decoder) -> list[dict[str, bool]]:
-    """For each layer: its children with matrices, and whether each is itself one matrix."""
-    structure = decoder.structure
-    require_readable(decoder)
-    return [layer_children(structure, index) for index in range(structure.num_layers)]
-
-
 def layer_children(structure: Structure, index: int) -> dict[str, bool]:
-    """`matrix_children` of one layer."""
+    """The children of a layer with matrices, each with whether it is itself one matrix."""
     name = f"{structure.layers_path}.{index}"
     children: dict[str, bool] = {}
     for p in layer_projections(structure, index):

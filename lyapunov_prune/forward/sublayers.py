@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -15,7 +15,6 @@ from lyapunov_prune.forward.branches import Branch, find_branches, layer_childre
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, with_hidden
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.plain import require_readable
 from lyapunov_prune.models.structure import in_eval_mode
 
 Kind = Literal["attention", "mlp"]
@@ -117,21 +116,8 @@ def named_branches(
             yield i, kind, sublayers[i].branches[kind]
 
 
-def silenced(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> AbstractContextManager[None]:
-    """In every forward inside the block, these branches add nothing to the residual stream.
-
-    The branches still compute, so this is no faster than the full model. Raises
-    LyapunovPruneError for weights that are not plain matrices in memory, and for a layer that lacks one of them.
-    """
-    layers = sorted({*attention, *mlp})
-    if not layers:
-        return nullcontext()
-    require_readable(decoder)
-    return silent(*(branch for _, _, branch in named_branches(find_sublayers(decoder, layers), attention, mlp)))
-
-
 def silent(*branches: Branch) -> AbstractContextManager[None]:
-    """`silenced` for these branches."""
+    """In every forward inside the block, these branches add nothing to the residual stream; they compute as before."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         return with_hidden(output, torch.zeros_like(hidden_of(output)))

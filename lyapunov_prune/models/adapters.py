@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError, first_of, reported, require_extra
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.folder import ADAPTER_CONFIG, loading_errors
-from lyapunov_prune.models.pictures import image_shape, looks_at_images
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode, random_ids
 from lyapunov_prune.progress import warn
 
 WEIGHTS = "adapter_model.safetensors"
@@ -130,14 +129,9 @@ def merge_adapters(model: Any) -> PreTrainedModel:
 
 
 def _inputs(base: PreTrainedModel) -> dict[str, Any]:
-    """Random tokens from the whole vocabulary, or a random image for an image classifier."""
-    generator = torch.Generator().manual_seed(0)
-    if looks_at_images(base):
-        return {"pixel_values": torch.randn(1, *image_shape(base), generator=generator).to(base.device, base.dtype)}
     config = base.config.get_text_config(decoder=True)
     length = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
-    ids = torch.randint(config.vocab_size, (1, length), generator=generator)
-    return {"input_ids": ids.to(base.device), "use_cache": False}
+    return {"input_ids": random_ids(config, 1, length).to(base.device), "use_cache": False}
 
 
 def _deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:

@@ -16,6 +16,7 @@ from lyapunov_prune.models.families import Family
 from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.mixtures import Mixtures, find_mixtures
 from lyapunov_prune.models.pictures import looks_at_images
+from lyapunov_prune.models.projections import layer_projections
 from lyapunov_prune.models.quantised import is_packed
 from lyapunov_prune.models.streamed import Stream, require_not_streamed, stream_of
 from lyapunov_prune.models.structure import (
@@ -27,7 +28,7 @@ from lyapunov_prune.models.structure import (
     model_name,
     settle,
 )
-from lyapunov_prune.models.units import Units, find_units
+from lyapunov_prune.models.units import Units, layer_units
 from lyapunov_prune.results.result import ModelIdentity
 
 C = TypeVar("C")
@@ -79,8 +80,8 @@ class Decoder:
 
     @cached_property
     def units(self) -> Units:
-        """The hidden channels of every layer's feed-forward blocks and experts (`models.units.find_units`)."""
-        return find_units(self.structure)
+        """The hidden channels of every layer's feed-forward blocks and experts (`models.units.layer_units`)."""
+        return tuple(layer_units(self.structure, layer_projections(self.structure, i)) for i in range(len(self.layers)))
 
     @cached_property
     def mixtures(self) -> Mixtures:

@@ -25,6 +25,13 @@ TRUSTED = frozenset({"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mist
 # The order of the rows of a fused matrix: all queries, keys and values, each head by head; the query, key and value of
 # one head after another; all queries, then the fewer keys and values of grouped-query attention; the gate, then the up.
 Fused = Literal["parts by head", "heads by part", "grouped", "gate, up"]
+# Families whose mask is causal although neither their config nor their attention says so.
+CAUSAL_BY_MASK = frozenset({"gpt_neox_japanese"})
+# Part of the name of a class -> why its weights are no matrices.
+UNTAKEN = {
+    "Convolution": "convolutions, whose inputs are windows of tokens",
+    "HyperConnection": "weights of hyper-connections, which mix the parallel states of a token",
+}
 _EXPERTS = "num_experts"
 # Class of a module that multiplies by bare parameters -> the path of each -> whether its matrices are stored input ×
 # output, and the attribute with their number if the parameter has no axis for them.

@@ -9,10 +9,10 @@ rebuilt from these parts must give the block's own output; otherwise it is refus
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from lyapunov_prune.errors import LyapunovPruneError, reported
 from lyapunov_prune.linalg import lift, require_numbers
-from lyapunov_prune.models.hooked import Call, hooked
+from lyapunov_prune.models.hooked import Call, calls_noted
 from lyapunov_prune.models.projections import Projection, layer_projections
 from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import Structure, in_eval_mode
@@ -187,22 +187,13 @@ def _run(
     A block that is a module is run on random states. If its parts are direct children of the layer, the layer is run,
     and the block's input and output are those of its first and last matrix.
     """
-    calls: list[Call] = []
-
-    def note(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
-                calls.append(Call(path, module, args[0], output))
-
-        return hook
-
     weight = into[0].weight(layer)
     x = torch.randn(1, _TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
     runs = layer.get_submodule(block)
-    leaves = [(module, note(path)) for path, module in layer.named_modules() if not any(module.children())]
+    leaves = [(path, module) for path, module in layer.named_modules() if not any(module.children())]
     what = f"the feed-forward block of {where}, in {type(runs).__name__}, does not run on a state alone"
     failures = AttributeError, IndexError, RuntimeError, TypeError, ValueError
-    with reported(what, _OTHERS, *failures), hooked(after=leaves):
+    with reported(what, _OTHERS, *failures), calls_noted(leaves) as calls:
         output = runs(x)
     paths = [c.path for c in calls]
     modules = {p.module for p in (*into, out)}

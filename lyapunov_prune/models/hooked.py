@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -58,6 +60,22 @@ class Call:
     def feeds(self, other: Call) -> bool:
         """Whether what it returned is in the memory of what `other` was given, in whatever shape."""
         return self.returned.data_ptr() == other.given.data_ptr() and self.returned.numel() == other.given.numel()
+
+
+@contextmanager
+def calls_noted(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[list[Call]]:
+    """The calls inside the block of `modules`, by path, that were given a state and returned one, in order."""
+    calls: list[Call] = []
+
+    def note(path: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        x = given[0] if given else named.get("hidden_states")
+        y = output[0] if isinstance(output, tuple | list | ModelOutput) and output else output
+        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+            alone = sum(isinstance(each, torch.Tensor) for each in (*given, *named.values())) == 1
+            calls.append(Call(path, module, x, y, output, alone))
+
+    with hooked(after=[(module, partial(note, path)) for path, module in modules]):
+        yield calls
 
 
 def in_float32(value: Any) -> Any:

@@ -15,7 +15,7 @@ from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.device import resolve_device
 from lyapunov_prune.models.dispatched import SPREAD
-from lyapunov_prune.models.families import JUDGED
+from lyapunov_prune.models.families import CAUSAL_BY_MASK, JUDGED
 from lyapunov_prune.models.from_folder import load_bare, load_folder, quiet
 from lyapunov_prune.models.gguf import builtin_folder, load_gguf
 from lyapunov_prune.models.names import require_model
@@ -24,8 +24,6 @@ from lyapunov_prune.models.structure import require_causal, settle
 from lyapunov_prune.progress import status, warn
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-# Its mask is causal although neither its config nor its attention says so.
-_CAUSAL_BY_MASK = frozenset({"gpt_neox_japanese"})
 
 
 @checked
@@ -112,7 +110,7 @@ def _judged(outline: Decoder, name: str | Path) -> Decoder:
     family = family_of(config)
     if family not in JUDGED:
         why = f"the family {family} has not passed its control, see docs/families.md"
-    elif not (causal or getattr(config, "is_decoder", True) or family in _CAUSAL_BY_MASK):
+    elif not (causal or getattr(config, "is_decoder", True) or family in CAUSAL_BY_MASK):
         why = "its config calls it an encoder"
     if why:
         raise LyapunovPruneError(

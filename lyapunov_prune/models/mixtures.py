@@ -172,11 +172,6 @@ def _mixture(layer: nn.Module) -> Mixture | str | None:
         return None
     experts = layer.get_submodule(named[0])
     count = _count(experts)
-    if not count and hasattr(experts, "router"):
-        return (
-            f"routes twice, to attentions in {named[0]} and to feed-forward blocks, and the config gives one number "
-            "for both"
-        )
     if len(named) > 1 or not count:
         return _unknown(f"{named[-1]} is no module with all experts stacked")
     block = named[0].rpartition(".")[0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lyapunov_prune.models.families import UNTAKEN
 from lyapunov_prune.models.projections import Projection, routes
 from lyapunov_prune.models.structure import Structure
 
@@ -51,9 +52,7 @@ def role(component: str) -> str:
 
 
 ROUTERS = "routers, whose errors change which expert a token gets"
-CONVOLUTIONS = "convolutions, whose inputs are windows of tokens"
 EMBEDDINGS = "embeddings, whose rows are looked up"
-STREAMS = "weights of hyper-connections, which mix the parallel states of a token"
 UNKNOWN = "weights of a form that is not known, with no row in models/families.py"
 # Parameters of more than one dimension that multiply or add to features entry by entry, like vectors.
 _VECTORS = ("A_log", "D", "scale", "query", "seg_embed", "time_mix_key", "time_mix_value", "time_mix_receptance")
@@ -112,8 +111,8 @@ def why_unseen(p: Projection) -> str:
 def _why(layer: nn.Module, path: str, module: nn.Module) -> str:
     if routes(layer, path):
         return ROUTERS
-    if isinstance(module, nn.modules.conv._ConvNd) or "Convolution" in type(module).__name__:
-        return CONVOLUTIONS
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return UNTAKEN["Convolution"]
     if isinstance(module, nn.Embedding):
         return EMBEDDINGS
-    return STREAMS if "HyperConnection" in type(module).__name__ else UNKNOWN
+    return next((why for word, why in UNTAKEN.items() if word in type(module).__name__), UNKNOWN)

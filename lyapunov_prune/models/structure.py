@@ -18,7 +18,7 @@ from lyapunov_prune.errors import LyapunovPruneError, first_of, reported
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.experts import require_choosable
-from lyapunov_prune.models.families import FAMILIES, Family
+from lyapunov_prune.models.families import FAMILIES, TRUSTED, Family
 from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation
 from lyapunov_prune.models.settings import forward_settings
@@ -57,6 +57,11 @@ class Structure:
     def family(self) -> Family:
         """What the family needs beyond the general rules."""
         return FAMILIES.get(self.model_type, Family())
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the tests put every kind of removal from this family through the gate."""
+        return self.model_type in TRUSTED
 
     @property
     def max_context(self) -> int | None:

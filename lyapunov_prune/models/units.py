@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lyapunov_prune.models.projections import Projection, layer_projections
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import Structure
 
-# The channels that stay, ascending, by layer and by unit in it (`find_units`); None where all do.
+# The channels that stay, ascending, by layer and by unit in it (`Decoder.units`); None where all do.
 Kept = Sequence[Sequence[torch.Tensor | None]]
 # Last matrices refitted to them (d × kept channels), by the indices of layer and unit.
 Refits = Mapping[tuple[int, int], torch.Tensor]
@@ -97,13 +97,8 @@ def inside(path: str, below: str) -> str:
     return f"{path}.".removeprefix(below).removesuffix(".")
 
 
-def find_units(structure: Structure) -> Units:
-    """The units of every layer, in order: those of the experts first. A layer may have none."""
-    return tuple(layer_units(structure, layer_projections(structure, i)) for i in range(structure.num_layers))
-
-
 def layer_units(structure: Structure, matrices: Iterable[Projection]) -> tuple[Unit, ...]:
-    """`find_units` of one layer, of these `matrices`.
+    """The units of one layer, of these `matrices`, in order: those of the experts first. A layer may have none.
 
     Matrices that no known name leads to (`roles`), and shapes of another kind, make no unit.
     """

@@ -18,12 +18,13 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lyapunov_prune.arguments import Count, Range, Seed
-from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
+from lyapunov_prune.forward.branches import Branch, find_branches, layer_children
 from lyapunov_prune.forward.hooks import layer_input, require_finite_layers, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.models.device import eager_experts
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.plain import require_readable
 from lyapunov_prune.profiles.propagation import forward_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.axes import Per
@@ -90,7 +91,8 @@ def sublayer_jacobians(
     """
     reading = read(model, batch)
     text, structure = reading.batch.text, reading.structure
-    matrices = matrix_children(model)
+    require_readable(model)
+    matrices = [layer_children(structure, index) for index in range(structure.num_layers)]
     windows: list[np.ndarray] = []
     for number, ids in enumerate(track(reading.windows(1), "jacobians")):
         rows: list[list[float]] = []

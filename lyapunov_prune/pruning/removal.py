@@ -40,7 +40,6 @@ from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.merging.merge import merge_rounding
 from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.decoder import Decoder, InMemory, Model, takes_model, wrap
-from lyapunov_prune.models.families import TRUSTED
 from lyapunov_prune.models.feedforward import Affine, lifted
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.models.plain import Plain
@@ -74,7 +73,7 @@ def remove_layers(model: Plain, plan: PruningPlan | Sequence[int]) -> PreTrained
 
 def _proven(decoder: Decoder, pruned: Decoder, operation: Operation) -> PreTrainedModel:
     """The model that `operation` makes of `decoder`, if it needs no gate or passes it."""
-    if decoder.wrapped or decoder.structure.model_type not in TRUSTED:
+    if decoder.wrapped or not decoder.structure.trusted:
         report = check_removal(decoder, pruned, operation)
         if not report.passed:
             raise LyapunovPruneError(

@@ -65,7 +65,7 @@ def _listed(layers: tuple[int, ...], part: str, model: ModelIdentity, by: str) -
 class ChannelsGone(LayersGone):
     """`channels[l][j]` lists the hidden channels that leave unit j of layer l, of the `widths[l][j]` that it has.
 
-    A unit is a feed-forward block or one expert (`models.units.find_units`). The list is empty for a unit that keeps
+    A unit is a feed-forward block or one expert (`Decoder.units`). The list is empty for a unit that keeps
     all of its channels and in a removed layer. All units of one width that lose some lose the same number, not all.
     """
 

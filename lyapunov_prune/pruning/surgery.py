@@ -32,7 +32,7 @@ class Operation:
     """`plan`, one merged block for every activation that it drops, and the maps that close its gaps.
 
     `refits` are last matrices refitted to the kept channels, in the model's dtype, by the index of the kept layer and
-    of the unit in it (`models.units.find_units`).
+    of the unit in it (`Decoder.units`).
 
     Raises LyapunovPruneError unless `merged` are the blocks whose activation the plan drops.
     """

@@ -15,10 +15,12 @@ from torch import nn
 from lyapunov_prune import LyapunovPruneError, check_bounds, compress
 from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.families import BARE
+from lyapunov_prune.models.families import BARE, UNTAKEN
 from lyapunov_prune.models.plain import find_projections
-from lyapunov_prune.models.roles import CONVOLUTIONS, EMBEDDINGS, ROUTERS, STREAMS, UNKNOWN, LeftAlone, left_alone
+from lyapunov_prune.models.roles import EMBEDDINGS, ROUTERS, UNKNOWN, LeftAlone, left_alone
 from lyapunov_prune.models.structure import find_structure
+
+CONVOLUTIONS, STREAMS = UNTAKEN.values()
 
 # Parameters of more than one dimension that are no matrices: biases and decays by head or expert, scales, vectors.
 NO_MATRIX = re.compile(r"(bias|\.A_log|\.D|\.scale|\.query|\.seg_embed|\.time_mix_\w+)$")

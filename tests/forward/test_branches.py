@@ -10,8 +10,7 @@ import transformers
 from helpers import OTHERS, PARALLEL, TINY, branches_of, make_other, make_tiny
 
 from lyapunov_prune import LyapunovPruneError
-from lyapunov_prune.forward.branches import matrix_children
-from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.forward.branches import layer_children
 from lyapunov_prune.models.structure import find_structure
 
 
@@ -63,8 +62,6 @@ def test_a_layer_without_matrices_is_refused(ids: torch.Tensor) -> None:
         branches_of(model, ids)
 
 
-def test_matrix_children_tell_bare_matrices(ids: torch.Tensor) -> None:
-    found = matrix_children(wrap(make_tiny("opt")))
-    assert found[0] == {"self_attn": False, "fc1": True, "fc2": True}
-    found = matrix_children(wrap(make_tiny("gpt2")))
-    assert found[5] == {"attn": False, "mlp": False}
+def test_children_tell_bare_matrices(ids: torch.Tensor) -> None:
+    assert layer_children(find_structure(make_tiny("opt")), 0) == {"self_attn": False, "fc1": True, "fc2": True}
+    assert layer_children(find_structure(make_tiny("gpt2")), 5) == {"attn": False, "mlp": False}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from experiments.hierarchies import without_branches
 from lyapunov_prune import LyapunovPruneError, PruningPlan, load, rank
-from lyapunov_prune.forward.sublayers import find_sublayers, silenced
-from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.forward.sublayers import find_sublayers, named_branches, silent
+from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles import sublayer_influence
 from lyapunov_prune.pruning.removed import PartsGone
@@ -26,6 +27,11 @@ from lyapunov_prune.ranking import LayerRanking, rank_sublayers
 def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(ids).logits
+
+
+def silenced(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> AbstractContextManager[None]:
+    found = find_sublayers(decoder, sorted({*attention, *mlp}))
+    return silent(*(branch for _, _, branch in named_branches(found, attention, mlp)))
 
 
 def silenced_as_zeroed(model: PreTrainedModel, ids: torch.Tensor, **gone: tuple[int, ...]) -> PreTrainedModel:

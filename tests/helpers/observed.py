@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
+from lyapunov_prune.forward.branches import Branch, find_branches, layer_children
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.structure import find_structure
@@ -111,11 +111,10 @@ def inputs_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tens
 def branches_of(model: PreTrainedModel, ids: torch.Tensor) -> list[tuple[tuple[Branch, ...], torch.Tensor]]:
     """For each layer its branches and what it returned."""
     structure = find_structure(model)
-    matrices = matrix_children(wrap(model))
     found: list[tuple[tuple[Branch, ...], torch.Tensor]] = []
 
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        branches = find_branches(layer, args, kwargs, matrices[len(found)])
+        branches = find_branches(layer, args, kwargs, layer_children(structure, len(found)))
         found.append((branches, output if isinstance(output, torch.Tensor) else output[0]))
 
     handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in structure.layers]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TEXT, VOCABULARY, Done, make_classifier, make_tiny
+from helpers import TEXT, VOCABULARY, Done, make_tiny
 from peft import LoraConfig, LoraModel, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -120,10 +120,6 @@ def test_rounding_is_no_other_model(dtype: str) -> None:
 def test_dropout_is_no_other_model() -> None:
     peft = adapted(make_tiny("llama"), target_modules=["q_proj"], lora_dropout=0.5).train()
     assert merge_adapters(peft).training
-
-
-def test_adapters_of_an_image_classifier() -> None:
-    merge_adapters(adapted(make_classifier("vit"), target_modules="all-linear"))
 
 
 def test_adapters_for_a_larger_vocabulary_are_refused(checkpoint: Path, run_bad: Callable[..., str]) -> None:

@@ -20,7 +20,6 @@ from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.feedforward import BlockParts, find_feedforward
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.units import find_units
 from lyapunov_prune.pruning import width
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import COPIED
@@ -101,7 +100,7 @@ def test_scores_are_the_errors_that_they_say(score: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_by_token_an_error_is_relative_to_the_output_of_its_token(family: str, ids: torch.Tensor) -> None:
     reading = read(wrap(make_tiny(family).double()), ids)
-    for (costs,), (unit,) in zip(channel_costs(reading, "token").costs, find_units(reading.structure), strict=True):
+    for (costs,), (unit,) in zip(channel_costs(reading, "token").costs, reading.decoder.units, strict=True):
         W, wanted = unit.out.weight(reading.model), torch.zeros(unit.width, dtype=torch.float64)
 
         def add(module: nn.Module, args: Any, kwargs: Any, y: torch.Tensor, W: Any = W, sums: Any = wanted) -> None:

@@ -14,7 +14,7 @@ from lyapunov_prune.data.batch import checked_batch
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.refit import refit_blocks, refitted
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.units import Unit, find_units
+from lyapunov_prune.models.units import Unit
 from lyapunov_prune.pruning.removal import COPIED, check_removal
 from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.pruning.width import channel_costs, choose_channels
@@ -30,7 +30,7 @@ def text() -> torch.Tensor:
 
 def experts_of(model: object) -> list[tuple[int, Unit]]:
     """The units of the layer's experts, with their index in it."""
-    units = find_units(wrap(model).structure)[LAYER]  # type: ignore[arg-type]
+    units = wrap(model).units[LAYER]  # type: ignore[arg-type]
     return [(j, unit) for j, unit in enumerate(units) if unit.out.expert is not None]
 
 
@@ -53,7 +53,7 @@ def test_without_channels_it_computes_what_the_unfused_experts_do_without_them(k
     model = mixture(kind)
     plan = choose_channels(model, text, 0.5)
     slow, module, _ = unfused(model)
-    for layer, units in enumerate(find_units(wrap(model).structure)):
+    for layer, units in enumerate(wrap(model).units):
         for unit, gone in zip(units, plan.gone.channels[layer], strict=True):
             if layer == LAYER and unit.out.expert is not None:
                 module.linears["down_proj"][unit.out.expert].weight.data[:, list(gone)] = 0  # type: ignore[index]
@@ -99,7 +99,7 @@ def test_refitted_experts_pass_the_gate(kind: str, text: torch.Tensor) -> None:
     pruned = cut(wrap(model), operation)
     report = check_removal(wrap(model), pruned, operation, batch)
     assert report.passed, report.failure()
-    unit = next(u for here in find_units(pruned.structure) for u in here if u.out.expert == 1)
+    unit = next(u for here in pruned.units for u in here if u.out.expert == 1)
     W = unit.out.weight(pruned.model)
     W[:, [0, 1]] = W[:, [1, 0]].clone()
     failed = [check.name for check in check_removal(wrap(model), pruned, operation, batch).checks if not check.passed]
