@@ -27,7 +27,7 @@ from lyapunov_prune.models.decoder import Decoder, runs_model
 from lyapunov_prune.models.ggml import WIDE, Kind, bits_of, dequantised, quantised
 from lyapunov_prune.models.gguf import gguf_file
 from lyapunov_prune.models.gguf_header import read_header
-from lyapunov_prune.models.gguf_tensors import Chosen
+from lyapunov_prune.models.gguf_tensors import BlockType
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.predictions.spaces import divergences
 from lyapunov_prune.progress import status
@@ -64,7 +64,7 @@ def spend(
     weights = sum(p.numel() for p in matrices_of(model.model).values())
     found = list(costs(reading, bits=8 * room / weights, seed=seed))
     pick = chosen_types(found, room)
-    chosen = {t.name: Chosen(t.kinds[k], t.importance) for t, k in zip(found, pick, strict=True)}
+    chosen = {t.name: BlockType(t.kinds[k], t.importance) for t, k in zip(found, pick, strict=True)}
     sizes = Counter[str]()
     for t, k in zip(found, pick, strict=True):
         sizes[t.kinds[k].name] += int(t.bytes[k])
@@ -149,7 +149,7 @@ def _nearest(kind: Kind, kinds: Sequence[Kind]) -> int:
     return kinds.index(kind) if kind in kinds else int(np.argmin(wide))
 
 
-def rounded(W: np.ndarray, how: Chosen) -> np.ndarray:
+def rounded(W: np.ndarray, how: BlockType) -> np.ndarray:
     """`W` (rows × columns) as it is read back from the blocks of `how`."""
     parts = in_parts(W, lambda rows: dequantised(quantised(W[rows], how.type, how.importance), how.type))
     return np.concatenate(parts)

@@ -27,7 +27,7 @@ from lyapunov_prune.models.gguf import HISTORY_KEY, PROVENANCE_KEY, gguf_file
 from lyapunov_prune.models.gguf_copy import Piece, write_pieces
 from lyapunov_prune.models.gguf_header import Header, Value, number, read_header, text
 from lyapunov_prune.models.gguf_metadata import architecture_values, gguf_family
-from lyapunov_prune.models.gguf_tensors import Chosen, stored_tensors
+from lyapunov_prune.models.gguf_tensors import BlockType, stored_tensors
 from lyapunov_prune.models.gguf_vocabulary import CONVERT, vocabulary_values
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import Plain
@@ -62,7 +62,7 @@ def write_gguf(
 
 
 def rounded_pieces(
-    model: Decoder, quantize: str, chosen: Mapping[str, Chosen] = MappingProxyType({})
+    model: Decoder, quantize: str, chosen: Mapping[str, BlockType] = MappingProxyType({})
 ) -> tuple[Decoder, list[Piece], float]:
     """A copy of the model that is rounded as `stored_tensors` says, its tensors in a file, and the largest error."""
     result = wrap_any(copy.deepcopy(model.model))

@@ -27,7 +27,7 @@ _MOVES = (0.01, 0.5)  # largest relative change by rounding to 16 bits or more, 
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
+class BlockType:
     """How a matrix is stored: its type, and the importance of its columns (`ggml.quantised`)."""
 
     type: Kind
@@ -66,7 +66,7 @@ def rounded(
         order, shift = _reading(processor, name, shape)
         stored = np.empty(order.size, dtype=np.float32)
         stored[order.ravel()] = values.detach().float().cpu().numpy().ravel() - shift
-        kind, data = _quantised(name, stored.reshape(shape), Chosen(Kind(before[name].kind)))
+        kind, data = _quantised(name, stored.reshape(shape), BlockType(Kind(before[name].kind)))
         again = dequantised(data, kind).reshape(shape)
         back = torch.from_numpy(again.ravel()[order.ravel()] + np.float32(shift)).reshape(values.shape)
         made.append(Rounded(name, kind.name, Anew(int(kind), data.tobytes()), back.to(values.dtype)))
@@ -83,7 +83,7 @@ def _reading(processor: Any, name: str, shape: tuple[int, ...]) -> tuple[np.ndar
     return read.weights - shift, shift
 
 
-def _quantised(name: str, values: np.ndarray, how: Chosen) -> tuple[Kind, np.ndarray]:
+def _quantised(name: str, values: np.ndarray, how: BlockType) -> tuple[Kind, np.ndarray]:
     """The matrix `name` in the type of `how`; in Q8_0 or float16 if its rows are not whole blocks of it.
 
     Raises LyapunovPruneError for a number that float16 cannot hold.
@@ -95,7 +95,7 @@ def _quantised(name: str, values: np.ndarray, how: Chosen) -> tuple[Kind, np.nda
 
 
 def stored_tensors(
-    model: PreTrainedModel, family: GGUFFamily, quantisation: str, chosen: Mapping[str, Chosen]
+    model: PreTrainedModel, family: GGUFFamily, quantisation: str, chosen: Mapping[str, BlockType]
 ) -> Iterator[tuple[Piece, float]]:
     """The tensors of a GGUF file of the whole `model`, each with the relative error of rounding; changes `model` alike.
 
@@ -132,12 +132,12 @@ def _piece(name: str, values: torch.Tensor, kind: Kind, data: np.ndarray) -> Pie
     return Piece(name, Tensor(name, dims, int(kind), Path(), 0, data.nbytes), Anew(int(kind), data.tobytes()))
 
 
-def _how(name: str, values: torch.Tensor, quantisation: str) -> Chosen:
+def _how(name: str, values: torch.Tensor, quantisation: str) -> BlockType:
     if values.ndim == 1:
-        return Chosen(Kind.F32)
+        return BlockType(Kind.F32)
     kind = Kind[quantisation.upper()]
     outer = name in ("token_embd.weight", "output.weight") and bits_of(kind) < 8
-    return Chosen(Kind.Q8_0 if outer else kind)
+    return BlockType(Kind.Q8_0 if outer else kind)
 
 
 def _laid_out(

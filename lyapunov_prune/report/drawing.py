@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import cycle, zip_longest
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -23,6 +24,7 @@ COLOURS = {
     "random": "#999999",
 }
 INK, GREY = "#222222", "#888888"
+STYLES = ((COLOURS["rho"], "o"), (COLOURS["bi"], "s"), (COLOURS["blend"], "^"), (COLOURS["from-end"], "D"))
 SMALL = 8.5  # points, the smallest text: 11 pixels on the page
 
 
@@ -75,6 +77,54 @@ def log_axis(axes: Axes, which: str = "y") -> None:
         axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high < 1e4 * low else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+class Panel(NamedTuple):
+    """One pair of axes of `over`: `lines` by their labels, of which those with `bars` have them, up and down.
+
+    `dashed` are estimates, each in the colour of the line in its place. On a logarithmic axis a change of nothing at
+    all has no point.
+    """
+
+    y: str
+    lines: Mapping[str, np.ndarray]
+    log: bool = False
+    bars: Sequence[np.ndarray] = ()
+    dashed: Sequence[np.ndarray] = ()
+    limits: tuple[float | None, float | None] = (None, None)
+
+
+def over(axis: str, height: float, *drawn: Panel) -> str:
+    """The `svg` of panels below each other over one axis of the result: its layers, or its decoding steps."""
+    figure, column = panels(9, height, len(drawn))
+    styles, taken = cycle(STYLES), dict[str, tuple[str, str]]()
+    for axes, panel in zip(column, drawn, strict=True):
+        known = [label for label, values in panel.lines.items() if np.isfinite(values).any()]
+        for (label, values), bars, dashed in zip_longest(panel.lines.items(), panel.bars, panel.dashed):
+            colour, marker = taken.get(label) or next(styles)
+            if label:  # the same in every panel
+                taken[label] = colour, marker
+            places = np.arange(len(values))
+            if label in known:
+                bars = None if bars is None or np.isnan(bars).all() else bars
+                style: dict[str, Any] = {"fmt": f"-{marker}", "markersize": 4, "linewidth": 0.9, "capsize": 2}
+                axes.errorbar(places, shown(values, panel.log), yerr=bars, color=colour, label=label, **style)
+            if dashed is not None:
+                axes.plot(places, shown(dashed, panel.log), "--", linewidth=0.8, color=colour)
+        if panel.log and any((values > 0).any() for values in panel.lines.values()):
+            log_axis(axes)
+        axes.set_ylim(*panel.limits)
+        axes.set_ylabel(panel.y)
+        if any(known):
+            axes.legend(frameon=False, fontsize=SMALL, loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+    depth_axis(column[-1], len(places))
+    column[-1].set_xlabel(axis)
+    return svg(figure)
+
+
+def shown(values: Any, log: bool = True) -> np.ndarray:
+    """What a linear or a logarithmic axis can show of `values`; NaN for the others."""
+    return np.where(np.isfinite(values) & ((values > 0) | (not log)), values, np.nan)
 
 
 def over_depth(figure: Figure, axes: Axes, layers: int, y: str, **legend: Any) -> str:

@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 from lyapunov_prune.joint.decision import JointDecision
 from lyapunov_prune.joint.importance import Importance
 from lyapunov_prune.joint.map import JointMap
-from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, depth_axis, log_axis, panels, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, Panel, over, panels, svg
 
 
 def joint_figure(fitted: JointMap, decision: JointDecision) -> str:
@@ -50,13 +50,5 @@ def joint_figure(fitted: JointMap, decision: JointDecision) -> str:
 
 def importance_figure(importance: Importance) -> str:
     """By layer what its attention is worth above, and its activation below, each on an axis of its own."""
-    figure, axes = panels(6.5, 4.5, 2)
-    layers = np.arange(len(importance.attention))
-    for panel, name, colour in zip(axes, ("attention", "activation"), (COLOURS["rho"], COLOURS["bi"]), strict=True):
-        worth = getattr(importance, name)
-        panel.plot(layers, worth, "o", markersize=4, color=colour)
-        panel.set_ylabel(name)
-        if (worth > 0).all():
-            log_axis(panel)
-    depth_axis(axes[-1], len(layers))
-    return svg(figure)
+    worth = {"attention": importance.attention, "activation": importance.activation}
+    return over("layer", 4.5, *(Panel(name, {"": each}, bool((each > 0).all())) for name, each in worth.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,20 @@ from lyapunov_prune.report.drawing import (
     GREY,
     INK,
     SMALL,
+    STYLES,
+    Panel,
     by_rows,
     depth_axis,
     grid,
     labelled,
     log_axis,
     one_panel,
+    over,
     panels,
+    shown,
     svg,
 )
-from lyapunov_prune.results.frames import pd
 
-_STYLES = ((COLOURS["rho"], "o"), (COLOURS["bi"], "s"), (COLOURS["blend"], "^"))
 _SPACES = (("hidden", "state h"), ("logit", "logits z"), ("probability", "probabilities p"))
 
 
@@ -44,15 +47,15 @@ def hierarchy_figure(probe: HierarchyProbe) -> str:
     figure, column = panels(9, 8.4, 3)
     frame, means = probe.to_frame(), probe.by_layer()
     for axes, (space, name) in zip(column, _SPACES, strict=True):
-        for i, (part, (colour, marker)) in enumerate(zip(probe.what, _STYLES, strict=False)):
+        for i, (part, (colour, marker)) in enumerate(zip(probe.what, STYLES, strict=False)):
             rows = means[means.what == part]
             x = rows.layer + 0.2 * (i - (len(probe.what) - 1) / 2)
             steps = frame[frame.what == part].groupby("layer")[space]
             axes.vlines(
-                x, _shown(steps.quantile(0.25)), _shown(steps.quantile(0.75)), color=colour, linewidth=0.8, alpha=0.6
+                x, shown(steps.quantile(0.25)), shown(steps.quantile(0.75)), color=colour, linewidth=0.8, alpha=0.6
             )
-            axes.plot(x, _shown(rows[space]), marker, markersize=4, color=colour, label=part)
-            axes.plot(x, _shown(rows[f"{space}_estimate"]), linewidth=0.9, color=colour)
+            axes.plot(x, shown(rows[space]), marker, markersize=4, color=colour, label=part)
+            axes.plot(x, shown(rows[f"{space}_estimate"]), linewidth=0.9, color=colour)
         axes.plot([], [], color=GREY, linewidth=0.9, label="second-order estimate")
         axes.set_yscale("log")
         axes.set_ylabel(f"1 − cos, {name}")
@@ -73,7 +76,7 @@ def kl_figure(probe: HierarchyProbe) -> str:
     figure, axes = one_panel(6.5, 5)
     means = probe.by_layer()
     means = means[(means.kl > 0) & (means.kl_estimate > 0)]
-    for part, (colour, marker) in zip(probe.what, _STYLES, strict=False):
+    for part, (colour, marker) in zip(probe.what, STYLES, strict=False):
         rows = means[means.what == part]
         axes.vlines(rows.kl_estimate, rows.kl, rows.range_bound, color=colour, linewidth=0.4, alpha=0.4)
         axes.plot(rows.kl_estimate, rows.range_bound, "_", color=colour, markersize=6)
@@ -87,11 +90,6 @@ def kl_figure(probe: HierarchyProbe) -> str:
     axes.plot([], [], "_", color=GREY, label="range bound")
     axes.plot([], [], "+", color=GREY, label="variance bound, where c ≤ 1")
     return labelled(figure, axes, f"estimate Var_p(Δz)/(2T²), T = {probe.temperature:g}", "KL(p‖q), nats")
-
-
-def _shown(values: pd.Series | np.ndarray) -> np.ndarray:
-    """What a logarithmic axis can show: a change of nothing at all has no point."""
-    return np.where(values > 0, values, np.nan)
 
 
 def choices_figures(measured: ChoiceComparison) -> dict[str, str]:
@@ -159,30 +157,19 @@ def certificate_figure(measured: ChoiceComparison) -> str:
 def generation_figure(measured: GenerationDivergence) -> str:
     """Above: cosine similarity per step in the three spaces. Below: the share of texts still the same, and of those
     that neither model has ended."""
-    figure, (similarity, share) = panels(9, 5.4, 2)
-    steps = np.arange(len(measured.kl))
-    for values, label, colour, marker in (
-        (measured.state_similarity, "state", COLOURS["blend"], "o"),
-        (measured.logit_similarity, "logits", COLOURS["rho"], "s"),
-        (measured.probability_similarity, "probabilities", COLOURS["bi"], "^"),
-    ):
-        if np.isfinite(values).any():
-            similarity.plot(steps, values, f"-{marker}", markersize=3, linewidth=0.9, color=colour, label=label)
-    similarity.set_ylim(min(0.0, similarity.get_ylim()[0]), 1.03)
-    similarity.set_ylabel("cosine similarity")
-    for values, label, colour, style in (
-        (measured.same_text, "texts still the same", INK, "-"),
-        (measured.running, "texts not ended", GREY, "--"),
-    ):
-        share.step(steps, 100 * values, style, where="mid", color=colour, linewidth=1.2, label=label)
-    share.set_ylim(-3, 103)
-    share.set_ylabel("prompts, %")
-    for axes in (similarity, share):
-        axes.legend(frameon=False, fontsize=SMALL, loc="upper right", bbox_to_anchor=(1, 1.14), ncols=3)
-    share.set_xlabel("decoding step")
-    share.set_xlim(-0.5, len(steps) - 0.5)
-    share.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
-    return svg(figure)
+    similarity = {
+        "state": measured.state_similarity,
+        "logits": measured.logit_similarity,
+        "probabilities": measured.probability_similarity,
+    }
+    lowest = min((float(np.nanmin(v)) for v in similarity.values() if np.isfinite(v).any()), default=0.0)
+    share = {"texts still the same": 100 * measured.same_text, "texts not ended": 100 * measured.running}
+    return over(
+        "decoding step",
+        5.4,
+        Panel("cosine similarity", similarity, limits=(min(0.0, lowest), 1.03)),
+        Panel("prompts, %", share, limits=(-3, 103)),
+    )
 
 
 def verdict_figure(verdict: Verdict) -> str:
@@ -202,26 +189,18 @@ def verdict_figure(verdict: Verdict) -> str:
 
 def history_figure(measured: HistoryDivergence) -> str:
     """By step, for both readings: KL and its estimate, `1 − cos` of the probabilities and its estimate, `‖Δz‖/‖z‖`."""
-    figure, column = panels(9, 7.6, 3)
-    steps = np.arange(len(measured.running))
-    for axes, (name, label) in zip(
-        column,
-        (("kl", "KL(p‖q), nats"), ("probability", "1 − cos, probabilities p"), ("logit_change", "‖Δz‖ / ‖z‖")),
-        strict=True,
-    ):
-        values = getattr(measured, name)
-        estimates = getattr(measured, f"{name}_estimate", None)
-        for row, (reads, colour, marker) in enumerate(zip(READ, (COLOURS["rho"], COLOURS["bi"]), "os", strict=True)):
-            axes.plot(steps, _shown(values[row]), f"-{marker}", markersize=3, color=colour, label=f"reads the {reads}")
-            if estimates is not None:
-                axes.plot(steps, _shown(estimates[row]), linewidth=0.8, linestyle="--", color=colour)
-        if np.nanmax(values, initial=0.0) > 0:
-            log_axis(axes)
-        axes.set_ylabel(label)
-    column[0].legend(frameon=False, fontsize=SMALL, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    column[-1].set_xlabel("decoding step")
-    column[-1].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
-    return svg(figure)
+
+    def panel(y: str, values: np.ndarray, estimates: Iterable[np.ndarray] = ()) -> Panel:
+        lines = {f"reads the {reads}": row for reads, row in zip(READ, values, strict=True)}
+        return Panel(y, lines, log=True, dashed=tuple(estimates))
+
+    return over(
+        "decoding step",
+        7.6,
+        panel("KL(p‖q), nats", measured.kl, measured.kl_estimate),
+        panel("1 − cos, probabilities p", measured.probability, measured.probability_estimate),
+        panel("‖Δz‖ / ‖z‖", measured.logit_change),
+    )
 
 
 def paths_figure(measured: AttentionPaths) -> str:
@@ -265,25 +244,8 @@ def _band(axes: Axes, x: np.ndarray, values: np.ndarray, label: str, colour: str
 
 
 def divergence_figure(measured: SkipDivergence) -> str:
-    """Above: KL of the prediction without each layer and its estimate, logarithmic. Below: share of flipped tokens.
-
-    What is not above 0 has no place on the logarithmic axis and is left out, as is what is not finite.
-    """
-    figure, (nats, share) = panels(9, 5.0, 2)
-    layers = np.arange(len(measured.kl))
+    """Above: KL of the prediction without each layer and its estimate, logarithmic. Below: share of flipped tokens."""
     left_out = f"its {measured.what}" if isinstance(measured, SublayerDivergence) else "the layer"
-    for values, label, style, marker, colour in (
-        (measured.kl, f"KL(dense ‖ without {left_out})", "-", "o", COLOURS["rho"]),
-        (measured.variance, "Var(Δz) / 2T², the estimate", "--", "s", COLOURS["bi"]),
-    ):
-        shown = np.where(np.isfinite(values) & (values > 0), values, np.nan)
-        nats.plot(layers, shown, style, marker=marker, markersize=4, linewidth=0.9, color=colour, label=label)
-    log_axis(nats)
-    nats.set_ylabel("nats a token")
-    nats.legend(frameon=False, fontsize=SMALL)
-    flipped = np.where(np.isfinite(measured.flipped), measured.flipped, np.nan)
-    share.plot(layers, 100 * flipped, "-o", markersize=4, linewidth=0.9, color=COLOURS["blend"])
-    share.set_ylim(bottom=0)
-    share.set_ylabel("tokens flipped, %")
-    depth_axis(share, len(layers))
-    return svg(figure)
+    nats = {f"KL(dense ‖ without {left_out})": measured.kl, "Var(Δz) / 2T², the estimate": measured.variance}
+    flipped = Panel("tokens flipped, %", {"": 100 * measured.flipped}, limits=(0, None))
+    return over("layer", 5.0, Panel("nats a token", nats, log=True), flipped)

@@ -17,17 +17,17 @@ from lyapunov_prune.report.drawing import (
     GREY,
     INK,
     SMALL,
+    STYLES,
+    Panel,
     depth_axis,
     log_axis,
     one_panel,
+    over,
     over_depth,
     panels,
     svg,
     with_intervals,
 )
-
-# The matrix that ends the MLP, then those that begin it.
-_STYLES = ((COLOURS["rho"], "o"), (COLOURS["bi"], "s"), (COLOURS["blend"], "^"), (COLOURS["from-end"], "D"))
 
 
 def activation_figure(statistics: ActivationStatistics) -> str:
@@ -39,7 +39,7 @@ def activation_figure(statistics: ActivationStatistics) -> str:
     chosen = _mlp(statistics)
     relative = statistics.effective_rank / statistics.width
     alike = statistics.token_rank / statistics.width
-    for (component, at), (colour, marker) in zip(chosen.items(), _STYLES, strict=False):
+    for (component, at), (colour, marker) in zip(chosen.items(), STYLES, strict=False):
         layers = np.array(statistics.layers)[at]
         ranks.plot(layers, relative[at], marker=marker, markersize=4, color=colour, label=component)
         ranks.plot(layers, alike[at], "--", marker=marker, markersize=4, color=colour, markerfacecolor="white")
@@ -55,7 +55,7 @@ def activation_figure(statistics: ActivationStatistics) -> str:
         shared: dict[bytes, list[str]] = {}
         for component, at in chosen.items():
             shared.setdefault(values[at].tobytes(), []).append(component)
-        for names, (colour, marker) in zip(shared.values(), _STYLES, strict=False):
+        for names, (colour, marker) in zip(shared.values(), STYLES, strict=False):
             at = chosen[names[0]]
             layers = np.array(statistics.layers)[at]
             axes.plot(layers, values[at], marker=marker, markersize=4, color=colour, label=", ".join(names))
@@ -132,25 +132,13 @@ def contraction_figure(profile: ContractionProfile) -> str:
 
 def influence_figure(profile: InfluenceProfile) -> str:
     """Block Influence of every layer with its standard error, on a logarithmic axis."""
-    figure, axes = one_panel(9, 3.2)
-    layers = np.arange(len(profile.influence))
-    spread = None if np.isnan(profile.spread).any() else profile.spread
-    axes.errorbar(layers, profile.influence, yerr=spread, fmt="o", markersize=5, color=COLOURS["bi"], capsize=2)
-    log_axis(axes)
-    axes.set_ylabel("Block Influence, 1 − cos")
-    depth_axis(axes, len(layers))
-    return svg(figure)
+    return over("layer", 3.2, Panel("Block Influence, 1 − cos", {"": profile.influence}, True, (profile.spread,)))
 
 
 def sublayer_figure(measured: SublayerInfluence) -> str:
-    """Block Influence of attention and MLP side by side, with standard errors, on a logarithmic axis."""
-    figure, axes = one_panel(9, 3.2)
-    layers = np.arange(len(measured.attention))
-    for offset, values, spread, label, colour in (
-        (-0.2, measured.attention, measured.attention_spread, "attention", COLOURS["rho"]),
-        (0.2, measured.mlp, measured.mlp_spread, "MLP", COLOURS["bi"]),
-    ):
-        bars = None if np.isnan(spread).all() else spread
-        axes.errorbar(layers + offset, values, yerr=bars, fmt="o", markersize=5, color=colour, capsize=2, label=label)
-    log_axis(axes)
-    return over_depth(figure, axes, len(layers), "Block Influence, 1 − cos")
+    """Block Influence of attention and MLP, with standard errors, on a logarithmic axis."""
+    lines, bars = (
+        {"attention": measured.attention, "MLP": measured.mlp},
+        (measured.attention_spread, measured.mlp_spread),
+    )
+    return over("layer", 3.2, Panel("Block Influence, 1 − cos", lines, True, bars))
