@@ -34,7 +34,7 @@ COMMANDS = (
     ["theorems"],
     ["profile", "tiny", "--seeds", "1", "-o", "run", *TEXT],
     ["rank", "run/profile.json", "--criterion", "bi", "--remove", "1"],
-    ["prune", "tiny", "--what", "attention", "--layers", "1", "--format", "compact", "-o", "small", *TEXT],
+    ["prune", "tiny", "--what", "attention", "--layers", "1", "-o", "small", *TEXT],
     ["eval", "small", "--against", "tiny", "-o", "run", *TEXT],
 )
 

@@ -64,7 +64,7 @@ def test_a_checkpoint_with_its_decision_and_its_report(run: Callable[..., Done])
 
 @pytest.mark.usefixtures("healing_kept")
 def test_every_command_takes_what_comes_out(run: Callable[..., Done]) -> None:
-    """As what `prune --format compact` writes: it says what it was made from, and heals by that alone."""
+    """As what `prune --what attention` writes: it says what it was made from, and heals by that alone."""
     assert run(*JOINT, "--remove", "2", *TEXT).code == 0
     provenance = Provenance.load("out/provenance.json")
     assert provenance.plan.to_json() == PruningPlan.load("out/plan.json").to_json()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import LAYERS, QUICK, hooks_of, make_other, make_tiny, moe, states_of
+from helpers import hooks_of, make_other, make_tiny, moe, states_of
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, measure_contraction
@@ -144,10 +143,3 @@ def test_saves_loads_and_explains_the_extremes(llama: PreTrainedModel, few: torc
     assert f"The most ρ, {found.rho[most].prod():.3g} of layer {most}: attention {found.rho[most, 0]:.3g} (" in str(
         found
     )
-
-
-def test_the_command_writes_both_parts(run: Callable[..., Any]) -> None:
-    done = run("profile", "tiny", "--along", "sublayers", *QUICK)
-    assert done.code == 0
-    assert {"runs/tiny/profile.json", "runs/tiny/sublayer-growth.json"} <= done.changed
-    assert SublayerGrowth.load("runs/tiny/sublayer-growth.json").rho.shape == (LAYERS, 2)
