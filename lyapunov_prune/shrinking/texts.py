@@ -15,7 +15,7 @@ from lyapunov_prune.data.sources import BUILTIN, OWN
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.judging import OF, POWER
+from lyapunov_prune.evaluation.judging import OF, POWER, require_windows
 from lyapunov_prune.forward.own_text import written_by
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.judge import second_text
@@ -75,6 +75,9 @@ class Texts:
                 f"{self.windows} windows of {self.width} tokens are too few to judge by; give {least * self.width:,} "
                 f"tokens or more, {least} windows of this context"
             )
+        for given, fewest in ((self.choose, 2 * POWER), (self.judge, POWER)):
+            if given is not None:
+                require_windows(given, fewest)
         teach = [text for text in (self.learn, self.choose) if text is not None]  # which may share their tokens
         judge = [text for text in (self.judge, self.held_out) if text is not None]
         for text in (*teach, *judge):

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from lyapunov_prune.cli.app import app
 
-TEXT = ("--tokens", "64", "--context", "16")
+TEXT = ("--tokens", "64", "--context", "8")
 MEASURED = (*TEXT, "--device", "cpu")
 PRUNE = ("prune", "tiny", *MEASURED)
 PACK = ("compress", "tiny", "--method", "rtn", "--format", "packed", "--device", "cpu")

@@ -31,7 +31,7 @@ def test_a_bad_text(name: str, content: bytes, message: str, run_bad: Callable[.
     ("options", "message"),
     [
         (["--context", "129", "--tokens", "258"], "longer than the model's 128"),
-        (["--tokens", "32"], "do not fill one window of 64"),
+        (["--tokens", "8"], "do not fill one window of 16"),
         (["--dtype", "float99"], "'float99' is not one of"),
         (["--device", "bogus"], "no device bogus"),
     ],

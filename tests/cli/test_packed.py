@@ -19,7 +19,7 @@ from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.models.size import stored_size
 
-TEXT = ("--tokens", "64", "--context", "32")
+TEXT = ("--tokens", "64", "--context", "8")
 PACK = ("compress", "tiny", "--method", "rtn", "--format", "packed", "-o", "small")
 
 

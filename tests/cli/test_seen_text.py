@@ -51,8 +51,9 @@ def test_the_evaluation_half_is_not_offered_where_it_is_what_was_seen(
 ) -> None:
     whole = Path(text).read_text()
     Path("second.txt").write_text(whole[whole.index("\n\n", len(whole) // 2) + 2 :])
-    run(*COMMANDS["prune"], "--text", "second.txt")
-    line = run_bad("eval", "out", *TEXT, "--text", text)
+    wide = ("--context", "64")  # a passage that is seen again is longer than a window of sixteen tokens
+    run(*COMMANDS["prune"], "--criterion", "bi", "--text", "second.txt", *wide)
+    line = run_bad("eval", "out", *TEXT, "--text", text, *wide)
     assert line.rstrip().endswith("(evaluation) to score; give another text")
 
 

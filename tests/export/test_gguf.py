@@ -213,7 +213,7 @@ def test_layers_of_a_file_with_windows_go_by_whole_periods(
     monkeypatch.chdir(tmp_path)
     file = write_gguf(make_tiny("gemma3", vocab_size=len(VOCABULARY)), Path("x.gguf"), values=FAMILIES["gemma3"])
     Path("words.txt").write_text("".join(word for word in VOCABULARY if word.isascii() and word.isalpha()) * 40)
-    text = ("--text", "words.txt", "--tokens", "64", "--context", "32")
+    text = ("--text", "words.txt", "--tokens", "64", "--context", "8")
     done = run("prune", str(file), "--remove", "3", "-o", "y.gguf", *text)
     assert done.code == 0, done.err
     told = made_by("y.gguf")

@@ -60,7 +60,7 @@ def test_offloaded_weights_are_refused(place: str, ids: torch.Tensor, tmp_path: 
 
 def test_best_of_a_dispatched_model(ids: torch.Tensor) -> None:
     found = [
-        lp.rank(each, ids, criterion="best", remove=2, search=8).to_frame().to_dict()
+        lp.rank(each, ids.reshape(8, 15), criterion="best", remove=2, search=8).to_frame().to_dict()
         for each in (make_tiny("llama"), dispatch_model(make_tiny("llama"), PLACES, force_hooks=True))
     ]
     assert str(found[0]) == str(found[1])

@@ -32,8 +32,8 @@ KEPT |= {"bi": "influence", "from-end": None, "random": None}
 
 @pytest.fixture(scope="module")
 def ids() -> torch.Tensor:
-    """Windows enough for `best`, which needs four."""
-    return torch.randint(97, (4, 24), generator=torch.Generator().manual_seed(0))
+    """Windows enough for `best`, which needs eight."""
+    return torch.randint(97, (8, 12), generator=torch.Generator().manual_seed(0))
 
 
 def by_itself(model: PreTrainedModel, ids: torch.Tensor, criterion: str) -> Ranking:

@@ -11,6 +11,7 @@ from experiments.cut_texts import MODULES
 from lyapunov_prune.data import text
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.text import load_text
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.shrinking.texts import Texts, foreign_text, wide_context
@@ -35,6 +36,16 @@ def test_a_given_text_is_as_wide_as_it_is() -> None:
     batch = TokenBatch(torch.arange(20 * 24).view(20, 24) % 97, "given", "all", bos=False)
     assert Texts(batch, None, None, 9600, 24).searched(model) == (16, 24)
     assert Texts(batch, None, None, 9600, 24, choose=batch.take(range(5))).searched(model) == (5, 24)
+
+
+def test_a_text_too_short_to_decide_by_is_refused_before_anything_is_measured() -> None:
+    model = make_tiny("llama")
+    ids = torch.arange(60 * 24).view(60, 24) % 97
+    learn, judge = (TokenBatch(part, "given", "all", bos=False) for part in (ids[:40], ids[40:].flip(1)))
+    Texts(learn, judge.take(range(4)), None, 9600, 24, learn.take(range(8))).require(model)
+    for choose, few in ((8, 3), (7, 4)):
+        with pytest.raises(LyapunovPruneError, match="too few windows"):
+            Texts(learn, judge.take(range(few)), None, 9600, 24, learn.take(range(choose))).require(model)
 
 
 def test_the_foreign_text_is_of_a_kind_that_no_step_has_read(

@@ -35,6 +35,7 @@ from lyapunov_prune.pruning.curve import RemovalCurve, RemovalRow, evaluate_remo
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
 from lyapunov_prune.report.ranking import perplexity_figure
+from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.files import write_whole
 
 HERE = Path(__file__).parent
@@ -102,6 +103,7 @@ def main(
     L, again = loaded.structure.num_layers, float(sum(1 - n / loaded.structure.num_layers for n in range(REMOVALS[-1])))
     mending = (2 - REMOVALS[-1] / L) * MENDED_ON / few.ids.numel()
     forwards = {
+        "measured_on": encode(oracle.measured_on),
         "bi": 1.0,
         "bi, measured anew": again,
         "angular": 1.0,

@@ -76,7 +76,7 @@ def main(
     goals = GOALS.GoalsOnOneText.load(GOALS.HERE / f"{loaded.model.config._name_or_path}-{Path(text).stem}.json")
     if goals.measured_on.text_hash != judged.text_hash:
         raise lp.LyapunovPruneError("goals has scored its oracle on another text; give that as --unseen")
-    batches = {n: read_text(loaded, text, n, context, "all") for n, _ in SEARCHES}
+    batches = {n: read_text(loaded, text, n, context // 2, "all") for n, _ in SEARCHES}  # `best` needs eight windows
     longest = batches[max(batches)]
     require_disjoint(longest, judged)
     origins, jobs = (longest.measured_on(loaded.model), judged.measured_on(loaded.model)), model.jobs

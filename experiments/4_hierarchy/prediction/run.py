@@ -91,7 +91,8 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 4096) -> N
     content = {"measured_on": encode(scoring.measured_on(loaded.model)), **about, "sets": frame.to_dict("records")}
     write_whole(folder / "prediction.json", pd.Series(content).to_json(indent=1, force_ascii=False) + "\n")
     ranks = correlations(frame)
-    write_whole(folder / "correlation.json", ranks.to_json(orient="records", indent=1) + "\n")
+    ranked = {"measured_on": content["measured_on"], "rows": ranks.to_dict("records")}
+    write_whole(folder / "correlation.json", pd.Series(ranked).to_json(indent=1, force_ascii=False) + "\n")
     draw(folder, {"sets": sets_figure(frame), "correlation": correlation_figure(ranks)})
 
 
@@ -163,7 +164,8 @@ def correlation_figure(correlations: pd.DataFrame) -> str:
 
 
 def written(folder: Path = HERE) -> dict[str, str]:
-    frame = pd.read_json(folder / "correlation.json").set_index(["measure", "removed", "score"])
+    ranked = json.loads((folder / "correlation.json").read_text(encoding="utf-8"))
+    frame = pd.DataFrame(ranked["rows"]).set_index(["measure", "removed", "score"])
     content = json.loads((folder / "prediction.json").read_text(encoding="utf-8"))
     sets = pd.DataFrame(content["sets"])
     return {
