@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -15,7 +15,7 @@ from helpers import Done
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.app import COMMANDS, app
-from lyapunov_prune.cli.options import ModelOptions, layer_indices
+from lyapunov_prune.cli.options import ModelOptions, RunOptions, layer_indices
 from lyapunov_prune.cli.records import flattened
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -83,6 +83,12 @@ def test_every_option_has_its_panel(name: str) -> None:
         for other in GROUP.commands:
             twin = options(other).get(word, option)
             assert twin.rich_help_panel == option.rich_help_panel, (word, other)
+
+
+@pytest.mark.parametrize("name", GROUP.commands)
+def test_a_command_has_at_most_ten_options_of_its_own(name: str) -> None:
+    shared = {f"--{field.name}" for field in fields(RunOptions)}
+    assert len(options(name).keys() - shared) <= 10
 
 
 def test_the_gpu_is_taken_unless_a_device_is_given(run: Callable[..., Done]) -> None:
