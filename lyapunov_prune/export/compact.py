@@ -29,7 +29,7 @@ from lyapunov_prune.models.feedforward import Affine, find_feedforward
 from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.modeling_compact import lacks_attention, text_config
 from lyapunov_prune.models.plain import PlainAny
-from lyapunov_prune.models.sharing import shared_memo
+from lyapunov_prune.models.sharing import shared_memo, shared_with
 from lyapunov_prune.models.structure import find_layers, in_eval_mode
 from lyapunov_prune.pruning.edit import edit_of, filled
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -221,14 +221,12 @@ def _unentered(decoder: Decoder) -> str | None:
     model = decoder.model
     if not model.can_generate():
         return None
-    owner: dict[int, int] = {}
-    for index, layer in enumerate(decoder.layers):
-        for name, parameter in layer.named_parameters():
-            if owner.setdefault(id(parameter), index) != index:
-                return (
-                    f"layers {owner[id(parameter)]} and {index} share {name}, and a block that layers share finds its "
-                    "cache entry by the number of the layer, not of the entry"
-                )
+    for index in range(len(decoder.layers)):
+        for name, other in shared_with(decoder.layers, index).items():
+            return (
+                f"layers {index} and {other} share {name}, and a block that layers share finds its cache entry by the "
+                "number of the layer, not of the entry"
+            )
     output = model(torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=True)
     expected = sum(not lacks_attention(places) for places in cuts_of(decoder))
     for name, cache in cache_of(model, output).items():

@@ -19,6 +19,7 @@ from lyapunov_prune.forward.branches import Branch, calls_of, tried, zero_output
 from lyapunov_prune.forward.hooks import hidden_of, require_run, with_hidden
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import Call, hooked, in_float32
+from lyapunov_prune.models.sharing import shared_with
 from lyapunov_prune.models.structure import in_eval_mode
 
 _SAME = 1e-3  # relative tolerance of a layer in float32
@@ -71,7 +72,7 @@ def find_place(decoder: Decoder, layer: int) -> Place:
 
     tried(decoder, (layer,), see)
     require_run(structure, layer, bool(found), "keep another layer before the gap")
-    shared = _shared(structure.layers, layer)
+    shared = shared_with(structure.layers, layer)
     kinds: list[Place] = []
     for path, scale in found[0].additive():
         place = found[0].place(layer, path, scale)
@@ -86,12 +87,6 @@ def find_place(decoder: Decoder, layer: int) -> Place:
         f"no matrix of layer {layer} ({type(structure.layers[layer]).__name__}) can take the map: none adds to the "
         "stream by itself; remove other layers, or leave out mending"
     )
-
-
-def _shared(layers: nn.ModuleList, layer: int) -> set[str]:
-    """The names of parameters of a layer that another layer uses too."""
-    others = {p.data_ptr() for i, other in enumerate(layers) if i != layer for p in other.parameters()}
-    return {name for name, p in layers[layer].named_parameters() if p.data_ptr() in others}
 
 
 @dataclass(frozen=True, eq=False)

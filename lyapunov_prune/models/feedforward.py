@@ -23,6 +23,7 @@ from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.models.hooked import Call, calls_noted
 from lyapunov_prune.models.projections import Projection, layer_projections
 from lyapunov_prune.models.roles import role
+from lyapunov_prune.models.sharing import shared_with
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.models.units import inside, layer_units
 
@@ -169,14 +170,13 @@ def _unknown(where: str, what: str) -> NoReturn:
 
 def _require_own(layers: nn.ModuleList, index: int, projections: Sequence[Projection]) -> None:
     """Raise LyapunovPruneError if another layer shares one of these matrices, since merging would change it there."""
-    own = {getattr(layers[index].get_submodule(p.module), p.parameter).data_ptr(): p.name for p in projections}
-    for other, layer in enumerate(layers):
-        for _, parameter in layer.named_parameters() if other != index else ():
-            if parameter.data_ptr() in own:
-                _refuse(
-                    f"{own[parameter.data_ptr()]} of layer {index} is also a matrix of layer {other}; shared matrices "
-                    f"are not merged: {_OTHERS}"
-                )
+    shared = shared_with(layers, index)
+    for p in projections:
+        if (other := shared.get(f"{p.module}.{p.parameter}")) is not None:
+            _refuse(
+                f"{p.name} of layer {index} is also a matrix of layer {other}; shared matrices are not merged: "
+                f"{_OTHERS}"
+            )
 
 
 def _run(

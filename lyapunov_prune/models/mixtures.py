@@ -18,6 +18,7 @@ from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.experts import CHOSEN, COUNTS, SCORED, chosen_by, settings_of_experts, stacks
+from lyapunov_prune.models.sharing import shared_with
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.models.units import WeightEntry
 
@@ -150,14 +151,13 @@ def _unlike(
     if not found:
         return f"no layer of {kind} has experts"
     first = min(counts)
-    owners: dict[int, int] = {}
     for i, mixture in found.items():
         if counts[i] != counts[first]:
             return f"layer {first} has {counts[first]} experts and layer {i} has {counts[i]}"
-        tensor = next(structure.layers[i].get_submodule(mixture.experts).parameters())
-        owner = owners.setdefault(id(tensor), i)
-        if owner != i:
-            return f"layers {owner} and {i} share their experts, and an expert would be removed from both"
+        if owner := next(
+            (j for name, j in shared_with(structure.layers, i).items() if name.startswith(f"{mixture.experts}.")), None
+        ):
+            return f"layers {i} and {owner} share their experts, and an expert would be removed from both"
     if min(chosen, default=0) != max(chosen, default=0):
         return f"layers take {min(chosen)} to {max(chosen)} experts for each token, and not all the same number"
     if max(chosen, default=0) < 1:

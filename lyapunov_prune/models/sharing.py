@@ -1,4 +1,4 @@
-"""Two models with equal parameters share their memory."""
+"""Parameters that two models share once they are equal, and those that layers of one model share."""
 
 from __future__ import annotations
 
@@ -62,3 +62,11 @@ def _let_go(x: torch.Tensor) -> None:
     if first < last:  # kernels without this call keep the pages
         start, length = ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t((last - first) * mmap.PAGESIZE)
         ctypes.CDLL(None).madvise(start, length, _PAGEOUT)
+
+
+def shared_with(layers: nn.ModuleList, layer: int) -> dict[str, int]:
+    """The parameters of a layer that another one holds too, by name, each with the first other such layer."""
+    others = [(i, p) for i, other in enumerate(layers) if i != layer for p in other.parameters()]
+    held = {p.data_ptr() or id(p): i for i, p in reversed(others)}  # on meta all begin at 0
+    own = {name: p.data_ptr() or id(p) for name, p in layers[layer].named_parameters()}
+    return {name: held[memory] for name, memory in own.items() if memory in held}

@@ -22,8 +22,9 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.fused import REMEDY, attributes_of, taken_apart
 from lyapunov_prune.models.plain import require_parameters, require_weights
 from lyapunov_prune.models.rebuilt import built
+from lyapunov_prune.models.sharing import shared_with
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.models.units import Unit, Units
+from lyapunov_prune.models.units import Unit, Units, inside
 
 # Settings for the number of hidden channels, those of experts first; one that is None is computed by the family.
 SETTINGS = (
@@ -107,7 +108,7 @@ def _width(decoder: Decoder, units: Units) -> Width:
     loses = [unit for unit in every if left[unit] != unit.width]
     before = _built(decoder, None, 0)
     odd = next((unit for unit in loses if left[unit] * first.width != unit.width * half), None)
-    why = _shared(decoder.model, loses) or _also_changed(before, after, setting, loses)
+    why = _shared(decoder, loses) or _also_changed(before, after, setting, loses)
     if odd:
         why = f"with half of {setting.name}, {odd.out.name} has {left[odd]} of {odd.width} channels"
     if why:
@@ -145,17 +146,16 @@ def _built(decoder: Decoder, setting: WidthSetting | None, width: int) -> PreTra
     return built(decoder.model, outer)
 
 
-def _shared(model: PreTrainedModel, units: Sequence[Unit]) -> str | None:
+def _shared(decoder: Decoder, units: Sequence[Unit]) -> str | None:
     """Which layers share a unit's matrices, whose channels would leave all of them; None if none does."""
-    owners: dict[Any, Unit] = {}
+    shared = {layer: shared_with(decoder.layers, layer) for layer in {unit.layer for unit in units}}
     for unit in units:
-        stored = unit.out.stored(model)
-        place = (id(stored), unit.out.position) if stored.is_meta else unit.out.weight(model).data_ptr()
-        owner = owners.setdefault(place, unit)
-        if owner is not unit:
+        p, below = unit.out, f"{decoder.structure.layers_path}.{unit.layer}."
+        other = shared[unit.layer].get(f"{inside(p.module, below)}.{p.parameter}")
+        if other is not None and other < unit.layer:
             return (
-                f"layers {owner.layer} and {unit.layer} share {unit.out.name}, and its channels are ranked and its "
-                "columns refitted by what one layer does with them"
+                f"layers {other} and {unit.layer} share {p.name}, and its channels are ranked and its columns refitted "
+                "by what one layer does with them"
             )
     return None
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lyapunov_prune.models import sharing
-from lyapunov_prune.models.sharing import own, share_equal, shared_memo
+from lyapunov_prune.models.sharing import own, share_equal, shared_memo, shared_with
 
 
 def pair() -> tuple[nn.Linear, nn.Linear]:
@@ -93,3 +93,11 @@ def test_a_copy_lies_where_the_model_does_until_it_owns_its_numbers() -> None:
         made.weight.zero_()
     assert apart(made, model) == ["weight", "bias"]
     assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layers_that_share_a_parameter(device: str) -> None:
+    layers: Any = nn.ModuleList(nn.Linear(2, 2, device=device) for _ in range(4))
+    layers[3].weight = layers[1].weight
+    found = [shared_with(layers, i) for i in range(4)]
+    assert found == [{}, {"weight": 3}, {}, {"weight": 1}]
