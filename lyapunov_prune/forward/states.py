@@ -5,6 +5,7 @@ They are in memory or on disk. Also final states of a changed model.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from lyapunov_prune.errors import reported
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.models.device import free_memory, numbers_on_disk
+from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.streamed import Run
 from lyapunov_prune.models.streamed import Visit as VisitHeld
 from lyapunov_prune.progress import status, track
@@ -95,7 +96,20 @@ def room_for(number: int, like: torch.Tensor, folder: Path | None) -> torch.Tens
     require_disk(folder, needed, "the states of all layers, for which memory is short,")
     with reported(f"the states of all layers need {needed:,} bytes in {folder}", "free some, lower --tokens"):
         folder.mkdir(parents=True, exist_ok=True)
-        return numbers_on_disk(needed // like.itemsize, like.dtype, folder).view(shape)
+        return _numbers_on_disk(needed // like.itemsize, like.dtype, folder).view(shape)
+
+
+def _numbers_on_disk(count: int, dtype: torch.dtype, folder: Path) -> torch.Tensor:
+    """An uninitialised tensor of `count` numbers in an unnamed file in `folder`.
+
+    The file is freed with the tensor. Raises OSError if the disk is full.
+    """
+    with tempfile.TemporaryDirectory(prefix="lyapunov-prune-mapped-", dir=folder) as place:
+        file = Path(place) / "numbers"
+        with file.open("wb") as opened:
+            if hasattr(os, "posix_fallocate"):  # a full disk raises here, instead of a signal on a later write
+                os.posix_fallocate(opened.fileno(), 0, max(count * dtype.itemsize, 1))
+        return torch.from_file(str(file), shared=True, size=count, dtype=dtype)
 
 
 class KeptStates(dict[int, torch.Tensor]):

@@ -9,8 +9,8 @@
   says of the forward; `gguf_copy`, `gguf_tensors`: writing such a file, from another one's bytes or from tensors;
   `ggml`: its block types, by llama.cpp's own quantiser; `gguf_metadata`, `gguf_vocabulary`: the model and the tokenizer
   in its header;
-- `device`: the CPU or a GPU, its memory, and the kernels for attention and experts; `dispatched`: several devices, and
-  the disk; `launched`: several processes;
+- `device`: the CPU or a GPU, its memory, and the kernels for attention and experts; `dispatched`: several GPUs;
+  `launched`: several processes;
 - `digest`, `settings`: identify a model by its weights and by the settings of its forward; `tokenizers`: whether two
   models tokenise alike, and how far a text can grow;
 - `adapters`: LoRA adapters in a folder, and merged; `plain`, `wrappers`: conditions for changing a model's weights;
@@ -23,7 +23,7 @@
   `kinds`: which layers are alike; `positions`: the lengths of a text at which its positions change;
 - `streamed`: what other rooms need to know about a model whose layers are read from files one at a time;
 - `hooked`: a model reserved for one thread, and hooks on it, inside a block; `rebuilt`: a model of another config;
-  `sharing`: two models with equal weights share their memory;
+  `sharing`: two models with equal weights share their memory, and which layers share parameters;
 - `compact`, `modeling_compact`: models without some attentions or with merged blocks;
 - `recurrence`: the states that layers carry from token to token, in a cache or in modules;
 - `pictures`: models that look at images, and prompts with one;

@@ -1,4 +1,4 @@
-"""Devices (which one a name means, how much memory is free, tensors in files when there is not enough), and kernels.
+"""Devices (which one a name means, how much memory is free), and kernels.
 
 The kernels for attention and experts are chosen on loading and stored in no checkpoint.
 """
@@ -6,10 +6,8 @@ The kernels for attention and experts are chosen on loading and stored in no che
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -54,19 +52,6 @@ def require_memory(needed: int, device: str, what: str) -> None:
         raise LyapunovPruneError(
             f"{what} need {needed:,} bytes of memory and {free:,} are free on {device}; lower --tokens, or free some"
         )
-
-
-def numbers_on_disk(count: int, dtype: torch.dtype, folder: str | Path | None = None) -> torch.Tensor:
-    """An uninitialised tensor of `count` numbers in an unnamed file in `folder` (None: the temporary one).
-
-    The file is freed with the tensor. Raises OSError if the disk is full.
-    """
-    with tempfile.TemporaryDirectory(prefix="lyapunov-prune-mapped-", dir=folder) as place:
-        file = Path(place) / "numbers"
-        with file.open("wb") as opened:
-            if hasattr(os, "posix_fallocate"):  # a full disk raises here, instead of a signal on a later write
-                os.posix_fallocate(opened.fileno(), 0, max(count * dtype.itemsize, 1))
-        return torch.from_file(str(file), shared=True, size=count, dtype=dtype)
 
 
 def _usable(name: str) -> bool:

@@ -29,13 +29,14 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, free: list[int]) -> None:
     monkeypatch.setattr(dispatched, "free_memory", lambda device: free[int(device.removeprefix("cuda:"))])
 
 
-def test_layers_go_over_all_gpus_and_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_layers_go_over_all_gpus_and_stay_whole(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tiny("llama").to("meta")
-    with_gpus(monkeypatch, [10**9, 10**9])
+    with_gpus(monkeypatch, [10**9] * gpus)
     places = over_gpus(model)
-    assert set(places.values()) == {0, 1}
+    assert set(places.values()) == {*range(gpus)}
     for name, _ in model.named_parameters():
-        assert sum(f"{name}.".startswith(f"{at}.") for at in places) == 1
+        assert sum(not at or f"{name}.".startswith(f"{at}.") for at in places) == 1
     assert not any(re.search(r"layers\.\d+\.", at) for at in places)
 
 
