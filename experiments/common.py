@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import lyapunov_prune as lp
 from experiments.dither import dither
 from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.data.batch import Split, require_disjoint
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.task_scores import ScoredTask
 from lyapunov_prune.profiles.profile import LayerProfile, kept_profile
 from lyapunov_prune.results.files import write_whole
@@ -289,3 +291,15 @@ def halves(calibration: lp.TokenBatch) -> tuple[lp.TokenBatch, lp.TokenBatch]:
     """Calibration text to compress by, and calibration text to measure a regret on that then decides something."""
     half = len(calibration.ids) // 2
     return replace(calibration, ids=calibration.ids[:half]), replace(calibration, ids=calibration.ids[half:])
+
+
+def committed() -> str:
+    """The last commit that changed the package. Raises LyapunovPruneError if the package differs from it."""
+    repository = Path(__file__).parents[1]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", repository, *words], check=True, capture_output=True, text=True).stdout
+
+    if git("status", "--porcelain", "--", "lyapunov_prune"):
+        raise LyapunovPruneError("lyapunov_prune/ has changes that no commit names; commit them, or put them aside")
+    return git("log", "-1", "--abbrev=12", "--format=%h", "--", "lyapunov_prune").strip()

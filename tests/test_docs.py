@@ -201,13 +201,9 @@ def test_the_rooms_stand_in_their_order() -> None:
             "prune MODEL --plan plan.json -o smaller",
             ["prune", "tiny", "--plan", "run/plan.json", "-o", "smaller", *TEXT],
         ),
-        (
-            "rank MODEL --criterion blend --remove 2",
-            ["rank", "tiny", "--criterion", "blend", "--remove", "2", "-o", "run", *TEXT],
-        ),
-        ("hierarchy DENSE PRUNED", ["hierarchy", "tiny", "made", "--new-tokens", "2", "-o", "run", *TEXT]),
+        ("explain DENSE COMPRESSED", ["explain", "tiny", "made", "-o", "run", *TEXT]),
     ],
-    ids=["prune", "rank", "hierarchy"],
+    ids=["prune", "explain"],
 )
 def test_a_walk_is_the_way_that_its_command_takes(command: str, arguments: list[str], run: Callable[..., Done]) -> None:
     stops = re.findall(r"^\d+\. `(\w+)`:(.*?)(?=^\d+\. |\Z)", walk(command), re.MULTILINE | re.DOTALL)

@@ -11,7 +11,6 @@ tables go into README.md by `make tables`.
 from __future__ import annotations
 
 import shlex
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -23,9 +22,9 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.by_commands import losses, run_once
-from experiments.common import Again, Model, Scored, draw, is_kept, plain, read_text, run, show
+from experiments.common import Again, Model, Scored, committed, draw, is_kept, plain, read_text, run, show
 from experiments.statements import bullets, ratio, runs, table
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.report.drawing import COLOURS, GREY, by_rows, log_axis, one_panel
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -105,18 +104,6 @@ def main(
     show(written())
 
 
-def committed() -> str:
-    """The commit that is checked out. Raises LyapunovPruneError if the package differs from it."""
-    repository = HERE.parents[2]
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", repository, *words], check=True, capture_output=True, text=True).stdout
-
-    if git("status", "--porcelain", "--", "lyapunov_prune"):
-        raise LyapunovPruneError("lyapunov_prune/ has changes that no commit names; commit them, or put them aside")
-    return git("rev-parse", "--short=12", "HEAD").strip()
-
-
 def told(line: str, words: Sequence[str]) -> str:
     """What a step said, with `words` that are paths of this machine under their plain names."""
     for word in words:
@@ -124,8 +111,8 @@ def told(line: str, words: Sequence[str]) -> str:
     return line
 
 
-def results() -> list[OneCommand]:
-    return [OneCommand.load(path) for path in sorted(HERE.glob("*.json"))]
+def results(folder: Path = HERE) -> list[OneCommand]:
+    return [OneCommand.load(path) for path in sorted(folder.glob("*.json"))]
 
 
 def figure(rows: Sequence[OneCommand]) -> str:
@@ -146,8 +133,8 @@ def written() -> dict[str, str]:
     return {
         "setting": bullets(*map(_setting, rows)),
         "table": _table(rows),
+        "earlier": _short(results(HERE / "earlier")),
         "short": _short(rows),
-        "commit": ", ".join(dict.fromkeys(r.commit for r in rows)),
         "steps": _steps(rows),
     }
 
@@ -167,7 +154,7 @@ def _setting(r: OneCommand) -> str:
 
 def _short(rows: Sequence[OneCommand]) -> str:
     """For the README: what one command leaves of a model, on each text."""
-    head = ("a quarter of the layers gone", "parameters", *(f"on {text}" for text in rows[0].over), "minutes")
+    head = ("a quarter of the layers gone", "parameters", *(f"on {text}" for text in rows[0].over), "minutes", "commit")
     return table(
         head,
         [
@@ -176,6 +163,7 @@ def _short(rows: Sequence[OneCommand]) -> str:
                 f"{r.parameters[0] / 1e6:.0f} M → {r.parameters[1] / 1e6:.0f} M",
                 *map(ratio, r.over.values()),
                 f"{r.seconds / 60:.0f}",
+                r.commit,
             )
             for r in rows
         ],

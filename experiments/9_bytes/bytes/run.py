@@ -1,0 +1,364 @@
+"""The same bytes, by llama.cpp's mixes and by `shrink --size`: KL from the dense model on unseen text.
+
+    python experiments/9_bytes/bytes/run.py --peer FOLDER --text FILE [--text FILE] [--model MODEL] [--size Q4_K_M]...
+
+MODEL is one off its grid, as `smollm2-135m-dithered-0`, and is the reference. The first run writes it into FOLDER as
+float32.gguf, with the mean squared input of every matrix on the tokens of the Fisher information, by the names of
+llama.cpp's tensors (imatrix.npz). llama.cpp's own quantiser then has to write FOLDER/imatrix-q4_k_m.gguf with those
+importances, FOLDER/plain-q4_k_m.gguf without, and so on for every size; the next run measures those that are there, and
+a model of the bytes of the first. Without --text it compares the importances of columns, on the half of the built-in
+text that chooses. Writes MODEL-TEXT.json after every row, one a text: an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import gguf
+import numpy as np
+import torch
+import typer
+from torch import nn
+from torch.nn.functional import kl_div
+from transformers import PreTrainedModel
+
+import lyapunov_prune as lp
+from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, draw, read_text, run, show
+from experiments.divergences import finals
+from experiments.statements import bullets, interval, short, table
+from lyapunov_prune.budget.cost import TensorCost, costs
+from lyapunov_prune.budget.fisher import matrices_of
+from lyapunov_prune.budget.spend import chosen_types, rounded
+from lyapunov_prune.evaluation.judging import compare
+from lyapunov_prune.export.gguf_whole import header_values
+from lyapunov_prune.forward.hooks import final_state
+from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.models.decoder import Decoder, wrap
+from lyapunov_prune.models.gguf_copy import write_pieces
+from lyapunov_prune.models.gguf_header import read_header
+from lyapunov_prune.models.gguf_metadata import gguf_family
+from lyapunov_prune.models.gguf_tensors import BlockType, stored_tensors
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.report.drawing import COLOURS, grid, log_axis, svg, with_intervals
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+HERE = Path(__file__).parent
+CHOOSING = HERE / "importances"  # on the text that the default was chosen on
+SIZES = ("Q4_K_M", "Q3_K_M", "Q6_K", "IQ4_XS", "Q5_K_M", "Q2_K")  # the first of them first, if time ends
+# The mixes of llama.cpp by the beginning of their files' names, and ours by the importance of columns.
+PLAIN, PEER = "plain", "imatrix"
+OURS, SQUARES = "Fisher", "squares"
+NAMES = {PLAIN: "llama.cpp", PEER: "llama.cpp, importance matrix", OURS: "by cost"}
+BITS = 4.0  # from here on the prediction is to hold
+
+
+@dataclass(frozen=True)
+class Row:
+    """A file of the size of llama.cpp's mix `size`: bytes of its matrices, KL(dense ‖ file) a window, nats a token."""
+
+    size: str
+    by: str
+    bytes: int
+    bits: float
+    predicted: float | None
+    kl: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.kl))
+
+
+@dataclass(frozen=True)
+class Bytes(Result):
+    """Files of equal bytes on one text, by `commit`; the costs took `seconds`, a forward of their tokens `forward`."""
+
+    rows: tuple[Row, ...]
+    seconds: float
+    forward: float
+    calibrated_on: MeasuredOn
+    commit: str
+    measured_on: MeasuredOn
+
+    @property
+    def model(self) -> str:
+        return self.calibrated_on.model.name
+
+    def find(self, size: str, by: str) -> Row | None:
+        return next((row for row in self.rows if (row.size, row.by) == (size, by)), None)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a model by one importance of columns, what they took, and a forward of the same tokens."""
+
+    of: list[TensorCost]
+    seconds: float
+    forward: float
+
+
+@dataclass
+class Judge:
+    """One text: the final states of the dense model there, and the result that grows, in `file`."""
+
+    reading: Reading
+    states: list[torch.Tensor]
+    found: Bytes
+    file: Path
+
+    def add(self, row: Row, model: PreTrainedModel) -> None:
+        row = replace(row, kl=kl_of(self.reading, self.states, model))
+        self.found = replace(self.found, rows=(*self.found.rows, row))
+        self.found.save(self.file)
+        print(self.file.stem, row.size, row.by, row.predicted, row.mean, flush=True)
+
+
+def main(
+    peer: Annotated[Path, typer.Option(help="the folder of llama.cpp's files")],
+    model: Model = Model(f"{BUILT_IN}-dithered-0"),
+    text: Each = None,
+    size: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(SIZES)}; all if not given")] = None,
+    windows: Annotated[int, typer.Option(help="of 256 tokens of the built-in text, for the Fisher information")] = 24,
+    tokens: Annotated[int, typer.Option(help="of each text")] = 4096,
+) -> None:
+    dense = model.load()
+    calibration = read_text(dense, "builtin", windows * 256, 256)
+    if not (peer / "float32.gguf").exists():
+        write_source(dense, calibration, peer)
+        print(f"{peer} has what llama.cpp's quantiser reads; run it, and this again")
+        return
+    ways = (OURS, PEER, PLAIN) if text else (OURS, SQUARES)
+    texts = [read_text(dense, each, tokens, 256, "all") for each in text or ()]
+    known = {by: costs_of(dense, calibration, peer, by) for by in ways if by in (OURS, SQUARES)}
+    on = calibration.measured_on(dense)
+    judges = [
+        judge_of(dense, batch, HERE if text else CHOOSING, known[OURS], on)
+        for batch in texts or [read_text(dense, "builtin", tokens, 256, "evaluation")]
+    ]
+    weights = sum(p.numel() for p in matrices_of(dense.model).values())
+    for by, name in product(ways, size or SIZES):
+        file = peer / f"{PLAIN if by == PLAIN else PEER}-{name.lower()}.gguf"
+        lacking = [judge for judge in judges if judge.found.find(name, by) is None]
+        if not lacking or not file.exists():
+            continue
+        room = sum(t.size for t in read_header(file).tensors if len(t.dims) == 2)
+        if by in known:
+            small, taken, predicted = spent(dense, known[by].of, room)
+        else:
+            small, taken, predicted = lp.load(file, device=model.device, dtype="float32").model, room, None
+        for judge in lacking:
+            judge.add(Row(name, by, taken, 8 * taken / weights, predicted, ()), small)
+        del small
+    draw(HERE, {"bytes": figure(results(HERE))})
+    show(written())
+
+
+def judge_of(dense: Decoder, batch: lp.TokenBatch, folder: Path, known: Costs, on: MeasuredOn) -> Judge:
+    reading = read(dense, batch)
+    file = folder / f"{on.model.name}-{Path(batch.text).stem}.json"
+    if file.exists():
+        found = Bytes.load(file)
+    else:
+        found = Bytes((), known.seconds, known.forward, on, committed(), batch.measured_on(dense))
+    return Judge(reading, list(finals(reading, dense.model)), found, file)
+
+
+def write_source(dense: Decoder, calibration: lp.TokenBatch, peer: Path) -> None:
+    """The model as a GGUF file of float32, and the mean squared inputs by the names of that file."""
+    family, config = gguf_family(dense.structure.config), dense.structure.config
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    squares = mean_squares(dense, calibration)
+    named = {str(names.get_name(own, try_suffixes=(".weight",))): values for own, values in squares.items()}
+    np.savez(peer / "imatrix.npz", allow_pickle=False, **named)
+    pieces = [piece for piece, _ in stored_tensors(dense.model, family, "f32", {})]
+    values = header_values(dense, dense.tokenizer, "f32")
+    write_pieces(peer / "float32.gguf", values, pieces, gguf.GGUF_DEFAULT_ALIGNMENT)
+
+
+@torch.no_grad()
+def mean_squares(decoder: Decoder, batch: lp.TokenBatch) -> dict[str, np.ndarray]:
+    """The mean squared input of every column of a matrix that multiplies states, by the model's names."""
+    named = {id(p): name for name, p in matrices_of(decoder.model).items()}
+    matrices = [m for m in decoder.model.modules() if isinstance(m, nn.Linear)]
+    sums = {named[id(m.weight)]: torch.zeros(m.in_features, dtype=torch.float64) for m in matrices}
+
+    def add(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        sums[named[id(module.weight)]] += args[0].flatten(0, -2).double().square().sum(0).cpu()
+
+    reading = read(decoder, batch)
+    with hooked(after=[(module, add) for module in matrices]):
+        for ids in reading.windows(1):
+            decoder.model(ids, use_cache=False)
+    return {name: (total / batch.tokens).float().numpy() for name, total in sums.items()}
+
+
+def costs_of(dense: Decoder, calibration: lp.TokenBatch, peer: Path, by: str) -> Costs:
+    """Measured once: they are kept beside the files of llama.cpp."""
+    kept = peer / f"costs-{by}.pickle"
+    if kept.exists():
+        known: Costs = pickle.loads(kept.read_bytes())
+        return known
+    reading = read(dense, calibration)
+    few, start = reading.windows(1)[:4], time.perf_counter()
+    with torch.no_grad():
+        for ids in few:
+            dense.model(ids, use_cache=False)
+    forward = (time.perf_counter() - start) * len(calibration) / len(few)
+    importance = None if by == OURS else mean_squares(dense, calibration)
+    start = time.perf_counter()
+    found = list(costs(reading, importance=importance))
+    known = Costs(found, time.perf_counter() - start, forward)
+    kept.write_bytes(pickle.dumps(known))
+    return known
+
+
+@torch.no_grad()
+def spent(dense: Decoder, known: Sequence[TensorCost], room: int) -> tuple[PreTrainedModel, int, float]:
+    """The model with the types of least cost within `room` bytes, what they take, and what they cost."""
+    pairs = list(zip(known, chosen_types(known, room), strict=True))
+    small = copy.deepcopy(dense.model)
+    for t, k in pairs:
+        W = small.get_parameter(t.name)
+        W.copy_(torch.from_numpy(rounded(W.numpy(), BlockType(t.kinds[k], t.importance))))
+    return small, int(sum(t.bytes[k] for t, k in pairs)), float(sum(t.cost[k] for t, k in pairs))
+
+
+@torch.no_grad()
+def kl_of(reading: Reading, states: Sequence[torch.Tensor], model: PreTrainedModel) -> tuple[float, ...]:
+    """`KL(dense ‖ model)` of every window, over all positions but the last: float32, summed in float64."""
+    other = read(wrap(model), reading.batch)
+    found = []
+    for before, ids in zip(states, other.windows(1), strict=True):
+        total, pair = 0.0, [state[:-1] for state in (before, final_state(other.structure, ids)[0])]
+        for rows in reading.scorer.split(*pair):
+            both = zip((reading.scorer, other.scorer), rows, strict=True)
+            log_p, log_q = (scorer.logits(x).float().log_softmax(-1) for scorer, x in both)
+            total += float(kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).double().sum())
+        found.append(total / len(pair[0]))
+    return tuple(found)
+
+
+def results(folder: Path) -> list[Bytes]:
+    return [Bytes.load(path) for path in sorted(folder.glob("*.json"))]
+
+
+def figure(rows: Sequence[Bytes]) -> str:
+    """KL over the bytes of all matrices, in the mean over the texts with bars from text to text: a panel a model."""
+    models = list(dict.fromkeys(r.model for r in rows))
+    drawing, cells = grid(3.6 * len(models), 3.2, len(models), len(models))
+    for axes, name in zip(cells, models, strict=True):
+        for by, colour in zip((PLAIN, PEER, OURS), COLOURS.values(), strict=False):
+            texts = [{row.bytes: row.mean for row in r.rows if row.by == by} for r in rows if r.model == name]
+            sizes = sorted(set.intersection(*map(set, texts)))
+            kl = np.array([[text[size] for text in texts] for size in sizes])
+            if sizes:
+                ends = np.stack([kl.min(1), kl.max(1)], 1)
+                with_intervals(axes, np.array(sizes) / 1e6, kl.mean(1), ends, color=colour, marker="o", label=NAMES[by])
+        log_axis(axes)
+        axes.set_title(name.split(DITHERED)[0])
+    cells[-1].legend(frameon=False)
+    cells[0].set_ylabel("KL from the dense model, nats a token")
+    for axes in cells:
+        axes.set_xlabel("MB of matrices")
+    return svg(drawing)
+
+
+def written(folder: Path = HERE) -> dict[str, str]:
+    rows = results(folder)
+    return {
+        "setting": bullets(*map(_setting, rows)),
+        "short": _short(rows),
+        "table": _table(rows),
+        "median": "; ".join(_median(rows, name) for name in dict.fromkeys(r.model for r in rows)),
+        "predicted": _predicted(rows),
+        "importances": _importances(results(CHOOSING)),
+    }
+
+
+def _setting(r: Bytes) -> str:
+    on, of = r.measured_on, r.calibrated_on
+    return (
+        f"{r.model}, {on.dtype} on {on.device}: commit {r.commit}; costs, importances and llama.cpp's importance "
+        f"matrix from {of.tokens} tokens of {of.text} ({of.split}, {of.text_hash[:12]}), context {of.context}; KL on "
+        f"{on.tokens} tokens of {on.text} ({on.text_hash[:12]}), context {on.context}; costs in "
+        f"{short(r.seconds / r.forward)} times a forward of their tokens"
+    )
+
+
+def _pairs(r: Bytes, by: str = PEER, ours: str = OURS) -> list[tuple[Row, Row]]:
+    """The rows of one size by a mix of llama.cpp and by ours, the smallest first."""
+    found = [(r.find(size, by), r.find(size, ours)) for size in SIZES]
+    return sorted(((a, b) for a, b in found if a and b), key=lambda pair: pair[0].bytes)
+
+
+def _share(before: Row, after: Row) -> tuple[float, str]:
+    """The mean KL of one over that of the other, with its interval: that of `compare`, linear in the ratio."""
+    share = after.mean / before.mean
+    found = compare(share * np.array(before.kl) / before.mean, np.array(after.kl) / before.mean)
+    return share, interval(share, share + found.low, share + found.high)
+
+
+def _short(rows: Sequence[Bytes]) -> str:
+    """For the README: the KL of ours over that of llama.cpp's mix of the same bytes, by model and size."""
+    of = {(r.model, Path(r.measured_on.text).stem): {b.size: _share(a, b)[1] for a, b in _pairs(r)} for r in rows}
+    sizes = [a.size for a, _ in _pairs(max(rows, key=lambda r: len(_pairs(r))))]
+    head = ("bytes of", *(f"{name.split(DITHERED)[0]}, {text}" for name, text in of))
+    return table(head, [(size, *(cells.get(size, "-") for cells in of.values())) for size in sizes])
+
+
+def _table(rows: Sequence[Bytes]) -> str:
+    head = (
+        "model",
+        "text",
+        "bytes of",
+        "MB",
+        "bits",
+        "llama.cpp",
+        "with importances",
+        "ours",
+        "predicted",
+        "ours / peer",
+    )
+    cells = []
+    for r in rows:
+        for peer, ours in _pairs(r):
+            plain = r.find(peer.size, PLAIN)
+            kl = [f"{x.mean:.4f}" if x else "-" for x in (plain, peer, ours)]
+            share = _share(peer, ours)[1]
+            on = Path(r.measured_on.text).stem
+            mb, bits = f"{ours.bytes / 1e6:.1f}", f"{ours.bits:.2f}"
+            cells.append((r.model, on, peer.size, mb, bits, *kl, f"{ours.predicted:.4f}", share))
+    return table(head, cells)
+
+
+def _median(rows: Sequence[Bytes], name: str) -> str:
+    shares = [_share(*pair)[0] for r in rows if r.model == name for pair in _pairs(r)]
+    return f"{name}: {np.median(shares):.2f} in the median of {len(shares)}, {min(shares):.2f} to {max(shares):.2f}"
+
+
+def _predicted(rows: Sequence[Bytes]) -> str:
+    """How far the prediction is from what was measured, from `BITS` a weight on."""
+    ours = [b for r in rows for _, b in _pairs(r) if b.bits >= BITS and b.predicted]
+    off = [b.predicted / b.mean - 1 for b in ours if b.predicted]
+    return f"{100 * min(off):+.0f} to {100 * max(off):+.0f} % on {len(off)} files" if off else "not measured"
+
+
+def _importances(rows: Sequence[Bytes]) -> str:
+    head = ("model", "bytes of", *(f"KL by {by}" for by in (SQUARES, OURS)), f"{OURS} / {SQUARES}")
+    cells = [
+        (r.calibrated_on.model.name, b.size, f"{a.mean:.4f}", f"{b.mean:.4f}", _share(a, b)[1])
+        for r in rows
+        for a, b in _pairs(r, SQUARES)
+    ]
+    return table(head, cells)
+
+
+if __name__ == "__main__":
+    run(main)
