@@ -14,7 +14,7 @@ import typer
 from helpers import make_tiny
 
 import lyapunov_prune as lp
-from experiments import by_commands
+from experiments import by_commands, common
 from experiments.by_commands import against, run_once
 from experiments.common import Model
 from lyapunov_prune.errors import LyapunovPruneError
@@ -102,15 +102,14 @@ def test_a_result_that_is_there_is_drawn_and_not_measured(results: Path, capsys:
 
 
 def test_the_commit_names_the_files_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = tmp_path / "experiments" / "6_recovery" / "shrink"
     (tmp_path / "lyapunov_prune").mkdir()
     file = tmp_path / "lyapunov_prune" / "a.py"
     file.write_text("a = 1")
-    monkeypatch.setattr(one_command, "HERE", here)
+    monkeypatch.setattr(common, "__file__", str(tmp_path / "experiments" / "common.py"))
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
         subprocess.run([*git, *words], check=True)
-    assert len(one_command.committed()) == 12
+    assert len(common.committed()) == 12
     file.write_text("a = 2")
     with pytest.raises(LyapunovPruneError):
-        one_command.committed()
+        common.committed()

@@ -346,7 +346,7 @@ def test_a_plan_for_another_model_is_refused(checkpoint: Path, tmp_path: Path) -
 def test_no_file_lacks_a_part_of_a_layer(checkpoint: Path, tmp_path: Path) -> None:
     outline = read_outline(checkpoint, checkpoint)
     plan = PruningPlan.given(outline.identity, PartsGone((1,), (3,)))
-    with pytest.raises(LyapunovPruneError, match="format='compact'"):
+    with pytest.raises(LyapunovPruneError):
         prune_on_disk(outline, plan, tmp_path / "disk")
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, remove_layers, verify_removal
+from lyapunov_prune.models import structure
 from lyapunov_prune.models.families import FAMILIES, Family
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning import removal
 
 # Model of the zoo, and layers that its entry removes correctly or refuses. GPT-Neo is not here: its entry
 # corrects a second notation of the same fact, which transformers 5 writes but does not read, and neither is LongCat,
@@ -54,7 +54,7 @@ def test_without_its_entry_the_gate_refuses(model_type: str, monkeypatch: pytest
     name, layers = ENTRIES[model_type]
     model = make_zoo(name)
     monkeypatch.delitem(FAMILIES, model_type)
-    monkeypatch.setattr(removal, "TRUSTED", frozenset())  # the gate looks at every family
+    monkeypatch.setattr(structure, "TRUSTED", frozenset())  # the gate looks at every family
     with pytest.raises(LyapunovPruneError, match="cannot be removed correctly"):
         remove_layers(model, layers)
 

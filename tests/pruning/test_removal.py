@@ -70,7 +70,7 @@ def test_in_memory_what_the_tests_do_not_vouch_for_is_proven_once(name: str, gat
     model, once = make_zoo(name), int(name != TRUSTED_ONE)
     remove_layers(model, [2, 5])
     assert gates["memory"] == once
-    with pytest.raises(LyapunovPruneError, match="format='compact'"):
+    with pytest.raises(LyapunovPruneError):
         remove_layers(model, PruningPlan.given(model, PartsGone((), (2,))))
     plans = [PruningPlan.given(model, remove) for remove in ([2], [2, 5])]
     evaluate_removals(model, {"given": plans, "again": plans}, torch.arange(3, 35).view(2, 16))

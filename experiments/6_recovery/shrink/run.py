@@ -111,8 +111,8 @@ def told(line: str, words: Sequence[str]) -> str:
     return line
 
 
-def results(folder: Path = HERE) -> list[OneCommand]:
-    return [OneCommand.load(path) for path in sorted(folder.glob("*.json"))]
+def results(within: str = ".") -> list[OneCommand]:
+    return [OneCommand.load(path) for path in sorted((HERE / within).glob("*.json"))]
 
 
 def figure(rows: Sequence[OneCommand]) -> str:
@@ -133,7 +133,7 @@ def written() -> dict[str, str]:
     return {
         "setting": bullets(*map(_setting, rows)),
         "table": _table(rows),
-        "earlier": _short(results(HERE / "earlier")),
+        "earlier": _short(earlier) if (earlier := results("earlier")) else "",
         "short": _short(rows),
         "steps": _steps(rows),
     }
