@@ -1,0 +1,60 @@
+"""What a test of a file finds, and the result that holds everything found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.result import LINES, Result
+
+Certainty = Literal["certain", "likely", "possible"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault of a file.
+
+    `kind` is one or two words ("shift", "constant"); `tensors` are the names of the tensors in the file, none for a
+    setting or the tokenizer; `said` is one sentence, with a full stop, that names the tensors and what is wrong with
+    them. `known_cause` is what made such a thing in known cases, and `remedy` what to do, both empty if unknown.
+    `share` is the part of the error, 0 to 1, that goes if this alone is put right (it may be below zero); None if
+    it was not measured.
+    """
+
+    kind: str
+    tensors: tuple[str, ...]
+    said: str
+    certainty: Certainty
+    known_cause: str = ""
+    remedy: str = ""
+    share: float | None = None
+
+    def line(self) -> str:
+        """The sentence, with the share of the error and the known cause behind it."""
+        share = "" if self.share is None else f" Put right alone, it takes {self.share:.0%} of the error away."
+        sure = "" if self.certainty == "certain" else f" ({self.certainty})"
+        return f"{self.said.rstrip('.')}{sure}.{share}{self.known_cause and f' Known cause: {self.known_cause}.'}"
+
+
+@dataclass(frozen=True)
+class Diagnosis(Result):
+    """The faults found in the file `model`, those that matter most first; none for an honest file."""
+
+    model: str
+    findings: tuple[Finding, ...]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per fault."""
+        return pd.DataFrame(
+            {
+                "kind": [finding.kind for finding in self.findings],
+                "tensors": [", ".join(finding.tensors) for finding in self.findings],
+                "certainty": [finding.certainty for finding in self.findings],
+                "share": [finding.share for finding in self.findings],
+                "said": [finding.said for finding in self.findings],
+            }
+        )
+
+    def answer(self) -> list[str]:
+        return [finding.line() for finding in self.findings[:LINES]]
