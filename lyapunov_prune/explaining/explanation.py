@@ -38,7 +38,7 @@ class Explanation(Decomposed, Result):
     `matrices` holds the errors of single matrices, those of the blamed layers (`blamed`) that differ; None if none
     does, or they cannot be read as numbers. `sublayers` has the same parts for attention and MLP; None if no state lies
     between them, or weights stay packed. `tokens` follows the error from the final state to the prediction, by kind of
-    token.
+    token and event.
     """
 
     kept: LayerNumbers
@@ -142,8 +142,10 @@ class Explanation(Decomposed, Result):
     def answer(self) -> list[str]:
         if not self.differs:
             return ["Nothing differs: both models compute the same on this text.", self.measured_on.line()]
+        event = self.tokens.event() if self.tokens is not None else ""
         lines = [
-            f"KL from the dense model {self.kl:.3g} nats a token; perplexity {np.exp(self.dense_loss):.4g} → "
+            f"KL from the dense model {self.kl:.3g} nats a token in the mean{event and f', but {event}'}; "
+            f"perplexity {np.exp(self.dense_loss):.4g} → "
             f"{np.exp(self.loss):.4g}{self.settings and f'; {self.settings}'}.",
             *self._blame(),
             self._kind(),

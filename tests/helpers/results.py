@@ -71,7 +71,7 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         lengths = {"size": (5,), "error": (5,), "energy": (3, 4), "along": (3, 4), "off": (4,)}
         return {field: some(*shape) for field, shape in lengths.items()} | {"kinds": (("attention", "mlp"), ())}
     if name == "TokenKinds":
-        return {"positions": some(5), "turned": loose(3, 5), "kl": loose(5)}
+        return {"positions": some(9), "turned": loose(3, 9), "kl": loose(9), "interval": loose(9, 2)}
     if name == "MatrixErrors":
         return {"error": loose(2), "norm": some(2)}
     if name == "InfluenceProfile":
