@@ -108,10 +108,3 @@ def test_where_no_difference_is_left_one_trial_is_enough(llama: PreTrainedModel)
     score = Valley(llama, 0.5)
     assert atp_search(llama, 0.0, score).parameters == {"trials": 9, "beta": 0.0}
     assert len(score.asked) == 1
-
-
-def test_planted_fault_a_search_that_takes_the_worst_is_seen(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(np, "argmin", np.argmax)
-    assert atp_search(llama, 0.5, Valley(llama, 0.2), trials=5).parameters["beta"] != pytest.approx(0.04)

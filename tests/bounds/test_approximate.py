@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,14 +14,13 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.bounds import approximate
 from lyapunov_prune.bounds.approx_linear import ApproxLinear, Record, _look_up
-from lyapunov_prune.bounds.approximate import Records, _Forward, observe
+from lyapunov_prune.bounds.approximate import Records, observe
 from lyapunov_prune.bounds.approximation import approximation, certify_difference
 from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.linalg import certify
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.models.hooked import overridden
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection, groups
 
@@ -71,7 +69,8 @@ def test_every_family_installs_runs_and_restores(family: str, ids: torch.Tensor,
     assert (sum(r.hits for r in records.values()) > 0) == (radius > 0)
 
 
-def test_every_family_is_whole_after_an_exception(family: str, ids: torch.Tensor) -> None:
+@pytest.mark.parametrize("family", ["gpt2", "llama"])  # fused matrices and plain ones
+def test_a_model_is_whole_after_an_exception(family: str, ids: torch.Tensor) -> None:
     """Also one that comes from within the forward, or while the last matrix is installed."""
     model = make_tiny(family)
     before = trace(model)
@@ -97,16 +96,6 @@ def test_every_family_is_whole_after_an_exception(family: str, ids: torch.Tensor
     ):
         pass
     assert trace(model) == before
-
-
-def test_planted_fault_a_wrapper_left_behind_is_seen(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_tiny("gpt2")
-    before = trace(model)
-    left_behind = lambda self: nullcontext(self.module.__dict__.update(forward=self.replacement))  # noqa: E731
-    monkeypatch.setattr(_Forward, "installed", left_behind)
-    with approximate(model, half):
-        pass
-    assert trace(model) != before
 
 
 def test_identical_weights_change_nothing(family: str, ids: torch.Tensor) -> None:
@@ -179,19 +168,6 @@ def test_what_enters_a_weight_that_no_one_calls_is_recorded(name: str, watch: An
         assert record.output == pytest.approx(float((x @ W.double().T).square().sum()), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["jamba", "falcon_mamba"])
-def test_planted_fault_an_exact_weight_left_where_it_is_read_is_seen(
-    name: str, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_zoo(name)
-    monkeypatch.setattr(_Forward, "installed", lambda self: overridden(self.module, self.replacement))
-    with torch.no_grad():
-        with replaced(model, {p: half(p, p.weight(model)) for p in find_projections(wrap(model))}):
-            expected = model(ids, use_cache=False).logits
-        with approximate(model, half):
-            assert not torch.allclose(model(ids, use_cache=False).logits, expected, rtol=0, atol=1e-3)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama", "phi3", "gpt_neox"])
 def test_records_the_error_against_the_exact_weight(name: str, ids: torch.Tensor) -> None:
     """The recorded worst input is that of a float64 computation from the captured inputs."""
@@ -222,8 +198,8 @@ def test_records_the_error_against_the_exact_weight(name: str, ids: torch.Tensor
         assert float(gap) == pytest.approx(check.error, rel=1e-3)
 
 
-def test_planted_fault_a_residual_scaled_after_its_norm_was_taken(family: str, ids: torch.Tensor) -> None:
-    model = make_tiny(family)
+def test_planted_fault_a_residual_scaled_after_its_norm_was_taken(ids: torch.Tensor) -> None:
+    model = make_tiny("gpt2")
     name = find_projections(wrap(model))[7].name
 
     def scaled(p: Projection, W: torch.Tensor) -> Any:

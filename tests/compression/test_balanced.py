@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from lyapunov_prune.calibration.gram import root
 from lyapunov_prune.calibration.statistics import Statistics
-from lyapunov_prune.compression.methods import balanced as module
 from lyapunov_prune.compression.methods.balanced import Balanced
 from lyapunov_prune.compression.methods.whitened_svd import WhitenedSVD
 from lyapunov_prune.errors import LyapunovPruneError
@@ -120,14 +119,6 @@ def test_gramians_that_do_not_fit_are_refused() -> None:
     W, P, Q = setting(5, 4, 6)
     with pytest.raises(LyapunovPruneError, match="negative eigenvalue"):
         balanced(W, P, -Q + 2 * Q.diagonal().mean() * torch.eye(4), 2)
-
-
-def test_planted_fault_gramians_left_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    W, P, Q = setting(6, 6, 8)
-    tail = float(hankel_values(W, P, Q)[3:].square().sum())
-    monkeypatch.setattr(module, "root", lambda G: torch.eye(len(G)).double())
-    E = W - balanced(W, P, Q, 3)
-    assert float(torch.trace(Q @ E @ P @ E.T)) > 1.01 * tail
 
 
 @pytest.mark.parametrize("scale", [2.0**1000, 2.0**-1000])

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import perplexity
-from lyapunov_prune.forward import decoding
 from lyapunov_prune.forward import own_text as module
 from lyapunov_prune.forward.own_text import self_generated as write_text
 from lyapunov_prune.forward.own_text import written_by
@@ -42,11 +41,6 @@ def surprise(model: PreTrainedModel, count: int = 2000) -> float:
 
 def test_tokens_are_drawn_from_the_predictions(writer: PreTrainedModel) -> None:
     assert surprise(writer) > 0.01
-
-
-def test_planted_fault_another_temperature_is_seen(writer: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "lift", lambda z: 3 * z.double())
-    assert surprise(writer) < 1e-6
 
 
 def test_later_tokens_go_on_from_what_was_written(writer: PreTrainedModel) -> None:

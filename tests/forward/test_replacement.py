@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from helpers import assert_same, bits, make_tiny
 from transformers import PreTrainedModel
 
-from lyapunov_prune.forward import replacement
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.plain import find_projections
@@ -50,16 +48,6 @@ def test_a_matrix_of_another_shape_changes_nothing() -> None:
     with pytest.raises(RuntimeError), replaced(model, {first: first.weight(model), last: torch.zeros(5, 7)}):
         pytest.fail("the block ran")
     assert_same(model, before)
-
-
-def test_planted_fault_a_model_that_is_not_restored_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_tiny("llama")
-    before = bits(model)
-    monkeypatch.setattr(replacement, "exchanged", lambda module, key, new: nullcontext(setattr(module, key, new)))
-    with replaced(model, half(model, find_projections(wrap(model))[:1])):
-        pass
-    with pytest.raises(AssertionError, match=r"layers\.0\.self_attn\.q_proj"):
-        assert_same(model, before)
 
 
 def test_only_the_rows_of_a_fused_matrix_are_replaced() -> None:

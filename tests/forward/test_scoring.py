@@ -98,30 +98,6 @@ def test_a_scaled_head_uses_the_models_own_logits(scale: float, dtype: torch.dty
     np.testing.assert_allclose(score(ids)[0], perplexity(model, ids).windows)
 
 
-def test_planted_fault_a_cap_that_is_overlooked_is_seen(ids: torch.Tensor) -> None:
-    model = make_tiny("gemma2")
-    with torch.no_grad():
-        model.lm_head.weight.mul_(10)
-    score = scorer(model, ids)
-    np.testing.assert_allclose(score(ids)[0], exact(model, ids), rtol=1e-5)
-    score.blockwise = True
-    assert not np.allclose(score(ids)[0], exact(model, ids), rtol=1e-3)
-
-
-def test_planted_fault_a_block_that_is_left_out_is_seen(
-    llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    score, linear = scorer(llama, ids), scoring.linear
-    calls: list[int] = []
-
-    def forgetful(x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        calls.append(1)
-        return linear(x, W, bias) - (1000 if len(calls) % 4 == 0 else 0)
-
-    monkeypatch.setattr(scoring, "linear", forgetful)
-    assert not np.allclose(score(ids)[0], exact(llama, ids), rtol=1e-3)
-
-
 def test_a_later_block_may_tower_over_the_first(ids: torch.Tensor) -> None:
     for height in (50.0, 300.0):  # exp holds the first, in float32, and not the second
         model = with_bias(make_tiny("llama"))

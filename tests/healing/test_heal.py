@@ -241,16 +241,6 @@ def test_of_a_teacher_of_noise_nothing_is_kept(rank: int | None, written: TokenB
         assert mine.requires_grad == theirs.requires_grad
 
 
-def test_planted_fault_the_last_round_kept_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Healing, "kept", property(lambda self: len(self.rounds) - 1))
-    monkeypatch.setattr("lyapunov_prune.healing.training.best_of", lambda rounds, before: len(rounds) - 1)
-    student, _ = pair()
-    written = text_of(student, 12)  # any change of it costs
-    learnt, judge = written.take(range(6)), written.take(range(6, 12))
-    done = heal(student, noise(), learnt, steps=16, learning_rate=1e-2, judge=judge)
-    assert perplexity(done.model, judge).value > perplexity(student, judge).value
-
-
 def test_the_rate_is_found_on_the_model(written: TokenBatch) -> None:
     student, teacher = pair()
     report = heal(student, teacher, written, steps=60).report

@@ -140,13 +140,6 @@ def test_planted_fault_a_degree_of_poor_rank_would_win_if_it_were_solved_anyway(
     assert 3 not in published().errors
 
 
-def test_planted_fault_a_check_of_rank_that_sees_all_points_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOST", -1.0)
-    monkeypatch.setattr(module, "DEGREES", (1, 2, 3))
-    with np.errstate(all="ignore"):
-        assert 3 in published().errors
-
-
 def test_the_interval_is_that_of_a_regression_from_the_book() -> None:
     """Draper and Smith: `ŷ ± t_{n−p} s √(1 + xᵀ(XᵀX)⁻¹x)`, with the normal equations solved as they stand."""
     fitted, at = published(), np.array([[0.25, 0.5], [0.0, 0.0]])

@@ -64,21 +64,6 @@ def test_the_variance_bounds_the_divergence_of_a_small_change(
     assert (kl <= (1 + 4 * c / 9) * half_variance + 1e-14).all()
 
 
-def test_planted_faults_a_wrong_sign_or_a_forgotten_temperature_break_the_bound() -> None:
-    """Where the theorem is nearly tight: an unlikely token gains."""
-    T, c = 2.0, 1.0
-    z = np.array([[0.0, -9.0]])
-    dz = np.array([[0.0, c * T]])
-    half_variance, kl, _ = of(z, dz, T)
-    assert 0 < kl <= (1 + 4 * c / 9) * half_variance
-    assert kl > half_variance  # the remainder is needed: this is no bound without it
-    assert of(z, -dz, T)[1] < 0.9 * kl  # the sign of Δz matters to KL and not to its estimate
-    assert kl > (1 + 4 * c / 9) * half_variance / T**2
-    warm = of(z, dz, T)[0]
-    np.testing.assert_allclose(warm, by_definition(z, dz, T)[0])
-    assert abs(warm / by_definition(z, dz, 1.0)[0] - 1).min() > 0.1
-
-
 @pytest.mark.parametrize("scale", [1e-2, 1e-4, 1e-6])
 def test_tiny_changes_keep_their_digits(scale: float) -> None:
     """Against the first three cumulants of Δz under p; `−Σ p u` alone has two digits left at the end."""
@@ -155,22 +140,3 @@ def test_estimates_meet_what_they_estimate_as_the_change_shrinks(z: np.ndarray, 
         p = predicted(z / 20, size * dz, 1.0)
         for name, estimate in (("probability", "probability_estimate"), ("kl", "kl_estimate")):
             np.testing.assert_allclose(p[estimate], p[name], rtol=50 * size, atol=1e-22, err_msg=name)
-
-
-@pytest.mark.parametrize("fault", ["p for r", "wrong T", "Δ for Δ⊥"])
-def test_planted_faults_are_seen(fault: str) -> None:
-    rng = np.random.default_rng(0)
-    z, dz = rng.normal(size=(2, 3, 9))
-    found = predicted(z, dz, 2.0)
-    wanted = predictions_by_definition(z, dz, 2.0)
-    assert_agree(found, wanted)
-    if fault == "p for r":
-        found["probability_estimate"] = found["kl_estimate"]
-    elif fault == "wrong T":
-        wanted = predictions_by_definition(z, dz, 1.0)
-    else:
-        found = named(HIDDEN, turn(torch.from_numpy(z), torch.from_numpy(z + dz)))
-        wanted = directions_by_definition(z, dz)
-        found["hidden_orthogonal"] = np.linalg.norm(dz, axis=-1) / np.linalg.norm(z, axis=-1)
-    with pytest.raises(AssertionError):
-        assert_agree(found, wanted)

@@ -88,21 +88,6 @@ def test_a_kill_loses_at_most_the_job_in_flight(tmp_path: Path) -> None:
     assert kills > 2
 
 
-def test_planted_fault_a_line_that_waits_in_a_buffer_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files: dict[Path, Any] = {}
-
-    def late(self: Store, key: str, value: Any) -> None:
-        assert self._file is not None
-        files.setdefault(self._file, self._file.open("a")).write(key)
-        time.sleep(0.001)
-
-    filled(tmp_path / "x", [])
-    monkeypatch.setattr(Store, "add", late)
-    began = next(began for _, began in lives(tmp_path / "x", 0) if len(began) > 1)
-    monkeypatch.undo()
-    assert not kept(tmp_path / "x") >= set(began[:-1])
-
-
 def test_a_line_torn_anywhere_costs_that_job_alone(tmp_path: Path) -> None:
     whole = filled(tmp_path, JOBS[:2])
     torn = file_of(tmp_path)

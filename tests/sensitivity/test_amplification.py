@@ -95,13 +95,6 @@ def test_counted_values_correlate_as_repeated_ones(seed: int, n: int) -> None:
         np.testing.assert_allclose(value, wanted, atol=1e-12)
 
 
-def test_planted_fault_the_product_of_the_earlier_layers_is_another_number(
-    drift: AmplificationDrift, profile: ContractionProfile
-) -> None:
-    wrong = {p: profile.pooled(p).relative_energy[1:] / profile.relative_energy[0] for p in ("energy", "token")}
-    assert replace(drift, amplification=wrong).to_frame().spearman[0] != pytest.approx(drift.to_frame().spearman[0])
-
-
 def test_bad_input_is_refused(found: Sensitivity, profile: ContractionProfile, llama: PreTrainedModel) -> None:
     with pytest.raises(LyapunovPruneError, match="study group"):
         amplification_drift(replace(found, effects=found.effects[-1:]), profile)

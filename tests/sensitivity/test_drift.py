@@ -101,10 +101,3 @@ def test_states_without_spread_have_no_drift() -> None:
 def test_another_number_of_batches_is_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
         Reference([states(0)]).drift([states(0), states(1)])
-
-
-def test_planted_fault_states_that_are_not_centred_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = states(0), states(1)
-    wanted = formula(x.numpy(), y.numpy())
-    monkeypatch.setattr(Reference, "_centred", lambda self, x: x)
-    assert abs(drift(x, y) - wanted) > 1e-3

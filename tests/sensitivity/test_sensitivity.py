@@ -165,21 +165,6 @@ def test_rescored_greedy_is_the_best_next_group_by_hand(few: torch.Tensor, monke
     np.testing.assert_allclose(found.perplexity, wanted, rtol=1e-5)
 
 
-def test_planted_fault_matrices_of_the_next_layer_are_seen(few: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_tiny("llama")
-    ps, dense = find_projections(wrap(model)), perplexity(model, few).value
-    monkeypatch.setattr(
-        StudyRequest,
-        "layers",
-        property(lambda asked: {k: tuple(p for p in ps if p.layer == LAYERS - 1 - k) for k in range(6)}),
-    )
-    found = measure_sensitivity(model, few, studies=["layer"])
-    wanted = (
-        with_weights("llama", {p: Magnitude().compress(p.weight(model), 0.5) for p in ps if p.layer == 0}, few) - dense
-    )
-    assert regrets(found, "layer")[0] != pytest.approx(wanted, rel=1e-3)
-
-
 def test_what_is_saved_is_the_share_of_multiplications(few: torch.Tensor) -> None:
     model = make_tiny("gpt2")
     found = measure_sensitivity(model, few, studies=["removal", "group", "sparsity", "rank"], sparsity=0.25)
