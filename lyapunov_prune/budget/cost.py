@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -30,7 +30,10 @@ _FLOOR = 1e-6  # of the mean importance: a block whose columns all have none wou
 
 @dataclass(frozen=True, eq=False)
 class TensorCost:
-    """A matrix in each of `kinds`: `bytes` (K,) and `cost` (K,), nats a token; `importance` (columns,) rounds it."""
+    """A matrix in each of `kinds`: `bytes` (K,) and `cost` (K,), nats a token.
+
+    `importance` (columns,), or (experts × columns) of the experts that a tensor holds, rounds it.
+    """
 
     name: str
     kinds: tuple[Kind, ...]
@@ -57,21 +60,39 @@ def costs(
 
     `F` is the diagonal of the Fisher information on the batch (`fisher`), and `c` the second-order estimate of the KL
     a token that rounding this matrix causes. Columns are weighted by `importance` where it has the matrix, else by
-    `Σ_i F_ij`. Costs are summed in float64, one matrix in memory beside the model and the sums of `fisher`; of a large
-    matrix over the rows of `_sample`.
+    `Σ_i F_ij`; experts in one tensor each have importances of their own, and their costs are added. Costs are summed in
+    float64, one matrix in memory beside the model and the sums of `fisher`; of a large matrix over the rows of
+    `_sample`.
     """
     matrices = matrices_of(reading.model)
     for name, found in fisher(reading, matrices, seed):
         W = matrices[name].detach().float().cpu().numpy()
         F = found.cpu().numpy()
-        columns = (importance or {}).get(name)
-        columns = F.sum(0, dtype=np.float64) if columns is None else np.asarray(columns, np.float64)
-        columns = columns + _FLOOR * columns.mean() if columns.any() else np.ones_like(columns)
-        columns = (columns / columns.mean()).astype(np.float32)
-        kinds = tuple(kinds_for(W.shape[1], bits))
-        rows, share = _sample(W, F, max(1, _SAMPLED // W.shape[1]))
-        cost = np.array([_cost(W[rows], F[rows] * share[:, None], kind, columns) for kind in kinds])
+        given = (importance or {}).get(name)
+        columns = _scaled(F.sum(-2, dtype=np.float64) if given is None else np.asarray(given, np.float64))
+        kinds = tuple(kinds_for(W.shape[-1], bits))
+        each = zip(by_expert(W), by_expert(F), np.atleast_2d(columns), strict=True)
+        most = max(1, _SAMPLED // (W[..., 0, :].size))
+        cost = np.sum([_costs(w, f, kinds, c, most) for w, f, c in each], axis=0)
         yield TensorCost(name, kinds, np.array([size_in(kind, W.size) for kind in kinds]), cost, columns)
+
+
+def by_expert(W: np.ndarray) -> np.ndarray:
+    """The matrices in `W` (experts × rows × columns); one if it is a matrix."""
+    return W.reshape(-1, *W.shape[-2:])
+
+
+def _scaled(columns: np.ndarray) -> np.ndarray:
+    """Importances (… × columns) with mean 1 and none at zero; equal ones where all are zero."""
+    mean = columns.mean(-1, keepdims=True)
+    scaled = (columns + _FLOOR * mean) / np.where(mean > 0, (1 + _FLOOR) * mean, 1)
+    return np.where(mean > 0, scaled, 1).astype(np.float32)
+
+
+def _costs(W: np.ndarray, F: np.ndarray, kinds: Sequence[Kind], columns: np.ndarray, most: int) -> np.ndarray:
+    """The cost of a matrix in each of `kinds` (K,), from `most` of its rows."""
+    rows, share = _sample(W, F, most)
+    return np.array([_cost(W[rows], F[rows] * share[:, None], kind, columns) for kind in kinds])
 
 
 def _sample(W: np.ndarray, F: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:

@@ -12,6 +12,7 @@ from torch import nn
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.device import free_memory
+from lyapunov_prune.models.experts import stacks
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 
@@ -19,8 +20,15 @@ _SHARE = 0.6  # of the free memory, for the sums of the matrices that are summed
 
 
 def matrices_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The matrices of `model` by name; one that modules share stands once, under its first name."""
-    return {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    """The matrices of `model` by name; one that modules share stands once, under its first name.
+
+    The experts of a layer that one tensor holds are one of them (experts × rows × columns). Routers and matrices of one
+    row are none: files of few bits keep them wide, since they are small and choose.
+    """
+    layers = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding) and len(m.weight) > 1]
+    experts = [stack.parameter for m in model.modules() for stack in stacks(m) if stack.routed]
+    found = {id(p) for p in (*layers, *experts)}
+    return {name: p for name, p in model.named_parameters() if id(p) in found}
 
 
 def fisher(reading: Reading, matrices: Mapping[str, nn.Parameter], seed: int) -> Iterator[tuple[str, torch.Tensor]]:

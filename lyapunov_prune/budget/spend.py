@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.allocation.knapsack import cheapest
 from lyapunov_prune.arguments import Seed
-from lyapunov_prune.budget.cost import TensorCost, costs, in_parts, kinds_for, size_in
+from lyapunov_prune.budget.cost import TensorCost, by_expert, costs, in_parts, kinds_for, size_in
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.budget.size import bytes_for
 from lyapunov_prune.budget.spent import Frontier, Spent
@@ -52,7 +52,8 @@ def spend(
     """Write `model` to the GGUF file `output` of at most `size` (`300MB`, `50%` or `4.5bpw`), as good as that allows.
 
     Every matrix, embedding and head among them, gets one block type: those with the least sum of costs (`cost.costs`,
-    measured on `batch`) within the bytes (`allocation.knapsack`). Vectors stay float32. The KL is measured on `judge`.
+    measured on `batch`) within the bytes (`allocation.knapsack`). Experts that one tensor holds get one type together.
+    Vectors and routers stay float32. The KL is measured on `judge`.
 
     Raises LyapunovPruneError for a size below the least, which is named, and above 16 bits, for fewer than 4 windows
     that judge, for texts that share tokens, for an `output` that exists, and as `write_gguf`; then nothing is written.
@@ -103,10 +104,10 @@ def room_for(decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, size: 
     tensors = list(decoder.model.parameters())
     head = sum(len(key) + 16 + len(value.raw) for key, value in header.items()) + _PLACE * len(tensors)
     matrices = matrices_of(decoder.model)
-    head += 4 * sum(p.numel() for p in tensors if p.ndim != 2)
     weights = sum(p.numel() for p in matrices.values())
+    head += 4 * (sum(p.numel() for p in tensors) - weights)
     room = bytes_for(size, weights, head)
-    least = sum(size_in(kinds_for(p.shape[1])[0], p.numel()) for p in matrices.values())
+    least = sum(size_in(kinds_for(p.shape[-1])[0], p.numel()) for p in matrices.values())
     if room < least:
         raise LyapunovPruneError(
             f"{size} is less than the narrowest types take: {(least + head) / 1e6:.4g} MB, {8 * least / weights:.3g} "
@@ -150,9 +151,14 @@ def _nearest(kind: Kind, kinds: Sequence[Kind]) -> int:
 
 
 def rounded(W: np.ndarray, how: BlockType) -> np.ndarray:
-    """`W` (rows × columns) as it is read back from the blocks of `how`."""
-    parts = in_parts(W, lambda rows: dequantised(quantised(W[rows], how.type, how.importance), how.type))
-    return np.concatenate(parts)
+    """`W` ((experts ×) rows × columns) as it is read back from the blocks of `how`."""
+    assert how.importance is not None
+    each = zip(by_expert(W), np.atleast_2d(how.importance), strict=True)
+    return np.concatenate([_rounded(w, how.type, importance) for w, importance in each]).reshape(W.shape)
+
+
+def _rounded(W: np.ndarray, kind: Kind, importance: np.ndarray) -> np.ndarray:
+    return np.concatenate(in_parts(W, lambda rows: dequantised(quantised(W[rows], kind, importance), kind)))
 
 
 def kl_by_window(dense: Reading, changed: Reading) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ import gguf
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, require_extra
 from lyapunov_prune.export.exported import Exported
 from lyapunov_prune.export.format import Quantisation
 from lyapunov_prune.export.gguf import as_json, file_reloads, require_file
@@ -80,13 +80,15 @@ def write_rounded(
     moved: float,
 ) -> Exported:
     """Write what `rounded_pieces` made of `model` below the header `values`. Raises as `write_gguf` does."""
-    size = sum(piece.size for piece in pieces)
+    family, size = gguf_family(model.structure.config), sum(piece.size for piece in pieces)
+    if not family.read:
+        require_extra("xllamacpp", "engines", f"reading a file of {model.structure.config.model_type} back")
     require_disk(Path(target).parent, size, "the tensors of the model")
     with whole_file(target) as file:
         write_pieces(file, values, pieces, gguf.GGUF_DEFAULT_ALIGNMENT)
         detail = "distance of the numbers in the file, over the most that rounding moves"
-        on_file: dict[str, OnFiles] = {RELOADED: partial(file_reloads, result, within=1e-6)}
-        context = values[f"{gguf_family(model.structure.config).architecture}.context_length"].read()
+        on_file: dict[str, OnFiles] = {RELOADED: partial(file_reloads, result, within=1e-6)} if family.read else {}
+        context = values[f"{family.architecture}.context_length"].read()
         on_file |= engine_checks(result, tokenizer, max(2, context - GREEDY))
         found = [attempt(name, partial(check, file)) for name, check in on_file.items()]
         checks = GateCheck(ROUNDED, moved <= 1, moved, 1.0, detail), *found

@@ -25,6 +25,7 @@ from lyapunov_prune.evaluation.llama_cpp import BATCH, INSTALL, Predictions, ask
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import WINDOW_LIMIT
 from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.experts import stacks
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
@@ -124,7 +125,8 @@ def rounded_inputs(decoder: Decoder, file: Path) -> Iterator[None]:
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return (_rounded(args[0], size), *args[1:]), kwargs
 
-    matrices = [module for module in decoder.model.modules() if isinstance(module, nn.Linear | Conv1D)]
+    modules = list(decoder.model.modules())
+    matrices = [m for m in modules if isinstance(m, nn.Linear | Conv1D) or any(stack.routed for stack in stacks(m))]
     with hooked(before=[(module, before) for module in matrices]):
         yield
 

@@ -31,10 +31,15 @@ def chosen_by(config: Any) -> tuple[int, ...]:
     return tuple(map(int, told)) if isinstance(told, list | tuple) else (int(told),)
 
 
+def count_of_experts(config: Any) -> int | None:
+    """The number of experts of a layer; None if the config gives none."""
+    settings = settings_of_experts(config)
+    return next((value for name in COUNTS if isinstance(value := getattr(settings, name, None), int)), None)
+
+
 def require_choosable(config: Any) -> None:
     """Raise LyapunovPruneError if the config has a token take more experts than there are."""
-    settings = settings_of_experts(config)
-    count = next((value for name in COUNTS if isinstance(value := getattr(settings, name, None), int)), None)
+    count = count_of_experts(config)
     chosen = max(chosen_by(config), default=0)
     if count is not None and chosen > count:
         raise LyapunovPruneError(

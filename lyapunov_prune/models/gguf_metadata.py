@@ -15,11 +15,17 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lyapunov_prune.errors import LyapunovPruneError, first_of
+from lyapunov_prune.models.experts import chosen_by, count_of_experts
 from lyapunov_prune.models.gguf_header import FLOAT32, UINT32, Value, number, text
 from lyapunov_prune.models.gguf_layers import period_values, scaled_depth
 from lyapunov_prune.models.gguf_vocabulary import CONVERT
 from lyapunov_prune.progress import warn
 
+# Widths of mixtures, by the names of settings.
+_WIDTHS = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 # The YaRN settings of transformers that llama.cpp computes alike.
 _YARN = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "type"}
 
@@ -30,7 +36,8 @@ class GGUFFamily:
 
     `architecture` is its name there. `permuted`: rows of queries and keys are reordered so that rotary pairs are
     adjacent. `shifted`: norm weights are stored plus one. `windowed`: it knows windows by layer. `scaling`: the rotary
-    scalings that it knows.
+    scalings that it knows. `normed`: the weights of the experts that a token takes add up to one. `read`: transformers
+    reads such files.
     """
 
     architecture: str
@@ -40,14 +47,19 @@ class GGUFFamily:
     windowed: bool = False
     tied: bool = False
     biased: bool = False
+    normed: bool = False
+    read: bool = True
     scaling: tuple[str, ...] = ("default", "linear", "yarn")
 
 
 FAMILIES: Mapping[str, GGUFFamily] = {
     "llama": GGUFFamily("llama", permuted=True, biased=True, scaling=("default", "linear", "yarn", "llama3")),
     "mistral": GGUFFamily("llama", permuted=True, scaling=("default", "linear", "yarn", "llama3")),
+    "mixtral": GGUFFamily("llama", permuted=True, read=False),
     "qwen2": GGUFFamily("qwen2"),
     "qwen3": GGUFFamily("qwen3"),
+    "qwen2_moe": GGUFFamily("qwen2moe"),
+    "qwen3_moe": GGUFFamily("qwen3moe", normed=True),
     "gemma2": GGUFFamily("gemma2", "gelu_pytorch_tanh", shifted=True, windowed=True, tied=True, scaling=("default",)),
     "gemma3_text": GGUFFamily(
         "gemma3", "gelu_pytorch_tanh", shifted=True, windowed=True, tied=True, scaling=("default", "linear")
@@ -88,6 +100,9 @@ def architecture_values(config: PretrainedConfig, family: GGUFFamily, name: str)
     if family.architecture == "gemma2":
         reals["attn_logit_softcapping"] = config.attn_logit_softcapping
         reals["final_logit_softcapping"] = config.final_logit_softcapping
+    if chosen := chosen_by(config):
+        counts |= {"expert_count": count_of_experts(config), "expert_used_count": chosen[0]}
+    counts |= {key: config.to_dict()[name] for key, name in _WIDTHS.items() if hasattr(config, name)}
     own = {key: number(value, UINT32) for key, value in counts.items()}
     own |= {key: number(value, FLOAT32) for key, value in reals.items()}
     if family.windowed:
@@ -184,6 +199,9 @@ def _unknown(config: PretrainedConfig, family: GGUFFamily) -> str | None:
         and any(getattr(config, f"{key}_logit_softcapping", None) for key in ("attn", "final")),
         "no softcapped logits": family.architecture == "gemma2"
         and not (config.attn_logit_softcapping and config.final_logit_softcapping),
+        "dense layers between those of experts": bool(getattr(config, "mlp_only_layers", None))
+        or getattr(config, "decoder_sparse_step", 1) != 1,
+        f"norm_topk_prob {not family.normed}": getattr(config, "norm_topk_prob", family.normed) != family.normed,
         "heads of another width": family.architecture == "phi3"
         and head_size(config) * config.num_attention_heads != config.hidden_size,
     }

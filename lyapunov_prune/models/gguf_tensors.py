@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ from lyapunov_prune.models.gguf_copy import Anew, Piece
 from lyapunov_prune.models.gguf_header import Tensor
 from lyapunov_prune.models.gguf_metadata import GGUFFamily, rope_tensors
 
+_ROUTER, _SHARED_GATE = ".ffn_gate_inp", ".ffn_gate_inp_shexp"
 _MOVES = (0.01, 0.5)  # largest relative change by rounding to 16 bits or more, and to fewer
 
 
 @dataclass(frozen=True, eq=False)
 class BlockType:
-    """How a matrix is stored: its type, and the importance of its columns (`ggml.quantised`)."""
+    """How a matrix is stored: its type, and the importance of its columns (`ggml.quantised`), of experts by expert."""
 
     type: Kind
     importance: np.ndarray | None = None
@@ -84,14 +86,17 @@ def _reading(processor: Any, name: str, shape: tuple[int, ...]) -> tuple[np.ndar
 
 
 def _quantised(name: str, values: np.ndarray, how: BlockType) -> tuple[Kind, np.ndarray]:
-    """The matrix `name` in the type of `how`; in Q8_0 or float16 if its rows are not whole blocks of it.
+    """The matrix or experts `name` in the type of `how`; in Q8_0 or float16 if its rows are not whole blocks of it.
 
     Raises LyapunovPruneError for a number that float16 cannot hold.
     """
     kind = next(kind for kind in (how.type, Kind.Q8_0, Kind.F16) if fits(kind, values.shape[-1]))
     if kind == Kind.F16 and (largest := np.abs(values).max()) > (most := np.finfo(np.float16).max):
         raise LyapunovPruneError(f"{name} holds {largest:.5g}, and f16 ends at {most:.5g}; give --quantize bf16")
-    return kind, quantised(values.reshape(-1, values.shape[-1]), kind, how.importance)
+    importance = how.importance
+    if importance is None or importance.ndim == 1:
+        return kind, quantised(values.reshape(-1, values.shape[-1]), kind, importance)
+    return kind, np.concatenate([quantised(*each) for each in zip(values, repeat(kind), importance, strict=False)])
 
 
 def stored_tensors(
@@ -100,9 +105,10 @@ def stored_tensors(
     """The tensors of a GGUF file of the whole `model`, each with the relative error of rounding; changes `model` alike.
 
     Matrices are rounded as `chosen` says, keyed by the model's names, and others to `quantisation`, in `model` too;
-    there below 8 bits the embeddings become Q8_0, as in llama.cpp. Vectors stay float32, and matrices whose rows are
-    not whole blocks become Q8_0 or float16. The error is ‖after − before‖ / ‖stored‖ (Frobenius), divided by the most
-    that such rounding can cause (`_MOVES`): above 1 something is wrong.
+    there below 8 bits the embeddings become Q8_0, as in llama.cpp. Vectors and routers stay float32, and matrices whose
+    rows are not whole blocks become Q8_0 or float16. Experts whose gates and ups are one tensor become two in the file.
+    The error is ‖after − before‖ / ‖stored‖ (Frobenius), divided by the most that such rounding can cause (`_MOVES`):
+    above 1 something is wrong.
     Raises LyapunovPruneError for a tensor that llama.cpp has no name for.
     """
     config = model.config
@@ -113,18 +119,31 @@ def stored_tensors(
         if tensor.data_ptr() in held:  # tied: without an output matrix llama.cpp uses the embeddings
             continue
         held.add(tensor.data_ptr())
-        name = names.get_name(own, try_suffixes=(".weight", ".bias"))
-        if name is None:
-            raise LyapunovPruneError(f"llama.cpp has no tensor for {own} in {family.architecture}; write it plain")
-        values = _laid_out(name, tensor.detach().float().cpu(), config, family, into_file=True)
-        kind, data = _quantised(name, values.numpy(), chosen.get(own) or _how(name, values, quantisation))
-        again = torch.from_numpy(dequantised(data, kind).reshape(values.shape))
-        before = tensor.detach().float().clone()
-        tensor.copy_(_laid_out(name, again, config, family, into_file=False))
-        moved = float((tensor.float() - before).norm() / values.norm().clamp_min(1e-30).to(tensor.device))
-        yield _piece(name, values, kind, data), moved / _MOVES[bits_of(kind) < 16]
+        for known, part in _parts(own, tensor):
+            name = names.get_name(known, try_suffixes=(".weight", ".bias"))
+            if name is None:
+                raise LyapunovPruneError(f"llama.cpp has no tensor for {own} in {family.architecture}; write it plain")
+            name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+            values = _laid_out(name, part.detach().float().cpu(), config, family, into_file=True)
+            kind, data = _quantised(name, values.numpy(), chosen.get(own) or _how(name, values, quantisation))
+            again = torch.from_numpy(dequantised(data, kind).reshape(values.shape))
+            before = part.detach().float().clone()
+            part.copy_(_laid_out(name, again, config, family, into_file=False))
+            moved = float((part.float() - before).norm() / values.norm().clamp_min(1e-30).to(part.device))
+            yield _piece(name, values, kind, data), moved / _MOVES[bits_of(kind) < 16]
     for name, values in rope_tensors(config).items():
         yield _piece(name, values, Kind.F32, values.numpy()), 0.0
+
+
+def _parts(own: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of the file that `tensor` holds, under the names that checkpoints had for them, as views."""
+    start, fused, end = own.partition(".experts.gate_up_proj")
+    if fused:
+        return [
+            (f"{start}.experts.{each}_proj{end}", part)
+            for each, part in zip(("gate", "up"), tensor.chunk(2, 1), strict=True)
+        ]
+    return [(own, tensor)]
 
 
 def _piece(name: str, values: torch.Tensor, kind: Kind, data: np.ndarray) -> Piece:
@@ -133,7 +152,7 @@ def _piece(name: str, values: torch.Tensor, kind: Kind, data: np.ndarray) -> Pie
 
 
 def _how(name: str, values: torch.Tensor, quantisation: str) -> BlockType:
-    if values.ndim == 1:
+    if values.ndim == 1 or _ROUTER in name:
         return BlockType(Kind.F32)
     kind = Kind[quantisation.upper()]
     outer = name in ("token_embd.weight", "output.weight") and bits_of(kind) < 8
@@ -143,7 +162,12 @@ def _how(name: str, values: torch.Tensor, quantisation: str) -> BlockType:
 def _laid_out(
     name: str, values: torch.Tensor, config: PretrainedConfig, family: GGUFFamily, *, into_file: bool
 ) -> torch.Tensor:
-    """The model's numbers in llama.cpp's layout, or back: rotary halves become pairs, and norms gain one."""
+    """The model's numbers in llama.cpp's layout, or back: rotary halves become pairs, and norms gain one.
+
+    The gate of a shared expert, a matrix of one row, is a vector there.
+    """
+    if _SHARED_GATE in name:
+        return values.flatten() if into_file else values[None]
     if family.shifted and name.endswith("norm.weight"):
         return values + 1 if into_file else values - 1
     heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads}

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from gguf import LlamaFileType
-from helpers import VOCABULARY, make_tiny, make_tokenizer
+from helpers import VOCABULARY, make_mixture, make_tiny, make_tokenizer
 from transformers import PreTrainedModel
 
 from lyapunov_prune.budget import cost
 from lyapunov_prune.budget.fisher import fisher, matrices_of
 from lyapunov_prune.budget.size import bytes_for
-from lyapunov_prune.budget.spend import spend
+from lyapunov_prune.budget.spend import rounded, spend
 from lyapunov_prune.budget.spent import Spent
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
@@ -30,6 +30,7 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.ggml import Kind
 from lyapunov_prune.models.gguf import read_gguf
 from lyapunov_prune.models.gguf_header import read_header
+from lyapunov_prune.models.gguf_tensors import BlockType
 
 PROBED = ("model.embed_tokens.weight", "model.layers.2.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight")
 ENGINES = pytest.mark.skipif(not installed(), reason="xllamacpp is not installed")
@@ -132,6 +133,39 @@ def test_a_file_of_the_size_loads_and_costs_what_is_predicted(tmp_path: Path, mo
     again = spend(model, make_tokenizer(), size, tmp_path / "y.gguf", batch=text("a"), judge=text("of b"))
     assert (tmp_path / "y.gguf").stat().st_size <= float(size[:-2]) * 1e3
     assert again.bits == pytest.approx(found.bits, rel=0.1)
+
+
+@ENGINES
+def test_experts_of_one_tensor_get_one_type_by_the_sum_of_their_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp, "installed", lambda: False)
+    sizes = {"vocab_size": len(VOCABULARY), "hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
+    # A token takes all experts: which of them it takes can change, and no derivative knows.
+    sizes |= {"num_experts_per_tok": 8, "max_position_embeddings": 640}
+    model = make_mixture("qwen3_moe", **sizes, use_sliding_window=False)
+    model.config._name_or_path = "tiny"
+    matrices = matrices_of(model)
+    assert [name for name in matrices if ".1.mlp" in name] == [
+        f"model.layers.1.mlp.experts.{each}" for each in ("gate_up_proj", "down_proj")
+    ]
+    reading, name = read(wrap(model), text("a")), "model.layers.1.mlp.experts.down_proj"
+    F = dict(fisher(reading, {name: matrices[name]}, 0))[name].numpy()
+    found = next(t for t in cost.costs(reading) if t.name == name)
+    assert found.importance.shape == (8, 32)
+    W, k = matrices[name].detach().numpy(), found.kinds.index(Kind.Q4_0)
+    moved = rounded(W, BlockType(Kind.Q4_0, found.importance)) - W
+    assert found.cost[k] == pytest.approx(0.5 * (F * moved.astype(np.float64) ** 2).sum(), rel=1e-5)
+    for e in range(8):
+        alone = rounded(W[e], BlockType(Kind.Q4_0, found.importance[e]))
+        assert np.array_equal(alone - W[e], moved[e])
+    few, many = tmp_path / "x.gguf", text("a", windows=24)
+    made = spend(model, make_tokenizer(), "6bpw", few, batch=many, judge=text("of b", windows=24))
+    assert made.bits <= 6
+    assert made.predicted == pytest.approx(made.measured.change, rel=0.3)
+    written = {t.name: t.quantisation for t in read_header(few).tensors}
+    assert written["blk.1.ffn_down_exps.weight"] == dict(zip(made.names, made.types, strict=True))[name]
+    assert written["blk.1.ffn_gate_inp.weight"] == "F32"
 
 
 @ENGINES

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import VOCABULARY, equal, make_small, make_tiny, make_tokenizer, write_gguf
+from helpers import VOCABULARY, equal, make_mixture, make_small, make_tiny, make_tokenizer, write_gguf
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
@@ -37,6 +37,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window_pattern": 6},
     "phi3": {"sliding_window": None, "tie_word_embeddings": True},
 }
+MIXED: dict[str, dict[str, Any]] = {
+    "mixtral": {"sliding_window": None, "tie_word_embeddings": False},
+    "qwen2_moe": {"use_sliding_window": False, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {"use_sliding_window": False, "moe_intermediate_size": 32},
+}
 SCALED = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -54,7 +59,8 @@ ENGINES = pytest.mark.skipif(not installed(), reason="xllamacpp is not installed
 def tiny(name: str, **changes: Any) -> PreTrainedModel:
     """A model that llama.cpp's own test text fits into."""
     sizes = {"vocab_size": len(VOCABULARY), "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    model = make_tiny(name, **{**sizes, "max_position_embeddings": 640, **FAMILIES[name], **changes})
+    make, own = (make_mixture, MIXED[name]) if name in MIXED else (make_tiny, FAMILIES[name])
+    model = make(name, **{**sizes, "max_position_embeddings": 640, **own, **changes})
     model.config._name_or_path = "tiny"
     return model
 
@@ -78,6 +84,36 @@ def test_every_family_reads_back_in_transformers_and_llama_cpp(name: str, tmp_pa
     told = export(wrap(tiny(name)), make_tokenizer(), tmp_path / "x.gguf", "q8_0")
     assert [check.name for check in told.checks] == [ROUNDED, RELOADED, *[ENGINE] * installed()]
     assert told.stored["Q8_0"] > told.stored["F32"]
+
+
+@ENGINES
+@pytest.mark.parametrize("name", MIXED)
+def test_experts_in_one_tensor_are_read_back(name: str, tmp_path: Path) -> None:
+    model = wrap(tiny(name))
+    told = export(model, make_tokenizer(), tmp_path / "x.gguf", "q8_0")
+    assert [check.name for check in told.checks] == [ROUNDED, *[RELOADED] * (name != "mixtral"), ENGINE]
+    shapes = {t.name: (t.quantisation, t.dims) for t in read_header(tmp_path / "x.gguf").tensors}
+    wide = 96 if name == "mixtral" else 32
+    assert shapes["blk.1.ffn_gate_exps.weight"] == shapes["blk.1.ffn_up_exps.weight"] == ("Q8_0", (64, wide, 8))
+    assert shapes["blk.1.ffn_down_exps.weight"] == ("Q8_0", (wide, 64, 8))
+    assert shapes["blk.1.ffn_gate_inp.weight"] == ("F32", (64, 8))
+
+
+@ENGINES
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_gates_and_ups_that_change_places_fail_the_gate(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = gguf_tensors._parts
+
+    def swapped(own: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        found = parts(own, tensor)
+        return [(known, part) for (known, _), (_, part) in zip(found, reversed(found), strict=True)]
+
+    monkeypatch.setattr(gguf_tensors, "_parts", swapped)
+    with pytest.raises(CheckFailed, match=ENGINE if name == "mixtral" else RELOADED):
+        export(wrap(tiny(name)), make_tokenizer(), tmp_path / "x.gguf")
+    assert not list(tmp_path.iterdir())
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 160}
@@ -213,6 +249,9 @@ def test_windows_that_llama_cpp_does_not_know_limit_the_context(
         ("gemma3", {"final_logit_softcapping": 30.0}, "with softcapped logits"),
         ("gemma2", {"attn_logit_softcapping": None}, "no softcapped logits"),
         ("gemma3", {"layer_types": ["full_attention", *["sliding_attention"] * 5]}, "no period fits"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
+        ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "dense layers between"),
     ],
 )
 def test_a_model_that_llama_cpp_cannot_be_told_is_refused(
