@@ -88,6 +88,7 @@ class LyapunovPruneError(Exception):
     """
 
     exit_code = 2
+    in_all = False  # whether every process of `accelerate launch` raises it
 
     def __init__(self, message: str) -> None:
         lines = map(str.strip, message.splitlines())
@@ -102,12 +103,15 @@ class NonFiniteError(LyapunovPruneError):
     """A hidden state held NaN or infinity. `layer` is the first such boundary: 0 is before the first layer."""
 
     def __init__(self, layer: int, where: str) -> None:
-        self.layer = layer
+        self.layer, self.where = layer, where
         place = "the input of layer 0" if layer == 0 else f"the output of layer {layer - 1}"
         super().__init__(
             f"NaN or infinite activations in {place} ({where}); "
             "load the model in a wider dtype (--dtype float32) or check its weights"
         )
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, str]]:
+        return type(self), (self.layer, self.where)
 
 
 class Diverged(LyapunovPruneError):

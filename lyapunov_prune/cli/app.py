@@ -28,6 +28,7 @@ from lyapunov_prune.cli.failures import READER_GONE, as_refusal, put_aside, requ
 from lyapunov_prune.cli.options import what_option
 from lyapunov_prune.cli.records import flattened
 from lyapunov_prune.cli.terminal import note, say, show, speak_any_language
+from lyapunov_prune.progress import is_main
 
 if TYPE_CHECKING:
     from lyapunov_prune.results.result import Result
@@ -140,6 +141,7 @@ def main() -> None:
         raise
     except BaseException as error:  # a panic of the tokenizers library is no Exception
         refusal = as_refusal(error, arguments)
-        tell(f"error: {refusal.message}")
+        if is_main() or not refusal.in_all:  # which the main process tells for all
+            tell(f"error: {refusal.message}")
         sys.exit(refusal.exit_code)
     sys.exit(code if isinstance(code, int) else 0)

@@ -10,6 +10,7 @@ import torch
 
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.evaluation.judging import POWER, compare
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import Sum, loss_sum, mean_over
@@ -76,15 +77,13 @@ class Perplexity(Result):
 
 def of_windows(reading: Reading, total: Sum, batch_size: int, description: str) -> torch.Tensor:
     """Per window, the mean over its tokens (except the first) of what `total` sums (`scoring.mean_over`)."""
-    found: list[torch.Tensor] = []
-    batches = reading.windows(batch_size)
-    streamed = reading.decoder.stream is not None
-    for ids in batches if streamed else track(batches, description):
+
+    def means(first: int, ids: torch.Tensor) -> list[torch.Tensor]:
         windows = list(zip(reading.logits(ids), ids, strict=True))
-        each = track(windows, description) if streamed else windows
-        found += [mean_over(blocks, targets[1:], total) for blocks, targets in each]
-        del windows, each  # free the logits before the next ones are allocated
-    return torch.stack(found)
+        each = track(windows, description) if reading.decoder.stream is not None else windows
+        return [mean_over(blocks, targets[1:], total) for blocks, targets in each]
+
+    return torch.stack([mean for some in dealt(reading, batch_size, means, description) for mean in some])
 
 
 def require_finite_losses(reading: Reading, losses: np.ndarray) -> None:

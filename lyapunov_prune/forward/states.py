@@ -136,15 +136,13 @@ class KeptStates(dict[int, torch.Tensor]):
 
 
 def finals_without_each(
-    reading: Reading, batch_size: int, folder: Path | None, description: str
+    reading: Reading, ids: torch.Tensor, folder: Path | None, description: str
 ) -> Iterator[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
     """`changed_finals` with each layer left out; for a streamed model by `final_without_each`, a window at a time."""
     if reading.decoder.stream is None:
         layers = range(reading.structure.num_layers)
-        changes = [(layer, partial(reading.prefix.without, (layer,))) for layer in layers]
-        yield from changed_finals(reading, changes, batch_size, description)
+        yield changed_finals(reading, ids, [(layer, partial(reading.prefix.without, (layer,))) for layer in layers])
         return
-    (ids,) = reading.windows(batch_size)
     dense, changed = final_without_each(reading.decoder, ids, folder)
     require_finite_states(reading, ids, dense)
     for number, window in enumerate(track(dense, description)):
@@ -152,27 +150,25 @@ def finals_without_each(
 
 
 def changed_finals(
-    reading: Reading, changes: Sequence[Change], batch_size: int, description: str
-) -> Iterator[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
-    """Per batch of windows: final states of every predicting position, dense and with each of `changes`.
+    reading: Reading, ids: torch.Tensor, changes: Sequence[Change]
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Final states of every predicting position of the windows `ids`, dense and with each of `changes`.
 
     Each is positions × width. Changes are applied in the order of their first layer, so that only one dense state is
     kept at a time. Raises NonFiniteError naming the layer if a dense state is not finite.
     """
     prefix = reading.prefix
-    order = sorted(range(len(changes)), key=lambda number: changes[number][0])
-    for ids in track(reading.windows(batch_size), description):
-        at, hidden, states = 0, torch.empty(0), dict[int, torch.Tensor]()
-        for number in order:
-            first, change = changes[number]
-            entry = prefix.entry(first)
-            if entry > at:
-                at, hidden = entry, prefix.advance(ids, at, hidden, entry)
-            with change():
-                states[number] = predicting(prefix.finish(ids, at, hidden))
-        dense = predicting(prefix.finish(ids, at, hidden))
-        require_finite_states(reading, ids, dense)
-        yield dense, [states[number] for number in range(len(changes))]
+    at, hidden, states = 0, torch.empty(0), dict[int, torch.Tensor]()
+    for number in sorted(range(len(changes)), key=lambda number: changes[number][0]):
+        first, change = changes[number]
+        entry = prefix.entry(first)
+        if entry > at:
+            at, hidden = entry, prefix.advance(ids, at, hidden, entry)
+        with change():
+            states[number] = predicting(prefix.finish(ids, at, hidden))
+    dense = predicting(prefix.finish(ids, at, hidden))
+    require_finite_states(reading, ids, dense)
+    return dense, [states[number] for number in range(len(changes))]
 
 
 def predicting(states: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +17,26 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.structure import identify
+
+_alone = ContextVar("alone", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within the block this process shares no measurement, because the others measure something else, or nothing."""
+    before = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(before)
+
+
+def sharing(model: PreTrainedModel) -> PartialState | None:
+    """The processes that share the measurements of `model`; None for a process by itself."""
+    if _alone.get() or not (_joined() or os.environ.get("WORLD_SIZE", "1") != "1"):
+        return None
+    among = processes(on_cpu=model.device.type == "cpu")
+    return among if among.num_processes > 1 else None
 
 
 def processes_of(*models: PreTrainedModel) -> PartialState:

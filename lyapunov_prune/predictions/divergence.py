@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lyapunov_prune.arguments import Count, Positive
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change, changed_finals, finals_without_each
 from lyapunov_prune.forward.sublayers import Kind, silent
@@ -95,8 +96,11 @@ def skip_divergence(
     not a function of its final state.
     """
     reading = read(model, batch)
-    finals = finals_without_each(reading, batch_size, folder, "skipping layers")
-    means = _means(reading, finals, reading.structure.num_layers, temperature)
+
+    def finals(ids: torch.Tensor) -> Iterator[_Finals]:
+        return finals_without_each(reading, ids, folder, "skipping layers")
+
+    means = _means(reading, finals, temperature, batch_size, "skipping layers")
     means[~np.isfinite(means).all(-1)] = np.nan
     variance, kl, reverse_kl, flipped, by_r = means.T.copy()
     return SkipDivergence(variance, kl, reverse_kl, flipped, by_r, float(temperature), reading.measured_on())
@@ -133,16 +137,23 @@ def divergences_of(
 
     Raises NonFiniteError naming the layer when the dense model is not finite.
     """
-    finals = changed_finals(reading, changes, batch_size, description)
-    return _means(reading, finals, len(changes), temperature)
+    return _means(
+        reading, lambda ids: iter([changed_finals(reading, ids, changes)]), temperature, batch_size, description
+    )
+
+
+_Finals = tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 
 def _means(
-    reading: Reading, finals: Iterable[tuple[torch.Tensor, Sequence[torch.Tensor]]], changes: int, temperature: float
+    reading: Reading,
+    finals: Callable[[torch.Tensor], Iterator[_Finals]],
+    temperature: float,
+    batch_size: int,
+    description: str,
 ) -> np.ndarray:
-    sums, positions = torch.zeros(changes, MEASURES, dtype=torch.float64), 0
-    for dense, changed in finals:
-        sums += measures(reading.scorer, dense, changed, temperature).sum(-1).cpu()
-        positions += len(dense)
-        del dense, changed  # free them before the next are computed
-    return (sums / positions).numpy()
+    def sums(first: int, ids: torch.Tensor) -> list[torch.Tensor]:
+        return [measures(reading.scorer, dense, changed, temperature).sum(-1).cpu() for dense, changed in finals(ids)]
+
+    each = [term for some in dealt(reading, batch_size, sums, description) for term in some]
+    return (reduce(torch.add, each) / (reading.batch.tokens - len(reading.batch))).numpy()

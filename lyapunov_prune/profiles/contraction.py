@@ -13,6 +13,7 @@ import torch
 
 from lyapunov_prune.arguments import Count, Positive, Seeds
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.models.decoder import Streamable, runs_model
@@ -20,7 +21,6 @@ from lyapunov_prune.models.device import differentiable
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
 from lyapunov_prune.profiles.contraction_profile import ABOVE_FLOOR, ContractionProfile, Pooling, below_floor_error
 from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, jvp_moved, jvp_sums, listed, require_moved
-from lyapunov_prune.progress import track
 
 Derivative = Literal["difference", "jvp"]
 # If one window is below this, further windows will not lift the whole above the threshold.
@@ -74,16 +74,18 @@ def measure_contraction(
     seeds = listed(seeds)
     if method == "jvp" and model.packed:
         raise LyapunovPruneError("the kernels of packed weights give no reliable derivatives; use method difference")
-    windows = reading.windows(batch_size)
-    stretch = windows[0][:1, :FLOOR_TOKENS]
+    stretch = reading.windows(batch_size)[0][:1, :FLOOR_TOKENS]
     rough = roughness(structure, stretch, reading.model.dtype)
     unit = torch.finfo(rough.coarsest).eps
     if model.packed:
         unit = max(unit, UNSEEN_ROUNDING)
 
     def join(run: Callable[..., WindowSums], *how: Any) -> WindowSums:
-        each = enumerate(track(windows, "contraction"))
-        return WindowSums.join([run(structure, ids, k * batch_size, *how) for k, ids in each])
+        each = dealt(reading, batch_size, lambda first, ids: run(structure, ids, first, *how), "contraction")
+        return WindowSums.join(each)
+
+    def moved_by(first: int, ids: torch.Tensor) -> np.ndarray:
+        return jvp_moved(structure, ids, first, unit)
 
     trial, n = None, len(seeds)
     if method == "difference" and rough.chooses:
@@ -95,8 +97,8 @@ def measure_contraction(
     else:
         with differentiable(structure.backbone):
             total = join(jvp_sums, seeds, epsilon)
-            tried = enumerate(windows if rough.chooses else [stretch])
-            moved, energy = np.sum([jvp_moved(structure, ids, k * batch_size, unit) for k, ids in tried], axis=0)
+            tried = dealt(reading, batch_size, moved_by, "rounding") if rough.chooses else [moved_by(0, stretch)]
+            moved, energy = np.sum(tried, axis=0)
     floor, linearity = (epsilon**2 * moved / energy, None) if trial is None else _floor_and_linearity(trial)
     return _profile(reading, total, floor, linearity, pooling, method, epsilon, seeds)
 

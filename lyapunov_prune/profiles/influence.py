@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,15 +13,15 @@ import torch
 from torch import nn
 
 from lyapunov_prune.arguments import Count
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, require_finite_layers, residual_stream, run_backbone
-from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.sublayers import KINDS, Sublayers, require_some
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.profiles.propagation import drawn_means
-from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.axes import Loose, Per, PerLayer
 from lyapunov_prune.results.frames import pd, rows
@@ -66,7 +65,7 @@ def block_influence(model: Streamable, batch: Readable, *, batch_size: Count = 1
     outside the vocabulary or windows longer than the context.
     """
     reading = read(model, batch)
-    values = turns(reading.structure, reading.windows(batch_size))
+    values = turns_of(reading, batch_size)
     finite = np.isfinite(values).all((-2, -1))
     require_finite_layers(finite, reading.batch.text)
     influence, change = values[:, 0], values[:, 1]
@@ -100,29 +99,30 @@ def turned(before: UnitAndNorm, after: UnitAndNorm) -> torch.Tensor:
     return torch.where((old == 0) ^ (new == 0), 1, token_energy(b - a) / 2)
 
 
+def turns_of(reading: Reading, batch_size: int) -> np.ndarray:
+    """`turns` of all windows."""
+    each = dealt(reading, batch_size, lambda first, ids: turns(reading.structure, ids), "block influence")
+    return np.concatenate(each, axis=-1)
+
+
 @torch.no_grad()
-def turns(structure: Structure, inputs: Sequence[torch.Tensor]) -> np.ndarray:
-    """Influence and change of every layer on every item, from batches of token ids or pixels: (L, 2, items)."""
-    rows: list[np.ndarray] = []
-    for part in track(inputs, "block influence"):
-        sums: list[torch.Tensor] = []
-        before: list[UnitAndNorm] = []  # new tensors, because a layer may change its input in place
+def turns(structure: Structure, inputs: torch.Tensor) -> np.ndarray:
+    """Influence and change of every layer on every item of a batch of token ids or pixels: (L, 2, items)."""
+    sums: list[torch.Tensor] = []
+    before: list[UnitAndNorm] = []  # new tensors, because a layer may change its input in place
 
-        def visit(
-            layer: int, hidden: torch.Tensor, sums: list[torch.Tensor] = sums, before: list[UnitAndNorm] = before
-        ) -> None:
-            after = unit_and_norm(widen(hidden))
-            if before:
-                unit, old = (x.to(hidden.device) for x in before.pop())  # the layer before may be on another device
-                norm, turn = after[1], turned((unit, old), after)
-                moved = ((norm - old).square() + 2 * norm * old * turn).sqrt() / old
-                sums.append(torch.stack([turn.mean(-1), torch.where(old == 0, 0, moved).mean(-1)]))
-            before.append(after)
+    def visit(layer: int, hidden: torch.Tensor) -> None:
+        after = unit_and_norm(widen(hidden))
+        if before:
+            unit, old = (x.to(hidden.device) for x in before.pop())  # the layer before may be on another device
+            norm, turn = after[1], turned((unit, old), after)
+            moved = ((norm - old).square() + 2 * norm * old * turn).sqrt() / old
+            sums.append(torch.stack([turn.mean(-1), torch.where(old == 0, 0, moved).mean(-1)]))
+        before.append(after)
 
-        with residual_stream(structure, visit):
-            run_backbone(structure, part)
-        rows.append(torch.stack([s.cpu() for s in sums]).numpy())
-    return np.concatenate(rows, axis=-1)
+    with residual_stream(structure, visit):
+        run_backbone(structure, inputs)
+    return torch.stack([s.cpu() for s in sums]).numpy()
 
 
 @dataclass(frozen=True)
@@ -177,16 +177,17 @@ def sublayer_influence(model: Streamable, batch: Readable, *, batch_size: Count 
     structure = reading.structure
     sublayers = reading.sublayers
     require_some(reading.decoder, sublayers)
-    rows: list[np.ndarray] = []
-    for ids in track(reading.windows(batch_size), "sublayer influence"):
+
+    def measure(first: int, ids: torch.Tensor) -> np.ndarray:
         unseen = torch.full((2, len(ids)), torch.nan, dtype=torch.float64)  # for layers that text does not run
         by_layer = dict.fromkeys(sublayers, unseen)
         with ExitStack() as hooks:
             for index, of_layer in sublayers.items():
                 hooks.enter_context(_watched(structure.layers[index], index, of_layer, by_layer))
             run_backbone(structure, ids)
-        rows.append(torch.stack([by_layer[i] for i in range(structure.num_layers)]).numpy())
-    values = np.concatenate(rows, axis=-1)  # (L, 2, windows)
+        return torch.stack([by_layer[i] for i in range(structure.num_layers)]).numpy()
+
+    values = np.concatenate(dealt(reading, batch_size, measure, "sublayer influence"), axis=-1)  # (L, 2, windows)
     missing = np.array([[kind not in sublayers[i].branches for kind in KINDS] for i in range(len(values))])
     finite = (np.isfinite(values) | missing[..., None]).all((-2, -1))
     require_finite_layers(finite, reading.batch.text)

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
+import torch
 
 from lyapunov_prune.arguments import Count, Positive, Seeds
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, between_branches, require_some
 from lyapunov_prune.models.decoder import InMemory, runs_model
 from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, listed, require_moved
-from lyapunov_prune.progress import track
 from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -95,12 +96,11 @@ def sublayer_growth(
     require_some(reading.decoder, sublayers)
     places = between_branches(reading.decoder, sublayers, " whose growth could be measured; measure whole layers")
     between = {layer: entry for layer, (_, entry) in places.items()}
-    total = WindowSums.join(
-        [
-            difference_sums(structure, ids, k * batch_size, seeds, epsilon, between)
-            for k, ids in enumerate(track(reading.windows(batch_size), "growth by sublayer"))
-        ]
-    )
+
+    def sums(first: int, ids: torch.Tensor) -> WindowSums:
+        return difference_sums(structure, ids, first, seeds, epsilon, between)
+
+    total = WindowSums.join(dealt(reading, batch_size, sums, "growth by sublayer"))
     if len(total.state) != structure.num_layers + 1 + len(between):
         raise LyapunovPruneError(f"{kind} does not run every sublayer once; measure whole layers")
     energies = total.error.sum((-2, -1)), total.state.sum(-1), total.energy("token")

@@ -11,13 +11,13 @@ import torch
 
 from lyapunov_prune.arguments import Amount, Count, checked
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.hooks import require_finite_layers, residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.states import room_for
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.profiles.propagation import drawn_means
-from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removed import LayersGone
 from lyapunov_prune.ranking.counts import count_of, protected_layers, require_count
@@ -126,18 +126,20 @@ def angular_distance(
     reading = read(model, batch)
     batch, structure = reading.batch, reading.structure
     protected = protected_layers(structure.num_layers, protect)
-    sums: list[np.ndarray] = []  # one a window
-    for ids in track(reading.windows(batch_size), "angular distance"):
+
+    def cosines(first: int, ids: torch.Tensor) -> list[np.ndarray]:
         kept: list[torch.Tensor] = []
 
-        def visit(layer: int, hidden: torch.Tensor, kept: list[torch.Tensor] = kept) -> None:
+        def visit(layer: int, hidden: torch.Tensor) -> None:
             if not kept:
                 kept.append(room_for(structure.num_layers + 1, hidden, folder))
             kept[0][layer] = hidden
 
         with residual_stream(structure, visit):
             run_backbone(structure, ids)
-        sums += [_cosines(list(window)) for window in kept[0].unbind(1)]
+        return [_cosines(list(window)) for window in kept[0].unbind(1)]
+
+    sums = [of_window for some in dealt(reading, batch_size, cosines, "angular distance") for of_window in some]
     distances = 1 - np.array(sums) / batch.context
     distance = distances.mean(0)
     require_finite_layers(np.isfinite(distance.diagonal()), batch.text, first=0)

@@ -12,7 +12,7 @@ from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.mending.mend import TRIALS
 from lyapunov_prune.predictions.divergence import skip_divergence
 from lyapunov_prune.profiles.contraction_profile import Pooling
-from lyapunov_prune.profiles.influence import turns
+from lyapunov_prune.profiles.influence import turns_of
 from lyapunov_prune.profiles.profile import profile_layers
 from lyapunov_prune.progress import track
 from lyapunov_prune.ranking.criterion import Scored
@@ -95,12 +95,11 @@ def _by_profile(reading: Reading, remove: int, free: Layers, batch_size: int) ->
 
 def _by_anew(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
     """The set by Block Influence of the pruned model, measured again after every removed layer."""
-    windows = reading.windows(batch_size)
     removed = reading.once(("bi anew", free), list[int])
     for _ in track(range(len(removed), remove), "block influence, after every layer anew"):
         left = tuple(layer for layer in free if layer not in removed)
         with reading.prefix.without(removed):
-            influence = turns(reading.structure, windows)[list(left), 0].mean(-1)
+            influence = turns_of(reading, batch_size)[list(left), 0].mean(-1)
         removed += least(influence, 1, left)
     return {"bi anew": tuple(sorted(removed[:remove]))}
 

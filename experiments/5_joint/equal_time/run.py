@@ -177,7 +177,9 @@ def ordered(of: Subject, run: JointRun, store: Store) -> dict[str, list[Parts]]:
 
 def influence(of: Subject) -> np.ndarray:
     """Block Influence of every layer on the slice to learn from."""
-    return turns(find_layers(of.model), model_inputs(of.model, of.data.learn, 1))[:, 0].mean(-1)
+    structure = find_layers(of.model)
+    each = [turns(structure, item) for item in model_inputs(of.model, of.data.learn, 1)]
+    return np.concatenate(each, axis=-1)[:, 0].mean(-1)
 
 
 def places(worth: Importance) -> np.ndarray:
