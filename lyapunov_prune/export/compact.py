@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError, first_of
@@ -29,9 +28,10 @@ from lyapunov_prune.models.feedforward import Affine, find_feedforward
 from lyapunov_prune.models.hooked import held
 from lyapunov_prune.models.modeling_compact import lacks_attention, text_config
 from lyapunov_prune.models.plain import PlainAny
-from lyapunov_prune.models.sharing import shared_memo, shared_with
-from lyapunov_prune.models.structure import find_layers, in_eval_mode
-from lyapunov_prune.pruning.edit import edit_of, filled
+from lyapunov_prune.models.rebuilt import built
+from lyapunov_prune.models.sharing import shared_with
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.pruning.edit import Edit, edit_of, filled
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removed import PartsGone
 from lyapunov_prune.results.arrays import each_once
@@ -77,7 +77,7 @@ def make_compact(model: PlainAny, cuts: Cuts, *, shared: bool = False) -> PreTra
     Whole layers are removed first, as in `remove_layers`. The result is an instance of a subclass of `model`'s class:
     a layer without attention passes the state on, a merged block is one `nn.Linear`, rounded once to the dtype of the
     model. `save_pretrained` writes a folder that this package loads; transformers loads it without this package by
-    `trust_remote_code=True`. Removed modules are never copied; with `shared` the modules that stay are not copied
+    `trust_remote_code=True`. Removed modules are never copied; with `shared` the parameters that stay are not copied
     either (`surgery.cut`).
 
     Raises LyapunovPruneError for a model without a compact class (`models.compact`), for a layer that does not exist,
@@ -86,7 +86,7 @@ def make_compact(model: PlainAny, cuts: Cuts, *, shared: bool = False) -> PreTra
     that is not its plain weights.
     """
     decoder = model
-    compact_class(model.model)
+    kind = compact_class(model.model)
     places = cut_places(model, cuts)
     kept = [i for i in range(len(places)) if i not in cuts.remove]
     if cuts.remove:
@@ -94,48 +94,28 @@ def make_compact(model: PlainAny, cuts: Cuts, *, shared: bool = False) -> PreTra
             plan = PruningPlan.given(model, cuts.remove)
             decoder = filled(edit_of(model, plan), model, shared=True)
         places = [places[i] for i in kept]
-    structure, before = decoder.structure, cuts_of(decoder)
-    # Removed modules are replaced before the copy, so they are never copied.
-    gone = zip(structure.layers, places, strict=True)
-    stand_ins: dict[int, Any] = shared_memo(decoder.model) if shared else {}
-    stand_ins |= {id(layer.get_submodule(path)): nn.Identity() for layer, paths in gone for path in paths}
-    lost = []
-    for earlier, now in zip(before, places, strict=True):
+    structure, lost = decoder.structure, []
+    for earlier, now in zip(cuts_of(decoder), places, strict=True):
         inside = tuple(f"{module}." for module in now)
         lost.append({path: form for path, form in earlier.items() if not path.startswith(inside)} | now)
-    compact = compact_copy(decoder.model, lost, stand_ins)
-    with torch.device("meta"):
-        compact.cut(places)
-    for index, (W, b) in cuts.merged.items():
-        new = kept.index(index)
-        path = merged_path(places[new])
-        matrix: Any = compact.get_submodule(f"{structure.layers_path}.{new}.{path}")
-        like = next(structure.layers[new].parameters())
-        matrix.weight = nn.Parameter(W.detach().to(like, copy=True))
-        if b is not None:
-            matrix.bias = nn.Parameter(b.detach().to(like, copy=True))
-    add_step(compact, "prune", cuts.measured_on, model.model)
-    return compact
-
-
-def compact_copy(model: PreTrainedModel, cuts: list[dict[str, str]], in_place_of: Mapping[int, Any]) -> Any:
-    """Copy `model` into the compact class, with a config that states `cuts`. The copy itself is not cut yet.
-
-    `in_place_of` maps the id of an object to what stands in the copy instead: another module, or the shared object.
-    Raises LyapunovPruneError for a model without a compact class.
-    """
-    made = compact_class(model)
-    config = copy.deepcopy(model.config)
-    config.__class__ = made.config_class
+    config = copy.deepcopy(decoder.model.config)
+    config.__class__ = kind.config_class
     vars(config).pop("model_type", None)  # a config that was read from a file may hold that of its old class
-    text_config(config).cuts = cuts
-    text_config(config).layers_path = find_layers(model).layers_path
-    # An entry in the memo stands for the copy: all modules hold one config, and one text config.
-    memo: dict[int, Any] = {id(model.config): config, id(text_config(model.config)): text_config(config), **in_place_of}
-    with held(model):  # what a measurement has put on it would be copied too
-        compact: Any = copy.deepcopy(model, memo)
-    compact.__class__ = made
+    text_config(config).cuts, text_config(config).layers_path = lost, structure.layers_path
+    new: dict[str, torch.Tensor] = {}
+    for index, block in cuts.merged.items():
+        layer = kept.index(index)
+        path = f"{structure.layers_path}.{layer}.{merged_path(places[layer])}"
+        like = next(structure.layers[layer].parameters())
+        named = zip(("weight", "bias"), block, strict=True)
+        new |= {f"{path}.{key}": part.detach().to(like, copy=True) for key, part in named if part is not None}
+    with held(model.model):
+        made = Decoder(built(kind, config), structure)
+        modules = {path: path for path, _ in made.model.named_modules(remove_duplicate=False)}
+        edit = Edit(made, tuple(range(len(places))), modules, {}, (), new)
+        compact: Any = filled(edit, decoder, shared=shared).model
     compact._weight_conversions = []  # a compact class is saved by its own names, whatever its files were read by
+    add_step(compact, "prune", cuts.measured_on, model.model)
     return compact
 
 

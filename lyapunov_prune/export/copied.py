@@ -6,11 +6,14 @@ A removal that changes numbers cannot be done by copying and is refused.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,11 +36,12 @@ from lyapunov_prune.models.width import Width, find_width
 from lyapunov_prune.models.wrappers import require_levels_stay
 from lyapunov_prune.pruning.counting import shares_leaving
 from lyapunov_prune.pruning.edit import Edit, edit_of, filled
+from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe
 from lyapunov_prune.pruning.removed import ChannelsGone
 from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
-from lyapunov_prune.results.history import HISTORY, add_step, history_of
+from lyapunov_prune.results.history import add_step
 
 SHARD_BYTES = 5 * 10**9
 _OF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -84,20 +88,52 @@ def prune_on_disk(
     plan.require_plain()
     width = find_width(streamed(outline)) if isinstance(plan.gone, ChannelsGone) else None
     edit = cut_outline(outline.decoder, plan, width)
-    pruned = edit.made.model
     layers = layers_in(outline.decoder, outline.targets, outline.stored, plan.kept)
-    follow_layers(pruned.config, layers)
-    add_step(pruned, "prune", plan.measured_on, outline.model)
     pieces = _pieces(outline, edit, layers, plan)
-    require_disk(target, sum(piece.size for piece in pieces.values()), "the files of the pruned model")
-    with whole_folder(target) as folder:
-        save_files(pruned, outline.decoder.tokenizer, folder, {})
-        write_tensors(folder, pieces, shard_bytes)
-        gate = verify_files(outline, edit, plan, folder, stream=stream)
-        gate.require_passed("the copy", "prune it in memory")
-        history_of(pruned).save(folder / HISTORY)
-        left = not_run(pruned, stream=stream)
-        return describe(folder, plan, gate, outline.decoder.structure, pruned, left)
+    copy = Copy(outline.decoder, edit, plan, layers, pieces, not_run(outline.model, stream=stream))
+    return copy.write(target, shard_bytes, lambda folder: verify_files(outline, edit, plan, folder, stream=stream))
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """What `edit`, made for `plan`, leaves of the files of `original`: `pieces` of its tensors, by their new names.
+
+    `layers` are those that stay, by their names in the files; `not_run` are the checks that its gate does not make.
+    """
+
+    original: Decoder
+    edit: Edit
+    plan: PruningPlan
+    layers: Layers
+    pieces: Mapping[str, Part]
+    not_run: tuple[str, ...]
+
+    def write(
+        self,
+        target: str | Path,
+        shard_bytes: int,
+        gate: Callable[[Path], GateReport],
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        remedy: str = "prune it in memory",
+    ) -> Provenance:
+        """Write the folder `target` if `gate` passes there, with the quantisation `settings` in files of their own.
+
+        Raises LyapunovPruneError for a full disk, files that can no longer be read, and a setting whose layers cannot
+        be renumbered. Raises CheckFailed if a check fails. In every case nothing is left at `target`.
+        """
+        pruned, plan = self.edit.made.model, self.plan
+        follow_layers(pruned.config, self.layers)
+        beside = {name: self.layers.follow(told) for name, told in settings.items()}
+        add_step(pruned, "prune", plan.measured_on, self.original.model)
+        require_disk(target, sum(piece.size for piece in self.pieces.values()), "the files of the pruned model")
+        with whole_folder(target) as folder:
+            for name, told in beside.items():
+                (folder / name).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+            save_files(pruned, self.original.tokenizer, folder, {})
+            write_tensors(folder, self.pieces, shard_bytes)
+            report = gate(folder)
+            report.require_passed("the copy", remedy)
+            return describe(folder, plan, report, self.original.structure, pruned, self.not_run)
 
 
 def cut_outline(decoder: Decoder, plan: PruningPlan, width: Width | None = None) -> Edit:

@@ -97,7 +97,7 @@ class Format(Choice):
         raise NotImplementedError
 
     def save(self, folder: Path, made: CutModel) -> GateReport:
-        """Save what `cut` made, and its history, in `folder`.
+        """Save what `cut` made in `folder`.
 
         Raises CheckFailed if the saved model fails the gate. The caller must then delete `folder`, as `whole_folder`
         does.
@@ -105,7 +105,7 @@ class Format(Choice):
         raise NotImplementedError
 
     def write_cut(self, target: Path, made: CutModel) -> Provenance:
-        """Write the files of `save`, a model card and the provenance to the folder `target`, whole or not at all.
+        """Write the files of `save`, what `provenance.describe` adds, to the folder `target`, whole or not at all.
 
         Raises CheckFailed if the saved model fails the gate, and LyapunovPruneError if writing fails.
         """

@@ -10,30 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting
-from lyapunov_prune.checkpoints.tensor_files import (
-    Part,
-    StoredTensor,
-    TensorPiece,
-    parts_of,
-    read_tensors,
-    reading,
-    write_tensors,
-)
+from lyapunov_prune.checkpoints.tensor_files import Part, StoredTensor, TensorPiece, parts_of, read_tensors, reading
 from lyapunov_prune.errors import LyapunovPruneError, reported
-from lyapunov_prune.export.copied import SHARD_BYTES, cut_outline, new_names, part_of, require_copied
+from lyapunov_prune.export.copied import SHARD_BYTES, Copy, cut_outline, new_names, part_of, require_copied
 from lyapunov_prune.export.disk_gate import KEYS, PLACED, not_run
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.left_out import LeftOut, find_left_out, keep_left_out
 from lyapunov_prune.models.loading import checkpoint_folder, load_bare_outline
 from lyapunov_prune.models.quantised import is_unpacked, stored_quantisation
-from lyapunov_prune.models.quantised_names import FILES, Layers, follow_layers, layers_in, settings_of
+from lyapunov_prune.models.quantised_names import FILES, Layers, layers_in, settings_of
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.models.weight_files import TensorTarget, require_every_layer, targets_of
 from lyapunov_prune.models.wrappers import require_levels_stay
@@ -42,9 +33,8 @@ from lyapunov_prune.pruning.counting import shares_leaving
 from lyapunov_prune.pruning.edit import Edit
 from lyapunov_prune.pruning.gate import GateReport, attempt
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.provenance import Provenance, describe
-from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
-from lyapunov_prune.results.history import HISTORY, add_step, history_of
+from lyapunov_prune.pruning.provenance import Provenance
+from lyapunov_prune.results.files import require_empty
 from lyapunov_prune.results.result import ModelIdentity
 
 
@@ -141,25 +131,14 @@ def prune_quantised(
     """
     require_empty(target)
     require_levels_stay(checkpoint.decoder.model, plan.remove)
-    layers, structure = checkpoint.layers(plan.kept), checkpoint.decoder.structure
-    require_copied(structure, ["parts of layers are no whole tensors"] if plan.drops_parts else [])
-    edit = cut_outline(checkpoint.decoder, plan)
-    pruned, pieces = edit.made, _pieces(checkpoint, edit, layers)
-    follow_layers(pruned.model.config, layers)
-    beside = {name: layers.follow(told) for name, told in checkpoint.settings().items() if name in FILES}
-    add_step(pruned.model, "prune", plan.measured_on, checkpoint.decoder.model)
-    require_disk(target, sum(piece.size for piece in pieces.values()), "the files of the pruned model")
-    with whole_folder(target) as folder:
-        for name, told in beside.items():
-            (folder / name).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-        save_files(pruned.model, checkpoint.decoder.tokenizer, folder, {})
-        write_tensors(folder, pieces, shard_bytes)
-        with status("comparing bytes"):
-            gate = verify_bytes(checkpoint, edit, plan, folder)
-        gate.require_passed("the copy")
-        history_of(pruned.model).save(folder / HISTORY)
-        left = not_run(pruned.model, stream=False)
-        return describe(folder, plan, gate, structure, pruned.model, left)
+    decoder, layers = checkpoint.decoder, checkpoint.layers(plan.kept)
+    require_copied(decoder.structure, ["parts of layers are no whole tensors"] if plan.drops_parts else [])
+    edit = cut_outline(decoder, plan)
+    pieces = _pieces(checkpoint, edit, layers)
+    beside = {name: told for name, told in checkpoint.settings().items() if name in FILES}
+    copy = Copy(decoder, edit, plan, layers, pieces, not_run(decoder.model, stream=False))
+    gate = partial(verify_bytes, checkpoint, edit, plan)
+    return copy.write(target, shard_bytes, gate, beside, plan.gone.remedy)
 
 
 def _pieces(checkpoint: Quantised, edit: Edit, layers: Layers) -> dict[str, Part]:
@@ -213,7 +192,8 @@ def verify_bytes(checkpoint: Quantised, edit: Edit, plan: PruningPlan, folder: P
         KEYS: lambda: _settings_check(checkpoint, written, edit.made, plan),
         PLACED: lambda: _bytes_check(checkpoint, written, edit),
     }
-    return GateReport(tuple(attempt(name, check) for name, check in checks.items()))
+    with status("comparing bytes"):
+        return GateReport(tuple(attempt(name, check) for name, check in checks.items()))
 
 
 def _settings_check(checkpoint: Quantised, written: Quantised, pruned: Decoder, plan: PruningPlan) -> GateCheck:

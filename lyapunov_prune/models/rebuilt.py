@@ -13,9 +13,8 @@ from lyapunov_prune.models.left_out import copy_left_out
 from lyapunov_prune.results.history import history_of, keep_history
 
 
-def built(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model of the class of `model` and of `config`, on the meta device."""
-    kind: Any = type(model)
+def built(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of the class `kind` and of `config`, on the meta device."""
     if isinstance(config.dtype, str):  # a class may hand it to torch
         config.dtype = getattr(torch, config.dtype)
     with quiet(), torch.device("meta"):

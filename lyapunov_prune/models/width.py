@@ -143,7 +143,7 @@ def _built(decoder: Decoder, setting: WidthSetting | None, width: int) -> PreTra
     outer, config = copy.deepcopy((decoder.model.config, decoder.structure.config))
     if setting is not None:
         setting.put(config, width)
-    return built(decoder.model, outer)
+    return built(type(decoder.model), outer)
 
 
 def _shared(decoder: Decoder, units: Sequence[Unit]) -> str | None:

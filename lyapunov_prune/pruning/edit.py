@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,7 +42,8 @@ class Edit:
     """The model `made`, on the meta device, and where its tensors are in the model that it is made of.
 
     `modules` gives the name there of each module of `made`. `parts` are the indices that stay of each tensor that loses
-    some, by its name there. `channels` are those that stay of each unit that loses some.
+    some, by its name there. `channels` are those that stay of each unit that loses some. `new` holds the parameters of
+    `made`, by their names in it, that are none of the other model.
     """
 
     made: Decoder
@@ -50,6 +51,7 @@ class Edit:
     modules: Mapping[str, str]
     parts: Mapping[str, Parts]
     channels: Sequence[tuple[Unit, torch.Tensor]]
+    new: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def tensors(self) -> dict[str, str]:
@@ -92,7 +94,7 @@ def edit_of(decoder: Decoder, plan: PruningPlan, width: Width | None = None) -> 
         unit, stay = channels[0]
         width.setting.put(config, len(stay) * width.width // unit.width)
     with reported(f"{_wrong(model)}: the model cannot be built without them", _OTHERS, Exception):
-        new = built(model, outer)
+        new = built(type(model), outer)
         layers: Any = new.get_submodule(original.layers_path)
     structure = replace(original, backbone=backbone_of(new, original.layers_path), layers=layers, config=config)
     named = ((original.renamed(name, kept), name) for name, _ in model.named_modules(remove_duplicate=False))
@@ -157,7 +159,11 @@ def filled(edit: Edit, decoder: Decoder, *, shared: bool = False) -> Decoder:
         old: Any = model.get_submodule(name)
         for slots in (module._parameters, module._buffers):
             for key in [key for key, slot in slots.items() if slot is not None]:
-                stored = getattr(old, key)
+                stored: Any
+                stored, new = getattr(old, key, None), edit.new.get(f"{path}.{key}")
+                if new is not None:
+                    slots[key] = nn.Parameter(new, getattr(stored, "requires_grad", True))
+                    continue
                 if id(stored) not in taken:
                     taken[id(stored)] = _copied(stored, edit.parts.get(f"{name}.{key}"), shared=shared)
                 slots[key] = taken[id(stored)]

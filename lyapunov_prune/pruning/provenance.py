@@ -23,6 +23,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removed import ChannelsGone, ExpertsGone, PartsGone
 from lyapunov_prune.pruning.stored import PLAIN, Stored
 from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.history import HISTORY, history_of
 from lyapunov_prune.results.result import LINES, Result, versions
 
 PROVENANCE = "provenance.json"
@@ -126,7 +127,7 @@ def describe(
     sections: Mapping[str, str] | None = None,
     commands: tuple[str, ...] = (),
 ) -> Provenance:
-    """Write provenance.json and the model card beside the weights in `folder`.
+    """Write provenance.json, the history and the model card beside the weights in `folder`.
 
     `structure` is the original's, `stored` the format. `since` says whether `pruned` has learnt after the removal,
     `sections` what the card tells beside plan and gate, `commands` what would make the model by hand.
@@ -143,6 +144,7 @@ def describe(
         commands=commands,
     )
     provenance.save(folder / PROVENANCE)
+    history_of(pruned).save(folder / HISTORY)
     kind, left = _kind(plan)
     by_hand = "\n".join(f"    {printable(command)}" for command in commands)
     write_card(

@@ -29,7 +29,6 @@ from lyapunov_prune.pruning.edit import edit_of
 from lyapunov_prune.pruning.gate import GateReport, attempt, bytes_in
 from lyapunov_prune.pruning.provenance import Provenance, describe, save
 from lyapunov_prune.results.files import require_empty, whole_folder
-from lyapunov_prune.results.history import HISTORY, history_of
 from lyapunov_prune.results.result import Result, versions
 from lyapunov_prune.shrinking.choosing import Chosen
 from lyapunov_prune.shrinking.report import REPORT, Shrinking
@@ -104,7 +103,6 @@ def write_shrunk(
         }
         gate = replace(gate, checks=tuple(checks.get(check.name, check) for check in gate.checks))
         gate.require_passed()
-        history_of(smaller).save(folder / HISTORY)
         for name, result in results.items():
             result.save(folder / name)
         told: dict[str, Any] = {"mended": choice.report, "commands": report.commands, **healed}

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
-from lyapunov_prune.export import quantised_copy
+from lyapunov_prune.export import copied, quantised_copy
 from lyapunov_prune.export.quantised_copy import plan_for_quantised, prune_quantised, read_quantised
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.models import quantised_names
@@ -214,7 +214,7 @@ def test_the_gate_sees_a_planted_fault(
 
 def test_the_gate_sees_names_that_stay_behind(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantise(llama, "awq")
-    monkeypatch.setattr(quantised_copy, "follow_layers", lambda *given: None)
+    monkeypatch.setattr(copied, "follow_layers", lambda *given: None)
     with pytest.raises(CheckFailed, match="name other modules of layer"):
         pruned(llama, tmp_path / "out")
 

@@ -49,14 +49,12 @@ class Plain(Format):
         from lyapunov_prune.data.images import ImageBatch
         from lyapunov_prune.pruning.provenance import save
         from lyapunov_prune.pruning.removal import check_removal
-        from lyapunov_prune.results.history import HISTORY, history_of
 
         assert not isinstance(made.batch, ImageBatch)  # `require_plan`
         remedy = made.operation.plan.gone.remedy
         save(made.pruned.model, made.tokenizer, folder, remedy)
         gate = check_removal(made.decoder, made.pruned, made.operation, made.batch, folder)
         gate.require_passed(remedy=remedy)
-        history_of(made.pruned.model).save(folder / HISTORY)
         return gate
 
     def write(self, target: Path, made: Finished) -> CompressionReport:
