@@ -1,6 +1,6 @@
 """Run all of a model, part of it, or a changed one.
 
-- `reading`: a model with a batch, made once per measurement and passed on; `dealing`: its windows over several processes;
+- `reading`: a model with a batch, made once a measurement and passed on; `dealing`: its windows over several processes;
 - `hooks`: observe the residual stream, inject into it, skip layers; `prefix`: a forward that begins at any layer;
 - `products`: the input and output of a matrix, even if its module is not called;
 - `rounding`: the coarsest dtype that the layers compute in, and whether they select experts or tokens;
