@@ -119,7 +119,7 @@ class Diverged(LyapunovPruneError):
 
 
 class CheckFailed(LyapunovPruneError):
-    """A check failed (a bound, or a part of the removal gate)."""
+    """A check failed (a bound, or a part of the removal check)."""
 
     exit_code = 1
 

@@ -216,6 +216,6 @@ def _describe(folder: Path, decoder: Decoder, compact: PreTrainedModel, cuts: Cu
         f"their feed-forward block\nmerged into one matrix. {compact.num_parameters():,} parameters of "
         f"{model.num_parameters():,} are left.",
         compact,
-        {"Removed": "\n".join(gone), "Gate": gate_table(gate)},
+        {"Removed": "\n".join(gone), "Removal check": gate_table(gate)},
         tags=("depth-pruning",),
     )

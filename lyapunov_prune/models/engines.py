@@ -218,7 +218,7 @@ SHORT_CUTS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A short cut that affects a checkpoint: the engine, what it would do and `where`, the thread, and the remedy."""
+    """An assumption that a checkpoint violates: the engine, what it would do, `where`, the thread, and the remedy."""
 
     engine: str
     does: str
@@ -229,7 +229,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class EngineCheck(Result):
-    """The short cuts of engines that affect the checkpoint `model`, out of `known` ones."""
+    """The engine assumptions that the checkpoint `model` violates, out of `known` ones."""
 
     model: str
     findings: tuple[Finding, ...]
@@ -245,8 +245,8 @@ class EngineCheck(Result):
 
     def headline(self) -> str:
         if self.passed:
-            return f"{self.model} trips over none of {self.known} known short cuts of engines; none of them was run"
-        return f"{self.model} trips over {len(self.findings)} of {self.known} known short cuts of engines"
+            return f"{self.model} violates none of {self.known} known engine assumptions; no engine was run"
+        return f"{self.model} violates {len(self.findings)} of {self.known} known engine assumptions"
 
     def answer(self) -> list[str]:
         lines = [f"{self.headline()}."]

@@ -62,7 +62,7 @@ class GateReport(Result):
     def require_passed(self, what: str = "the pruned model", remedy: str = "remove other layers") -> None:
         """Raise CheckFailed, which says that `what` was not written, with the first check that failed, if one did."""
         for check in self.checks:
-            check.require_passed(f"{what} fails the gate, {check.name}", remedy)
+            check.require_passed(f"{what} fails the removal check, {check.name}", remedy)
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame(
@@ -71,14 +71,14 @@ class GateReport(Result):
         )
 
     def headline(self) -> str:
-        return "Removal gate: " + ("passed" if self.passed else "FAILED")
+        return "Removal check: " + ("passed" if self.passed else "FAILED")
 
     def answer(self) -> list[str]:
         passed = sum(check.passed for check in self.checks)
         if not self.passed:
-            return [f"Removal gate: FAILED. {self.failure()}"]
+            return [f"Removal check: FAILED. {self.failure()}"]
         return [
-            f"Removal gate: passed, {passed} checks. What was planned is gone; what is left computes what it should.",
+            f"Removal check: passed, {passed} checks. What was planned is gone; what is left computes what it should.",
             "That says nothing of how good the model is: score it beside the dense one with eval.",
         ]
 

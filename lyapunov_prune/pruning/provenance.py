@@ -62,12 +62,12 @@ class Provenance(Result):
         return self.plan.sentence() + mended
 
     def answer(self) -> list[str]:
-        checks = f"Removal gate: {'passed' if self.gate.passed else 'FAILED'}, {len(self.gate.checks)} checks"
+        checks = f"Removal check: {'passed' if self.gate.passed else 'FAILED'}, {len(self.gate.checks)} checks"
         if self.not_run:  # the gate is more than what was run of it
-            checks = f"Checks of the gate that were run: {len(self.gate.checks)}. Not run: {', '.join(self.not_run)}"
+            checks = f"Removal checks that were run: {len(self.gate.checks)}. Not run: {', '.join(self.not_run)}"
         lines = [
             f"{self.plan.sentence()}.",
-            f"{len(self.kept_to_original)} layers of {self.plan.model.num_layers} stay.",
+            f"{len(self.kept_to_original)} of {self.plan.model.num_layers} layers are kept.",
             f"{checks}. It shows that the removal is right, not that the model is good.",
         ]
         if self.mended is not None:
@@ -159,7 +159,7 @@ def describe(
             **(sections or {}),
             **({"By hand": f"{_BY_HAND}\n\n{by_hand}"} if commands else {}),
             **({"Engines": _engines(find_kinds(structure), plan.kept)} if stored.engines else {}),
-            "Gate": _checked(provenance),
+            "Removal check": _checked(provenance),
         },
         tags=(f"{kind}-pruning",),
     )

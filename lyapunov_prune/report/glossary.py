@@ -12,7 +12,7 @@ WORDS = {
     "cut": "the layers are gone and nothing else was changed.",
     "mended": "the layer before a gap took a linear map that stands in for what is gone, without training.",
     "healed": "the pruned model was trained for some steps to predict what the dense one predicts.",
-    "gate": "the checks that a written checkpoint computes what removing those layers must compute.",
+    "removal check": "whether the written checkpoint computes what the model without those layers must compute.",
     "ρ": "(rho) the factor by which a layer changes an error relative to the state; below 1 the error shrinks.",
     "Block Influence": "how far a layer turns the hidden state, 1 − cosine; near 0 it does little.",
     "hidden state": "the vector that the model keeps for a token between two layers.",

@@ -159,7 +159,7 @@ def _sections(
 
 def _gate(name: str, provenance: Provenance) -> Shown:
     made = f"The {provenance.format} checkpoint {name}/ was written after these checks passed on its files."
-    return _shown("Removal gate", made, {}, provenance.gate)
+    return _shown("Removal check", made, {}, provenance.gate)
 
 
 def _shown(title: str, about: str, pictures: dict[str, str], result: Result, leads: bool = False) -> Shown:

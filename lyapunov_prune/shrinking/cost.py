@@ -126,7 +126,7 @@ def estimated(
     if answering:  # the dense model and every choice answer one half; both models answer the other half at the end
         seconds[TASK] = answering * (len(counts) + 3) / 2
     seconds["evaluation"] = 4 * window * texts.evaluated / context + 16 * window  # both models, on two texts
-    seconds["gate and files"] = 2 * smaller / _SAVED + 20 * window
+    seconds["check and files"] = 2 * smaller / _SAVED + 20 * window
     if minutes is not None:
         rest = sum(seconds.values()) - seconds["healing"]
         seconds["healing"] = max(0.0, 60 * minutes - rest)

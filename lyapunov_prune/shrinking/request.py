@@ -102,7 +102,7 @@ def search_forwards(expected: Estimate, clock: Clock) -> float | None:
         return None
     usual, seconds = expected.search, expected.seconds
     forward = seconds["choosing layers"] / usual  # in each of the searches
-    others = ("writing the text", "mending", TASK, "evaluation", "gate and files")
+    others = ("writing the text", "mending", TASK, "evaluation", "check and files")
     fixed = sum(seconds.get(step, 0.0) for step in others)
     affordable = (clock.left() - fixed) / 2 / forward
     if affordable < _LEAST_SEARCH:
@@ -118,5 +118,5 @@ def healing_minutes(expected: Estimate, clock: Clock) -> float | None:
     """The minutes that are left for healing; 0 if they are too few, None for no bound."""
     if clock.left() == math.inf:
         return None
-    seconds = clock.left() - expected.seconds["evaluation"] - expected.seconds["gate and files"]
+    seconds = clock.left() - expected.seconds["evaluation"] - expected.seconds["check and files"]
     return round(seconds / 60, 2) if seconds >= _LEAST_STEPS * expected.step_seconds else 0.0

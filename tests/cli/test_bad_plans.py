@@ -57,5 +57,5 @@ def test_a_failed_gate_is_exit_code_1_and_nothing_written(
     monkeypatch.setattr(surgery, "cut", wrongly)
     done = run(*COMMANDS["prune"], "--criterion", "bi")
     assert done.code == 1
-    assert done.err.startswith("error: nothing written: the pruned model fails the gate, cached decoding: ")
+    assert done.err.startswith("error: nothing written: the pruned model fails the removal check, cached decoding: ")
     assert (done.err.count("\n"), done.out, done.changed) == (1, "", set())

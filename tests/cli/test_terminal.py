@@ -129,7 +129,7 @@ def test_no_number_and_no_header_of_a_wide_table_is_cut(width: int, monkeypatch:
 
 
 def test_the_name_of_a_model_adds_no_line() -> None:
-    identity = ModelIdentity("m\nRemoval gate: passed", "llama", 6, 1, "", (0.0,))
-    assert identity.name == r"m\nRemoval gate: passed"
+    identity = ModelIdentity("m\nRemoval check: passed", "llama", 6, 1, "", (0.0,))
+    assert identity.name == r"m\nRemoval check: passed"
     plan = PruningPlan(LayersGone((1,)), "bi\nx", None, np.empty(0), identity, ())
     assert "\n" not in plan.sentence()

@@ -108,7 +108,7 @@ def test_prune_by_a_plan_removes_what_it_names(run: Callable[..., Done]) -> None
     run("rank", "tiny", "--remove", "2", "-o", "run", *TEXT)
     done = run("prune", "tiny", "--plan", "run/plan.json", "-o", "out", *TEXT)
     assert done.code == 0, done.err
-    assert "Removal gate: passed" in done.out
+    assert "Removal check: passed" in done.out
     plan = PruningPlan.load("run/plan.json")
     with torch.no_grad():
         ids = torch.arange(40).view(1, 40)

@@ -133,7 +133,7 @@ def test_a_list_that_does_not_follow_fails_the_gate(
         return edit
 
     monkeypatch.setattr(shards, "cut_outline", turned)
-    with pytest.raises(CheckFailed, match="the copy fails the gate"):
+    with pytest.raises(CheckFailed, match="the copy fails the removal check"):
         on_disk(tmp_path / "source", tmp_path / "disk", (0,))
     assert not (tmp_path / "disk").exists()
 
@@ -513,7 +513,7 @@ def test_what_does_not_fit_is_pruned_on_disk(command: Callable[..., Any], monkey
     code, out, err = command("--layers", "1,4")
     assert (code, err) == (0, "")
     assert "Pruned on disk (two copies need 0.0 GB and 0.0 GB are free)" in out
-    assert "Removal gate: passed" not in out
+    assert "Removal check: passed" not in out
     assert "Not run: same as skipping, cached decoding, logits after reloading." in out
 
 

@@ -290,7 +290,7 @@ def test_a_model_that_fails_the_gate_is_not_written(
         return pruned
 
     monkeypatch.setattr(surgery, "cut", wrongly)
-    with pytest.raises(CheckFailed, match="fails the gate") as caught:
+    with pytest.raises(CheckFailed, match="fails the removal check") as caught:
         write()
     assert caught.value.exit_code == 1
     assert os.listdir(target.parent) == []

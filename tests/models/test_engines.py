@@ -65,7 +65,7 @@ def test_a_model_with_its_pattern_is_clean(family: str, tmp_path: Path) -> None:
     layers = 12
     found = checked(tmp_path / "x", name, layers)
     assert found.passed, found.findings
-    assert "trips over none" in found.headline()
+    assert "violates none" in found.headline()
     assert len(found.to_frame()) == 0
 
 
@@ -104,7 +104,7 @@ def test_a_compact_checkpoint_is_served_by_none(tmp_path: Path) -> None:
 def test_findings_are_exit_code_1_and_a_clean_checkpoint_0(run: Callable[..., Any], checkpoint: Path) -> None:
     done = run("check", "tiny", "--engines")
     assert (done.code, done.err, done.changed) == (0, "", set())
-    assert "trips over none" in done.out
+    assert "violates none" in done.out
     AutoConfig.for_model("gpt_oss", num_hidden_layers=3, layer_types=[FULL, SLIDING, FULL]).save_pretrained("odd")
     done = run("check", "odd", "--engines")
     assert (done.code, done.err.count("\n")) == (1, 1)

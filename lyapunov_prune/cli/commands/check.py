@@ -1,4 +1,4 @@
-"""The command that checks error bounds, or compares a config with the shortcuts of engines."""
+"""The command that checks error bounds, or compares a config with what engines assume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import CheckFailed
 
 Engines = Annotated[
-    bool, what_option("--engines", help="Only compare the config with known shortcuts of inference engines.")
+    bool, what_option("--engines", help="Only compare the config with known assumptions of inference engines.")
 ]
 
 
@@ -71,5 +71,5 @@ def _check_engines(model: str) -> None:
         return
     show(found, None)
     raise CheckFailed(
-        f"{len(found.findings)} shortcuts of engines affect {model}; compare outputs there before using it"
+        f"{model} violates {len(found.findings)} engine assumptions; compare outputs there before using it"
     )
