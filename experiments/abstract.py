@@ -100,6 +100,6 @@ def verdicts(columns: list[Column], drift: list[tuple[str, AmplificationDrift]])
             found = f"{said}, {short(over[0])} and {short(over[1])} × dense (the paper: {RHO_OVER_BI:g} times lower)"
             wrecked = f"**Not decided:** {found}: both are wrecked."
             word = apart(rho, bi)
-            also = "; by intervals alone, as no windows to pair were kept, not told" if word == ALIKE else ""
+            also = "; by intervals alone, as no windows to pair were kept, not decided" if word == ALIKE else ""
             lines.append(wrecked if min(over) > WRECKED else stated(f"{found}{also}.", judged(word, "better")))
     return bullets(*lines)

@@ -27,7 +27,7 @@ from lyapunov_prune.report.drawing import COLOURS, GREY, log_axis, one_panel, sv
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 Name = tuple[str, str, str, float | None]
-ALIKE = "not to be told apart"
+ALIKE = "no significant difference"
 _POINTS = tuple(zip(COLOURS.values(), "osD^vP", strict=True))
 
 
@@ -221,15 +221,15 @@ class Ranged(Protocol):
 
 
 def apart(row: Ranged, other: Ranged) -> str:
-    """What is told of `row` where the losses of windows were not kept: intervals that lie apart are enough for that.
+    """What can be said of `row` where the losses of windows were not kept: intervals that lie apart are enough for that.
 
-    Intervals that overlap decide nothing: paired by window the two might be told apart.
+    Intervals that overlap decide nothing: paired by window the two might differ significantly.
     """
     return "better" if row.high < other.low else "worse" if row.low > other.high else ALIKE
 
 
 def beside(row: CompressionRow, other: CompressionRow) -> str:
-    """`1.24 (1.1–1.4), worse`; no word where the two are not to be told apart."""
+    """`1.24 (1.1–1.4), worse`; no word without a significant difference."""
     word = told(row, other)
     return interval(*against(row, other)) + ("" if word == ALIKE else f", {word}")
 

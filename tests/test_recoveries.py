@@ -116,7 +116,11 @@ def test_differences_are_paired_by_item() -> None:
     np.testing.assert_allclose(found, ((a - b).mean(), reference.low, reference.high))
     shuffled = difference(a, b[:, np.random.default_rng(1).permutation(20)])
     assert shuffled[2] - shuffled[1] > 3 * (found[2] - found[1])
-    assert [told((1, 0.5, 2)), told((-1, -2, -0.5)), told((0, -1, 1))] == ["better", "worse", "not to be told apart"]
+    assert [told((1, 0.5, 2)), told((-1, -2, -0.5)), told((0, -1, 1))] == [
+        "better",
+        "worse",
+        "no significant difference",
+    ]
 
 
 def test_what_was_not_scored_on_the_final_slice_is_refused(tiny: Subject) -> None:
@@ -279,7 +283,7 @@ def test_reductions_are_held_against_the_plainest(tiny: Subject) -> None:
         )
         return row.rpartition(",")[2].strip(" |")
 
-    assert [moved(by) for by in (1.0, -2.0, -float(ramp.mean()))] == ["better", "worse", "not to be told apart"]
+    assert [moved(by) for by in (1.0, -2.0, -float(ramp.mean()))] == ["better", "worse", "no significant difference"]
 
 
 def test_the_numbers_on_the_choice_follow_the_scores(tiny: Subject) -> None:

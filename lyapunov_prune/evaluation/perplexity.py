@@ -62,12 +62,12 @@ class Perplexity(Result):
         ]
 
     def against(self, reference: Perplexity) -> str:
-        """One line: this model beside `reference` on the same windows, and whether they can be told apart."""
+        """One line: this model beside `reference` on the same windows, and whether they differ significantly."""
         low, high = self.ratio_interval(reference)
         ratio = self.value / reference.value
         told = f"fewer than {POWER} windows cannot tell whether that is chance"
         if math.isfinite(low) and math.isfinite(high):
-            word = "worse" if low > 1 else "better" if high < 1 else "not told apart on this text"
+            word = "worse" if low > 1 else "better" if high < 1 else "no significant difference on this text"
             told = f"{between(low, high)}, paired by window: {word}"
         return (
             f"{self.measured_on.model.name}: perplexity {self.value:.4g}, {ratio:.3g} × that of "

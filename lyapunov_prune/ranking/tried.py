@@ -176,8 +176,10 @@ class BestRemoval(Ranking):
         told = compare(chosen, nearest.windows)
         close = [t for t in others if not compare(t.windows, chosen).pays]
         if not close:
-            return f"Told apart from every other set; the next, layers {_listed(nearest.layers)}: {told.told()}"
-        return f"Not told apart from {len(close)} of the others, as layers {_listed(nearest.layers)}: {told.told()}"
+            return (
+                f"Significantly better than every other set; the next, layers {_listed(nearest.layers)}: {told.told()}"
+            )
+        return f"No significant difference from {len(close)} of the others, as layers {_listed(nearest.layers)}: {told.told()}"
 
     def answer(self) -> list[str]:
         windows = self.tried[self.chosen].windows

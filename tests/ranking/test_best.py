@@ -228,7 +228,11 @@ def test_a_choice_is_never_of_a_set_that_another_beats(many: torch.Tensor, llama
     chosen = found.tried[found.chosen].windows
     assert all(compare(chosen, tried.windows).change >= 0 for tried in found.tried)
     close = sum(not compare(t.windows, chosen).pays for t in found.tried) - 1
-    told = f"Not told apart from {close} of the others" if close else "Told apart from every other set"
+    told = (
+        f"No significant difference from {close} of the others"
+        if close
+        else "Significantly better than every other set"
+    )
     assert told in found.headline()
 
 
@@ -344,7 +348,7 @@ def test_a_clear_choice_is_told_apart() -> None:
     model = with_idle(1, 4)
     found = best_removal(model, own_words(model, 80), REMOVE, search=20)
     assert found.remove == (1, 4)
-    assert "Told apart from every other set" in found.headline()
+    assert "Significantly better than every other set" in found.headline()
 
 
 def test_protected_layers_are_in_no_set() -> None:

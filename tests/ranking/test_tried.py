@@ -50,8 +50,11 @@ def told(search: BestRemoval, *sets: Tried) -> str:
 
 def test_what_is_told_apart_is_a_paired_test_over_windows(search: BestRemoval) -> None:
     first, near, far = tried((1, 2), 0.0), tried((2, 4), 0.001, -0.01), tried((2, 3), 1.0)
-    assert told(search, first, near, far).startswith("Not told apart from 1 of the others, as layers 2, 4: +0.1%")
-    assert told(search, first, far).startswith("Told apart from every other set; the next, layers 2, 3: +171.8%")
+    close = "No significant difference from 1 of the others, as layers 2, 4: +0.1%"
+    assert told(search, first, near, far).startswith(close)
+    assert told(search, first, far).startswith(
+        "Significantly better than every other set; the next, layers 2, 3: +171.8%"
+    )
     assert told(search, first, replace(far, windows=FOUR * np.nan)) == ""
     frame = replace(search, tried=(first, near, far), chosen=0).to_frame()
     assert np.isnan(frame["p"][0])

@@ -27,7 +27,7 @@ from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
-WORDS = {"better": "better", "alike": "not told apart", "kept": "kept as it was", "worse": "worse"}
+WORDS = {"better": "better", "alike": "no significant difference", "kept": "kept as it was", "worse": "worse"}
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _table(results: list[NeverWorse]) -> str:
 
 
 def _verdict(before: State, after: State) -> str:
-    """What the unseen text says of a step: better or worse by the paired interval, or not to be told apart."""
+    """What the unseen text says of a step: better or worse by the paired interval, or no significant difference."""
     if not after.written:
         return "kept as it was"
     return against(before.windows, after.windows)
