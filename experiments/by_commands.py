@@ -51,7 +51,7 @@ def losses(checkpoint: Path, judged: lp.TokenBatch, name: str) -> np.ndarray:
 
 
 def against(before: np.ndarray, after: np.ndarray) -> str:
-    """Better or worse by the paired interval over windows, or no significant difference; and the ratio of perplexities."""
+    """Better or worse by the paired interval over windows, or neither; and the ratio of perplexities."""
     found = compare(before, after)
     word = "better" if found.high < 0 else "worse" if found.low > 0 else "no significant difference"
     return f"{word}: {ratio(after - before)}"

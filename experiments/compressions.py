@@ -221,7 +221,7 @@ class Ranged(Protocol):
 
 
 def apart(row: Ranged, other: Ranged) -> str:
-    """What can be said of `row` where the losses of windows were not kept: intervals that lie apart are enough for that.
+    """What can be said of `row` where the losses of windows were not kept: intervals that lie apart are enough.
 
     Intervals that overlap decide nothing: paired by window the two might differ significantly.
     """

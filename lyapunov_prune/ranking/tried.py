@@ -175,11 +175,12 @@ class BestRemoval(Ranking):
         nearest = min(others, key=lambda t: float(t.windows.mean()))
         told = compare(chosen, nearest.windows)
         close = [t for t in others if not compare(t.windows, chosen).pays]
-        if not close:
-            return (
-                f"Significantly better than every other set; the next, layers {_listed(nearest.layers)}: {told.told()}"
-            )
-        return f"No significant difference from {len(close)} of the others, as layers {_listed(nearest.layers)}: {told.told()}"
+        how = (
+            "Significantly better than every other set; the next,"
+            if not close
+            else (f"No significant difference from {len(close)} of the others, as")
+        )
+        return f"{how} layers {_listed(nearest.layers)}: {told.told()}"
 
     def answer(self) -> list[str]:
         windows = self.tried[self.chosen].windows
