@@ -93,12 +93,12 @@ def written() -> dict[str, str]:
         names = sorted({record["text"] for path, field, record in committed() if path in burnt and field not in USED})
         told = []
         if burnt:
-            told.append(f"{len(burnt)} report on text that some decision has looked at ({', '.join(names)})")
+            told.append(f"{len(burnt)} report on text that some decision has used ({', '.join(names)})")
         if untold := sum(path in known["untold"] for path in own):
-            told.append(f"{untold} record no text that they report on")
+            told.append(f"{untold} do not record the text that they report on")
         lines[chapter] = (
-            f"*Files of results in this chapter: {len(own)}. Of them {' and '.join(told)}: development numbers, "
-            "perhaps too kind, until they are measured on the [texts to report on](../README.md#texts).*\n"
+            f"*Of the {len(own)} result files of this chapter, {' and '.join(told)}. These are development numbers, "
+            "possibly optimistic, until they are measured on the [texts to report on](../README.md#texts).*\n"
         )
     return lines
 
