@@ -107,15 +107,16 @@ class ModelIdentity:
         numbers that are equal in float32, which is all that a GGUF header holds.
         """
         mine, theirs = (identity.settings or {} for identity in (self, other))
-        told = [f"its {name} is {str(a)[:60]}, not {str(b)[:60]}" for name, a, b in _differing(mine, theirs)]
+        told = [f"its {name} is {str(a)[:60]}, not {str(b)[:60]}" for name, a, b in differing(mine, theirs)]
         return printable(f" ({'; '.join(told)})") if told else ""
 
 
-def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The settings that both have with different values, as `outer.inner`, and both values; see `other_settings`."""
     for name, value in mine.items():
         other = theirs.get(name, value)
         if isinstance(value, dict) and isinstance(other, dict):
-            yield from ((f"{name}.{inner}", a, b) for inner, a, b in _differing(value, other))
+            yield from ((f"{name}.{inner}", a, b) for inner, a, b in differing(value, other))
         elif _rounded(value) != _rounded(other):
             yield name, value, other
 

@@ -1,0 +1,167 @@
+"""One pass over a matrix of both models: how far it is off, where, and how far its own storage can put it off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+BLOCK = 32  # numbers in a row that share a scale in most types
+_SAMPLED = 2048  # blocks from which the step of rounding is read
+_SPARSE = 0.25  # share of zeros in a matrix from which on they are taken as pruned
+_AT_ONCE = 2**22  # numbers
+FLOOR = 0.004  # relative error of a cast to bfloat16, twice over
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """The dense matrix W and the file's V, both (m, n); a vector has one column.
+
+    `error` is ‖V − W‖ / ‖W‖ (Frobenius), `stored` what the storage of V explains of it (`stored_error`), and `cosine`
+    ⟨V, W⟩ / ‖V‖‖W‖. `rows` and `columns` hold the errors by row and column, relative to their norm, or to a tenth of
+    the mean norm if that is more; `row_gains` and `column_gains` are ⟨v, w⟩ / ‖w‖². `blocks` lists (row, block) of
+    blocks of 32 numbers whose error is far beyond that of others. `row_off`, `column_off` and `block_off` are squares
+    of errors, `size` is ‖W‖, and `projected` ⟨V, W − V⟩ / ‖V − W‖², 0 for a projection. `bad` counts numbers that are
+    not finite.
+    """
+
+    shape: tuple[int, ...]
+    error: float
+    stored: float
+    cosine: float
+    projected: float
+    rows: np.ndarray
+    columns: np.ndarray
+    row_gains: np.ndarray
+    column_gains: np.ndarray
+    blocks: np.ndarray
+    bad: int
+    size: float
+    row_off: np.ndarray
+    column_off: np.ndarray
+    block_off: float
+
+    @property
+    def allowed(self) -> float:
+        """The most that honest storage does to the whole matrix."""
+        return 1.6 * self.stored + FLOOR
+
+    @property
+    def excess(self) -> float:
+        """The error in units of what storage explains, below 1 for an honest one."""
+        return self.error / self.allowed
+
+    def parts(self) -> list[tuple[float, float, dict[str, np.ndarray]]]:
+        """Where it may be off alone: the share of the numbers, the error of all others by ‖W‖, and the place."""
+        m, n = len(self.rows), len(self.columns)
+        rows, columns = self.far_rows, self.far_columns
+        places = (
+            (len(rows) / m, np.delete(self.row_off, rows).sum(), {"rows": rows}),
+            (len(columns) / n, np.delete(self.column_off, columns).sum(), {"columns": columns}),
+            (len(self.blocks) * BLOCK / (m * n), self.row_off.sum() - self.block_off, {"blocks": self.blocks}),
+        )
+        return [(share, float(np.sqrt(max(0.0, left))) / self.size, where) for share, left, where in places]
+
+    @property
+    def far_rows(self) -> np.ndarray:
+        return _far(self.rows, self.row_gains, self.allowed, self.shape)
+
+    @property
+    def far_columns(self) -> np.ndarray:
+        return _far(self.columns, self.column_gains, self.allowed, self.shape)
+
+
+def _far(errors: np.ndarray, gains: np.ndarray, allowed: float, shape: tuple[int, ...]) -> np.ndarray:
+    """The numbers of rows or columns that are off by far more than others: by size, or by a factor."""
+    if len(shape) < 2 or len(errors) < 4:
+        return np.zeros(0, int)
+    usual = float(np.median(errors))
+    typical = float(np.median(gains))
+    spread = float(np.median(np.abs(gains - typical)))
+    off = errors > np.maximum(4 * usual, max(allowed, 0.05))
+    turned = (np.abs(gains - typical) > max(12 * spread, 0.12)) & (errors > max(1.5 * usual, FLOOR))
+    return np.flatnonzero(off | turned)
+
+
+def compare(dense: torch.Tensor, file: torch.Tensor) -> Compared:
+    """The statistics of V = `file` against W = `dense`, both float32, from one pass over their numbers."""
+    shape = tuple(dense.shape)
+    W, V = (tensor.reshape(len(tensor), -1) for tensor in (dense, file))
+    m, n = W.shape
+    wide = n >= BLOCK and n % BLOCK == 0
+    by_row, by_column = np.zeros((4, m)), np.zeros((4, n))
+    blocks: list[np.ndarray] = []
+    errors: list[np.ndarray] = []
+    bad = 0
+    step = max(1, _AT_ONCE // n)
+    for start in range(0, m, step):
+        w, v = W[start : start + step], V[start : start + step]
+        finite = v.isfinite()
+        if not bool(finite.all()):
+            bad += int((~finite).sum())
+            v = v.where(finite, torch.zeros(()))
+        d = v - w
+        squares = d.square()
+        parts = (w.square(), v.square(), v * w, squares)
+        by_row[:, start : start + step] = torch.stack([part.sum(1, dtype=torch.float64) for part in parts]).numpy()
+        by_column += torch.stack([part.sum(0, dtype=torch.float64) for part in parts]).numpy()
+        if wide:
+            sums = [part.view(len(w), -1, BLOCK).sum(-1) for part in (squares, parts[0])]
+            level = sums[1].mean(1, keepdim=True)
+            ratio = (sums[0] / torch.maximum(sums[1], 0.1 * level).clamp_min(1e-30)).sqrt().numpy()
+            errors.append(ratio[:, :: max(1, ratio.shape[1] // 8)].ravel())
+            row, block = np.nonzero(ratio > 0.3)
+            blocks.append(np.column_stack([row + start, block, ratio[row, block], sums[0].numpy()[row, block]]))
+    ww, vv, vw, dd = by_row
+    size = max(float(np.sqrt(ww.sum())), 1e-30)
+    norm = max(float(np.sqrt(vv.sum())), 1e-30)
+    usual = float(np.median(np.concatenate(errors))) if errors else 0.0
+    found = np.concatenate(blocks) if blocks else np.zeros((0, 4))
+    far = found[found[:, 2] > max(0.5, 5 * usual)]
+    total = float(dd.sum())
+    return Compared(
+        shape=shape,
+        error=float(np.sqrt(total)) / size,
+        stored=stored_error(W, V),
+        cosine=float(vw.sum()) / (size * norm),
+        projected=float((vw - vv).sum()) / max(total, 1e-30),
+        rows=_relative(dd, ww),
+        columns=_relative(by_column[3], by_column[0]),
+        row_gains=vw / np.maximum(ww, 1e-30),
+        column_gains=by_column[2] / np.maximum(by_column[0], 1e-30),
+        blocks=far[:, :2].astype(int),
+        bad=bad,
+        size=size,
+        row_off=dd,
+        column_off=by_column[3],
+        block_off=far[:, 3].sum(),
+    )
+
+
+def _relative(off: np.ndarray, size: np.ndarray) -> np.ndarray:
+    floor = max(0.01 * float(size.mean()), 1e-30)
+    return np.asarray(np.sqrt(off / np.maximum(size, floor)))
+
+
+def stored_error(W: torch.Tensor, V: torch.Tensor) -> float:
+    """What the storage of V explains of ‖V − W‖ / ‖W‖, read from V itself: its step of rounding, and its zeros.
+
+    In blocks of 16 numbers in a row the smallest gap between two different ones is the step s, and rounding to a grid
+    of step s has a mean square of s²/12. Numbers that are zero in V alone were pruned. 2,048 blocks are read.
+    """
+    width = 16
+    n = W.shape[1] // width * width
+    if n == 0 or W.shape[1] == 1:
+        return 0.0
+    w, v = (tensor[:, :n].reshape(-1, width) for tensor in (W, V))
+    chosen = torch.linspace(0, len(w) - 1, min(_SAMPLED, len(w)), dtype=torch.float64).long()
+    w, v = w[chosen], v[chosen]
+    gaps = v.sort(1).values.diff(dim=1)
+    steps = gaps.where(gaps > 1e-6 * v.abs().amax(1, keepdim=True), torch.inf).amin(1)
+    steps = steps.where(steps.isfinite(), torch.zeros(()))
+    zero = v == 0
+    pruned = w.where(zero & (w.abs() > steps.unsqueeze(1)), torch.zeros(())).square().sum()
+    pruned *= float(zero.float().mean()) > _SPARSE
+    size = w.square().sum().clamp_min(1e-30)
+    return float((((steps.square() * (width / 12)).sum() + pruned) / size).sqrt())

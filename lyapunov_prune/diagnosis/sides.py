@@ -1,0 +1,123 @@
+"""A dense model and a file of it side by side: the matrices of both under one name, and what the file calls them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.gguf import gguf_file
+from lyapunov_prune.models.streamed import layer_held
+from lyapunov_prune.models.structure import model_name
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A matrix or vector of the file: the tensor's name in the model in memory, its layer there, and its expert.
+
+    `own` is the layer's number in the dense model. `expert` is None unless the tensor holds one matrix for each.
+    """
+
+    name: str
+    layer: int | None
+    own: int | None
+    expert: int | None = None
+
+    @property
+    def role(self) -> str:
+        """What its peers in other layers and experts have in common."""
+        return unnumbered(self.name)
+
+
+def unnumbered(name: str) -> str:
+    """The name with `*` for the numbers of layers."""
+    return _NUMBER.sub("*", name)
+
+
+@dataclass(frozen=True, eq=False)
+class Sides:
+    """Both models; layer i of `file` is layer `layers[i]` of `dense`."""
+
+    dense: Decoder
+    file: Decoder
+    layers: tuple[int, ...]
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Every matrix and vector that both have in one shape."""
+        mine, theirs = (side.model.state_dict() for side in (self.dense, self.file))
+        return tuple(
+            place
+            for name, tensor in theirs.items()
+            for place in self._places(name, tensor)
+            if (own := mine.get(self.dense_name(place))) is not None and own.shape == tensor.shape
+        )
+
+    @cached_property
+    def alike(self) -> dict[tuple[int, ...], list[str]]:
+        """The names of the dense model's tensors by shape; one for all that are tied."""
+        found: dict[tuple[int, ...], list[str]] = {}
+        for name, tensor in self.dense.model.state_dict(keep_vars=True).items():
+            if tensor.is_floating_point():
+                found.setdefault(tuple(tensor.shape), []).append(name)
+        return found
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of the dense model's tensor."""
+        return next(shape for shape, names in self.alike.items() if name in names)
+
+    def dense_name(self, place: Place) -> str:
+        """The tensor's name in the dense model."""
+        if place.layer is None:
+            return place.name
+        path = self.file.structure.layers_path
+        return f"{self.dense.structure.layers_path}.{place.own}{place.name[len(f'{path}.{place.layer}') :]}"
+
+    def pair(self, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        """The matrix in the dense model and in the file, float32 on the CPU, (rows, columns) or (n,)."""
+        return read(self.dense, self.dense_name(place), place.expert), read(self.file, place.name, place.expert)
+
+    def told(self, place: Place) -> str:
+        """The tensor's name as the file has it."""
+        return self._names.get(place.name, place.name)
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """The names in a GGUF file by those in the model; none for another kind of file."""
+        model: Any = self.file.model
+        if gguf_file(model_name(model)) is None:
+            return {}
+        architecture = model.config.model_type.removesuffix("_text")
+        with suppress(NotImplementedError, KeyError):
+            processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+            return {own: name for name, own in get_gguf_hf_weights_map(model, processor).items()}
+        return {}
+
+    def _places(self, name: str, tensor: torch.Tensor) -> Iterator[Place]:
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            return
+        layer = self.file.structure.layer_of(name)
+        own = None if layer is None else self.layers[layer]
+        experts: Sequence[int | None] = range(len(tensor)) if tensor.ndim == 3 else (None,)
+        yield from (Place(name, layer, own, expert) for expert in experts)
+
+
+def read(side: Decoder, name: str, expert: int | None = None) -> torch.Tensor:
+    """A tensor of the model as float32 on the CPU, with at most two axes; of a streamed model its layer is read."""
+    layer = side.structure.layer_of(name)
+    with nullcontext() if side.stream is None or layer is None else layer_held(side.model, layer):
+        path, _, last = name.rpartition(".")
+        tensor = getattr(side.model.get_submodule(path), last).detach()
+        tensor = tensor if expert is None else tensor[expert]
+        return tensor.to("cpu", torch.float32, copy=side.stream is not None).reshape(
+            tensor.shape if tensor.ndim < 3 else (len(tensor), -1)
+        )
