@@ -1,7 +1,10 @@
 """What is broken in a file, and which tensor: faults that are no honest rounding, told in one sentence each.
 
 - `finding`: what a test finds, and the result that holds all of it;
-- `table`: the tests by name, of a file against its dense model.
+- `sides`: a dense model and a file of it, tensor by tensor; `compared`: one pass over a tensor of both;
+- `faults`: what can have been done to a matrix by mistake; `settings`: the same of config, tokenizer and template;
+- `table`: the tests by name; `diagnose` runs them;
+- `shares`: how much of the error each finding explains, by putting it right alone.
 
 A new test is a function and a row in `table`, with its fault, statistic, threshold and rate of false alarms in its
 docstring, and an example planted in `tests/diagnosis`.

@@ -18,17 +18,18 @@ FLOOR = 0.004  # relative error of a cast to bfloat16, twice over
 class Compared:
     """The dense matrix W and the file's V, both (m, n); a vector has one column.
 
-    `error` is ‖V − W‖ / ‖W‖ (Frobenius), `stored` what the storage of V explains of it (`stored_error`), and `cosine`
-    ⟨V, W⟩ / ‖V‖‖W‖. `rows` and `columns` hold the errors by row and column, relative to their norm, or to a tenth of
-    the mean norm if that is more; `row_gains` and `column_gains` are ⟨v, w⟩ / ‖w‖². `blocks` lists (row, block) of
-    blocks of 32 numbers whose error is far beyond that of others. `row_off`, `column_off` and `block_off` are squares
-    of errors, `size` is ‖W‖, and `projected` ⟨V, W − V⟩ / ‖V − W‖², 0 for a projection. `bad` counts numbers that are
-    not finite.
+    `error` is ‖V − W‖ / ‖W‖ (Frobenius), `stored` what the storage of V explains of it (`stored_error`), `dense_stored`
+    what that of W does, and `cosine` ⟨V, W⟩ / ‖V‖‖W‖. `rows` and `columns` hold the errors by row and column, relative
+    to their norm, or to a tenth of the mean norm if that is more; `row_gains` and `column_gains` are ⟨v, w⟩ / ‖w‖².
+    `blocks` lists (row, block) of blocks of 32 numbers whose error is far beyond that of others. `row_off`,
+    `column_off` and `block_off` are squares of errors, `size` is ‖W‖, and `projected` ⟨V, W − V⟩ / ‖V − W‖², 0 for a
+    projection. `bad` counts numbers that are not finite.
     """
 
     shape: tuple[int, ...]
     error: float
     stored: float
+    dense_stored: float
     cosine: float
     projected: float
     rows: np.ndarray
@@ -124,6 +125,7 @@ def compare(dense: torch.Tensor, file: torch.Tensor) -> Compared:
         shape=shape,
         error=float(np.sqrt(total)) / size,
         stored=stored_error(W, V),
+        dense_stored=stored_error(V, W),
         cosine=float(vw.sum()) / (size * norm),
         projected=float((vw - vv).sum()) / max(total, 1e-30),
         rows=_relative(dd, ww),

@@ -7,16 +7,21 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-import torch
 
-from lyapunov_prune.diagnosis.compared import BLOCK, Compared, compare
+from lyapunov_prune.diagnosis.compared import BLOCK, FLOOR, Compared, compare
 from lyapunov_prune.diagnosis.faults import Case, Match, part_of
-from lyapunov_prune.diagnosis.finding import Certainty, Finding
+from lyapunov_prune.diagnosis.finding import Certainty, Diagnosis, Finding
+from lyapunov_prune.diagnosis.settings import LATER, changed_settings, missing_biases, tokenizer_faults, with_setting
+from lyapunov_prune.diagnosis.shares import Restored
 from lyapunov_prune.diagnosis.sides import Place, Sides, unnumbered
 from lyapunov_prune.diagnosis.table import FAULTS, KNOWN
+from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.models.decoder import Streamable, runs_models
+from lyapunov_prune.models.structure import model_name, require_versions
 
 # An error of this size that nothing explains is told; a smaller one only of few tensors that are far from their peers.
 _UNRELATED, _ODD, _FAR, _FEW = 0.5, 0.15, 3.0, 0.1
+_RESTORED = 6  # findings that are put right one at a time
 _HEAVY = 64  # tensors in which permutations and other tensors are sought
 _HEAVY_TESTS = ("other_tensor", "permuted_rows", "permuted_columns")
 
@@ -35,13 +40,98 @@ class _Told:
     group: tuple[str, ...] = ()
 
 
-def faults_of_tensors(sides: Sides) -> list[Finding]:
-    """What is wrong with the tensors of the file, from one pass over both models; none for an honest file."""
-    places = {place: compare(*sides.pair(place)) for place in _untied(sides)}
+@runs_models
+def diagnose(
+    dense: Streamable, file: Streamable, batch: Readable | None = None, *, kept: Sequence[int] | None = None
+) -> Diagnosis:
+    """What is broken in `file`, a model made from `dense`: every fault that no honest storage or training explains.
+
+    `kept` holds the dense model's number of each layer of `file`; None says that none was removed. Both models are read
+    once, and those tensors again that are off by more than the file's own rounding. With a `batch`, what each of the
+    first findings explains is measured on two windows of it; for streamed models it is not.
+
+    Raises LyapunovPruneError for two models that are no versions of one.
+    """
+    require_versions(dense.structure, file.structure)
+    sides = Sides(dense, file, tuple(range(file.structure.num_layers)) if kept is None else tuple(kept))
+    compared = {place: compare(*sides.pair(place)) for place in sides.by_layer(sides.untied())}
+    told = _faults(sides, compared)
+    found = [*_grouped(sides, told), *((finding, ()) for finding in missing_biases(sides))]
+    settings = changed_settings(sides)
+    if batch is None or dense.stream is not None or dense.packed or file.packed:
+        found += [(_setting(said, None), ()) for said in settings.values()]
+    else:
+        found = _measured(sides, read(dense, batch), found, settings)
+    size = dense.structure.config.vocab_size
+    findings = [finding for finding, _ in found] + [*tokenizer_faults(dense.tokenizer, file.tokenizer, size)]
+    return Diagnosis(model_name(file.model), tuple(findings), *_storage(sides, compared))
+
+
+def _measured(
+    sides: Sides, reading: Reading, found: Sequence[tuple[Finding, tuple[Place, ...]]], settings: dict[str, str]
+) -> list[tuple[Finding, tuple[Place, ...]]]:
+    """The findings with the share of the error that each explains, the largest first, and the settings that matter."""
+    if not found and not settings:
+        return []
+    restored = Restored(sides, reading)
+    result: list[tuple[Finding, tuple[Place, ...]]] = []
+    for finding, places in found[:_RESTORED]:
+        with restored.put_right(places):
+            share = restored.share(restored.of(sides.file.model)) if places else None
+        result.append((replace(finding, share=share), places))
+    for name, said in settings.items():
+        model = with_setting(sides, name)
+        kl = None if model is None else restored.of(model)
+        if kl is None or kl != restored.kl or LATER.search(name):
+            result.append((_setting(said, None if kl is None else restored.share(kl), seen=kl != restored.kl), ()))
+    order = sorted(result, key=lambda each: -(each[0].share or 0.0))
+    return [*order, *found[_RESTORED:]]
+
+
+def _setting(said: str, share: float | None, *, seen: bool = True) -> Finding:
+    cause = "a key that the converter dropped, or a config of another version"
+    later = "" if seen else ", which changes nothing on windows this short"
+    remedy = "take the setting from DENSE's config, or convert it again"
+    return Finding("setting", (), f"{said}{later}.", "certain" if seen else "possible", cause, remedy, share)
+
+
+def _storage(sides: Sides, compared: dict[Place, Compared]) -> tuple[str, bool]:
+    """How far the weights are off and what explains it, in a sentence, and whether the dense model is the coarser."""
+    matrices = {place: found for place, found in compared.items() if len(found.shape) > 1}
+    if not matrices:
+        return "", False
+    dtypes = [str(side.model.dtype).removeprefix("torch.") for side in (sides.dense, sides.file)]
+    worst = max(found.error for found in compared.values())
+    median, stored, dense_stored, excess = (
+        float(np.median([getattr(found, name) for found in matrices.values()]))
+        for name in ("error", "stored", "dense_stored", "excess")
+    )
+    coarser = dense_stored > 2 * max(stored, FLOOR)
+    if worst == 0:
+        run = f": what differs is the rounding of {dtypes[0]} and {dtypes[1]}" if dtypes[0] != dtypes[1] else ""
+        return f"FILE holds the numbers of DENSE exactly{run}.", coarser
+    if worst < FLOOR:
+        return f"FILE holds the numbers of DENSE rounded to 16 bits, off by {worst:.2g} of a tensor at most.", coarser
+    if excess <= 1:
+        return (
+            f"The weights are off by {median:.2g} of their norm; the rounding of FILE explains {stored:.2g}.",
+            coarser,
+        )
+    return (
+        f"The weights are off by {median:.2g} of their norm, beyond rounding ({stored:.2g}) in all tensors alike, as "
+        "after training, merging or compression by another method.",
+        coarser,
+    )
+
+
+def _faults(sides: Sides, places: dict[Place, Compared]) -> list[_Told]:
+    """What is wrong with each tensor."""
     told: list[_Told] = []
     searched = 0
     usual = _usual(places)
-    for place, found in places.items():
+    suspects = [place for place, found in places.items() if found.bad or _is_off(found)]
+    for place in sides.by_layer(suspects):
+        found = places[place]
         if found.bad:
             told.append(
                 _Told(place, "", "non-finite", f"{{holds}} {found.bad:,} numbers that are not finite", "certain", 1)
@@ -72,18 +162,7 @@ def faults_of_tensors(sides: Sides) -> list[Finding]:
     few = max(2, _FEW * len(places))
     if sum(each.kind == "differs" and each.error < _UNRELATED for each in told) > few:  # a part was trained on
         told = [each for each in told if each.kind != "differs" or each.error >= _UNRELATED]
-    return [*_grouped(sides, told)]
-
-
-def _untied(sides: Sides) -> Iterator[Place]:
-    """The tensors of the file, one for all that are tied in both models."""
-    mine, theirs = (side.model.state_dict(keep_vars=True) for side in (sides.dense, sides.file))
-    seen: set[tuple[int, int, int | None]] = set()
-    for place in sides.places:
-        key = id(mine[sides.dense_name(place)]), id(theirs[place.name]), place.expert
-        if key not in seen:
-            seen.add(key)
-            yield place
+    return _moved(sides, told)
 
 
 def _usual(places: dict[Place, Compared]) -> dict[Place, float]:
@@ -96,11 +175,18 @@ def _usual(places: dict[Place, Compared]) -> dict[Place, float]:
     return {place: found_of[place.role, min(2, len(found.shape))] for place, found in places.items()}
 
 
+def _fitting(found: Compared) -> list[tuple[float, float, dict[str, np.ndarray]]]:
+    """The parts of the matrix outside of which it is honest."""
+    return [part for part in found.parts() if 0 < part[0] < 0.75 and part[1] <= found.allowed]
+
+
+def _is_off(found: Compared) -> bool:
+    return found.excess > 1 or bool(_fitting(found))
+
+
 def _cases(sides: Sides, place: Place, found: Compared) -> Iterator[Case]:
     """The part of the matrix that is off: the smallest outside of which it is honest, or all of it."""
-    fitting = [part for part in found.parts() if 0 < part[0] < 0.75 and part[1] <= found.allowed]
-    if not fitting and found.excess <= 1:
-        return
+    fitting = _fitting(found)
     W, V = (tensor.reshape(len(tensor), -1) for tensor in sides.pair(place))
     chosen: dict[str, np.ndarray | None] = {"rows": None, "columns": None, "blocks": None}
     if fitting:
@@ -151,9 +237,8 @@ def ranges(numbers: Sequence[int], most: int = 4) -> str:
     return told + (f" and {len(parts) - most} more places" if len(parts) > most else "")
 
 
-def _grouped(sides: Sides, told: Sequence[_Told]) -> Iterator[Finding]:
-    """One finding for all tensors that share a fault."""
-    told = _moved(sides, told)
+def _grouped(sides: Sides, told: Sequence[_Told]) -> Iterator[tuple[Finding, tuple[Place, ...]]]:
+    """One finding for all tensors that share a fault, and the tensors."""
     groups: dict[tuple[str, str, str, tuple[str, ...]], list[_Told]] = {}
     for each in told:
         phrase = "" if each.kind == "differs" else each.phrase
@@ -167,7 +252,8 @@ def _grouped(sides: Sides, told: Sequence[_Told]) -> Iterator[Finding]:
         several = (
             (not where and len(names) > 1) or where.startswith(("rows", "columns", "numbers")) or "blocks" in where
         )
-        yield Finding(kind, names, f"{subject} {_conjugated(phrase, several=several)}.", sure, cause, remedy)
+        said = f"{subject} {_conjugated(phrase, several=several)}."
+        yield Finding(kind, names, said, sure, cause, remedy), tuple(each.place for each in members)
 
 
 _PLURAL = {"is": "are", "has": "have", "holds": "hold", "differs": "differ"}
@@ -234,8 +320,3 @@ def _named(sides: Sides, members: Sequence[_Told]) -> str:
     if len(parts) > 4:
         return f"{', '.join(parts[:3])} and {len(parts) - 3} more"
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def diagnosed(sides: Sides) -> list[Finding]:
-    with torch.no_grad():
-        return faults_of_tensors(sides)

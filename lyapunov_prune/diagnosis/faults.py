@@ -127,7 +127,7 @@ def shift(case: Case) -> Match | None:
     left = case.left(case.W + c)
     if abs(c) < 0.02 * typical or not case.fits(left):
         return None
-    if (by_group := zero_points(case)) is not None and by_group.left < 0.8 * left:
+    if (by_group := zero_points(case)) is not None and by_group.left < 0.92 * left:
         return by_group
     c = round(c) if abs(c - round(c)) < 5e-3 and round(c) else c
     return case.match("shift", f"{{is}} that of DENSE {'plus' if c > 0 else 'minus'} {abs(c):.3f}", case.W + c)
@@ -177,14 +177,15 @@ def transposed(case: Case) -> Match | None:
 def other_tensor(case: Case) -> Match | None:
     """The numbers are those of another tensor of the dense model: another layer, expert, projection or norm.
 
-    Statistic: the least that a tensor of the same shape leaves. Threshold: `Case.fits`.
+    Statistic: the least that a tensor of the same shape leaves. Threshold: `Case.fits`. Of a streamed model only the
+    tensors of the same layer are tried.
     """
     best: tuple[float, str, int | None, torch.Tensor] | None = None
     own = case.sides.dense_name(case.place)
     whole = case.sides.shape_of(own)
     for name in case.sides.alike.get(whole, ()):
         for expert in range(whole[0]) if len(whole) == 3 else (None,):
-            if (name, expert) == (own, case.place.expert):
+            if (name, expert) == (own, case.place.expert) or case.sides.away(name):
                 continue
             X = case.part(read(case.sides.dense, name, expert))
             left = case.left(X)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lyapunov_prune.errors import printable
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, Result
 
@@ -34,27 +35,28 @@ class Finding:
         """The sentence, with the share of the error and the known cause behind it."""
         share = "" if self.share is None else f" Put right alone, it takes {self.share:.0%} of the error away."
         sure = "" if self.certainty == "certain" else f" ({self.certainty})"
-        return f"{self.said.rstrip('.')}{sure}.{share}{self.known_cause and f' Known cause: {self.known_cause}.'}"
+        cause = self.known_cause and f" Known cause: {self.known_cause}."
+        return printable(f"{self.said.rstrip('.')}{sure}.{share}{cause}")
 
 
 @dataclass(frozen=True)
 class Diagnosis(Result):
-    """The faults found in the file `model`, those that matter most first; none for an honest file."""
+    """The faults found in the file `model`, those that matter most first; none for an honest file.
+
+    `storage` says in one sentence how far the weights are off as a whole, and what explains it; empty if not known.
+    `coarser` says whether the dense model is rounded more coarsely than the file, so that the two may be swapped.
+    """
 
     model: str
     findings: tuple[Finding, ...]
+    storage: str = ""
+    coarser: bool = False
 
     def to_frame(self) -> pd.DataFrame:
         """One row per fault."""
-        return pd.DataFrame(
-            {
-                "kind": [finding.kind for finding in self.findings],
-                "tensors": [", ".join(finding.tensors) for finding in self.findings],
-                "certainty": [finding.certainty for finding in self.findings],
-                "share": [finding.share for finding in self.findings],
-                "said": [finding.said for finding in self.findings],
-            }
-        )
+        columns = ("kind", "tensors", "certainty", "share", "said")
+        found = [(f.kind, ", ".join(f.tensors), f.certainty, f.share, f.said) for f in self.findings]
+        return pd.DataFrame(found, columns=list(columns))
 
     def answer(self) -> list[str]:
-        return [finding.line() for finding in self.findings[:LINES]]
+        return [finding.line() for finding in self.findings[:LINES]] or [self.storage or "No fault was found."]

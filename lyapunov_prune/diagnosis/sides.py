@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -62,6 +63,16 @@ class Sides:
             if (own := mine.get(self.dense_name(place))) is not None and own.shape == tensor.shape
         )
 
+    def untied(self) -> Iterator[Place]:
+        """The places, one for all that are tied in both models."""
+        mine, theirs = (side.model.state_dict(keep_vars=True) for side in (self.dense, self.file))
+        seen: set[tuple[int, int, int | None]] = set()
+        for place in self.places:
+            key = id(mine[self.dense_name(place)]), id(theirs[place.name]), place.expert
+            if key not in seen:
+                seen.add(key)
+                yield place
+
     @cached_property
     def alike(self) -> dict[tuple[int, ...], list[str]]:
         """The names of the dense model's tensors by shape; one for all that are tied."""
@@ -85,6 +96,21 @@ class Sides:
     def pair(self, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
         """The matrix in the dense model and in the file, float32 on the CPU, (rows, columns) or (n,)."""
         return read(self.dense, self.dense_name(place), place.expert), read(self.file, place.name, place.expert)
+
+    def by_layer(self, places: Iterable[Place]) -> Iterator[Place]:
+        """The places in turn, each with its layer in memory in both models, even if they are streamed."""
+        for (own, layer), some in groupby(places, lambda place: (place.own, place.layer)):
+            with ExitStack() as stack:
+                for side, number in (self.dense, own), (self.file, layer):
+                    if number is not None and side.stream is not None:
+                        stack.enter_context(layer_held(side.model, number))
+                yield from some
+
+    def away(self, name: str) -> bool:
+        """Whether the dense model's tensor is in files alone at the moment."""
+        path, _, last = name.rpartition(".")
+        tensor: torch.Tensor = getattr(self.dense.model.get_submodule(path), last)
+        return tensor.is_meta
 
     def told(self, place: Place) -> str:
         """The tensor's name as the file has it."""
@@ -112,12 +138,8 @@ class Sides:
 
 
 def read(side: Decoder, name: str, expert: int | None = None) -> torch.Tensor:
-    """A tensor of the model as float32 on the CPU, with at most two axes; of a streamed model its layer is read."""
-    layer = side.structure.layer_of(name)
-    with nullcontext() if side.stream is None or layer is None else layer_held(side.model, layer):
-        path, _, last = name.rpartition(".")
-        tensor = getattr(side.model.get_submodule(path), last).detach()
-        tensor = tensor if expert is None else tensor[expert]
-        return tensor.to("cpu", torch.float32, copy=side.stream is not None).reshape(
-            tensor.shape if tensor.ndim < 3 else (len(tensor), -1)
-        )
+    """A tensor of the model that is in memory, as float32 on the CPU, with at most two axes."""
+    path, _, last = name.rpartition(".")
+    tensor: torch.Tensor = getattr(side.model.get_submodule(path), last).detach()
+    tensor = (tensor if expert is None else tensor[expert]).to("cpu", torch.float32)
+    return tensor if tensor.ndim < 3 else tensor.reshape(len(tensor), -1)

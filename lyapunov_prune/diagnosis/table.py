@@ -35,7 +35,10 @@ KNOWN: dict[str, tuple[str, str]] = {
     "exchanged": ("a map of names that exchanges two", "convert it again"),
     "offset": ("layers counted from one, or a layer inserted by a merge", "convert it again"),
     "head": ("tie_word_embeddings set where it is not, or lost", "convert it again with DENSE's config"),
-    "permuted": ("query and key rows in the other rotary layout, or permuted twice or not at all", "convert it again"),
+    "permuted": (
+        "query and key rows in the other rotary layout, nibbles in the other order, or tokens added in between",
+        "convert it again",
+    ),
     "zero point": ("zero points stored minus one by GPTQ's convention and read by another", "convert it again"),
     "block scale": ("scales read from the wrong offset", "convert it again"),
     "saturated": ("a cast to a narrower type that clamps", "convert it again"),

@@ -13,6 +13,8 @@ import torch
 
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.bounds.matrix_errors import MatrixErrors, joined, measure_matrix_errors
+from lyapunov_prune.diagnosis.diagnose import diagnose
+from lyapunov_prune.diagnosis.finding import Diagnosis
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.explaining.blame import Blame, predictions
 from lyapunov_prune.explaining.decomposition import ErrorSums, difference
@@ -25,11 +27,13 @@ from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.states import predicting
-from lyapunov_prune.models.decoder import Streamable, runs_models
+from lyapunov_prune.models.decoder import Decoder, Streamable, runs_models
+from lyapunov_prune.models.gguf_metadata import gguf_family
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
-from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.models.size import stored_size
+from lyapunov_prune.models.structure import identify, in_eval_mode, model_name
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import ModelIdentity
@@ -48,12 +52,13 @@ def explain(
     profile: ContractionProfile | None = None,
     batch_size: Count = 1,
     folder: Path | None = None,
+    diagnosis: Diagnosis | None = None,
 ) -> Explanation:
     """Measure where the error of `compressed` comes from, see Explanation. Only forwards run; weights may be packed.
 
     `kept` holds the dense model's number of each layer of `compressed`, if some were removed; None takes them from the
     provenance of its checkpoint. `profile` is a contraction profile of the dense model, whose ρ is shown beside that of
-    this error.
+    this error. `diagnosis` is that of the two models (`diagnosis.diagnose`), which is made if none is given.
 
     Cost: at most `forwards(L)` forwards of every window, fewer if some layers are equal. Both models run once;
     every layer of `compressed` runs on both states, and every layer of `dense` on the state of `compressed`; for each
@@ -73,6 +78,8 @@ def explain(
     on, identity = reading.measured_on(), identify(second.reading.model)
     if profile is not None:
         on.model.require(profile.measured_on.model, "the profile", "give one of the dense model")
+    if diagnosis is None:
+        diagnosis = diagnose(dense, compressed, reading, kept=second.layers)
     sums, inner, blame, tokens = ErrorSums(layers), SublayerSums(sides), Blame(layers), TokenSums(reading)
     scorers = [side.reading.scorer for side in sides]
     if scorers[0].reads_as(scorers[1]):
@@ -106,7 +113,19 @@ def explain(
         matrices=_matrices(sides, blamed_layers(kl - kl_but), batch_size),
         sublayers=inner.result(rounding),
         tokens=tokens.result(),
+        diagnosis=diagnosis,
+        file_size=_file_size(compressed),
     )
+
+
+def _file_size(compressed: Decoder) -> int | None:
+    """The bytes of its files; None if a model of its family cannot be written as a GGUF file, or they are not found."""
+    try:
+        gguf_family(compressed.structure.config)
+    except LyapunovPruneError:
+        return None
+    size = stored_size(model_name(compressed.model), compressed.model)
+    return None if size is None else size.bytes
 
 
 def _matrices(sides: tuple[Side, Side], layers: Sequence[int], batch_size: int) -> MatrixErrors | None:
@@ -215,7 +234,7 @@ def _other_settings(dense: ModelIdentity, compressed: ModelIdentity) -> str:
 
 _POSITIONS, _CHANGES = 32, 8  # positions and changed models whose predictions are timed
 # The most times that the files of a streamed model are read, including the checks and timing beforehand.
-READINGS = 16
+READINGS = 18
 
 
 def forwards(layers: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import numpy as np
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.growth import ErrorGrowth, TwoPhases
 from lyapunov_prune.bounds.matrix_errors import MatrixErrors
+from lyapunov_prune.diagnosis.finding import Diagnosis
 from lyapunov_prune.explaining.decomposition import PARTS, Decomposed
 from lyapunov_prune.explaining.sublayers import SublayerErrors
 from lyapunov_prune.explaining.token_kinds import TokenKinds
@@ -19,6 +21,8 @@ from lyapunov_prune.results.result import LINES, ROWS, MeasuredOn, ModelIdentity
 
 EXPLANATION = "explanation.json"
 _NAMED = 3  # the most layers that are blamed
+_TOLD = 2  # the most faults in the answer
+_WORSE = 0.05  # nats by which the dense model may be worse before that is said
 
 
 _Cost = Annotated[np.ndarray, Per("layer+2", least=-1e-9, finite=False)]  # embedding, layers, and final norm with head
@@ -38,7 +42,8 @@ class Explanation(Decomposed, Result):
     `matrices` holds the errors of single matrices, those of the blamed layers (`blamed`) that differ; None if none
     does, or they cannot be read as numbers. `sublayers` has the same parts for attention and MLP; None if no state lies
     between them, or weights stay packed. `tokens` follows the error from the final state to the prediction, by kind of
-    token and event.
+    token and event. `diagnosis` holds what is broken in the compressed model, `file_size` the bytes of its files, None
+    if they are not known, or `shrink --size` cannot make such a model.
     """
 
     kept: LayerNumbers
@@ -63,6 +68,8 @@ class Explanation(Decomposed, Result):
     matrices: MatrixErrors | None = None
     sublayers: SublayerErrors | None = None
     tokens: TokenKinds | None = None
+    diagnosis: Diagnosis | None = None
+    file_size: int | None = None
 
     @property
     def differs(self) -> bool:
@@ -143,7 +150,12 @@ class Explanation(Decomposed, Result):
         if not self.differs:
             return ["Nothing differs: both models compute the same on this text.", self.measured_on.line()]
         event = self.tokens.event() if self.tokens is not None else ""
+        findings = self.diagnosis.findings if self.diagnosis is not None else ()
+        more = len(findings) - _TOLD
         lines = [
+            *self._swapped(),
+            *(finding.line() for finding in findings[:_TOLD]),
+            *([f"{more} more faults: see the table of the diagnosis."] if more > 0 else []),
             f"KL from the dense model {self.kl:.3g} nats a token in the mean{event and f', but {event}'}; "
             f"perplexity {np.exp(self.dense_loss):.4g} → "
             f"{np.exp(self.loss):.4g}{self.settings and f'; {self.settings}'}.",
@@ -152,8 +164,33 @@ class Explanation(Decomposed, Result):
         ]
         if self.phases is not None:
             lines.append(f"{self.phases.line()} (estimates).")
-        lines.append(self._sum())
-        return [*lines[: LINES - 1], self.measured_on.line()]
+        if not self.adds_up:
+            lines.insert(0, self._sum())
+        lines.append(self.diagnosis.storage if self.diagnosis is not None and not findings else self._sum())
+        last = [*filter(None, [self.next_step()]), self.measured_on.line()]
+        return [*list(filter(None, lines))[: LINES - len(last)], *last]
+
+    def next_step(self) -> str:
+        """What to do next, with one command; empty if the files of the compressed model leave nothing to gain."""
+        faults = self.diagnosis is not None and self.diagnosis.findings
+        name = shlex.quote(self.measured_on.model.name)
+        what = f"Next: {self.diagnosis.findings[0].remedy}" if self.diagnosis is not None and faults else ""
+        if self.file_size is None or self.file_size >= 2 * self.measured_on.model.parameters:
+            return what and f"{what}, from DENSE: lyapunov-prune export {name} -o anew"
+        command = f"lyapunov-prune shrink {name} --size {self.file_size / 1e6:.4g}MB"
+        if what:
+            return f"{what}; or make it of DENSE in as many bytes: {command} -o anew.gguf"
+        return f"Next: as many bytes, spent where they pay most: {command} -o smaller.gguf"
+
+    def _swapped(self) -> list[str]:
+        """A sentence if the dense model predicts worse than the compressed one, which training can explain."""
+        coarser = self.diagnosis is not None and self.diagnosis.coarser
+        if self.dense_loss <= self.loss + (0 if coarser else _WORSE):
+            return []
+        worse = f"DENSE predicts this text worse than FILE (loss {self.dense_loss:.4g} against {self.loss:.4g})"
+        if coarser:
+            return [f"{worse}, and is rounded more coarsely: the two models are given the wrong way round."]
+        return [f"{worse}: are the two models the wrong way round, or was FILE trained further?"]
 
     def headline(self) -> str:
         last = self.composition[-1]
@@ -166,7 +203,8 @@ class Explanation(Decomposed, Result):
 
     def further(self) -> list[Result]:
         """Further tables, each with its own answer."""
-        return [part for part in (self.sublayers, self.matrices, self.tokens) if part is not None]
+        faults = self.diagnosis if self.diagnosis is not None and len(self.diagnosis.findings) > 1 else None
+        return [part for part in (faults, self.sublayers, self.matrices, self.tokens) if part is not None]
 
     def _blame(self) -> list[str]:
         order = _most(self.gain)

@@ -116,7 +116,7 @@ def pair_up(
     second = read(compressed, first.batch)
     mine, theirs = first.structure, second.structure
     require_versions(mine, theirs)
-    layers = kept_layers(second, mine.num_layers) if kept is None else tuple(kept)
+    layers = kept_layers(compressed, mine.num_layers) if kept is None else tuple(kept)
     _require_fitting(layers, theirs.num_layers, mine.num_layers)
     total = mine.num_layers
     sides = Side(first, tuple(range(total)), total, folder), Side(second, layers, total, folder)
@@ -131,7 +131,7 @@ def pair_up(
     return sides
 
 
-def kept_layers(compressed: Reading, total: int) -> tuple[int, ...]:
+def kept_layers(compressed: Decoder, total: int) -> tuple[int, ...]:
     """The dense model's number of every layer of `compressed`, from its provenance if layers were removed.
 
     Raises LyapunovPruneError if there is no provenance, or it is of a dense model with another number of layers.

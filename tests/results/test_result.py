@@ -68,7 +68,16 @@ def result(request: pytest.FixtureRequest) -> Result:
 # What a model was made by, not measured by; speeds of random tokens, which name device, dtype and versions themselves;
 # what is found of tensors, which a result of a model holds; what a config says; and what a work will cost, before
 # anything is measured.
-ELSEWHERE = {"CompressionReport", "Estimate", "History", "LayerAlignment", "MatrixErrors", "Provenance", "Speed"}
+ELSEWHERE = {
+    "CompressionReport",
+    "Diagnosis",
+    "Estimate",
+    "History",
+    "LayerAlignment",
+    "MatrixErrors",
+    "Provenance",
+    "Speed",
+}
 ELSEWHERE |= {"EngineCheck", "Exported", "Frontier", "SublayerErrors", "TokenCertificate", "TokenKinds"}
 
 

@@ -10,7 +10,7 @@ from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.inputs import begun_run, conclude, load_inputs, require_bounds, windows_at_once
 from lyapunov_prune.cli.options import Model, RunOptions
 from lyapunov_prune.cli.terminal import note, show
-from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 
 
 def explain(
@@ -23,17 +23,20 @@ def explain(
     *,
     inputs: RunOptions = RunOptions(tokens=2048, context=256),
 ) -> None:
-    """Show where the error of COMPRESSED comes from: what each layer inherits, adds and amplifies.
+    """Show what is broken in COMPRESSED, and where its error comes from: what each layer inherits, adds and amplifies.
 
-    Also shows what each layer costs at the prediction (KL and perplexity with only this layer compressed, and with all
-    others compressed), and for the layers that cost most every matrix with its certified bound. Removed layers are read
-    from the provenance of the checkpoint. If the folder of the run has a profile.json, its rho is shown beside. Writes
-    explanation.json. The exit code is 1 if the parts do not add up or a bound is violated.
+    A tensor, setting or tokenizer that differs from DENSE by more than rounding is named first. Also shows what each
+    layer costs at the prediction (KL and perplexity with only this layer compressed, and with all others compressed),
+    and for the layers that cost most every matrix with its certified bound. Removed layers are read from the provenance
+    of the checkpoint. If the folder of the run has a profile.json, its rho is shown beside. Writes explanation.json.
+    The exit code is 1 if the parts do not add up or a bound is violated.
     """
     from lyapunov_prune.data.unseen import require_unseen
+    from lyapunov_prune.diagnosis.diagnose import diagnose
     from lyapunov_prune.explaining.explain import explain as measured
     from lyapunov_prune.explaining.explain import told_cost
     from lyapunov_prune.explaining.explanation import EXPLANATION
+    from lyapunov_prune.explaining.pair import kept_layers
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.models.tokenizers import require_same_ids
     from lyapunov_prune.profiles.profile import LayerProfile
@@ -46,11 +49,19 @@ def explain(
     for model in (loaded.model, other.model):
         require_unseen(model, batch)
     reading = read(loaded, batch)
-    require_same_ids(loaded.tokenizer, other.tokenizer, (dense, compressed), reading.scorer.vocabulary)
     note(told_cost(reading))
-    result = measured(
-        loaded, other, reading, profile=known, batch_size=windows_at_once(loaded, inputs.context), folder=run
-    )
+    kept = kept_layers(other, loaded.structure.num_layers)
+    diagnosis = diagnose(loaded, other, reading, kept=kept)
+    at_once = windows_at_once(loaded, inputs.context)
+    try:
+        require_same_ids(loaded.tokenizer, other.tokenizer, (dense, compressed), reading.scorer.vocabulary)
+        result = measured(
+            loaded, other, reading, profile=known, batch_size=at_once, folder=run, kept=kept, diagnosis=diagnosis
+        )
+    except LyapunovPruneError:  # what is broken may be why the two cannot be compared
+        if diagnosis.findings:
+            show(diagnosis, None)
+        raise
     written = conclude(run, EXPLANATION, result)
     for part in result.further():
         show(part, None, kept=written)
