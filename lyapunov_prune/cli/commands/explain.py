@@ -49,12 +49,12 @@ def explain(
     for model in (loaded.model, other.model):
         require_unseen(model, batch)
     reading = read(loaded, batch)
-    note(told_cost(reading))
     kept = kept_layers(other, loaded.structure.num_layers)
     diagnosis = diagnose(loaded, other, reading, kept=kept)
     at_once = windows_at_once(loaded, inputs.context)
     try:
         require_same_ids(loaded.tokenizer, other.tokenizer, (dense, compressed), reading.scorer.vocabulary)
+        note(told_cost(reading))
         result = measured(
             loaded, other, reading, profile=known, batch_size=at_once, folder=run, kept=kept, diagnosis=diagnosis
         )
