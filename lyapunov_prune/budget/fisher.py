@@ -9,12 +9,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from lyapunov_prune.forward.dealing import dealt, summed
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.experts import stacks
+from lyapunov_prune.models.launched import told
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.progress import track
 
 _SHARE = 0.6  # of the free memory, for the sums of the matrices that are summed at once
 
@@ -42,7 +43,8 @@ def fisher(reading: Reading, matrices: Mapping[str, nn.Parameter], seed: int) ->
     As many matrices are summed at once as memory holds, with a forward and a backward of the batch for each group.
     Raises LyapunovPruneError for gradients that are not finite.
     """
-    for group in _groups(matrices, _SHARE * free_memory(str(reading.model.device))):
+    room = min(told(reading.model, free_memory(str(reading.model.device))))  # all processes take the same groups
+    for group in _groups(matrices, _SHARE * room):
         sums = _sums(reading, {name: matrices[name] for name in group}, seed)
         for name in group:
             found = sums.pop(name) / reading.batch.tokens
@@ -74,23 +76,25 @@ def _sums(reading: Reading, matrices: Mapping[str, nn.Parameter], seed: int) -> 
         sums[name].addcmul_(p.grad.float(), p.grad.float())
         p.grad = None
 
-    random = torch.Generator().manual_seed(seed)
+    def differentiate(number: int, ids: torch.Tensor) -> None:
+        logits = model(ids, use_cache=False).logits[0]
+        random = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        with torch.no_grad():
+            score = logits.float().softmax(-1)
+            drawn = torch.multinomial(score.cpu(), 1, generator=random).to(score.device)
+            score.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=score.dtype))
+        logits.backward(score.to(logits.dtype))  # of −log p(drawn), summed over positions
+
     handles = [p.register_post_accumulate_grad_hook(partial(add, name)) for name, p in matrices.items()]
     try:
         with _only(list(model.parameters()), list(matrices.values())), torch.enable_grad():
-            for ids in track(reading.windows(1), "gradients"):
-                logits = model(ids, use_cache=False).logits[0]
-                with torch.no_grad():
-                    score = logits.float().softmax(-1)
-                    drawn = torch.multinomial(score.cpu(), 1, generator=random).to(score.device)
-                    score.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=score.dtype))
-                logits.backward(score.to(logits.dtype))  # of −log p(drawn), summed over positions
-                del logits, score
+            dealt(reading, 1, differentiate, "gradients")
     finally:
         for handle in handles:
             handle.remove()
         for p in matrices.values():
             p.grad = None
+    summed(model, *sums.values())
     return sums
 
 

@@ -21,6 +21,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import require_windows
 from lyapunov_prune.export.gguf import require_file
 from lyapunov_prune.export.gguf_whole import header_values, rounded_pieces, write_rounded
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Decoder, runs_model
@@ -30,7 +31,6 @@ from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_tensors import BlockType
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.predictions.spaces import divergences
-from lyapunov_prune.progress import status
 
 # One type for all, as the sizes that are shown beside the one that was asked for.
 _SIZES = (Kind.Q2_K, Kind.Q3_K, Kind.IQ4_XS, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q8_0)
@@ -166,17 +166,18 @@ def kl_by_window(dense: Reading, changed: Reading) -> tuple[np.ndarray, np.ndarr
 
     Both are in nats a token, over all positions but the last.
     """
-    found = []
-    with status("divergence"), torch.no_grad():
-        for ids in dense.windows(1):
-            sums, wanted = torch.zeros(2, dtype=torch.float64), ids[0, 1:].cpu()
-            start = 0
-            for pair in zip(dense.logits(ids)[0], changed.logits(ids)[0], strict=True):
-                log_p, log_q = (lift(logits).log_softmax(-1) for logits in pair)
-                next_ids = wanted[start : start + len(log_p), None].to(log_p.device)
-                rise = (log_p.gather(1, next_ids) - log_q.gather(1, next_ids)).sum()
-                sums += torch.stack([divergences(log_p, log_q)[1].sum(), rise]).cpu()
-                start += len(log_p)
-            found.append(sums / len(wanted))
-    kl, loss = torch.stack(found).T.numpy()
+
+    @torch.no_grad()
+    def means(first: int, ids: torch.Tensor) -> torch.Tensor:
+        sums, wanted = torch.zeros(2, dtype=torch.float64), ids[0, 1:].cpu()
+        start = 0
+        for pair in zip(dense.logits(ids)[0], changed.logits(ids)[0], strict=True):
+            log_p, log_q = (lift(logits).log_softmax(-1) for logits in pair)
+            next_ids = wanted[start : start + len(log_p), None].to(log_p.device)
+            rise = (log_p.gather(1, next_ids) - log_q.gather(1, next_ids)).sum()
+            sums += torch.stack([divergences(log_p, log_q)[1].sum(), rise]).cpu()
+            start += len(log_p)
+        return sums / len(wanted)
+
+    kl, loss = torch.stack(dealt(dense, 1, means, "divergence")).T.numpy()
     return kl, loss

@@ -11,6 +11,7 @@ from torch import nn
 
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.decoding import drawn, draws_of
 from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.forward.products import Product, watched_products
@@ -20,7 +21,6 @@ from lyapunov_prune.models.experts import Routing
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.streamed import require_not_streamed
-from lyapunov_prune.progress import track
 
 
 def token_weights(
@@ -56,15 +56,22 @@ def token_weights(
 
     experts = {p.routed for p in projections if p.routed}
     leaving = [(model.get_submodule(name), partial(leave, name)) for name in experts]
-    windows = reading.windows(batch_size)
-    for number, ids in enumerate(track(windows, "weights of tokens")):
+
+    def weigh(first: int, ids: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         with torch.enable_grad(), watched_products(model, projections, seen), hooked(after=leaving):
-            loss = _drawn_loss(uncached_logits(model, ids).float(), number * batch_size)
+            loss = _drawn_loss(uncached_logits(model, ids).float(), first)
         gradients = torch.autograd.grad(loss, [y for _, y, _ in outputs], allow_unused=True)
+        here: dict[str, list[torch.Tensor]] = {}
         for (name, y, rows_are_features), gradient in zip(outputs, gradients, strict=True):
             g = torch.zeros_like(y) if gradient is None else gradient
-            found.setdefault(name, []).append(token_energy(g.transpose(-1, -2) if rows_are_features else g).flatten())
+            energy = token_energy(g.transpose(-1, -2) if rows_are_features else g)
+            here.setdefault(name, []).append(energy.flatten().cpu())
         outputs.clear()
+        return here
+
+    for here in dealt(reading, batch_size, weigh, "weights of tokens"):
+        for name, calls in here.items():
+            found.setdefault(name, []).extend(calls)
     return {name: _normalised(name, calls) for name, calls in found.items()}
 
 

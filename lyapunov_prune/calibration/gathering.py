@@ -13,16 +13,17 @@ from transformers import PreTrainedModel
 from lyapunov_prune.calibration.lending import Lender
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.dealing import dealt, summed
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import feature_energy, lift, require_numbers, token_energy
 from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.launched import alone
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.roles import why_unseen
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.progress import track
 
 # The remedy if the inputs of a matrix cannot be recorded; more text would not help.
 _UNCALIBRATED = "use a method without calibration (--method magnitude, --allocation uniform)"
@@ -206,10 +207,14 @@ class Gathering:
     ) -> dict[str, Statistics]:
         """The statistics of every matrix, by name; `held` brings the weights of a layer into memory.
 
+        Processes that share the windows add their sums, unless one of `projections` `lends`.
+
         Raises LyapunovPruneError for a matrix without an observed product, and for activations that are not finite.
         """
         with torch.set_grad_enabled(self.needs == "sensitivity"):
             self._lend(held)
+        for sums in (self.energy, self.grams, self.magnitudes, self.drifts):
+            summed(self.model, *(sums[name] for name in sorted(sums)))
         result: dict[str, Statistics] = {}
         for p in self.projections:
             if p.product not in self._leader:
@@ -239,6 +244,11 @@ class Gathering:
         return result
 
 
+def lends(projections: Sequence[Projection]) -> bool:
+    """Whether experts are among the matrices: they are lent tokens of all windows, which each process then runs."""
+    return any(p.expert is not None for p in projections)
+
+
 def _of_tokens(name: str, x: torch.Tensor, dense: torch.Tensor | None) -> torch.Tensor:
     """`dense`, from the dense model, on the device of `x`; LyapunovPruneError unless it has the same tokens."""
     if dense is None or len(dense) != len(x):
@@ -263,8 +273,8 @@ def input_norms(model: PreTrainedModel, batch: Readable, projections: Sequence[P
     """
     reading = read(wrap(model), batch)
     gathering = Gathering(model, projections, "norms")
-    with gathering.watching():
-        for ids in track(reading.windows(1), "calibration"):
-            run_backbone(reading.structure, ids)
-    found = gathering.statistics(partial(layer_held, model))
+    with alone() if lends(projections) else nullcontext():
+        with gathering.watching():
+            dealt(reading, 1, lambda first, ids: run_backbone(reading.structure, ids), "calibration")
+        found = gathering.statistics(partial(layer_held, model))
     return {name: statistics.norms.cpu() for name, statistics in found.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,15 +12,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import Count
-from lyapunov_prune.calibration.gathering import Gathering
+from lyapunov_prune.calibration.gathering import Gathering, lends
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.dealing import own_share
 from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import each_layer, in_order
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.experts import Routing
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.launched import alone, sharing
 from lyapunov_prune.models.projections import Projection, by_layer
 
 # Gets a layer's matrices and their statistics, and changes the layer's weights in place.
@@ -54,6 +57,8 @@ def stream(
     layer's statistics are gathered, its experts are then sent the tokens that the unchanged model sends them, with its
     router's weights: the compressed model may route otherwise, and a drift compares the same tokens.
 
+    Processes of `accelerate launch` share the windows and add their sums, but for `weights`, `sensitivity` and experts.
+
     Memory: that of `each_layer`, and the statistics of one layer.
 
     Raises LyapunovPruneError for a matrix that no token reaches, for activations that are not finite, and with `dense`
@@ -63,7 +68,11 @@ def stream(
     matrices = by_layer(projections)
 
     each_call = None if weights is None else {name: iter(of_calls) for name, of_calls in weights.items()}
-    runs = None if dense is None else in_order(dense, matrices, batch_size)
+    among = sharing(reading.model)
+    # What depends on the order of all windows is measured on all of them by every process.
+    whole = weights is not None or needs == "sensitivity" or lends(projections)
+    whole |= among is not None and len(reading.batch) < among.num_processes
+    runs = None if dense is None else in_order(dense if whole else own_share(dense), matrices, batch_size)
 
     def visit(layer: int, outputs: Iterator[torch.Tensor]) -> None:
         here = matrices[layer]
@@ -77,7 +86,8 @@ def stream(
             statistics = _gathered(reading.model, here, needs, both, each_call, beside.inputs, relative)
         change(here, statistics)
 
-    each_layer(reading, matrices, visit, batch_size, "calibration")
+    with alone() if whole else nullcontext():
+        each_layer(reading if whole else own_share(reading), matrices, visit, batch_size, "calibration")
 
 
 def _gathered(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lyapunov_prune.compression.asking import require_options, require_spendable
 from lyapunov_prune.compression.compress import Compressed, compress
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import predicting, require_finite_states
@@ -121,7 +123,12 @@ def compress_under_budget(
     options = dict(schedule_options or {})
     require_options(allocation, options)
     calibrating, reading = apart(read(model, batch), of=4, most=None)
-    dense = [_final(reading, ids) for ids in reading.windows(batch_size)]
+    dense: dict[int, torch.Tensor] = {}  # of the windows that this process compares
+
+    def keep(first: int, ids: torch.Tensor) -> None:
+        dense[first] = _final(reading, ids)
+
+    dealt(reading, batch_size, keep, "dense states")
     on, by = reading.measured_on(), calibrating.measured_on()
     how: dict[str, Any] = {"method": method, "group_size": group_size, "symmetric": symmetric}
     how |= {"weighted": weighted, "correction": correction}
@@ -202,17 +209,19 @@ def _final(reading: Reading, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _moved(
-    reading: Reading, dense: Sequence[torch.Tensor], small: PreTrainedModel, batch_size: int
+    reading: Reading, dense: Mapping[int, torch.Tensor], small: PreTrainedModel, batch_size: int
 ) -> list[float | None]:
     """Means of `KL(p‖q)` and of the flips; None if not finite.
 
     The head of `small` is the dense one, which `compress` does not change.
     """
     structure = find_structure(small)
-    sums, count = torch.zeros(2, dtype=torch.float64), 0
-    for ids, states in zip(reading.windows(batch_size), dense, strict=True):
+
+    def moved(first: int, ids: torch.Tensor) -> torch.Tensor:
         changed = predicting(final_state(structure, ids))
-        _, kl, _, flipped, _ = measures(reading.scorer, states, [changed], 1.0)[0].sum(-1).cpu()
-        sums += torch.stack([kl, flipped])
-        count += len(changed)
-    return [x if math.isfinite(x) else None for x in (sums / count).tolist()]
+        _, kl, _, flipped, _ = measures(reading.scorer, dense[first], [changed], 1.0)[0].sum(-1).cpu()
+        return torch.stack([kl, flipped])
+
+    sums = reduce(torch.add, dealt(reading, batch_size, moved, "divergence"))
+    means = sums / (reading.batch.tokens - len(reading.batch))
+    return [x if math.isfinite(x) else None for x in means.tolist()]

@@ -27,7 +27,7 @@ class Blame:
 
     def __init__(self, layers: int) -> None:
         self._models, self._parts = np.zeros((2, 2)), np.zeros((layers + 2, 2, 2))  # the last axis is KL and loss
-        self._positions = 0
+        self._positions = np.zeros(())
 
     @property
     def dense(self) -> np.ndarray:

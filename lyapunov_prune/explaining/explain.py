@@ -22,6 +22,7 @@ from lyapunov_prune.explaining.explanation import Explanation, blamed_layers
 from lyapunov_prune.explaining.pair import Side, pair_up
 from lyapunov_prune.explaining.sublayers import SublayerSums
 from lyapunov_prune.explaining.token_kinds import TokenSums
+from lyapunov_prune.forward.dealing import dealt, summed
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.forward.rounding import roughness
@@ -35,7 +36,6 @@ from lyapunov_prune.models.quantised import UNSEEN_ROUNDING
 from lyapunov_prune.models.size import stored_size
 from lyapunov_prune.models.structure import identify, in_eval_mode, model_name
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
-from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import ModelIdentity
 
 # Rounding of a layer that runs alone may differ from that in its model by this many units.
@@ -84,8 +84,13 @@ def explain(
     scorers = [side.reading.scorer for side in sides]
     if scorers[0].reads_as(scorers[1]):
         scorers[1] = scorers[0]
-    for ids in track(reading.windows(batch_size), "explaining"):
-        _explain_windows(sides, scorers, ids, sums, inner, blame, tokens)
+
+    def explain_windows(first: int, ids: torch.Tensor) -> list[_Seen]:
+        return _explain_windows(sides, scorers, ids, sums, inner, blame)
+
+    for seen in itertools.chain(*dealt(reading, batch_size, explain_windows, "explaining")):
+        tokens.add(*seen)
+    summed(reading.model, *(array for each in (sums, inner.sums, blame) for array in vars(each).values()))
     kl, loss = map(float, blame.compressed)
     kl_only, loss_only = blame.only
     kl_but, loss_but = blame.but
@@ -160,6 +165,9 @@ def _place(p: Projection, layer: int) -> tuple[int, str, int | None, int | None]
     return layer, p.component, p.head, p.expert
 
 
+_Seen = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 def _explain_windows(
     sides: tuple[Side, Side],
     scorers: Sequence[Scorer],
@@ -167,9 +175,8 @@ def _explain_windows(
     sums: ErrorSums,
     inner: SublayerSums,
     blame: Blame,
-    tokens: TokenSums,
-) -> None:
-    """Add these windows to all sums."""
+) -> list[_Seen]:
+    """Add these windows to all sums; of each of them what `TokenSums` adds."""
     first, second = sides
     between, moved = (side.kept(len(ids)) for side in sides)
     with inner.dense.watched(between), inner.compressed.watched(moved):
@@ -201,6 +208,7 @@ def _explain_windows(
     by_dense_norm = first.finish_each(ids, h2[-1:])[0].to(changed_final)
     if scorers[0] is not scorers[1] or not torch.equal(by_dense_norm, changed_final):
         runs[first.total + 1] = h2[-1], h[-1]
+    seen: list[_Seen] = []
     for number, window in enumerate(ids.split(1)):
         part = slice(number, number + 1)
         columns = zip(*([state[part] for state in pair] for pair in runs.values()), strict=True)
@@ -212,7 +220,8 @@ def _explain_windows(
         dense, *others = [(scorer, predicting(state)) for scorer, state in whole]
         found, turned = predictions(dense, [*others, *itertools.chain.from_iterable(read_by)], window[0, 1:])
         blame.add(found, list(runs))
-        tokens.add(turned, found[1, 0], window)
+        seen.append((turned, found[1, 0], window.cpu()))
+    return seen
 
 
 def _rounding(side: Side, ids: torch.Tensor) -> float:

@@ -6,7 +6,7 @@ the windows. A process by itself takes all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.launched import require_alike, sharing
 from lyapunov_prune.progress import track
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -30,37 +31,54 @@ def dealt(reading: Reading, batch_size: int, measure: Callable[[int, torch.Tenso
     processes: numbers, arrays, tensors on the CPU. Sums that it adds to hold the share of this process alone, until
     `summed`. Every process has to come here.
 
-    A LyapunovPruneError of `measure` is raised in every process: the one of the first window, as by one process alone.
+    Raises as `shared_out`.
+    """
+    windows, among = reading.windows(batch_size), sharing(reading.model)
+    if among is not None and reading.decoder.stream is not None:  # all windows in one forward, of each process
+        windows = list(windows[0].chunk(among.num_processes))
+    parts = list(zip(accumulate(map(len, windows), initial=0), windows, strict=False))
+    return shared_out(reading, parts, lambda part: measure(*part), description)
+
+
+def shared_out(reading: Reading, items: Sequence[A], measure: Callable[[A], T], description: str) -> list[T]:
+    """`measure` of every one of `items`, in their order, in every process; each is measured by one of them.
+
+    A LyapunovPruneError of `measure` is raised in every process: that of the first item, as by one process alone.
     Raises LyapunovPruneError in every process if they have other models or texts, or are at another measurement.
     """
     among = sharing(reading.model)
     if among is None:
-        parts = _numbered(reading.windows(batch_size))
-        return [measure(*part) for part in _tracked(parts, description)]
+        return [measure(item) for item in _tracked(items, description)]
     reading.once("alike", lambda: require_alike(among, "models or texts", _about(reading)))
-    windows = reading.windows(batch_size)
-    if reading.decoder.stream is not None:  # all windows in one forward, of each process
-        windows = list(windows[0].chunk(among.num_processes))
-    mine = _numbered(windows)[among.process_index :: among.num_processes]
+    mine = range(len(items))[among.process_index :: among.num_processes]
     found: dict[int, T] = {}
     failed: list[tuple[int, LyapunovPruneError]] = []
     try:
-        for first, ids in _tracked(mine, description):
-            found[first] = measure(first, ids)
+        for number, item in zip(mine, _tracked([items[number] for number in mine], description), strict=True):
+            found[number] = measure(item)
     except LyapunovPruneError as error:
-        failed.append((mine[len(found)][0], error))
-    told = gather_object([(description, found, failed)])
-    if any(other != description for other, *_ in told):
+        failed.append((mine[len(found)], error))
+    told = gather_object([(f"{description} of {len(items)}", found, failed)])
+    if len(steps := {step for step, *_ in told}) > 1:
         raise LyapunovPruneError(
-            f"the processes are at different measurements, {' and '.join(sorted({other for other, *_ in told}))}; "
-            "start all of them with the same command and the same kept work"
+            f"the processes are at different measurements, {' and '.join(sorted(steps))}; start all of them with the "
+            "same command and the same kept work"
         )
     if errors := [error for *_, failures in told for error in failures]:
-        _, first_error = min(errors, key=lambda numbered: numbered[0])
-        first_error.in_all = True
-        raise first_error
-    whole = {first: value for _, values, _ in told for first, value in values.items()}
-    return [whole[first] for first in sorted(whole)]
+        _, earliest = min(errors, key=lambda numbered: numbered[0])
+        earliest.in_all = True
+        raise earliest
+    whole = {number: value for _, values, _ in told for number, value in values.items()}
+    return [whole[number] for number in range(len(items))]
+
+
+def own_share(reading: Reading) -> Reading:
+    """The windows of this process alone, at least one for each process: all of them for a process by itself."""
+    among = sharing(reading.model)
+    if among is None:
+        return reading
+    mine = range(len(reading.batch))[among.process_index :: among.num_processes]
+    return Reading(reading.decoder, reading.batch.take(mine))
 
 
 def summed(model: PreTrainedModel, *sums: np.ndarray | torch.Tensor) -> None:
@@ -73,14 +91,9 @@ def summed(model: PreTrainedModel, *sums: np.ndarray | torch.Tensor) -> None:
         own.copy_(reduce(own.to(among.device), "sum"))
 
 
-def _numbered(windows: list[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """Each batch of windows with the number of its first."""
-    return list(zip(accumulate(map(len, windows), initial=0), windows, strict=False))
-
-
-def _tracked(parts: list[tuple[int, torch.Tensor]], description: str) -> Iterable[tuple[int, torch.Tensor]]:
-    """`parts` under a bar, but for a single one, which has nothing to show."""
-    return track(parts, description) if len(parts) > 1 else parts
+def _tracked(items: Sequence[A], description: str) -> Iterable[A]:
+    """`items` under a bar, but for a single one, which has nothing to show."""
+    return track(items, description) if len(items) > 1 else items
 
 
 def _about(reading: Reading) -> list[object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.hooks import hidden_of, require_finite
 from lyapunov_prune.forward.logits import carried_on, only_last, position
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.progress import track
 
 # The next tokens (prompts × 1), given the step and its logits (prompts × vocabulary).
 Choice = Callable[[int, torch.Tensor], torch.Tensor]
@@ -47,17 +47,16 @@ def draws_of(seed: int, places: Iterable[int], steps: int) -> torch.Tensor:
     return torch.from_numpy(np.stack([np.random.default_rng((seed, place)).random(steps) for place in places]))
 
 
-def greedy_text(
-    reading: Reading, windows: Sequence[torch.Tensor], steps: int, known: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`continued` for all prompts of the reading, one of its `windows` at a time: (prompts × steps), on the CPU.
+def greedy_text(reading: Reading, batch_size: int, steps: int, known: torch.Tensor | None = None) -> torch.Tensor:
+    """`continued` for all prompts of the reading, `batch_size` at a time: (prompts × steps), on the CPU.
 
     A `known` text from an earlier call is returned instead. Raises LyapunovPruneError if it has another shape.
     """
     shape = (len(reading.batch), steps)
     if known is None:
-        tracked = track(windows, "greedy text")
-        return torch.cat([continued(reading, ids, steps).cpu() for ids in tracked])
+        return torch.cat(
+            dealt(reading, batch_size, lambda first, ids: continued(reading, ids, steps).cpu(), "greedy text")
+        )
     if known.shape != shape:
         raise LyapunovPruneError(f"a written text of shape {tuple(known.shape)}; give prompts × steps, {shape}")
     return known.cpu()

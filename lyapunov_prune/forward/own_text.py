@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import Count, Positive, Range, Seed
 from lyapunov_prune.data.batch import Split, TokenBatch, whole_windows
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.dealing import shared_out
 from lyapunov_prune.forward.decoding import continued, drawn, draws_of
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import InMemory, runs_model
+from lyapunov_prune.models.launched import told
 from lyapunov_prune.models.structure import model_name
-from lyapunov_prune.progress import track
 from lyapunov_prune.results.store import Store
 
 # Different seeds, so that calibration and evaluation texts differ.
@@ -61,13 +62,21 @@ def self_generated(
     about: dict[str, Any] = {"model": known.key, "dtype": str(model.model.dtype)}
     about |= {"context": context, "seed": seed, "temperature": temperature}
     with Store(folder, "self-generated text", about) as store:
+        for others in told(model.model, store.items()):
+            store.learn(others)
         missing = [window for window in range(windows) if str(window) not in store]
-        for first in track(range(0, len(missing), batch_size), "writing text"):
+
+        def write(first: int) -> dict[str, list[int]]:
             some = missing[first : first + batch_size]
             prompts, draws = torch.full((len(some), 1), begin), draws_of(seed, some, steps)
             written = continued(reading, prompts, steps, drawn(draws, temperature)).tolist()
-            for window, row in zip(some, written, strict=True):
-                store.add(str(window), row)
+            rows = {str(window): row for window, row in zip(some, written, strict=True)}
+            for window, row in rows.items():
+                store.add(window, row)
+            return rows
+
+        for others in shared_out(reading, range(0, len(missing), batch_size), write, "writing text"):
+            store.learn(others)
         rows = [[begin, *store[str(window)]] for window in range(windows)]
     weights = next(iter(known.weights.values()))[:12]
     source = f"written by {known.name} (weights {weights}, temperature {temperature:g}, seed {seed})"

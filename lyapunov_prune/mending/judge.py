@@ -10,6 +10,7 @@ import numpy as np
 
 from lyapunov_prune.data.batch import TokenBatch, Tokens
 from lyapunov_prune.evaluation.judging import POWER, apart, require_windows
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.mend import Mend, fit_mends, mapped
@@ -56,8 +57,6 @@ def second_text(reading: Reading, folder: str | Path | None = None) -> TokenBatc
 
 def losses(reading: Reading, removed: Sequence[int], mends: Sequence[Mend] = ()) -> np.ndarray:
     """The mean loss of every window (nats per token) without the layers `removed`, with the maps of `mends`."""
-    prefix, scorer, found = reading.prefix, reading.scorer, list[float]()
-    for ids in reading.windows(1):
-        with prefix.without(removed), mapped(reading.structure.layers, mends):
-            found += scorer(ids)[0]
-    return np.array(found)
+    scorer = reading.scorer
+    with reading.prefix.without(removed), mapped(reading.structure.layers, mends):
+        return np.array(dealt(reading, 1, lambda first, ids: scorer(ids)[0][0], "judging"))

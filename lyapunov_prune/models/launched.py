@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.structure import identify
 
+T = TypeVar("T")
 _alone = ContextVar("alone", default=False)
 
 
@@ -37,6 +38,11 @@ def sharing(model: PreTrainedModel) -> PartialState | None:
         return None
     among = processes(on_cpu=model.device.type == "cpu")
     return among if among.num_processes > 1 else None
+
+
+def told(model: PreTrainedModel, value: T) -> list[T]:
+    """The `value` of every process that shares the measurements of `model`, in their order."""
+    return [value] if sharing(model) is None else gather_object([value])
 
 
 def processes_of(*models: PreTrainedModel) -> PartialState:

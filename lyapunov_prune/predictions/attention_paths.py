@@ -17,6 +17,7 @@ from transformers.masking_utils import eager_mask
 
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import LyapunovPruneError, first_of
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT
@@ -25,7 +26,6 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import InMemory, runs_models
 from lyapunov_prune.models.positions import stretches
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -106,12 +106,12 @@ def attention_paths(
     if readings[0].structure.num_layers != readings[1].structure.num_layers:
         raise LyapunovPruneError(_OTHERS)
     known = written or (None, None)
-    decoded = [greedy_text(r, r.windows(len(batch)), steps, text) for r, text in zip(readings, known, strict=True)]
-    rows: list[torch.Tensor] = []
-    layers: tuple[int, ...] = ()
-    prompts_alone = [ids[0].cpu() for ids in batch.windows(1)]
-    texts = [[torch.cat(pair) for pair in zip(prompts_alone, tokens, strict=True)] for tokens in decoded]
-    for each in track(list(zip(*texts, strict=True)), "attention paths"):
+    decoded = [greedy_text(r, len(batch), steps, text) for r, text in zip(readings, known, strict=True)]
+
+    def split(number: int, ids: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """The six measures of every layer of one prompt, (6, layers, steps), and the layers."""
+        layers: tuple[int, ...] = ()
+        each = [torch.cat([ids[0].cpu(), tokens[number]]) for tokens in decoded]
         prompt, parts = len(each[0]) - steps, []
         for first, last in stretches(readings[0].structure.config, prompt, len(each[0]) - 1):
             count = last - first + 1
@@ -125,10 +125,12 @@ def attention_paths(
             # Layers and models may be on different devices.
             pairs = [((a, v), (a2.to(a), v2.to(v))) for (_, a, v), (_, a2, v2) in zip(ours, theirs, strict=True)]
             parts.append(torch.stack([_split(*one, *other, prompt).cpu() for one, other in pairs], 1))
-        rows.append(torch.cat(parts, -1))
+        return torch.cat(parts, -1), layers
+
+    rows, of = zip(*dealt(readings[0], 1, split, "attention paths"), strict=True)
     value, weight, both, total, prompt_weight, prompt_share = torch.stack(rows).mean(0).numpy()
     return AttentionPaths(
-        value, weight, both, total, prompt_weight, prompt_share, layers, compressed.identity, readings[0].measured_on()
+        value, weight, both, total, prompt_weight, prompt_share, of[0], compressed.identity, readings[0].measured_on()
     )
 
 

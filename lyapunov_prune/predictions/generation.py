@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import Count, Positive, Seed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.decoding import drawn, draws_of, likeliest, walk
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import (
@@ -25,7 +27,6 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import InMemory, runs_models
 from lyapunov_prune.predictions.spaces import divergences, turn
-from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -134,11 +135,10 @@ def compare_generation(
     batch = readings[0].batch
     told = [_told_positions(reading) for reading in readings]
     ends = end_tokens(dense.model)
-    sums, running = torch.zeros(steps, 4, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
-    texts: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
     draws = None if seed is None else draws_of(seed, range(len(batch.ids)), steps)
-    for ids in track(batch.windows(batch_size), "generation"):
-        begun = len(texts[0])
+
+    def generate(begun: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[list[tuple[int, ...]]]]:
+        sums, running = torch.zeros(steps, 4, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
         choose = likeliest if draws is None else drawn(draws[begun : begun + len(ids)], temperature)
         written: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         ended = torch.zeros(2, len(ids), dtype=torch.bool)
@@ -153,8 +153,11 @@ def compare_generation(
                 model_ended |= torch.isin(tokens[-1], ends)
             if ended.all():
                 break
-        for text, tokens in zip(texts, written, strict=True):
-            text += [_cut(row, ends) for row in torch.stack(tokens, -1)]
+        return sums, running, [[_cut(row, ends) for row in torch.stack(tokens, -1)] for tokens in written]
+
+    found = dealt(readings[0], batch_size, generate, "generation")
+    sums, running = (reduce(torch.add, terms) for terms in list(zip(*found, strict=True))[:2])
+    texts = [[row for *_, both in found for row in both[side]] for side in (0, 1)]
     state, logit, probability, kl = (sums / running.unsqueeze(-1)).numpy().T.copy()  # 0 / 0 is NaN
     return GenerationDivergence(
         state_similarity=state,

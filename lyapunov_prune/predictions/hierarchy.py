@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from lyapunov_prune.arguments import SOME, Count, Positive
 from lyapunov_prune.bounds.probability import kl_softmax_le_range, kl_softmax_le_variance, variance_bound
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.changes import WHAT, What, compact_layers, compressed_layers, dropped_layers
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import layer_input, require_finite, residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
@@ -110,11 +112,11 @@ def probe_layers(
     for layers whose sublayers run in parallel.
     """
     reading = read(model, prompts, steps - 1)
-    batch, structure, windows = reading.batch, reading.structure, reading.windows(batch_size)
-    written = greedy_text(reading, windows, steps, written)
+    batch, structure = reading.batch, reading.structure
+    text = greedy_text(reading, batch_size, steps, written)
     prefix, scorer = reading.prefix, reading.scorer
     if structure.num_layers not in prefix.entries:
-        require_finite(structure, windows[0], batch.text)
+        require_finite(structure, reading.windows(1)[0], batch.text)
         kind = type(reading.model).__name__
         raise LyapunovPruneError(
             f"the head of {kind} reads more than the output of its last layer; give another decoder"
@@ -126,29 +128,34 @@ def probe_layers(
     behind: dict[int, tuple[str, nn.Module]] = {}
     if read_at == "branch":
         behind = between_branches(reading.decoder, reading.sublayers, "; read at the layer")
-    shape = (len(what), structure.num_layers, len(_MEASURES), len(batch.ids), steps)
-    values = torch.full(shape, torch.nan, dtype=torch.float64)
-    begins = np.cumsum([0, *map(len, windows)])
-    texts = [(k, *part) for k, ids in enumerate(windows) for part in _parts(structure, ids.shape[1], steps)]
-    places = [(text, layer) for text in texts for layer in range(structure.num_layers)]
-    for (k, at, length), layer in track(places, "hierarchy probe"):
-        rows, count = slice(begins[k], begins[k + 1]), at.stop - at.start
-        if layer == 0:
-            ids = torch.cat([windows[k], written[rows].to(windows[k])], dim=1)[:, :length]
-            states, between = dense_states(prefix, ids, batch.text, {i: entry for i, (_, entry) in behind.items()})
-        first, entry = behind.get(layer, ("", None))
-        for place in (None, entry) if first in what else (None,):
-            read_here = [i for i, part in enumerate(what) if (part == first) == (place is not None)]
-            have = [(i, changed) for i in read_here if (changed := changes(layer, what[i])) is not None]
-            if not have:
-                continue
-            dense = states[layer + 1] if place is None else between[layer]
-            outputs = [changed_state(prefix, ids, states, layer, changed, place) for _, changed in have]
-            ends = [h[:, -count:] for h in (dense, *outputs)]
-            normed = [prefix.finish(ids[:, -count:], structure.num_layers, h) for h in ends] if final_norm else ends
-            measures = _compare(scorer, ends, normed, temperature)
-            for (i, _), m in zip(have, measures, strict=True):
-                values[i, layer, :, rows, at] = m.view(len(_MEASURES), len(ids), count).cpu()
+
+    def probe(begun: int, given: torch.Tensor) -> torch.Tensor:
+        """The measures of these prompts: changes × layers × measures × prompts × steps."""
+        values = torch.full(
+            (len(what), structure.num_layers, len(_MEASURES), len(given), steps), torch.nan, dtype=torch.float64
+        )
+        whole = torch.cat([given, text[begun : begun + len(given)].to(given)], dim=1)
+        places = list(itertools.product(_parts(structure, given.shape[1], steps), range(structure.num_layers)))
+        for (at, length), layer in track(places, "hierarchy probe") if len(given) == len(batch) else places:
+            ids, count = whole[:, :length], at.stop - at.start
+            if layer == 0:
+                states, between = dense_states(prefix, ids, batch.text, {i: entry for i, (_, entry) in behind.items()})
+            first, entry = behind.get(layer, ("", None))
+            for place in (None, entry) if first in what else (None,):
+                read_here = [i for i, part in enumerate(what) if (part == first) == (place is not None)]
+                have = [(i, changed) for i in read_here if (changed := changes(layer, what[i])) is not None]
+                if not have:
+                    continue
+                dense = states[layer + 1] if place is None else between[layer]
+                outputs = [changed_state(prefix, ids, states, layer, changed, place) for _, changed in have]
+                ends = [h[:, -count:] for h in (dense, *outputs)]
+                normed = [prefix.finish(ids[:, -count:], structure.num_layers, h) for h in ends] if final_norm else ends
+                measures = _compare(scorer, ends, normed, temperature)
+                for (i, _), m in zip(have, measures, strict=True):
+                    values[i, layer, :, :, at] = m.view(len(_MEASURES), len(ids), count).cpu()
+        return values
+
+    values = torch.cat(dealt(reading, batch_size, probe, "hierarchy probe"), dim=3)
     found = _result(tuple(what), values.numpy(), temperature, change, reading.measured_on())
     return replace(found, read_at=read_at, final_norm=final_norm)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import torch
 
 from lyapunov_prune.arguments import Count, Positive
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import last_states, require_one_vocabulary
@@ -17,7 +19,6 @@ from lyapunov_prune.linalg import lift, require_numbers
 from lyapunov_prune.models.decoder import InMemory, runs_models
 from lyapunov_prune.predictions.generation import end_tokens, some_steps
 from lyapunov_prune.predictions.spaces import PROBABILITIES, log_softmax, prediction_measures, turn
-from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -148,29 +149,24 @@ def history_divergence(
     """
     readings = [read(model, prompts, steps - 1) for model in (dense, compressed)]
     batch = readings[0].batch
-    both = [
-        greedy_text(r, r.windows(batch_size), steps, known)
-        for r, known in zip(readings, written or (None,) * 2, strict=True)
-    ]
+    both = [greedy_text(r, batch_size, steps, known) for r, known in zip(readings, written or (None,) * 2, strict=True)]
     ends = end_tokens(dense.model)
-    sums = torch.zeros(2, len(_MEASURES) + 1, steps, dtype=torch.float64)
-    same, running = torch.zeros(steps, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
-    begun = 0
-    for ids in track(batch.windows(batch_size), "direct error and history"):
+
+    def compare(begun: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         here = [tokens[begun : begun + len(ids)] for tokens in both]
-        begun += len(ids)
         over = torch.stack([torch.isin(tokens, ends) for tokens in here]).any(0).cumsum(-1) > 0
         runs = torch.cat([torch.ones(len(ids), 1, dtype=torch.bool), ~over[:, :-1]], 1)  # neither text has ended
         agree = (here[0] == here[1]).cumprod(-1).bool()
         agree = torch.cat([torch.ones(len(ids), 1, dtype=torch.bool), agree[:, :-1]], 1)
-        running += runs.sum(0)
-        same += (runs & agree).sum(0)
         texts = [torch.cat([ids.cpu(), tokens[:, :-1]], 1) for tokens in here]
         z = _states(readings[0], texts[0], steps)
         states = [_states(readings[1], text, steps) for text in texts]
-        for row, changed in enumerate(states):
-            measured = _measures(readings, z, changed, temperature).view(-1, len(ids), steps)
-            sums[row] += torch.where(runs, measured, 0).sum(1)
+        measured = [_measures(readings, z, changed, temperature).view(-1, len(ids), steps) for changed in states]
+        sums = torch.stack([torch.where(runs, each, 0).sum(1) for each in measured])
+        return sums, (runs & agree).double().sum(0), runs.double().sum(0)
+
+    found = dealt(readings[0], batch_size, compare, "direct error and history")
+    sums, same, running = (reduce(torch.add, terms) for terms in zip(*found, strict=True))
     means = (sums / running).numpy()  # 0 / 0 is NaN
     return HistoryDivergence(
         **{name: means[:, k].copy() for k, name in enumerate(_MEASURES)},

@@ -12,6 +12,7 @@ from torch import nn
 
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.dealing import dealt, summed
 from lyapunov_prune.forward.hooks import require_finite, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
@@ -19,7 +20,6 @@ from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.models.experts import Routing, unweighted
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.mixtures import Router
-from lyapunov_prune.progress import track
 from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -83,8 +83,8 @@ def expert_use(model: Streamable, batch: Readable, *, batch_size: Count = 1) -> 
     sums = {i: torch.zeros(3, mixtures.router.experts, dtype=torch.float64) for i in mixtures.layers}
     modules = {i: structure.layers[i].get_submodule(mixture.experts) for i, mixture in mixtures.layers.items()}
     with hooked(before=[(module, partial(_add, i, mixtures.router, sums[i])) for i, module in modules.items()]):
-        for ids in track(reading.windows(batch_size), "experts"):
-            run_backbone(structure, ids)
+        dealt(reading, batch_size, lambda first, ids: run_backbone(structure, ids), "experts")
+    summed(reading.model, *sums.values())
     values = np.full((structure.num_layers, 3, mixtures.router.experts), np.nan)
     for i, of_layer in sums.items():
         values[i] = of_layer.numpy()

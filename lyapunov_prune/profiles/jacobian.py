@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lyapunov_prune.arguments import Count, Range, Seed
 from lyapunov_prune.forward.branches import Branch, find_branches, layer_children
+from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.hooks import layer_input, require_finite_layers, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.decoder import InMemory, runs_model
@@ -26,7 +27,6 @@ from lyapunov_prune.models.device import eager_experts
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_readable
 from lyapunov_prune.profiles.propagation import forward_mode
-from lyapunov_prune.progress import track
 from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -93,18 +93,12 @@ def sublayer_jacobians(
     text, structure = reading.batch.text, reading.structure
     require_readable(model)
     matrices = [layer_children(structure, index) for index in range(structure.num_layers)]
-    windows: list[np.ndarray] = []
-    for number, ids in enumerate(track(reading.windows(1), "jacobians")):
+
+    def stretches(number: int, ids: torch.Tensor) -> np.ndarray:
         rows: list[list[float]] = []
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
 
-        def measure(
-            layer: nn.Module,
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-            rows: list[list[float]] = rows,
-            generator: torch.Generator = generator,
-        ) -> None:
+        def measure(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             index = len(rows)
             require_finite_layers(np.array([bool(layer_input(args, kwargs).isfinite().all())]), text, index)
             row: list[float] = []
@@ -122,8 +116,9 @@ def sublayer_jacobians(
             hooked(before=[(layer, measure) for layer in structure.layers]),
         ):
             run_backbone(structure, ids)
-        windows.append(np.array(rows))
-    values = np.stack(windows)  # (windows, L, 6)
+        return np.array(rows)
+
+    values = np.stack(dealt(reading, 1, stretches, "jacobians"))  # (windows, L, 6)
     highest, mean = values.max(0), values.mean(0)
     return JacobianNorms(
         steps=steps,

@@ -18,7 +18,7 @@ from lyapunov_prune.forward.hooks import residual_stream
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.models.decoder import Model, in_memory
-from lyapunov_prune.models.launched import processes_of, require_alike
+from lyapunov_prune.models.launched import alone, processes_of, require_alike
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
@@ -104,7 +104,8 @@ class Sweep:
         pending = sorted((job for key, job in wanted.items() if key not in self._store), key=lambda job: job.first)
         mine = pending[self._processes.process_index :: self._processes.num_processes]
         if mine:
-            in_eval_mode(self._measure_all)(self.reading.model, mine, description)
+            with alone():
+                in_eval_mode(self._measure_all)(self.reading.model, mine, description)
         outcomes = {job.key: self._store[job.key] for job in mine}
         for others in gather_object([outcomes]):
             self._store.learn(others)

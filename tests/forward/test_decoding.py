@@ -48,11 +48,11 @@ def test_the_text_of_every_prompt_is_decoded_once(ids: torch.Tensor, monkeypatch
     """Prompts of two lengths, which no forward takes together; a text that is known already runs no model."""
     model = make_tiny("llama")
     reading = read(wrap(model), Prompts(ids[:3, :9], "given", "all", False, lengths=(9, 6, 6)))
-    found = greedy_text(reading, reading.windows(2), STEPS)
+    found = greedy_text(reading, 2, STEPS)
     assert torch.equal(found, torch.cat([whole(model, ids[:1, :9]), whole(model, ids[1:3, :6])]))
     monkeypatch.setattr(model, "forward", None)
-    assert torch.equal(greedy_text(reading, reading.windows(2), STEPS, found), found)
+    assert torch.equal(greedy_text(reading, 2, STEPS, found), found)
     with pytest.raises(LyapunovPruneError, match=r"\(3, 11\)"):
-        greedy_text(reading, reading.windows(2), STEPS, found[:, 1:])
+        greedy_text(reading, 2, STEPS, found[:, 1:])
     with pytest.raises(LyapunovPruneError, match="model's 128"):
         read(reading.decoder, reading, 199)

@@ -112,7 +112,7 @@ def test_texts_that_are_written_are_read_as_they_are(
     """The same numbers as of texts that it decodes itself: here, and in the paths of attention and the probe."""
     other = compress(llama, method="rtn", bits=3).model
     readings = [read(wrap(model), prompts) for model in (llama, other)]
-    both = [greedy_text(reading, reading.windows(2), STEPS) for reading in readings]
+    both = [greedy_text(reading, 2, STEPS) for reading in readings]
     asked: list[Callable[..., Result]] = [
         lambda **more: history_divergence(llama, other, prompts, steps=STEPS, batch_size=2, **more),
         lambda **more: attention_paths(llama, other, prompts, steps=STEPS, **more),

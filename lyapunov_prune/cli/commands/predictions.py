@@ -78,7 +78,7 @@ def hierarchy(
         _require_unseen(model, loaded, batch)
     if other is not None and items:  # before minutes of decoding
         fitting(items, loaded.tokenizer, (loaded.model, other.model), None)
-    dense_text = greedy_text(reading, reading.windows(batch_size), new_tokens)
+    dense_text = greedy_text(reading, batch_size, new_tokens)
     same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers
     probe = probe_layers(
         loaded.model,
@@ -142,7 +142,7 @@ def _compare(
     generated = compare_generation(*models, reading, **at_once)
     keep(run, "generation", generated)
     theirs = read(other, reading.batch)
-    both = dense_text, greedy_text(theirs, theirs.windows(batch_size), new_tokens)
+    both = dense_text, greedy_text(theirs, batch_size, new_tokens)
     history = history_divergence(*models, reading, **at_once, written=both)
     keep(run, "diverged-history", history)
     if other.structure.num_layers == dense.structure.num_layers:
