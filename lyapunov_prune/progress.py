@@ -88,9 +88,14 @@ def _drawn(bar: Progress) -> str:
     return drawn.get().rstrip()
 
 
+def several() -> bool:
+    """Whether `accelerate launch` has started other processes beside this one."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
 def process() -> str:
     """This process' rank among those started by `accelerate launch`; "0" if it is alone, whatever RANK says."""
-    return os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else "0"
+    return os.environ.get("RANK", "0") if several() else "0"
 
 
 def is_main() -> bool:

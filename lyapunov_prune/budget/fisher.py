@@ -14,7 +14,7 @@ from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.linalg import require_numbers
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.experts import stacks
-from lyapunov_prune.models.launched import told
+from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.structure import in_eval_mode
 
 _SHARE = 0.6  # of the free memory, for the sums of the matrices that are summed at once
@@ -43,7 +43,7 @@ def fisher(reading: Reading, matrices: Mapping[str, nn.Parameter], seed: int) ->
     As many matrices are summed at once as memory holds, with a forward and a backward of the batch for each group.
     Raises LyapunovPruneError for gradients that are not finite.
     """
-    room = min(told(reading.model, free_memory(str(reading.model.device))))  # all processes take the same groups
+    room = min(from_each(reading.model, free_memory(str(reading.model.device))))  # all processes take the same groups
     for group in _groups(matrices, _SHARE * room):
         sums = _sums(reading, {name: matrices[name] for name in group}, seed)
         for name in group:

@@ -29,8 +29,10 @@ from lyapunov_prune.models.ggml import WIDE, Kind, bits_of, dequantised, quantis
 from lyapunov_prune.models.gguf import gguf_file
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_tensors import BlockType
+from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.predictions.spaces import divergences
+from lyapunov_prune.progress import is_main
 
 # One type for all, as the sizes that are shown beside the one that was asked for.
 _SIZES = (Kind.Q2_K, Kind.Q3_K, Kind.IQ4_XS, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q8_0)
@@ -73,7 +75,7 @@ def spend(
     made = rounded_pieces(model, "f16", chosen)
     judged = read(model, judge)
     kl, loss = kl_by_window(judged, read(made[0], judge))
-    written = write_rounded(model, tokenizer, output, values, *made)
+    written = write_rounded(model, tokenizer, output, values, *made).size if is_main() else 0
     taken = np.array([t.bytes[k] for t, k in zip(found, pick, strict=True)])
     return Spent(
         wanted=size,
@@ -82,7 +84,7 @@ def spend(
         bytes=taken.astype(np.float64),
         cost=np.array([t.cost[k] for t, k in zip(found, pick, strict=True)]),
         bits=8 * float(taken.sum()) / weights,
-        size=written.size,
+        size=from_each(model.model, written)[0],
         kl=kl,
         loss=loss,
         frontier=frontier(found, 8 * room / weights, weights),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lyapunov_prune.cli.jobs import JOBS, jobs_folder
+from lyapunov_prune.cli.jobs import JOBS, first_goes_on, jobs_folder
 from lyapunov_prune.cli.options import Inputs
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import show
@@ -186,7 +186,8 @@ def conclude(run: Path, file: str, result: Result) -> Path:
 
 
 def draw_report(run: Path) -> None:
-    """Figures and page of the results in `run`, without loading torch for a usage error."""
+    """Figures and page of the results in `run`, by the first process, without loading torch for a usage error."""
+    first_goes_on()
     from lyapunov_prune.report.page import write_report
 
     write_report(run)

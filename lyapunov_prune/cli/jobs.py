@@ -1,10 +1,24 @@
-"""Where commands keep unfinished work."""
+"""Where commands keep unfinished work, and which process ends them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import typer
+
+from lyapunov_prune.progress import is_main, several
+
 JOBS = Path("runs") / "jobs"
+
+
+def first_goes_on() -> None:
+    """Of the processes of `accelerate launch` the first goes on by itself, and writes and prints; the others end."""
+    if not is_main():
+        raise typer.Exit
+    if several():
+        from lyapunov_prune.models.launched import stay_alone
+
+        stay_alone()
 
 
 def jobs_folder() -> Path:

@@ -16,7 +16,7 @@ from lyapunov_prune.forward.dealing import shared_out
 from lyapunov_prune.forward.decoding import continued, drawn, draws_of
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import InMemory, runs_model
-from lyapunov_prune.models.launched import told
+from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.structure import model_name
 from lyapunov_prune.results.store import Store
 
@@ -62,7 +62,7 @@ def self_generated(
     about: dict[str, Any] = {"model": known.key, "dtype": str(model.model.dtype)}
     about |= {"context": context, "seed": seed, "temperature": temperature}
     with Store(folder, "self-generated text", about) as store:
-        for others in told(model.model, store.items()):
+        for others in from_each(model.model, store.items()):
             store.learn(others)
         missing = [window for window in range(windows) if str(window) not in store]
 

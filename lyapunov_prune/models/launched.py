@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.structure import identify
+from lyapunov_prune.progress import several
 
 T = TypeVar("T")
 _alone = ContextVar("alone", default=False)
@@ -32,15 +32,20 @@ def alone() -> Iterator[None]:
         _alone.reset(before)
 
 
+def stay_alone() -> None:
+    """From here on this process shares no measurement: the others have ended."""
+    _alone.set(True)
+
+
 def sharing(model: PreTrainedModel) -> PartialState | None:
     """The processes that share the measurements of `model`; None for a process by itself."""
-    if _alone.get() or not (_joined() or os.environ.get("WORLD_SIZE", "1") != "1"):
+    if _alone.get() or not (_joined() or several()):
         return None
     among = processes(on_cpu=model.device.type == "cpu")
     return among if among.num_processes > 1 else None
 
 
-def told(model: PreTrainedModel, value: T) -> list[T]:
+def from_each(model: PreTrainedModel, value: T) -> list[T]:
     """The `value` of every process that shares the measurements of `model`, in their order."""
     return [value] if sharing(model) is None else gather_object([value])
 

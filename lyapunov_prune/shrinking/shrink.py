@@ -23,10 +23,12 @@ from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks, halves
 from lyapunov_prune.healing.heal import STEPS, heal
 from lyapunov_prune.healing.report import Healed
 from lyapunov_prune.models.decoder import Model, model_of
+from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.size import model_size
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode, model_name
 from lyapunov_prune.models.wrappers import loading_class
+from lyapunov_prune.progress import is_main
 from lyapunov_prune.pruning.removal import check_removal
 from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.results.files import require_disk
@@ -116,7 +118,8 @@ def carry_out(request: Request, output: Path | None, told: Callable[[Estimate], 
     about |= {"choose": None if texts.choose is None else texts.choose.text_hash}
     about |= {"search": request.search, "steps": request.steps}
     about |= {"tokens": texts.tokens, "context": texts.context, "minutes": request.minutes}
-    with Store(request.folder, "shrinking", about, alone=True) as store:
+    with Store(request.folder if is_main() else None, "shrinking", about, alone=True) as store:
+        store.learn(from_each(request.model, store.items())[0])  # every process decides as the first did
         done = in_eval_mode(_run)(request.model, request, output, told, Clock(request.minutes, store))
         store.forget()
     return done
@@ -127,11 +130,11 @@ def _run(
 ) -> Shrunk:
     items = request.items
     remove = clock.once("remove", request.count)
-    expected = request.estimate(remove)
+    expected = from_each(model, request.estimate(remove))[0]
     for folder in (output, request.folder):
         if folder is not None:
             require_disk(folder, expected.disk, "the smaller model and the state of its healing")
-    search = clock.once("search", lambda: request.search or search_forwards(expected, clock))
+    search = clock.once("search", lambda: request.search or from_each(model, search_forwards(expected, clock))[0])
     told(expected)
     choose, learn, judge, held_out = request.texts.filled(model, request.tokenizer, request.folder)
     chooser = Chooser(
@@ -148,7 +151,7 @@ def _run(
     made = cut(decoder, operation, shared=True)
     pruned, gate = made.model, check_removal(decoder, made, operation, learn)
     gate.require_passed()
-    minutes = clock.once("healing", lambda: healing_minutes(expected, clock))
+    minutes = clock.once("healing", lambda: from_each(model, healing_minutes(expected, clock))[0])
     healed, healing = _healed(request, pruned, learn, expected, minutes, clock.store.place)
     smaller = pruned if healed is None else healed.model
     require_unseen(smaller, held_out)
@@ -156,6 +159,7 @@ def _run(
     evaluation = _evaluation(request, smaller, held_out, None if items is None else items[1])
     heals = None if healed is None else _heal_words(request, expected, minutes)
     place = None if output is None else str(output)
+    output = output if is_main() else None
     commands = by_hand(request, choice, search, heals, (choose, learn, held_out, foreign), place or "OUT")
     report = Shrinking(
         target=request.target.told(),
@@ -215,6 +219,7 @@ def _healed(
             steps=(request.steps or STEPS) if minutes is None else None,
             minutes=minutes,
             rank=expected.rank,
+            per_step=len(from_each(request.model, None)),
             seed=request.seed,
             folder=folder,
             batch_size=request.batch_size,

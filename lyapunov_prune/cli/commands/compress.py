@@ -14,7 +14,7 @@ from lyapunov_prune.cli.inputs import (
     reads_text,
     windows_at_once,
 )
-from lyapunov_prune.cli.jobs import jobs_folder
+from lyapunov_prune.cli.jobs import first_goes_on, jobs_folder
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
     Allocation,
@@ -99,6 +99,7 @@ def compress(
     stored.require_model(loaded.model, asked)
     how["profile"] = profile_for(schedule, loaded, batch, batch_size) if batch is not None else None
     if inputs.disk:
+        first_goes_on()
         report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, format=format, **how, **amount)
         show(report, output, kept=output / REPORT)
         return
@@ -110,6 +111,7 @@ def compress(
         spent, done = compress_under_budget(loaded.model, batch, max_kl, **how, folder=jobs, batch_size=batch_size)
         results["amounts.json"] = spent
         _show_spent(spent, output)
+    first_goes_on()
     dense = loaded.model if stored.keeps_dense else None
     finished = Finished(done, loaded.tokenizer, f"{Path(model).name}, compressed", results, dense)
     del loaded  # what was written is loaded beside what was compressed: no room for a third

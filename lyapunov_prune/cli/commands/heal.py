@@ -11,7 +11,7 @@ import typer
 
 from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.inputs import begun_run, format_for
-from lyapunov_prune.cli.jobs import jobs_folder
+from lyapunov_prune.cli.jobs import first_goes_on, jobs_folder
 from lyapunov_prune.cli.options import ABOVE_ZERO, Inputs, Target, TextOptions, model_option, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import show
@@ -115,8 +115,7 @@ def heal(
             folder=job.place,
             evaluation=held_out,
         )
-        if not is_main():  # of the processes that shared the steps
-            return
+        first_goes_on()
         kept = None
         if done.report.kept >= 0:
             kept = _write(model, output, loaded, done, original, provenance)

@@ -7,7 +7,7 @@ from typing import Annotated
 from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import draw_report, load_inputs
-from lyapunov_prune.cli.jobs import jobs_folder
+from lyapunov_prune.cli.jobs import first_goes_on, jobs_folder
 from lyapunov_prune.cli.options import (
     ABOVE_ZERO,
     Device,
@@ -63,6 +63,7 @@ def joint(
 
     require_empty(output)
     folder = jobs_folder()
+    first_goes_on()
     dense, batch = load_inputs(model, inputs)
     done = remove_jointly(
         dense,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.cli.inputs import load_inputs, load_judge, windows_at_once
-from lyapunov_prune.cli.jobs import jobs_folder
+from lyapunov_prune.cli.jobs import first_goes_on, jobs_folder
 from lyapunov_prune.cli.options import DISK, Inputs, Model, Target, layer_indices
 from lyapunov_prune.cli.plans import plan_for, prune_files, read_plan, tell_written
 from lyapunov_prune.cli.records import Given
@@ -138,6 +138,7 @@ def _prune_in_memory(
         if period > 1:
             removal = _by_periods(removal, given)
         plan = _chosen(loaded, batch, removal, period, judged)
+    first_goes_on()
     written = write_pruned(loaded, loaded.tokenizer, plan, output, batch, format=format, mend=mend, judge=judged)
     tell_written(written, output)
 
