@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.allocation.knapsack import cheapest
 from lyapunov_prune.arguments import Seed
 from lyapunov_prune.budget.cost import TensorCost, by_expert, costs, in_parts, kinds_for, size_in
 from lyapunov_prune.budget.fisher import matrices_of
+from lyapunov_prune.budget.measured import corrected, kl_by_window
 from lyapunov_prune.budget.size import bytes_for
 from lyapunov_prune.budget.spent import Frontier, Spent
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.judging import require_windows
+from lyapunov_prune.evaluation.judging import POWER, compare, ends, require_windows
 from lyapunov_prune.export.gguf import require_file
 from lyapunov_prune.export.gguf_whole import header_values, rounded_pieces, write_rounded
-from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Decoder, runs_model
 from lyapunov_prune.models.ggml import WIDE, Kind, bits_of, dequantised, quantised
 from lyapunov_prune.models.gguf import gguf_file
+from lyapunov_prune.models.gguf_copy import Piece
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_tensors import BlockType
 from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.plain import Plain
-from lyapunov_prune.predictions.spaces import divergences
 from lyapunov_prune.progress import is_main
 
 # One type for all, as the sizes that are shown beside the one that was asked for.
 _SIZES = (Kind.Q2_K, Kind.Q3_K, Kind.IQ4_XS, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q8_0)
+_OFF = 0.15  # a prediction that differs by a larger share from what is measured is not right
 _NEAR = 0.75  # the narrowest of them, as a share of the bits that were asked for
 _PLACE = 160  # bytes in a header for a tensor's name and place, and the space up to the next one, at most
 
@@ -57,41 +56,89 @@ def spend(
     measured on `batch`) within the bytes (`allocation.knapsack`). Experts that one tensor holds get one type together.
     Vectors and routers stay float32. The KL is measured on `judge`.
 
-    Raises LyapunovPruneError for a size below the least, which is named, and above 16 bits, for fewer than 4 windows
+    If the prediction differs from that by more than 15 %, and by more than chance explains, the costs of the worst
+    matrices are measured one at a time on `batch` (`measured.corrected`) and the types are chosen again. Half of
+    `judge` then decides which types stay, and the other half reports.
+
+    Raises LyapunovPruneError for a size below the least, which is named, and above 16 bits, for fewer than 8 windows
     that judge, for texts that share tokens, for an `output` that exists, and as `write_gguf`; then nothing is written.
     """
     require_file(output)
     reading = read(model, batch)
-    require_disjoint(reading.batch, require_windows(judge))
+    require_disjoint(reading.batch, require_windows(judge, 2 * POWER))
     room = room_for(model, tokenizer, size)
     weights = sum(p.numel() for p in matrices_of(model.model).values())
-    found = list(costs(reading, bits=8 * room / weights, seed=seed))
-    pick = chosen_types(found, room)
-    chosen = {t.name: BlockType(t.kinds[k], t.importance) for t, k in zip(found, pick, strict=True)}
-    sizes = Counter[str]()
-    for t, k in zip(found, pick, strict=True):
-        sizes[t.kinds[k].name] += int(t.bytes[k])
-    values = header_values(model, tokenizer, sizes.most_common(1)[0][0])
-    made = rounded_pieces(model, "f16", chosen)
-    judged = read(model, judge)
-    kl, loss = kl_by_window(judged, read(made[0], judge))
-    written = write_rounded(model, tokenizer, output, values, *made).size if is_main() else 0
-    taken = np.array([t.bytes[k] for t, k in zip(found, pick, strict=True)])
+    judged, windows = read(model, judge), list(range(len(judge)))
+    made = _made(judged, list(costs(reading, bits=8 * room / weights, seed=seed)), room)
+    alone: list[str] = []
+    if made.is_off:
+        measured, alone = corrected(reading, made.pieces[0], made.found, made.pick)
+        if not np.array_equal(chosen_types(measured, room), made.pick):
+            windows = ends(len(judge), len(judge) // 2)
+            made = min(made, _made(judged, measured, room), key=lambda each: np.delete(each.kl, windows).mean())
+    values = header_values(model, tokenizer, made.commonest)
+    written = write_rounded(model, tokenizer, output, values, *made.pieces).size if is_main() else 0
     return Spent(
         wanted=size,
-        names=tuple(chosen),
-        types=tuple(each.type.name for each in chosen.values()),
-        bytes=taken.astype(np.float64),
-        cost=np.array([t.cost[k] for t, k in zip(found, pick, strict=True)]),
-        bits=8 * float(taken.sum()) / weights,
+        names=tuple(t.name for t in made.found),
+        types=made.types,
+        bytes=made.bytes,
+        cost=made.costs,
+        bits=8 * float(made.bytes.sum()) / weights,
         size=from_each(model.model, written)[0],
-        kl=kl,
-        loss=loss,
-        frontier=frontier(found, 8 * room / weights, weights),
+        kl=made.kl[windows],
+        loss=made.loss[windows],
+        alone=tuple(alone),
+        frontier=frontier(made.found, 8 * room / weights, weights),
         measured_on=reading.measured_on(seed),
-        judged_on=judged.measured_on(),
+        judged_on=read(model, judge.take(windows)).measured_on(),
         rounded_before=was_rounded(model),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """A model with the types `pick` of the matrices `found`, as `rounded_pieces` makes it, and what it loses.
+
+    `kl` and `loss` (windows,) are those of `kl_by_window`.
+    """
+
+    found: list[TensorCost]
+    pick: np.ndarray
+    pieces: tuple[Decoder, list[Piece], float]
+    kl: np.ndarray
+    loss: np.ndarray
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return tuple(t.kinds[k].name for t, k in zip(self.found, self.pick, strict=True))
+
+    @property
+    def bytes(self) -> np.ndarray:
+        return np.array([t.bytes[k] for t, k in zip(self.found, self.pick, strict=True)], np.float64)
+
+    @property
+    def costs(self) -> np.ndarray:
+        return np.array([t.cost[k] for t, k in zip(self.found, self.pick, strict=True)])
+
+    @property
+    def commonest(self) -> str:
+        """The type of the most bytes."""
+        return max(set(self.types), key=lambda kind: self.bytes[np.array(self.types) == kind].sum())
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the KL differs from what was predicted by more than `_OFF`, and than chance explains."""
+        told, predicted = compare(np.zeros_like(self.kl), self.kl), self.costs.sum()
+        return bool(abs(told.change - predicted) > _OFF * predicted and not told.low <= predicted <= told.high)
+
+
+def _made(judged: Reading, found: list[TensorCost], room: int) -> _Made:
+    """The model with the types of least cost within `room` bytes."""
+    pick = chosen_types(found, room)
+    chosen = {t.name: BlockType(t.kinds[k], t.importance) for t, k in zip(found, pick, strict=True)}
+    pieces = rounded_pieces(judged.decoder, "f16", chosen)
+    return _Made(found, pick, pieces, *kl_by_window(judged, read(pieces[0], judged.batch)))
 
 
 def was_rounded(decoder: Decoder) -> bool:
@@ -161,25 +208,3 @@ def rounded(W: np.ndarray, how: BlockType) -> np.ndarray:
 
 def _rounded(W: np.ndarray, kind: Kind, importance: np.ndarray) -> np.ndarray:
     return np.concatenate(in_parts(W, lambda rows: dequantised(quantised(W[rows], kind, importance), kind)))
-
-
-def kl_by_window(dense: Reading, changed: Reading) -> tuple[np.ndarray, np.ndarray]:
-    """KL(dense ‖ changed) of every window, and by how much its loss rises: (windows,) float64.
-
-    Both are in nats a token, over all positions but the last.
-    """
-
-    @torch.no_grad()
-    def means(first: int, ids: torch.Tensor) -> torch.Tensor:
-        sums, wanted = torch.zeros(2, dtype=torch.float64), ids[0, 1:].cpu()
-        start = 0
-        for pair in zip(dense.logits(ids)[0], changed.logits(ids)[0], strict=True):
-            log_p, log_q = (lift(logits).log_softmax(-1) for logits in pair)
-            next_ids = wanted[start : start + len(log_p), None].to(log_p.device)
-            rise = (log_p.gather(1, next_ids) - log_q.gather(1, next_ids)).sum()
-            sums += torch.stack([divergences(log_p, log_q)[1].sum(), rise]).cpu()
-            start += len(log_p)
-        return sums / len(wanted)
-
-    kl, loss = torch.stack(dealt(dense, 1, means, "divergence")).T.numpy()
-    return kl, loss

@@ -13,7 +13,6 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 REPORT = "size.json"
-_APART = 1.5  # predicted and measured differ much if one is so many times the other
 
 
 _PerMatrix = Annotated[np.ndarray, Per("matrix")]
@@ -54,8 +53,9 @@ class Spent(Result):
 
     `types`, `bytes` and `cost` (nats a token) are by matrix, `cost` the predicted part of each. `kl` (windows,) is
     measured on `judged_on`, a text that neither the costs nor the importances used; those are of `measured_on`. There
-    `loss` (windows,) is by how much the loss rose, nats a token. `bits` is the mean over the weights of all matrices,
-    `size` the bytes of all tensors.
+    `loss` (windows,) is by how much the loss rose, nats a token. `alone` names the matrices whose costs were measured
+    one at a time, since the prediction was off. `bits` is the mean over the weights of all matrices, `size` the bytes
+    of all tensors.
     """
 
     wanted: str
@@ -67,6 +67,7 @@ class Spent(Result):
     size: int
     kl: np.ndarray
     loss: np.ndarray
+    alone: tuple[str, ...]
     frontier: Frontier
     measured_on: MeasuredOn
     judged_on: MeasuredOn
@@ -103,9 +104,11 @@ class Spent(Result):
             f"tokens of {self.judged_on.text}; {self.predicted:.3g} predicted; perplexity × {np.exp(worse.change):.4g} "
             f"({np.exp(worse.low):.4g} to {np.exp(worse.high):.4g})",
         ]
-        ratio = self.predicted / max(found.change, 1e-30)
-        if not 1 / _APART < ratio < _APART:
-            lines.append("Prediction and measurement differ much: this few bits are beyond second order")
+        if self.alone:
+            lines.append(
+                f"The first prediction was more than 15 % off: the costs of {len(self.alone)} matrices were measured, "
+                "one at a time, and the types chosen again"
+            )
         if (half := np.flatnonzero(self.frontier.best <= self.predicted / 2)).size:
             rows, at = self.frontier, half[self.frontier.bytes[half].argmin()]
             lines.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -104,7 +105,7 @@ def test_a_file_of_the_size_loads_and_costs_what_is_predicted(tmp_path: Path, mo
     before = {name: p.clone() for name, p in model.state_dict().items()}
     copied = Mock(wraps=copy.deepcopy)
     monkeypatch.setattr(copy, "deepcopy", copied)
-    found = spend(model, make_tokenizer(), "6bpw", target, batch=text("a"), judge=text("of b"))
+    found = spend(model, make_tokenizer(), "6bpw", target, batch=text("a"), judge=text("of b", windows=8))
     assert sum(call.args[0] is model for call in copied.mock_calls) == 1
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
     assert 5.5 < found.bits <= 6
@@ -114,7 +115,7 @@ def test_a_file_of_the_size_loads_and_costs_what_is_predicted(tmp_path: Path, mo
     assert written.keys() - {"F32"} == set(found.types)
     there = read_gguf(target, {"dtype": torch.float32, "device_map": "cpu"}).model
     with torch.no_grad():
-        ids = text("of b").ids
+        ids = text("of b", windows=8).ids
         p, q = (m(ids).logits[:, :-1].double().log_softmax(-1) for m in (model, there))
     assert float((p.exp() * (p - q)).sum(-1).mean()) == pytest.approx(found.measured.change, rel=1e-3)
     rise = (p - q).gather(-1, ids[:, 1:, None]).squeeze(-1).mean(-1)
@@ -130,7 +131,7 @@ def test_a_file_of_the_size_loads_and_costs_what_is_predicted(tmp_path: Path, mo
     assert header.read("general.file_type") == next(kinds[name] for name in sorted(kinds) if name.startswith(most))
     assert Spent.load(found.save(tmp_path / "size.json")).types == found.types
     size = f"{target.stat().st_size / 1e3:.1f}KB"
-    again = spend(model, make_tokenizer(), size, tmp_path / "y.gguf", batch=text("a"), judge=text("of b"))
+    again = spend(model, make_tokenizer(), size, tmp_path / "y.gguf", batch=text("a"), judge=text("of b", windows=8))
     assert (tmp_path / "y.gguf").stat().st_size <= float(size[:-2]) * 1e3
     assert again.bits == pytest.approx(found.bits, rel=0.1)
 
@@ -169,6 +170,29 @@ def test_experts_of_one_tensor_get_one_type_by_the_sum_of_their_costs(
 
 
 @ENGINES
+def test_a_cost_that_is_wrong_is_measured_and_the_types_chosen_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp, "installed", lambda: False)
+    model = tiny()
+    right = list(cost.costs(read(wrap(model), text("a", windows=24))))
+    wrong = max(right, key=lambda t: float(t.cost[t.kinds.index(Kind.Q4_0)])).name
+    planted = [replace(t, cost=t.cost / (6 if t.name == wrong else 1)) for t in right]
+    made = {}
+    for name, found in {"right": right, "planted": planted}.items():
+        monkeypatch.setattr(import_module(spend.__module__), "costs", lambda *args, found=found, **options: iter(found))
+        batch, judge = text("a", windows=24), text("of b", windows=24)
+        made[name] = spend(model, make_tokenizer(), "6bpw", tmp_path / f"{name}.gguf", batch=batch, judge=judge)
+    assert not made["right"].alone
+    assert len(made["right"].kl) == 24
+    assert wrong in made["planted"].alone
+    assert len(made["planted"].kl) == 12
+    kl = {name: each.measured.change for name, each in made.items()}
+    assert kl["planted"] == pytest.approx(kl["right"], rel=0.3)
+    assert made["planted"].predicted == pytest.approx(kl["planted"], rel=0.3)
+
+
+@ENGINES
 def test_rounded_twice_is_what_came_in_few_bits_and_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_cpp, "installed", lambda: False)
     kinds: dict[Quantisation, bool] = {"f16": False, "q8_0": True}
@@ -177,7 +201,9 @@ def test_rounded_twice_is_what_came_in_few_bits_and_moves(tmp_path: Path, monkey
         write_gguf(tiny(), make_tokenizer(), file, kind)
         model = wrap(read_gguf(file, {"dtype": torch.float32, "device_map": "cpu"}).model)
         model.model.config._name_or_path = str(file)
-        found = spend(model, make_tokenizer(), "6bpw", tmp_path / f"{kind}-6.gguf", batch=text("a"), judge=text("of b"))
+        found = spend(
+            model, make_tokenizer(), "6bpw", tmp_path / f"{kind}-6.gguf", batch=text("a"), judge=text("of b", windows=8)
+        )
         assert found.rounded_before is twice
         assert any("rounded twice" in line for line in found.answer()) is twice
         kept = replace(found, cost=np.zeros_like(found.cost))
@@ -197,7 +223,7 @@ def test_sizes_in_bytes() -> None:
 
 def test_less_than_the_least_names_it(tmp_path: Path) -> None:
     with pytest.raises(LyapunovPruneError, match=r"4\.25 bits"):  # 64 and 96 columns take blocks of 32 only
-        spend(tiny(), make_tokenizer(), "3bpw", tmp_path / "x.gguf", batch=text("a"), judge=text("of b"))
+        spend(tiny(), make_tokenizer(), "3bpw", tmp_path / "x.gguf", batch=text("a"), judge=text("of b", windows=8))
     assert not (tmp_path / "x.gguf").exists()
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from lyapunov_prune.budget.fisher import fisher, matrices_of
-from lyapunov_prune.budget.spend import kl_by_window
+from lyapunov_prune.budget.measured import kl_by_window
 from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
