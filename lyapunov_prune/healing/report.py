@@ -101,7 +101,7 @@ class Healing(Result):
         return f"{headline}\n\n{self.steps} steps of distillation from {as_text(self.teacher.name)}{recovered}."
 
     def to_frame(self) -> pd.DataFrame:
-        """One row for the original model and one per round, with the steps so far and the judged perplexity."""
+        """One row for the original model and one per round, with the steps so far and the validation perplexity."""
         steps = np.cumsum([0, *(each.stretch.steps for each in self.rounds)])
         names = ["start", *map(self._name, range(len(self.rounds)))]
         with np.errstate(over="ignore"):
@@ -111,7 +111,7 @@ class Healing(Result):
                 "round": names,
                 "steps": steps,
                 "rate": [np.nan, *(each.stretch.rate for each in self.rounds)],
-                "judged perplexity": judged,
+                "validation perplexity": judged,
                 "kept": np.arange(-1, len(self.rounds)) == self.kept,
             }
         )

@@ -1,4 +1,4 @@
-"""The figure of healing: the judged perplexity after each round, and the distillation loss of each step."""
+"""The figure of healing: the validation perplexity after each round, and the distillation loss of each step."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def healing_figure(healing: Healing) -> str:
     """
     figure, (above, below) = panels(6.5, 5.0, 2)
     rows = healing.to_frame()
-    finite = rows[np.isfinite(rows["judged perplexity"])]
+    finite = rows[np.isfinite(rows["validation perplexity"])]
     tried = finite["round"].str.startswith("trial")
     run, trials = finite[~tried], finite[tried]
-    above.plot(run["steps"], run["judged perplexity"], "o-", markersize=4, color=COLOURS["rho"], label="round")
+    above.plot(run["steps"], run["validation perplexity"], "o-", markersize=4, color=COLOURS["rho"], label="round")
     if len(trials):
-        above.plot(trials["steps"], trials["judged perplexity"], "x", color=GREY, label="trial of a rate")
+        above.plot(trials["steps"], trials["validation perplexity"], "x", color=GREY, label="trial of a rate")
     kept = finite[finite["kept"]]
     above.plot(
-        kept["steps"], kept["judged perplexity"], "o", markersize=11, fillstyle="none", color="black", label="kept"
+        kept["steps"], kept["validation perplexity"], "o", markersize=11, fillstyle="none", color="black", label="kept"
     )
-    above.set_ylabel("judged perplexity")
+    above.set_ylabel("validation perplexity")
     above.legend(frameon=False, fontsize=SMALL, title=_recovered(healing), title_fontsize=SMALL)
 
     width = math.ceil(healing.steps / 10)

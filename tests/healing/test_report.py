@@ -80,7 +80,7 @@ def test_the_table_has_a_row_for_the_start_and_one_a_round(ids: torch.Tensor) ->
     rows = report(ids, BEFORE - 0.5, BEFORE - 1, np.full(4, math.inf), trials=1).to_frame()
     assert list(rows["round"]) == ["start", "trial 1", "round 1", "round 2"]
     assert list(rows["steps"]) == [0, 2, 4, 6]
-    assert list(rows["judged perplexity"]) == pytest.approx(list(np.exp([4.75, 4.25, 3.75, math.inf])))
+    assert list(rows["validation perplexity"]) == pytest.approx(list(np.exp([4.75, 4.25, 3.75, math.inf])))
     assert list(rows["rate"][1:]) == pytest.approx([1e-3, 2e-3, 3e-3])
 
 

@@ -175,7 +175,7 @@ def test_every_figure_is_drawn_as_svg_with_labelled_axes(run: Path) -> None:
         "budget": ["KL(dense ‖ pruned), nats a token", "measured, removed together", "layers removed, by bi"],
         "oracle": ["perplexity", "dense", "oracle", "layers removed"],
         "compression": ["sparsity", "relative error", "weights", "outputs", "layer"],
-        "healing": ["judged perplexity", "kept", "distillation loss", "step", "mean of 1", "→"],
+        "healing": ["validation perplexity", "kept", "distillation loss", "step", "mean of 1", "→"],
     }
     assert {path.stem for path in (run / "figures").glob("*.svg")} == set(labels)
     for name, words in labels.items():
