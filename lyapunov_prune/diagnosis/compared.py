@@ -8,8 +8,11 @@ import numpy as np
 import torch
 
 BLOCK = 32  # numbers in a row that share a scale in most types
+_WIDTH = 16  # numbers, half a block, that are sure to share a scale
 _SAMPLED = 2048  # blocks from which the step of rounding is read
 _SPARSE = 0.25  # share of zeros in a matrix from which on they are taken as pruned
+_NUMBERS = 16  # in a row or column from which on it is compared with others
+_PRUNED = 1.5  # error of a row or column of a pruned matrix from which on it is told
 _AT_ONCE = 2**22  # numbers
 FLOOR = 0.004  # relative error of a cast to bfloat16, twice over
 
@@ -23,7 +26,7 @@ class Compared:
     to their norm, or to a tenth of the mean norm if that is more; `row_gains` and `column_gains` are ⟨v, w⟩ / ‖w‖².
     `blocks` lists (row, block) of blocks of 32 numbers whose error is far beyond that of others. `row_off`,
     `column_off` and `block_off` are squares of errors, `size` is ‖W‖, and `projected` ⟨V, W − V⟩ / ‖V − W‖², 0 for a
-    projection. `bad` counts numbers that are not finite.
+    projection. `bad` counts numbers that are not finite, and `sparse` says whether V was pruned.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +41,7 @@ class Compared:
     column_gains: np.ndarray
     blocks: np.ndarray
     bad: int
+    sparse: bool
     size: float
     row_off: np.ndarray
     column_off: np.ndarray
@@ -66,20 +70,24 @@ class Compared:
 
     @property
     def far_rows(self) -> np.ndarray:
-        return _far(self.rows, self.row_gains, self.allowed, self.shape)
+        return _far(self.rows, self.row_gains, self.allowed, self.shape, len(self.columns), self.sparse)
 
     @property
     def far_columns(self) -> np.ndarray:
-        return _far(self.columns, self.column_gains, self.allowed, self.shape)
+        return _far(self.columns, self.column_gains, self.allowed, self.shape, len(self.rows), self.sparse)
 
 
-def _far(errors: np.ndarray, gains: np.ndarray, allowed: float, shape: tuple[int, ...]) -> np.ndarray:
+def _far(
+    errors: np.ndarray, gains: np.ndarray, allowed: float, shape: tuple[int, ...], numbers: int, sparse: bool
+) -> np.ndarray:
     """The numbers of rows or columns that are off by far more than others: by size, or by a factor."""
-    if len(shape) < 2 or len(errors) < 4:
+    if len(shape) < 2 or len(errors) < 4 or numbers < _NUMBERS:
         return np.zeros(0, int)
     usual = float(np.median(errors))
     typical = float(np.median(gains))
     spread = float(np.median(np.abs(gains - typical)))
+    if sparse:  # what a method makes up for in the numbers that are left is no fault
+        return np.flatnonzero(errors > _PRUNED)
     off = errors > np.maximum(4 * usual, max(allowed, 0.05))
     turned = (np.abs(gains - typical) > max(12 * spread, 0.12)) & (errors > max(1.5 * usual, FLOOR))
     return np.flatnonzero(off | turned)
@@ -94,14 +102,18 @@ def compare(dense: torch.Tensor, file: torch.Tensor) -> Compared:
     by_row, by_column = np.zeros((4, m)), np.zeros((4, n))
     blocks: list[np.ndarray] = []
     errors: list[np.ndarray] = []
-    bad = 0
+    bad, pruned = 0, 0.0
     step = max(1, _AT_ONCE // n)
+    sparse = _is_sparse(V)
     for start in range(0, m, step):
         w, v = W[start : start + step], V[start : start + step]
         finite = v.isfinite()
         if not bool(finite.all()):
             bad += int((~finite).sum())
             v = v.where(finite, torch.zeros(()))
+        if sparse:  # rows and columns are compared where they were not pruned
+            pruned += float(w.where(v == 0, torch.zeros(())).square().sum(dtype=torch.float64))
+            w = w.where(v != 0, torch.zeros(()))
         d = v - w
         squares = d.square()
         parts = (w.square(), v.square(), v * w, squares)
@@ -115,12 +127,12 @@ def compare(dense: torch.Tensor, file: torch.Tensor) -> Compared:
             row, block = np.nonzero(ratio > 0.3)
             blocks.append(np.column_stack([row + start, block, ratio[row, block], sums[0].numpy()[row, block]]))
     ww, vv, vw, dd = by_row
-    size = max(float(np.sqrt(ww.sum())), 1e-30)
+    size = max(float(np.sqrt(ww.sum() + pruned)), 1e-30)
     norm = max(float(np.sqrt(vv.sum())), 1e-30)
     usual = float(np.median(np.concatenate(errors))) if errors else 0.0
     found = np.concatenate(blocks) if blocks else np.zeros((0, 4))
     far = found[found[:, 2] > max(0.5, 5 * usual)]
-    total = float(dd.sum())
+    total = float(dd.sum()) + pruned
     return Compared(
         shape=shape,
         error=float(np.sqrt(total)) / size,
@@ -134,6 +146,7 @@ def compare(dense: torch.Tensor, file: torch.Tensor) -> Compared:
         column_gains=by_column[2] / np.maximum(by_column[0], 1e-30),
         blocks=far[:, :2].astype(int),
         bad=bad,
+        sparse=sparse,
         size=size,
         row_off=dd,
         column_off=by_column[3],
@@ -146,24 +159,33 @@ def _relative(off: np.ndarray, size: np.ndarray) -> np.ndarray:
     return np.asarray(np.sqrt(off / np.maximum(size, floor)))
 
 
+def _is_sparse(V: torch.Tensor) -> bool:
+    """Whether enough of its numbers are zero to be pruned, and not all."""
+    zeros = float((V == 0).float().mean())
+    return _SPARSE < zeros < 0.98
+
+
 def stored_error(W: torch.Tensor, V: torch.Tensor) -> float:
     """What the storage of V explains of ‖V − W‖ / ‖W‖, read from V itself: its step of rounding, and its zeros.
 
-    In blocks of 16 numbers in a row the smallest gap between two different ones is the step s, and rounding to a grid
-    of step s has a mean square of s²/12. Numbers that are zero in V alone were pruned. 2,048 blocks are read.
+    In blocks of 16 numbers in a row, or in a column if it is more there, the smallest gap between two different ones is
+    the step s, and rounding to a grid of step s has a mean square of s²/12. Numbers that are zero in V alone were
+    pruned. 2,048 blocks are read each way.
     """
-    width = 16
-    n = W.shape[1] // width * width
-    if n == 0 or W.shape[1] == 1:
+    return max(_stored_in(W, V), _stored_in(W.T, V.T)) if W.shape[1] > 1 else 0.0
+
+
+def _stored_in(W: torch.Tensor, V: torch.Tensor) -> float:
+    count = V.shape[1] // _WIDTH
+    if count == 0:
         return 0.0
-    w, v = (tensor[:, :n].reshape(-1, width) for tensor in (W, V))
-    chosen = torch.linspace(0, len(w) - 1, min(_SAMPLED, len(w)), dtype=torch.float64).long()
-    w, v = w[chosen], v[chosen]
+    chosen = torch.linspace(0, len(V) * count - 1, min(_SAMPLED, len(V) * count), dtype=torch.float64).long()
+    columns = (chosen % count * _WIDTH).unsqueeze(1) + torch.arange(_WIDTH)
+    rows = (chosen // count).unsqueeze(1)
+    w, v = W[rows, columns], V[rows, columns]
     gaps = v.sort(1).values.diff(dim=1)
     steps = gaps.where(gaps > 1e-6 * v.abs().amax(1, keepdim=True), torch.inf).amin(1)
     steps = steps.where(steps.isfinite(), torch.zeros(()))
-    zero = v == 0
-    pruned = w.where(zero & (w.abs() > steps.unsqueeze(1)), torch.zeros(())).square().sum()
-    pruned *= float(zero.float().mean()) > _SPARSE
+    pruned = w.where((v == 0) & (w.abs() > steps.unsqueeze(1)), torch.zeros(())).square().sum() * _is_sparse(v)
     size = w.square().sum().clamp_min(1e-30)
-    return float((((steps.square() * (width / 12)).sum() + pruned) / size).sqrt())
+    return float((((steps.square() * (_WIDTH / 12)).sum() + pruned) / size).sqrt())

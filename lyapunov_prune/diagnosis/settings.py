@@ -14,7 +14,7 @@ from lyapunov_prune.diagnosis.finding import Finding
 from lyapunov_prune.diagnosis.sides import Sides
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.from_folder import quiet
-from lyapunov_prune.models.settings import forward_settings
+from lyapunov_prune.models.settings import FIRST_LAYERS, INDEX_LISTS, LAST_LAYERS, forward_settings
 from lyapunov_prune.models.tokenizers import chat_text, token_ids
 from lyapunov_prune.results.result import differing
 
@@ -32,12 +32,14 @@ def changed_settings(sides: Sides) -> dict[str, str]:
     Settings that only one config has do not count, nor do lists over layers if layers were removed.
     """
     mine, theirs = (forward_settings(side.model) for side in (sides.dense, sides.file))
+    removed = len(sides.layers) < sides.dense.structure.num_layers
     told: dict[str, list[str]] = {}
     for name, a, b in differing(mine, theirs):
         outer, _, inner = name.partition(".")
         if isinstance(getattr(sides.file.model.config, outer, None), type(sides.file.model.config)):
             outer = name
-        listed = isinstance(a, list) and isinstance(b, list) and len(a) != len(b)
+        counts = name in (*INDEX_LISTS, *FIRST_LAYERS, *LAST_LAYERS)
+        listed = (counts and removed) or (isinstance(a, list) and isinstance(b, list) and len(a) != len(b))
         if not (_ELSEWHERE.fullmatch(name.rpartition(".")[2]) or listed):
             told.setdefault(outer, []).append(f"`{inner or outer}` of FILE is {_short(b)}, that of DENSE {_short(a)}")
     return {name: "; ".join(parts) for name, parts in told.items()}
