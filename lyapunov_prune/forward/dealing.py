@@ -43,7 +43,8 @@ def dealt(reading: Reading, batch_size: int, measure: Callable[[int, torch.Tenso
 def shared_out(reading: Reading, items: Sequence[A], measure: Callable[[A], T], description: str) -> list[T]:
     """`measure` of every one of `items`, in their order, in every process; each is measured by one of them.
 
-    A LyapunovPruneError of `measure` is raised in every process: that of the first item, as by one process alone.
+    A bar says how far they are, unless `description` is empty. A LyapunovPruneError of `measure` is raised in every
+    process: that of the first item, as by one process alone.
     Raises LyapunovPruneError in every process if they have other models or texts, or are at another measurement.
     """
     among = sharing(reading.model)
@@ -93,7 +94,7 @@ def summed(model: PreTrainedModel, *sums: np.ndarray | torch.Tensor) -> None:
 
 def _tracked(items: Sequence[A], description: str) -> Iterable[A]:
     """`items` under a bar, but for a single one, which has nothing to show."""
-    return track(items, description) if len(items) > 1 else items
+    return track(items, description) if description and len(items) > 1 else items
 
 
 def _about(reading: Reading) -> list[object]:

@@ -38,7 +38,7 @@ class Sums:
         self.rm = torch.zeros_like(self.mm)
         self.m = torch.zeros_like(self.mm[0])
         self.r = torch.zeros_like(self.m)
-        self.weight = 0.0
+        self.weight = torch.zeros_like(self.m[0])
 
     def add(self, m: torch.Tensor, r: torch.Tensor, weight: torch.Tensor) -> None:
         """Add tokens × width of m and r, float64; `weight` (tokens,) is the weight of each token."""
@@ -47,7 +47,7 @@ class Sums:
         self.rm += (w * r).T @ m
         self.m += (w * m).sum(0)
         self.r += (w * r).sum(0)
-        self.weight += float(weight.sum())
+        self.weight += weight.sum()
 
     def __add__(self, other: Sums) -> Sums:
         found = Sums(len(self.m), self.m.device)

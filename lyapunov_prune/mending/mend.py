@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.dealing import summed
 from lyapunov_prune.forward.hooks import hidden_of, with_hidden
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift, require_numbers
@@ -23,6 +24,7 @@ from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.decoder import Model, in_memory, model_of
 from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.launched import from_each, sharing
 from lyapunov_prune.models.plain import require_weights
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
@@ -145,14 +147,22 @@ def _width(reading: Reading) -> int:
 
 
 class _Walks:
-    """The windows on their way through the dense model and through the mended one."""
+    """The windows on their way through the dense model and through the mended one.
+
+    Processes of `accelerate launch` take a share each, and add their sums, if there is a held-out window for each.
+    """
 
     def __init__(
         self, reading: Reading, removed: tuple[int, ...], fitted: list[torch.Tensor], held: list[torch.Tensor]
     ) -> None:
         self.reading, self.removed = reading, removed
         self.prefix, self.scorer = reading.prefix, reading.scorer
-        self.fitted, self.held = (_Both(_Walk(reading, some), _Walk(reading, some)) for some in (fitted, held))
+        among = sharing(reading.model)
+        self._shared = among is not None and len(held) >= among.num_processes
+        mine = slice(among.process_index, None, among.num_processes) if among and self._shared else slice(None)
+        self.fitted, self.held = (
+            _Both(_Walk(reading, some[mine]), _Walk(reading, some[mine])) for some in (fitted, held)
+        )
 
     def sums(self, some: _Both, place: Place, mends: Sequence[Mend], before: int, behind: int) -> Sums:
         """Sums for the layer before boundary `before`, whose state should become the dense one at boundary `behind`."""
@@ -174,6 +184,8 @@ class _Walks:
                 sums = sums or Sums(m.shape[-1], m.device)
                 sums.add(m, (y - h) / place.scale, y.square().sum(-1).clamp_min(1e-300).rsqrt())
         assert sums is not None
+        if self._shared:
+            summed(self.reading.model, *vars(sums).values())
         return sums
 
     def loss(self, mends: Sequence[Mend], layer: int) -> float:
@@ -184,7 +196,9 @@ class _Walks:
         for ids, start in zip(held.windows, held.states, strict=True):
             with self._cut(mends), self.prefix.entered(begin, start if begin else torch.empty(0)):
                 losses += self.scorer(ids)[0]
-        return float(np.mean(losses))
+        each = from_each(self.reading.model, losses) if self._shared else [losses]
+        in_order = [loss for some in zip_longest(*each) for loss in some if loss is not None]
+        return float(np.mean(in_order))
 
     def _cut(self, mends: Sequence[Mend]) -> AbstractContextManager[Any]:
         stack = ExitStack()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 
 import torch
@@ -11,13 +11,18 @@ from lyapunov_prune.linalg import lift
 
 
 class Reference:
-    """The states to compare with: one tensor (… × d) per batch of windows, any float dtype."""
+    """The states to compare with: one tensor (… × d) per batch of windows, any float dtype.
 
-    def __init__(self, states: Sequence[torch.Tensor]) -> None:
-        self.states = [s.flatten(0, -2) for s in states]
-        self.tokens = sum(map(len, self.states))
-        self.mean = _sum(lift(x).sum(0) for x in self.states) / self.tokens
-        self.size = _norm(_sum(self._centred(x).T @ self._centred(x) for x in self.states))
+    `add` adds a sum over the processes that share the windows, in place.
+    """
+
+    def __init__(
+        self, states: Sequence[torch.Tensor], add: Callable[[torch.Tensor], None] = lambda total: None
+    ) -> None:
+        self.states, self.add = [s.flatten(0, -2) for s in states], add
+        self.tokens = self._sum(torch.tensor(len(x), dtype=torch.float64) for x in self.states).item()
+        self.mean = self._sum(lift(x).sum(0) for x in self.states) / self.tokens
+        self.size = _norm(self._sum(self._centred(x).T @ self._centred(x) for x in self.states))
 
     def drift(self, states: Sequence[torch.Tensor]) -> float:
         """`1 − CKA` with `CKA = ‖XᵀY‖_F² / (‖XᵀX‖_F ‖YᵀY‖_F)` of centred X (the reference) and Y (tokens × d).
@@ -27,18 +32,19 @@ class Reference:
         """
         flat = [lift(s.flatten(0, -2)) for s in states]
         # Y is centred at the end by its sums; the cross term needs no correction, because X is centred.
-        cross = _sum(self._centred(x).T @ y for x, y in zip(self.states, flat, strict=True))
-        mean = _sum(y.sum(0) for y in flat) / self.tokens
-        own = _sum(y.T @ y for y in flat) - self.tokens * torch.outer(mean, mean)
+        cross = self._sum(self._centred(x).T @ y for x, y in zip(self.states, flat, strict=True))
+        mean = self._sum(y.sum(0) for y in flat) / self.tokens
+        own = self._sum(y.T @ y for y in flat) - self.tokens * torch.outer(mean, mean)
         size = self.size * _norm(own)
         return 1 - _norm(cross) ** 2 / size if size != 0 else float("nan")
 
     def _centred(self, x: torch.Tensor) -> torch.Tensor:
         return lift(x) - self.mean
 
-
-def _sum(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    return reduce(torch.add, tensors)
+    def _sum(self, terms: Iterable[torch.Tensor]) -> torch.Tensor:
+        total = reduce(torch.add, terms)
+        self.add(total)
+        return total
 
 
 def _norm(A: torch.Tensor) -> float:

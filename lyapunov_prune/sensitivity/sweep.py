@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,12 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.evaluation.perplexity import require_finite_losses
+from lyapunov_prune.forward.dealing import shared_out, summed
 from lyapunov_prune.forward.hooks import residual_stream
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.models.decoder import Model, in_memory
-from lyapunov_prune.models.launched import alone, processes_of, require_alike
+from lyapunov_prune.models.launched import alone, processes_of, require_alike, sharing
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
@@ -59,8 +61,8 @@ class Sweep:
     × tokens × width).
 
     Finished jobs are kept in `folder` and not measured again if the model, the text and `also` (what the changes depend
-    on) are the same. Under `accelerate launch` every
-    process takes its share of each `run`, and all receive all results.
+    on) are the same. Under `accelerate launch` every process takes its share of the jobs of each `run`, or of the
+    windows if the jobs are fewer than the processes, and all receive all results.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Sweep:
         for others in gather_object([self._store.items()]):  # all processes must split the same list
             self._store.learn(others)
         self._ids = self.reading.windows(batch_size)
-        self._ready = False
+        self._windows = range(0)  # the batches of which this process holds the dense states
 
     def __enter__(self) -> Sweep:
         return self
@@ -102,9 +104,11 @@ class Sweep:
         """
         wanted = {job.key: job for job in [Job(DENSE, 0), *jobs]}
         pending = sorted((job for key, job in wanted.items() if key not in self._store), key=lambda job: job.first)
-        mine = pending[self._processes.process_index :: self._processes.num_processes]
+        count = self._processes.num_processes
+        many = len(pending) >= count or len(self._ids) < count
+        mine = pending[self._processes.process_index :: count] if many else pending
         if mine:
-            with alone():
+            with alone() if many else nullcontext():
                 in_eval_mode(self._measure_all)(self.reading.model, mine, description)
         outcomes = {job.key: self._store[job.key] for job in mine}
         for others in gather_object([outcomes]):
@@ -118,17 +122,20 @@ class Sweep:
             self._store.add(job.key, encode(self._measure(job)))
 
     def _prepare(self) -> None:
-        """Losses and final states of the dense model, once per process, before its first job."""
-        if self._ready:
+        """Losses and final states of the dense model on the windows of this process, before its first job on them."""
+        mine, among = range(len(self._ids)), sharing(self.reading.model)
+        if among is not None:
+            mine = mine[among.process_index :: among.num_processes]
+        if mine == self._windows:
             return
         self._prefix, self._scorer = self.reading.prefix, self.reading.scorer
         self._states: dict[int, list[torch.Tensor]] = {entry: [] for entry in self._prefix.entries}
         with residual_stream(self.reading.structure, self._keep, one_state=False, every_layer=False):
             losses, finals = self._score(0)
         require_finite_losses(self.reading, losses)
-        self._reference = Reference(finals)
+        self._reference = Reference(finals, partial(summed, self.reading.model))
         self._dense = Outcome(losses, self._reference.drift(finals))
-        self._ready = True
+        self._windows = mine
 
     def _keep(self, boundary: int, hidden: torch.Tensor) -> None:
         if boundary in self._states:
@@ -142,14 +149,18 @@ class Sweep:
         return Outcome(losses, self._reference.drift(finals))
 
     def _score(self, at: int) -> tuple[np.ndarray, list[torch.Tensor]]:
-        losses: list[float] = []
+        """The loss of every window, and the final states of those that this process scored."""
         finals: list[torch.Tensor] = []
-        for window, ids in enumerate(self._ids):
-            with self._prefix.entered(at, self._states[at][window]) if at else nullcontext():
-                loss, final = self._scorer(ids)
-            losses += loss
+
+        def score(number: int) -> list[float]:
+            state = self._states[at][self._windows.index(number)] if at else torch.empty(0)
+            with self._prefix.entered(at, state) if at else nullcontext():
+                losses, final = self._scorer(self._ids[number])
             finals.append(final)
-        return np.array(losses), finals
+            return losses
+
+        each = shared_out(self.reading, range(len(self._ids)), score, "")
+        return np.array([loss for losses in each for loss in losses]), finals
 
     @contextmanager
     def _changed(self, job: Job) -> Iterator[None]:

@@ -36,6 +36,7 @@ from lyapunov_prune.ranking.angular import angular_distance
 from lyapunov_prune.ranking.best import best_removal
 from lyapunov_prune.ranking.oracle import greedy_removal
 from lyapunov_prune.results.encoding import encode
+from lyapunov_prune.sensitivity.sweep import Job, Sweep
 
 SCRIPT = """
 import sys
@@ -46,7 +47,8 @@ launched({folder!r})
 # Relative, where sums of each process are added.
 SUMMED = {
     **dict.fromkeys(("expert use", "norms", "explain"), 1e-12),
-    "gptq": 1e-5,  # solved in float64, rounded to float32
+    **dict.fromkeys(("gptq", "best, mended"), 1e-5),  # solved in float64, rounded to float32
+    "sweep of a layer": 1e-9,  # 1 − CKA
     "fisher": 1e-4,  # summed in float32
 }
 FAULTY = ("perplexity", "influence", "norms")
@@ -95,6 +97,7 @@ def measured(folder: Path) -> dict[str, Callable[[], Any]]:
         "hierarchy": lambda: lp.probe_layers(model, prompts, change=other, steps=3, batch_size=2),
         "best": lambda: best_removal(model, text(16), 2, folder=folder),
         "best, mended": lambda: best_removal(model, text(32), 1, mend=True, judge=text(9), folder=folder),
+        "sweep of a layer": lambda: Sweep(model, ids, folder=folder).run([Job("without", 2, remove=(2,))]),
         "oracle": lambda: greedy_removal(model, ids, 2, folder=folder).losses,
     }
 
