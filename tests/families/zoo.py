@@ -7,6 +7,7 @@ know: sizes with other names, and the switches that make a family mix all of its
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -305,6 +306,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ZOO: tuple[str, ...] = tuple(sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]))
 
+# Families without a row of their own whose layers hold the matrices of the first, by name and by kind of module.
+_ALIKE = """
+bart: bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr whisper
+bert: bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm
+bert: roc_bert roformer xlm-roberta xlm-roberta-xl
+llama: bitnet cohere cohere2 cohere_compass_text cwm emu3 ernie4_5 exaone4 gemma gemma2 gemma3_text granite granite_swa
+llama: helium hunyuan_v1_dense hyperclovax internlm3 iquestcoder ministral ministral3 mistral olmo olmo2 olmo3 qwen2
+llama: qwen3 seed_oss smollm3 stablelm vaultgemma
+nemotron: apertus arcee jais2
+opt: biogpt xglm
+"""
+ALIKE = {
+    name: first for line in _ALIKE.strip().splitlines() for first, names in [line.split(": ")] for name in names.split()
+}
+
 
 def each_by_itself(names: Iterable[str]) -> list[Any]:
     """A parameter a decoder. All tests of one run in one process, which saves it once (`saved` in conftest.py)."""
@@ -313,6 +329,13 @@ def each_by_itself(names: Iterable[str]) -> list[Any]:
 
 def model_type_of(name: str) -> str:
     return VARIANTS[name][0] if name in VARIANTS else name
+
+
+def matrices_of(model: PreTrainedModel) -> set[tuple[str, str]]:
+    """The names of the parameters of its layers that have more than one dimension, and the classes that hold them."""
+    inside = ((name, p) for name, p in model.named_parameters() if p.ndim > 1 and re.search(r"\.\d+\.", name))
+    split = ((re.split(r"\.\d+\.", name, maxsplit=1)[1], name.rpartition(".")[0]) for name, _ in inside)
+    return {(within, type(model.get_submodule(path)).__name__) for within, path in split}
 
 
 def make_zoo(name: str, seed: int = 0) -> PreTrainedModel:
