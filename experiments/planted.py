@@ -17,6 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from lyapunov_prune.models.ggml import Kind, dequantised, fits, quantised
+
 WIDTH, INNER, HEAD, LAYERS = 64, 128, 16, 5
 _SIZES = {
     "vocab_size": 259,
@@ -266,6 +268,19 @@ def planted(model: PreTrainedModel, fault: Fault) -> tuple[PreTrainedModel, list
         built.load_state_dict(made.state_dict())
         made = built
     return made, touched
+
+
+def rounded(model: PreTrainedModel, kind: str = "Q4_0") -> PreTrainedModel:
+    """A copy with every matrix in blocks of this type, in Q8_0 or 16 bits where rows are not whole blocks."""
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim < 2:
+                continue
+            values = parameter.reshape(-1, parameter.shape[-1]).numpy()
+            best = next(k for k in (Kind[kind], Kind.Q8_0, Kind.F16) if fits(k, values.shape[1]))
+            parameter.copy_(torch.from_numpy(dequantised(quantised(values, best), best).reshape(parameter.shape)))
+    return made
 
 
 def trained(model: PreTrainedModel, some: str = "", steps: int = 20, rate: float = 1e-3) -> PreTrainedModel:

@@ -1,0 +1,81 @@
+"""Every planted fault is named by kind and tensor in a file that is rounded to 4 bits otherwise; good files raise none."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import lyapunov_prune as lp
+from experiments.planted import FAMILIES, FAULTS, Fault, averaged, planted, rounded, tiny, trained, with_adapters
+from lyapunov_prune.diagnosis.diagnose import diagnose
+from lyapunov_prune.diagnosis.finding import Diagnosis
+
+IDS = torch.randint(3, 250, (1, 48), generator=torch.Generator().manual_seed(0))
+
+
+def named(found: Diagnosis, fault: Fault, touched: list[str]) -> bool:
+    right = [finding for finding in found.findings if finding.kind in fault.kinds]
+    tensors = {name for finding in right for name in finding.tensors}
+    return bool(right) and tensors >= set(touched) and len(right) == len(found.findings)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_named_by_kind_and_tensor(fault: Fault) -> None:
+    family = fault.families[FAULTS.index(fault) % len(fault.families)]
+    model = tiny(family)
+    broken, touched = planted(model, fault)
+    found = diagnose(model, rounded(broken), IDS)
+    assert named(found, fault, touched), found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_honest_file_raises_no_alarm(family: str) -> None:
+    model = tiny(family)
+    part = ("proj",) if family in ("phi3", "gpt2") else ("q_proj", "v_proj")
+    learnt, adapted = trained(model), with_adapters(model, 0.1, part)
+    honest: dict[str, PreTrainedModel] = {
+        "4 bits": rounded(model),
+        "8 bits": rounded(model, "Q8_0"),
+        "4 bits on another grid": rounded(model, "IQ4_NL"),
+        "bfloat16": rounded(model, "BF16"),
+        "healed": rounded(learnt),
+        "its upper layers trained": trained(model, r"\.[34]\."),
+        "adapters merged": rounded(adapted),
+        "merged": averaged(model, [learnt, adapted]),
+        "pruned by magnitude": lp.compress(model, method="magnitude", sparsity=0.5).model,
+        "low rank": lp.compress(model, method="svd", rank=16).model,
+        "3 bits": lp.compress(model, method="rtn", bits=3).model,
+    }
+    for what, file in honest.items():
+        assert not diagnose(model, file, IDS).findings, what
+    if family != "gpt2":
+        assert not diagnose(model, rounded(lp.remove_layers(model, [2])), IDS, kept=(0, 1, 3, 4)).findings
+
+
+def test_the_share_is_that_of_the_error_and_the_model_is_as_before() -> None:
+    """Everything that differs is restored, so nothing is left; the file keeps its numbers."""
+    model = tiny("llama")
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.model.layers[1].mlp.down_proj.weight.neg_()
+    before = {name: tensor.clone() for name, tensor in broken.state_dict().items()}
+    (finding,) = diagnose(model, broken, IDS).findings
+    assert finding.share == pytest.approx(1.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in broken.state_dict().items())
+
+
+def test_two_models_that_are_equal_but_for_their_dtype_hold_the_same_numbers() -> None:
+    model = tiny("llama").bfloat16()
+    found = diagnose(model, copy.deepcopy(model).float(), IDS)
+    assert not found.findings
+    assert "exactly" in found.storage
+    assert "bfloat16" in found.storage
+
+
+def test_the_coarser_one_of_two_is_known() -> None:
+    model = tiny("llama")
+    assert diagnose(rounded(model), model).coarser
+    assert not diagnose(model, rounded(model)).coarser
