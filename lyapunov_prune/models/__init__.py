@@ -26,8 +26,8 @@
   `sharing`: two models with equal weights share their memory, and which layers share parameters;
 - `compact`, `modeling_compact`: models without some attentions or with merged blocks;
 - `recurrence`: the states that layers carry from token to token, in a cache or in modules;
-- `pictures`: models that look at images, and prompts with one;
 - `engines`: what serving engines would do wrong with its layers;
+- `pictures`: models that look at images, and prompts with one;
 - `settings`, `adaptations`, `held_together`, `families`: what removing layers requires of a config and a family.
 
 A new family usually needs nothing. If the gate refuses it, add its row to `families` and its rule to `adaptations`, or

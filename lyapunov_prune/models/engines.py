@@ -15,12 +15,9 @@ from typing import Any
 
 from lyapunov_prune.models.compact import PREFIX
 from lyapunov_prune.models.folder import read_config
-from lyapunov_prune.models.gguf_header import Header, read_header
-from lyapunov_prune.models.gguf_layers import wrong_arrays
+from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.structure import LAYER_COUNTS
-from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import LINES, Result
 
 ALL = ""  # every family
 _QWEN_WINDOWS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -30,12 +27,11 @@ _LLAMA4 = ("llama4", "llama4_text")
 
 @dataclass(frozen=True)
 class Told:
-    """What a checkpoint says about its layers: the text config of a folder, or the header of a GGUF file."""
+    """What a checkpoint says about its layers: the text config of a folder; None for a GGUF file."""
 
     family: str
     layers: int
     config: Any = None
-    header: Header | None = None
 
     def full(self) -> list[bool]:
         """For each layer, whether it attends to all tokens; True if the config does not tell kinds of layers apart."""
@@ -114,10 +110,6 @@ def _scaled(told: Told, depth: int) -> str:
     return "" if real == width else f"a scale of 1/√{width} in place of 1/√{real}, by the {told.layers} layers"
 
 
-def _long_arrays(told: Told) -> str:
-    return ", ".join(wrong_arrays(told.header)) if told.header is not None else ""
-
-
 def _compact(told: Told) -> str:
     kind = str(getattr(told.config, "model_type", ""))
     return f"{kind} has code of its own" if kind.startswith(PREFIX) else ""
@@ -184,14 +176,6 @@ SHORT_CUTS = (
         periodic=False,
     ),
     ShortCut(
-        "llama.cpp",
-        (ALL,),
-        "does not load arrays of another length than the number of layers",
-        f"{_LLAMA_CPP}#27976",
-        _long_arrays,
-        periodic=False,
-    ),
-    ShortCut(
         "Megatron-Bridge",
         (*_QWEN_HYBRID, "qwen3_next"),
         "takes one interval of attention for all layers, and imports weights into layers of the other kind",
@@ -216,64 +200,20 @@ SHORT_CUTS = (
 )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """An assumption that a checkpoint violates: the engine, what it would do, `where`, the thread, and the remedy."""
+def short_cuts_of(name: str) -> list[tuple[ShortCut, str]]:
+    """The rows of `SHORT_CUTS` that the checkpoint `name` trips, each with the layers; no weights are read.
 
-    engine: str
-    does: str
-    where: str
-    thread: str
-    helps: str
-
-
-@dataclass(frozen=True)
-class EngineCheck(Result):
-    """The engine assumptions that the checkpoint `model` violates, out of `known` ones."""
-
-    model: str
-    findings: tuple[Finding, ...]
-    known: int
-
-    @property
-    def passed(self) -> bool:
-        return not self.findings
-
-    def to_frame(self) -> pd.DataFrame:
-        rows = [(f.engine, f.does, f.where, f.thread, f.helps) for f in self.findings]
-        return pd.DataFrame(rows, columns=["engine", "would", "where", "thread", "helps"])
-
-    def headline(self) -> str:
-        if self.passed:
-            return f"{self.model} violates none of {self.known} known engine assumptions; no engine was run"
-        return f"{self.model} violates {len(self.findings)} of {self.known} known engine assumptions"
-
-    def answer(self) -> list[str]:
-        lines = [f"{self.headline()}."]
-        for f in self.findings:
-            lines.append(f"{f.engine} {f.does}: {f.where} ({f.thread}){f'; {f.helps}' if f.helps else ''}.")
-        return lines[:LINES]
-
-
-def check_engines(name: str) -> EngineCheck:
-    """Compare the layers that the checkpoint `name` describes with `SHORT_CUTS`; no weights are read.
-
-    `name` is a folder, a hub id or a GGUF file; raises LyapunovPruneError for anything else.
+    `name` is a folder or a GGUF file; raises LyapunovPruneError for anything else.
     """
     told = _told(name)
-    findings = []
-    for row in SHORT_CUTS:
-        where = row.trips(told) if ALL in row.families or told.family in row.families else ""
-        if where:
-            helps = "prune --layers keeps the pattern where whole periods go" if row.periodic else ""
-            findings.append(Finding(row.engine, row.does, where, row.thread, helps))
-    return EngineCheck(name, tuple(findings), len(SHORT_CUTS))
+    found = [(row, row.trips(told)) for row in SHORT_CUTS if ALL in row.families or told.family in row.families]
+    return [(row, where) for row, where in found if where]
 
 
 def _told(name: str) -> Told:
     if name.endswith(".gguf"):
         header = read_header(Path(name))
-        return Told(header.architecture, header.layers, header=header)
+        return Told(header.architecture, header.layers)
     config = read_config(checkpoint_folder(name))
     text = config.get_text_config(decoder=True)
     layers = next((n for count in LAYER_COUNTS if (n := getattr(text, count, None))), 0)

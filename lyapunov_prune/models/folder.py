@@ -172,7 +172,8 @@ def _require_safetensors(folder: Path, named: str | None) -> None:
         raise LyapunovPruneError(f"{folder} holds {what}")
     for file in files:
         what = f"{file} is truncated or corrupt"
-        with reported(what, "fetch it again", SafetensorError, OSError), safe_open(file, framework="pt"):
+        remedy = f"lyapunov-prune check {folder} lists what is wrong"
+        with reported(what, remedy, SafetensorError, OSError), safe_open(file, framework="pt"):
             pass  # opening reads the header and compares it with the file's size
     require_indexed(folder, named)
 

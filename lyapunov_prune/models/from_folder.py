@@ -153,7 +153,9 @@ def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], 
     elif is_compact(model) and info["unexpected_keys"]:  # the config is wrong about what was removed
         why = f"holds {sorted(info['unexpected_keys'])[0]}, which its config cuts out"
     if why:
-        raise LyapunovPruneError(f"{where} {why}; give a complete checkpoint, or {wanted}")
+        raise LyapunovPruneError(
+            f"{where} {why}; lyapunov-prune check {where} lists what is wrong; give a complete checkpoint, or {wanted}"
+        )
     _tell_of_code(model, where)
     return model
 

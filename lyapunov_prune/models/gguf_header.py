@@ -142,12 +142,13 @@ class Header:
         return int(told)
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path, *, whole: bool = True) -> Header:
     """Read the header of the GGUF file `path`, or of all parts if it is split.
 
-    Raises LyapunovPruneError for a file that cannot be read, is not GGUF, is truncated, or lacks a part.
+    Raises LyapunovPruneError for a file that cannot be read, is not GGUF, is truncated, or lacks a part. If not
+    `whole`, tensors may lie beyond the end of the file.
     """
-    first = _read_one(path)
+    first = _read_one(path, whole)
     count = first.read("split.count") or 1
     if count == 1:
         return first
@@ -157,21 +158,23 @@ def read_header(path: Path) -> Header:
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise LyapunovPruneError(f"{path} is one of {count} parts and {missing[0]} is not beside it; fetch it")
-    headers = [first if part == path else _read_one(part) for part in parts]
+    headers = [first if part == path else _read_one(part, whole) for part in parts]
     values = {key: value for key, value in headers[0].values.items() if key not in SPLIT}
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
     _require_distinct(path, [tensor.name for tensor in tensors])
     return Header(path, tuple(parts), values, tensors, headers[0].alignment)
 
 
-def _read_one(path: Path) -> Header:
+def _read_one(path: Path, whole: bool) -> Header:
     require_file(path)
     with reported(f"cannot read {path}", "check the path and its permissions"):
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _parsed(path, data)
+                return _parsed(path, data, whole)
         except (ValueError, KeyError, struct.error, OverflowError):  # mmap raises ValueError for an empty file
-            raise LyapunovPruneError(f"{path} is truncated or not a GGUF file; fetch it again") from None
+            raise LyapunovPruneError(
+                f"{path} is truncated or not a GGUF file; lyapunov-prune check {path} lists what is wrong"
+            ) from None
 
 
 def _require(sound: bool) -> None:
@@ -179,7 +182,7 @@ def _require(sound: bool) -> None:
         raise ValueError
 
 
-def _parsed(path: Path, data: mmap.mmap) -> Header:
+def _parsed(path: Path, data: mmap.mmap, whole: bool) -> Header:
     version, count, keys = struct.unpack_from("<IQQ", data, 4)
     _require(data[:4] == MAGIC and version in _VERSIONS)
     at, values = 24, {}
@@ -207,7 +210,7 @@ def _parsed(path: Path, data: mmap.mmap) -> Header:
         size = _size(kind, dims)
         if size is None:
             size = room
-        _require(0 <= size <= room)
+        _require(0 <= size <= room or not whole)
         tensors.append(Tensor(name, tuple(dims), kind, path, start + offset, size))
     _require_distinct(path, [tensor.name for tensor in tensors])
     return Header(path, (path,), values, tuple(tensors), alignment)

@@ -76,8 +76,8 @@ def require_indexed(folder: Path, named: str | None) -> None:
         for key in names:
             if meant.get(key, path.name) != path.name:
                 raise LyapunovPruneError(
-                    f"{path} holds {key}, which the index gives to {meant[key]}; fetch both files again, or remove "
-                    "the copy that is not meant"
+                    f"{path} holds {key}, which the index gives to {meant[key]}; lyapunov-prune check {folder} "
+                    "lists what is wrong"
                 )
 
 
@@ -130,8 +130,8 @@ def require_every_layer(where: Path, layers: Any, found: Collection[int | None])
     """Raise LyapunovPruneError unless tensors of all of the `layers` (a number) are `found` in the checkpoint."""
     if not isinstance(layers, int) or set(found) != set(range(layers)):
         raise LyapunovPruneError(
-            f"{where} says that it has {layers} layers and holds tensors of {len(found)}; fetch what is missing, or "
-            "correct the number"
+            f"{where} says that it has {layers} layers and holds tensors of {len(found)}; lyapunov-prune check {where} "
+            "lists what is wrong"
         )
 
 
@@ -142,7 +142,7 @@ def _inside(folder: Path, name: Any, suffix: str = ".safetensors") -> Path:
     elif Path(name).name != name:  # compared by name: in the hub's cache every file is a link to another place
         why = "which is not a file of that folder; move it there"
     elif not (folder / name).is_file():
-        why = "and lacks it; fetch it again"
+        why = f"and lacks it; lyapunov-prune check {folder} lists what is wrong"
     if why:
         raise LyapunovPruneError(f"{folder} names {name} as weights, {why}")
     return folder / name

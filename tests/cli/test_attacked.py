@@ -62,7 +62,7 @@ COMMANDS = {
     ),
     "compress --max-kl": ("compress", "tiny", "--method", "wanda", "--max-kl", "0.1", *MEASURED),
     "pack": (*PACK, "--bits", "4"),
-    "check": ("check", "tiny", *MEASURED),
+    "check": ("check", "tiny", "--bounds", *MEASURED),
     "sensitivity": ("sensitivity", "tiny", "--study", "layer", *MEASURED),
     "hierarchy": ("hierarchy", "tiny", "--new-tokens", "2", *MEASURED),
 }

@@ -45,7 +45,7 @@ def test_what_compress_packed_is_explained(run: Any) -> None:
     assert (found.matrices.error > 0).all()
 
 
-def test_packed_weights_are_explained_a_layer_at_a_time(run: Any) -> None:
+def test_packed_weights_are_explained_a_layer_at_a_time(run: Any, reader: PreTrainedModel) -> None:
     packed = ["--method", "rtn", "--bits", "4", "--format", "packed"]
     assert run("compress", "tiny", *packed, "-o", "packed").code == 0
     whole = explained(run, "tiny", "packed")
@@ -56,7 +56,7 @@ def test_packed_weights_are_explained_a_layer_at_a_time(run: Any) -> None:
     np.testing.assert_allclose(found.kl_only, whole.kl_only, rtol=1e-3, atol=1e-7)
     np.testing.assert_allclose(found.kl_but, whole.kl_but, rtol=1e-3, atol=1e-7)
     assert found.matrices is not None
-    Path("model.gguf").touch()
+    write_gguf(reader, Path("model.gguf"))
     told = run("explain", "tiny", "model.gguf", "--device", "disk", *FEW)
     assert (told.code, "safetensors" in told.err) == (2, True), told
 

@@ -216,7 +216,7 @@ def test_a_model_s_name_is_no_mathematics(checkpoint: Path, run: Callable[..., D
 OTHERS = {
     "profile": ["profile", "tiny"],
     "eval": ["eval", "tiny"],
-    "check": ["check", "tiny"],
+    "check": ["check", "tiny", "--bounds"],
     "sensitivity": ["sensitivity", "tiny"],
     "hierarchy": ["hierarchy", "tiny"],
     "explain": ["explain", "tiny", "tiny"],

@@ -201,7 +201,13 @@ NEVER = {
     float: ("nan", "inf", "-inf", "1e999", "x"),
     int: ("nan", "inf", "1.5", "1e3", str(2**53 + 1), str(10**30), str(-(10**30))),
 }
-ARGUMENTS = {"profile": ["tiny"], "rank": ["tiny"], "eval": ["tiny"], "check": ["tiny"], "sensitivity": ["tiny"]}
+ARGUMENTS = {
+    "profile": ["tiny"],
+    "rank": ["tiny"],
+    "eval": ["tiny"],
+    "check": ["tiny", "--bounds"],
+    "sensitivity": ["tiny"],
+}
 ARGUMENTS |= {name: ["tiny", "-o", "out"] for name in ("prune", "compress", "heal", "joint", "shrink")} | {
     "hierarchy": ["tiny"],
     "explain": ["tiny", "tiny"],

@@ -40,7 +40,7 @@ def test_results_go_to_a_folder_named_after_the_model(run: Callable[..., Done]) 
 
 
 def test_check_writes_every_matrix_and_setting(run: Callable[..., Done]) -> None:
-    done = run("check", "tiny", "-o", "run", "--tokens", "16", "--context", "16")
+    done = run("check", "tiny", "--bounds", "-o", "run", "--tokens", "16", "--context", "16")
     assert (done.code, done.err) == (0, "")
     report = BoundsReport.load("run/bounds.json")
     assert report.checks == 30 * len(report.names)

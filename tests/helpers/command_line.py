@@ -121,6 +121,6 @@ COMMANDS: dict[str, list[str]] = {
     "prune --layers": ["prune", "tiny", "--layers", "1", "-o", "out", *TEXT],
     "compress": ["compress", "tiny", "--sparsity", "0.5", "-o", "out", *TEXT],
     "eval": ["eval", "tiny", *TEXT],
-    "check": ["check", "tiny", *TEXT],
+    "check": ["check", "tiny", "--bounds", *TEXT],
     "sensitivity": ["sensitivity", "tiny", "--study", "layer,removal", *TEXT],
 }

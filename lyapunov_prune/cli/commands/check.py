@@ -1,4 +1,4 @@
-"""The command that checks error bounds, or compares a config with what engines assume."""
+"""The command that says what is wrong with a file, or checks error bounds."""
 
 from __future__ import annotations
 
@@ -14,33 +14,38 @@ from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import CheckFailed
 
-Engines = Annotated[
-    bool, what_option("--engines", help="Only compare the config with known assumptions of inference engines.")
+Bounds = Annotated[
+    bool, what_option("--bounds", help="Check error bounds on a text, with every matrix approximated in thirty ways.")
 ]
 
 
 def check(
     model: Model,
     compressed: Annotated[
-        str | None, checks.MODEL, typer.Argument(help="A model made from MODEL by changing only its matrices.")
+        str | None,
+        checks.MODEL,
+        typer.Argument(
+            help="A model made from MODEL by changing only its matrices: checks the bounds of their errors."
+        ),
     ] = None,
     *,
-    engines: Engines = False,
+    bounds: Bounds = False,
     inputs: RunOptions = RunOptions(tokens=512, context=128),
     given: Given = Given(),
 ) -> None:
-    """Approximate every matrix and check its error bound in every forward pass; writes bounds.json.
+    """Say what is wrong with the file of MODEL, from one pass over its bytes: no forward, however large it is.
 
-    With COMPRESSED its matrices are the approximations, on the inputs that they get in its own forward; without it,
-    thirty settings of sparsity, rank and cache radius are checked. --engines reads no weights: it compares the layers
-    of the checkpoint with what vLLM, SGLang, llama.cpp and others are known to do with them. The exit code is 1 if a
-    bound is violated or an engine would be wrong.
+    Looks for tensors that are missing, broken, constant, doubled or shifted, for shapes and names that config or header
+    deny, for an index, tokenizer or chat template that does not fit; also says what engines would do wrong with its
+    layers. The exit code is 1 if something is wrong with the file.
+
+    With COMPRESSED or --bounds, checks the error bound of every matrix in every forward instead and writes bounds.json:
+    with COMPRESSED its matrices are the approximations, on the inputs that they get in its own forward; with --bounds
+    thirty settings of sparsity, rank and cache radius are checked. The exit code is 1 if a bound is violated.
     """
-    if engines:
-        alone = "applies to bounds, and --engines reads the config alone; leave it out"
-        given.refuse(alone, "compressed")
-        given.refuse_record(alone, RunOptions)
-        _check_engines(model)
+    if compressed is None and not bounds:
+        given.refuse_record("applies to bounds; give --bounds too, or a COMPRESSED", RunOptions)
+        _check_file(model)
         return
 
     inputs.require_loaded("check")
@@ -52,6 +57,7 @@ def check(
     run = begun_run(inputs.output, model, "bounds.json")
     loaded, batch = load_inputs(model, inputs)
     if compressed is not None:
+        given.refuse("checks thirty settings of MODEL; leave it out, or COMPRESSED", "bounds")
         other = inputs.load(compressed)
         reading = read(loaded, batch)
         require_same_ids(loaded.tokenizer, other.tokenizer, (model, compressed), reading.scorer.vocabulary)
@@ -62,14 +68,13 @@ def check(
     require_bounds(result.passed, len(result.violations), written)
 
 
-def _check_engines(model: str) -> None:
-    from lyapunov_prune.models.engines import check_engines
+def _check_file(model: str) -> None:
+    from lyapunov_prune.diagnosis.check_file import check_file
 
-    found = check_engines(model)
-    if found.passed:
-        say(f"{found.headline()}.")
-        return
-    show(found, None)
-    raise CheckFailed(
-        f"{model} violates {len(found.findings)} engine assumptions; compare outputs there before using it"
-    )
+    found = check_file(model)
+    if found.passed and not found.engines:
+        say(found.headline())
+    else:
+        show(found, None)
+    if not found.passed:
+        raise CheckFailed(f"{model} is broken; what to do stands beside each of the {len(found.findings)} faults")

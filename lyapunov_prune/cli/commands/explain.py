@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,9 @@ from lyapunov_prune.cli.inputs import begun_run, conclude, load_inputs, require_
 from lyapunov_prune.cli.options import Model, RunOptions
 from lyapunov_prune.cli.terminal import note, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+
+if TYPE_CHECKING:  # a usage error must not wait for torch
+    from lyapunov_prune.models.decoder import Decoder
 
 
 def explain(
@@ -29,7 +32,7 @@ def explain(
     layer costs at the prediction (KL and perplexity with only this layer compressed, and with all others compressed),
     and for the layers that cost most every matrix with its certified bound. Removed layers are read from the provenance
     of the checkpoint. If the folder of the run has a profile.json, its rho is shown beside. Writes explanation.json.
-    The exit code is 1 if the parts do not add up or a bound is violated.
+    The exit code is 1 if COMPRESSED is too broken to load, the parts do not add up, or a bound is violated.
     """
     from lyapunov_prune.data.unseen import require_unseen
     from lyapunov_prune.diagnosis.diagnose import diagnose
@@ -45,7 +48,7 @@ def explain(
     profile = run / "profile.json"
     known = LayerProfile.load(profile).contraction if profile.is_file() else None
     loaded, batch = load_inputs(dense, inputs, "evaluation")
-    other = inputs.load(compressed)
+    other = _loaded(inputs, compressed)
     for model in (loaded.model, other.model):
         require_unseen(model, batch)
     reading = read(loaded, batch)
@@ -69,3 +72,17 @@ def explain(
         raise CheckFailed(f"the parts of the error do not add up; see {written}")
     violated = 0 if result.matrices is None else len(result.matrices.violations)
     require_bounds(not violated, violated, written)
+
+
+def _loaded(inputs: RunOptions, name: str) -> Decoder:
+    """The model `name`; what is wrong with its file, if that is why it does not load."""
+    try:
+        return inputs.load(name)
+    except LyapunovPruneError:
+        from lyapunov_prune.diagnosis.check_file import check_file
+
+        found = check_file(name)
+        if found.passed:
+            raise
+        show(found, None)
+        raise CheckFailed(f"{name} does not load; what to do stands beside each of its faults") from None

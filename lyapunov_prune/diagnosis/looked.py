@@ -1,0 +1,87 @@
+"""A checkpoint with all that its tests ask of it, and how they name tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lyapunov_prune.diagnosis.expected import Expected
+from lyapunov_prune.diagnosis.packed import Packed
+from lyapunov_prune.diagnosis.statistics import Statistics
+from lyapunov_prune.diagnosis.stored import Part, Stored
+from lyapunov_prune.results.wording import ranges
+
+_NAMED = 3
+_NEIGHBOURS = 3  # layers on either side
+
+
+@dataclass(frozen=True, eq=False)
+class Looked:
+    """A checkpoint, the statistics of its tensors by name, its packed matrices, and what its config says it holds."""
+
+    stored: Stored
+    found: Mapping[str, Statistics]
+    packed: Sequence[Packed]
+    expected: Expected | None
+
+    @cached_property
+    def siblings(self) -> dict[str, list[Statistics]]:
+        """The statistics of the tensors of a role, by layer."""
+        roles: dict[str, list[Statistics]] = {}
+        for each in sorted(self.found.values(), key=lambda each: (each.part.layer or 0, each.part.name)):
+            roles.setdefault(each.part.role, []).append(each)
+        return roles
+
+    @cached_property
+    def matrices(self) -> list[Statistics]:
+        """Tensors of two axes or more, at least 16 wide, whose numbers are read."""
+        return [each for each in self.found.values() if each.rows > 1 and each.part.shape[-1] >= 16 and len(each.known)]
+
+    @cached_property
+    def norms(self) -> dict[str, np.ndarray]:
+        """The sampled weights of norms, as they are used: 1 + w where the family adds the one."""
+        names = {n: False for n in self.found if n.endswith("norm.weight")}  # llama.cpp's names, used as they are
+        if self.expected is not None:
+            names = dict(self.expected.norms or {})
+        return {name: self.found[name].known + names[name] for name in names if name in self.found}
+
+    @property
+    def embedding(self) -> Part | None:
+        """The token embeddings."""
+        ends = ("token_embd.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+        return next((part for name, part in self.stored.parts.items() if name.endswith(ends)), None)
+
+
+def named(parts: Iterable[Part]) -> str:
+    """The tensors in words, those of one role as `blk.20–29.attn_output.weight`."""
+    roles: dict[str, list[Part]] = {}
+    for part in parts:
+        roles.setdefault(part.role, []).append(part)
+    told = [_of_role(role, some) for role, some in roles.items()]
+    more = f" and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
+    return ", ".join(f"`{name}`" for name in told[:_NAMED]) + more
+
+
+def _of_role(role: str, parts: Sequence[Part]) -> str:
+    layers = {part.layer for part in parts} - {None}
+    if len(parts) == 1 or len(layers) != len(parts) or role.count("*") != 1:
+        return parts[0].name if len(parts) == 1 else f"{parts[0].name}` and {len(parts) - 1} of its siblings`"[:-1]
+    return role.replace("*", ranges(sorted(layer for layer in layers if layer is not None)))
+
+
+def far(values: Sequence[float], least: float) -> Iterator[int]:
+    """The places of values that are far from the median of their neighbours, three on either side.
+
+    Far is `least`, and four times what nine in ten of the others are from theirs.
+    """
+    q = np.asarray(values)
+    off = np.array([
+        abs(q[i] - np.median(np.delete(q[max(0, i - _NEIGHBOURS) : i + _NEIGHBOURS + 1], min(i, _NEIGHBOURS))))
+        for i in range(len(q))
+    ]) if len(q) > 4 else np.zeros(len(q))  # fmt: skip
+    for i in np.flatnonzero(off > least):
+        if off[i] > 4 * np.quantile(np.delete(off, i), 0.9):
+            yield int(i)
