@@ -63,8 +63,8 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         if len(own) != 1 or own[0].name != name:
             raise LyapunovPruneError(
                 f"the row {name!r} stands for one {self._kind}, and {file.__name__} defines "
-                f"{' and '.join(found.__name__ for found in own) or 'none'}; define one subclass of the room's base "
-                f"class there, and call the row {name.replace('_', '-')!r}"
+                f"{' and '.join(found.__name__ for found in own) or 'none'}; define one subclass there whose name is "
+                f"{name.replace('_', '-')!r}"
             )
         return cast("type[T]", own[0])
 

@@ -51,7 +51,7 @@ def test_a_class_is_imported_when_it_is_asked_for(rows: Registry[Choice]) -> Non
         ("x = 1", "new", "'new' stands for one thing, and things.new defines none; define one"),
         (PLAIN + PLAIN.replace("Plain", "Other"), "new", "defines Plain and Other; define one"),
         ("from things.plain import Plain", "new", "defines none"),
-        (PLAIN, "new_one", "call the row 'new-one'$"),
+        (PLAIN, "new_one", "whose name is 'new-one'$"),
     ],
     ids=["no class", "two", "another's", "underscore"],
 )

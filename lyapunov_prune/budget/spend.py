@@ -159,7 +159,7 @@ def room_for(decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, size: 
     least = sum(size_in(kinds_for(p.shape[-1])[0], p.numel()) for p in matrices.values())
     if room < least:
         raise LyapunovPruneError(
-            f"{size} is less than the narrowest types take: {(least + head) / 1e6:.4g} MB, {8 * least / weights:.3g} "
+            f"{size} is too small: the narrowest types take {(least + head) / 1e6:.4g} MB, {8 * least / weights:.3g} "
             "bits a weight; give more, or remove layers first (prune)"
         )
     return room

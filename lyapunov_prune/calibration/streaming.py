@@ -144,7 +144,7 @@ class _Beside:
         routing = Routing.of(args, kwargs)
         if routing is None:
             raise LyapunovPruneError(
-                f"the router of {name} acts outside it, so that the compressed model cannot be made to send its "
-                "experts the tokens that the dense model sends; leave out correction"
+                f"the router of {name} lies outside it, so its experts cannot be given the tokens of the dense model; "
+                "leave out correction"
             )
         self._routings.setdefault(name, []).append(routing)

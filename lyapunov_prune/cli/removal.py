@@ -99,8 +99,8 @@ def require_files(removal: RemovalOptions, inputs: Inputs, why: str, packed: str
     measured = removal.what == "width" and removal.remove is not None and inputs.disk and not packed
     what = ["what"] if removal.what != "layers" else []
     given.refuse(
-        f"needs {'plain weights' if packed else 'the model in memory'} ({why}); give --layers 3,7 or a --plan FILE of "
-        f"rank{'' if packed else f' --device {DISK}'}, without it",
+        f"needs {'plain weights' if packed else 'the model in memory'} ({why}); give --layers 3,7 instead, or a --plan "
+        f"FILE from rank{'' if packed else f' --device {DISK}'}",
         *([] if measured else [*what, "remove"]),
         *("max_kl", "mend", "judge", "dtype"),
     )

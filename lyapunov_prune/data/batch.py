@@ -143,8 +143,8 @@ def checked_batch(structure: Structure, batch: Tokens, steps: int = 0) -> TokenB
         if isinstance(ids, torch.Tensor):
             given = f"{ids.dtype} of shape {tuple(ids.shape)}"
         raise LyapunovPruneError(
-            f"token ids are {given}; give a tensor of integers, alone or as input_ids, windows of one length, without "
-            "padding, of two tokens or more, as load_text cuts them"
+            f"token ids are {given}; give an integer tensor (windows, tokens), alone or as input_ids, of two tokens or "
+            "more and without padding, as load_text does"
         )
     require_context(structure, batch.context, steps)
     require_known(int(batch.ids.min()), int(batch.ids.max()), structure.config.vocab_size)
@@ -217,5 +217,5 @@ def require_disjoint(calibration: TokenBatch, evaluation: TokenBatch) -> None:
         if np.isin(first, second).any():
             raise LyapunovPruneError(
                 f"{calibration.text} ({calibration.split}) and {evaluation.text} ({evaluation.split}) share {size} "
-                "tokens in a row; take another text for one of them, or another split"
+                "tokens in a row; give another text or split for one of them"
             )

@@ -200,8 +200,8 @@ def columns_of(rows: Rows, column: str | None = None) -> list[str]:
     if column is None and {"instruction", "output"} <= set(rows.columns):
         return [name for name in _ALPACA if name in rows.columns]
     raise LyapunovPruneError(
-        f"{rows.source} has no column {column or ', '.join(COLUMNS)} (it has {', '.join(rows.columns)}); name the one "
-        f"to read behind a colon, as {rows.source}:COLUMN"
+        f"{rows.source} has no column {column or ', '.join(COLUMNS)} (it has {', '.join(rows.columns)}); give one "
+        f"of these as {rows.source}:COLUMN"
     )
 
 

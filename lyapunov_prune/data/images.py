@@ -36,7 +36,7 @@ class ImageBatch:
         if not (fit and labels.shape == pixels.shape[:1] and labels.dtype == torch.int64):
             raise LyapunovPruneError(
                 f"images are {pixels.dtype} {tuple(pixels.shape)} and labels {labels.dtype} {tuple(labels.shape)}; "
-                "give floats, images × channels × height × width, and an int64 for each image"
+                "give floats (images, channels, height, width) and int64 labels (images,)"
             )
         require_numbers(self.pixels, f"pixels of {self.source}", "give finite pixels")
 

@@ -139,8 +139,8 @@ def _require_new(source: str, first: str, second: str, left: str) -> None:
     new = sum(sample not in first for sample in samples) / len(samples) * len(left)
     if new < len(second) / 2:
         raise LyapunovPruneError(
-            f"{source} repeats itself: {1 - new / len(second):.0%} of its second half, the evaluation split, stands in "
-            "the first too; remove the repeats or give another text"
+            f"{source} repeats itself: {1 - new / len(second):.0%} of its second half (the evaluation split) occurs in "
+            "the first; remove the repeats or give another text"
         )
 
 

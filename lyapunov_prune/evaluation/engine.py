@@ -59,9 +59,8 @@ class EngineScores(Result):
         for theirs, ours in zip(self.perplexities, self.own, strict=True):
             if not abs(theirs.nll - math.log(ours)) <= SAME:
                 raise CheckFailed(
-                    f"llama.cpp computes something else with {theirs.measured_on.model.name} than this program: "
-                    f"perplexity {theirs.value:.4g} there and {ours:.4g} here; trust neither, and convert the original "
-                    "checkpoint again"
+                    f"llama.cpp disagrees about {theirs.measured_on.model.name}: perplexity {theirs.value:.4g} there, "
+                    f"{ours:.4g} here; trust neither, and convert the original checkpoint again"
                 )
 
     def to_frame(self) -> pd.DataFrame:

@@ -112,9 +112,8 @@ def paired_error(a: ItemScores, b: ItemScores) -> float:
     """
     if a.measured_on.text_hash != b.measured_on.text_hash or len(a.items) < 2:
         raise LyapunovPruneError(
-            f"{len(a.items)} scores of {a.measured_on.text} ({a.measured_on.split}) and {len(b.items)} of "
-            f"{b.measured_on.text} ({b.measured_on.split}) are of other items, or not of two items; score both models "
-            "on the same items"
+            f"cannot compare {len(a.items)} scores of {a.measured_on.text} ({a.measured_on.split}) with {len(b.items)} "
+            f"of {b.measured_on.text} ({b.measured_on.split}); score both models on the same two items or more"
         )
     from scipy import stats  # imported late: pruning files alone scores nothing
 

@@ -125,8 +125,8 @@ def pair_up(
         missing = set(range(side.reading.structure.num_layers + 1)) - set(side.reading.prefix.entries)
         if missing:
             raise LyapunovPruneError(
-                f"layer {min(missing)} of {type(side.reading.model).__name__} uses more of the layers before it than "
-                "their hidden state, so that its error cannot be told from theirs; this decoder is not supported"
+                f"layer {min(missing)} of {type(side.reading.model).__name__} uses more of earlier layers than their "
+                "output, so its own error cannot be separated from theirs; explain does not support this decoder"
             )
     return sides
 
@@ -155,5 +155,5 @@ def _require_fitting(layers: tuple[int, ...], own: int, total: int) -> None:
     if len(layers) != own or not rises or not all(0 <= layer < total for layer in layers):
         raise LyapunovPruneError(
             f"{len(layers)} layers of the dense model ({', '.join(map(str, layers[:8]))}…) do not fit the {own} layers "
-            f"of the compressed one; give one number of 0 to {total - 1} for each, in rising order"
+            f"of the compressed one; give {own} rising numbers from 0 to {total - 1}"
         )

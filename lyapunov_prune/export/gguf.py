@@ -59,9 +59,8 @@ def require_gguf(name: str, plan: PruningPlan) -> Header:
     header = read_header(source_file(name))
     if plan.drops_parts or header.layers != plan.model.num_layers:
         raise LyapunovPruneError(
-            f"only whole layers of its {header.layers} are removed from the GGUF file of {name}, and this plan is for "
-            f"{plan.model.num_layers} layers{' and drops parts of them' * plan.drops_parts}; give --layers, or write a "
-            "folder and export that"
+            f"the GGUF file of {name} has {header.layers} layers and can lose whole ones only; this plan is for "
+            f"{plan.model.num_layers}{' and drops parts of them' * plan.drops_parts}; give --layers, or export a folder"
         )
     values_without(header, plan.kept)
     return header

@@ -32,8 +32,8 @@ def require_streamed(allocation: str | Allocation) -> None:
     """Raise LyapunovPruneError for a schedule that a streamed model cannot be compressed by."""
     if isinstance(allocation, str) and SCHEDULES[allocation].needs in ("score", "cost"):
         raise LyapunovPruneError(
-            f"allocation {allocation} changes the model in every trial, and a streamed one would read and write all "
-            "files each time; name another, or take the model in memory"
+            f"allocation {allocation} changes the model in every trial, and streaming would read all files each time; "
+            "choose another, or load the model whole"
         )
 
 

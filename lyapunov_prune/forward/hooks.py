@@ -107,8 +107,8 @@ def require_one_state(structure: Structure, hidden: torch.Tensor) -> None:
     """Raise LyapunovPruneError unless the state is windows × tokens × width."""
     if hidden.ndim != 3:
         raise LyapunovPruneError(
-            f"{type(structure.backbone).__name__} carries several states a token and mixes them between its layers, "
-            "and the growth of an error is defined for one state; rank by kl, or compress it without a profile"
+            f"{type(structure.backbone).__name__} carries several states a token, and the growth of an error is "
+            "defined for one; rank by kl, or compress it without a profile"
         )
 
 

@@ -43,8 +43,8 @@ class Scorer:
         self.head: Any = model.get_output_embeddings()
         if self.head is None:
             raise LyapunovPruneError(
-                f"{type(model).__name__} has no language-model head, so there are no predictions to compare; rank by "
-                "hidden states (--criterion bi), or give the model with its head"
+                f"{type(model).__name__} has no language-model head, so it makes no predictions; rank by hidden states "
+                "(--criterion bi), or give the model with its head"
             )
         self.vocabulary = len(self.head.weight)
         self._rows = rows_at_once(self.vocabulary)

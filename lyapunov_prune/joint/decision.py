@@ -148,8 +148,8 @@ def decide(
     spread = float(np.ptp(predicted))
     if len(pairs) > 1 and selection_error > spread:
         raise LyapunovPruneError(
-            f"the selection error is {selection_error:.3g} and the {len(pairs)} pairs of the budget differ by "
-            f"{spread:.3g} at most, so it cannot separate them; select on more data"
+            f"the selection error, {selection_error:.3g}, exceeds all differences between the {len(pairs)} pairs of "
+            f"the budget ({spread:.3g} at most); select on more data"
         )
     seeds = over_seeds(repeats)
     quantile = 1 - _RISK / (2 * len(pairs))

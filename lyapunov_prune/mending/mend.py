@@ -107,8 +107,8 @@ def fitted_and_held(reading: Reading, of: int = 1) -> tuple[list[torch.Tensor], 
     tokens, width = sum(w.numel() for w in fitted), _width(reading)
     if tokens < width:
         raise LyapunovPruneError(
-            f"a map of {width} channels is fitted on {tokens} tokens, a fourth of the windows held out; give "
-            f"{-(-4 * of * width // 3)} tokens or more, in 8 windows or more (--tokens, --context)"
+            f"{tokens} tokens are too few to fit a map of {width} channels; give at least {-(-4 * of * width // 3)} "
+            "tokens in 8 windows (--tokens, --context), of which a fourth is held out"
         )
     return fitted, held
 

@@ -84,8 +84,8 @@ def find_place(decoder: Decoder, layer: int) -> Place:
     if kinds:
         return kinds[0]
     raise LyapunovPruneError(
-        f"no matrix of layer {layer} ({type(structure.layers[layer]).__name__}) can take the map: none adds to the "
-        "stream by itself; remove other layers, or leave out mending"
+        f"no matrix of layer {layer} ({type(structure.layers[layer]).__name__}) can take the map, because none adds "
+        "to the stream by itself; remove other layers, or leave out mending"
     )
 
 

@@ -31,6 +31,6 @@ def require_reduction(reduction: str, block: FeedForward) -> None:
     if kind not in REDUCTIONS[reduction].blocks:
         fitting = " or ".join(name for name, entry in REDUCTIONS.items() if kind in entry.blocks)
         raise LyapunovPruneError(
-            f"the feed-forward block of layer {block.layer} is {kind}, and reduction {reduction} is for "
-            f"{' and '.join(REDUCTIONS[reduction].blocks)} ones; give {fitting}"
+            f"reduction {reduction} is for {' and '.join(REDUCTIONS[reduction].blocks)} feed-forward blocks, and layer "
+            f"{block.layer} has a {kind} one; give {fitting}"
         )

@@ -70,15 +70,15 @@ def attach_adapters(model: PreTrainedModel, folder: Path) -> Any:
             if other is None:
                 raise
             raise LyapunovPruneError(
-                f"{other[1]} of the adapters in {folder} has shape {other[2]}, and {other[3]} by its config and the "
-                "model (the vocabulary may have been extended); merge them with the tool that made them"
+                f"{other[1]} of the adapters in {folder} has shape {other[2]}, not {other[3]} (an extended "
+                "vocabulary?); merge them with the tool that made them"
             ) from None
     missing = sorted(key for key in loaded.missing_keys if "lora_" in key and ".default" in key)
     strange = sorted(loaded.unexpected_keys)
     if missing or strange:
         raise LyapunovPruneError(
-            f"the adapters in {folder} do not fit their config: {len(missing)} tensors are missing and "
-            f"{len(strange)} do not fit anywhere ({(missing + strange)[0]}); fetch them again"
+            f"the adapters in {folder} do not fit their config: {len(missing)} tensors missing, {len(strange)} without "
+            f"a place ({(missing + strange)[0]}); fetch them again"
         )
     return adapted
 
@@ -122,8 +122,8 @@ def merge_adapters(model: Any) -> PreTrainedModel:
     off, limit = _deviation(merged, adapted), _LIMITS[model.dtype]
     if not off <= limit:
         raise LyapunovPruneError(
-            f"merged, the logits differ from the adapted ones by {off:.2g} of their spread, {limit:g} at most: the "
-            f"adapters do more than add to weights, or are attached where they have no effect; {_ELSEWHERE}"
+            f"merging the adapters changes the logits by {off:.2g} of their spread (limit {limit:g}): they do more "
+            f"than add to weights, or one has no effect; {_ELSEWHERE}"
         )
     return model
 

@@ -140,7 +140,7 @@ def _matrices(structure: Structure, layer: int) -> tuple[str, list[Projection], 
         if p.expert is not None or any(part.isdigit() for part in p.module.split(".")):
             _refuse(
                 f"layer {layer} has experts or several feed-forward blocks ({p.name}, …): a router chooses among them "
-                f"for every token, so that no one matrix computes them without their activation; {_ATTENTION}"
+                f"for every token, so no single matrix can replace them; {_ATTENTION}"
             )
     if not known:
         _refuse(

@@ -115,8 +115,8 @@ def _layout(
         if (_output(narrower(*args, **kwargs)) - wanted).norm() <= _SAME * (wanted - whole).norm():
             return interleaved
     raise LyapunovPruneError(
-        f"hidden channels of {path} ({type(block).__name__}) do not leave it one by one: without some of them it "
-        f"computes something else than with their columns of the last matrix zero; {REMEDY}"
+        f"hidden channels of {path} ({type(block).__name__}) cannot be removed one by one: without some of them it "
+        f"does not compute what it computes with their columns set to zero; {REMEDY}"
     )
 
 

@@ -125,8 +125,8 @@ def period_values(architecture: str, full: tuple[bool, ...], told: Any = None) -
         if _repeated(period, len(full)) == full:
             return {} if period == now else {_PATTERN: number(period)}
     raise LyapunovPruneError(
-        f"llama.cpp reads one period for the windows of {architecture}, and no period fits the remaining layers; "
-        "name whole periods, or --layers at equal distances"
+        f"llama.cpp reads the windows of {architecture} as one period, which the remaining layers do not have; remove "
+        "whole periods, or --layers at equal distances"
     )
 
 
@@ -138,6 +138,6 @@ def _repeated(period: int, layers: int) -> tuple[bool, ...]:
 def _require_lengths(header: Header) -> None:
     for key, length in wrong_arrays(header).items():
         raise LyapunovPruneError(
-            f"{key} in {header.path} holds {length} values, and the model has {header.layers} layers, so it is unclear "
-            "which to remove; convert the original checkpoint again"
+            f"{key} in {header.path} holds {length} values for {header.layers} layers, so it is unclear which to "
+            "remove; convert the original checkpoint again"
         )

@@ -178,8 +178,8 @@ def _says_nothing(key: str, told: Any) -> bool:
 
 def _refusal(header: Header, what: str, told: str) -> LyapunovPruneError:
     return LyapunovPruneError(
-        f"{header.path} holds {what} ({told}), which transformers' {header.architecture} has no place for, and without "
-        "it the model computes something else; convert the original checkpoint, or give that"
+        f"{header.path} holds {what} ({told}), which transformers' {header.architecture} cannot represent and the "
+        "model needs; give the original checkpoint"
     )
 
 

@@ -116,7 +116,7 @@ def require_whole(model: PreTrainedModel) -> None:
     left = left_out(model)
     if left is not None and left.parts and not left.asked:
         raise LyapunovPruneError(
-            f"the written model would lack {_grouped(left.parts)}, for which {type(model).__name__} has no place for; "
+            f"the written model would lack {_grouped(left.parts)}, for which {type(model).__name__} has no place; "
             "leave them out first, by export --text-only"
         )
 

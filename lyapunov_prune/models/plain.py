@@ -96,9 +96,8 @@ def require_parameters(structure: Structure) -> None:
         made = list(module.parametrizations) if is_parametrized(module) else _made_by_hooks(module)
         if made:
             raise LyapunovPruneError(
-                f"{name}.{made[0]} is not a parameter but computed from others in every forward pass; make it one "
-                "(torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, remove_spectral_norm or "
-                "prune.remove)"
+                f"{name}.{made[0]} is computed from other parameters in every forward; make it a parameter "
+                "(torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, prune.remove)"
             )
 
 

@@ -188,8 +188,8 @@ class ContractionProfile(Result):
 
 def below_floor_error(of: str, dtype: str) -> LyapunovPruneError:
     return LyapunovPruneError(
-        f"every rho of {of} lies below the rounding floor of {dtype} forwards; give --dtype float32, or profile "
-        "with a larger --epsilon, or choose by something else (--criterion bi, --allocation atp)"
+        f"every rho of {of} lies below the rounding floor of {dtype}; give --dtype float32, profile with a larger "
+        "--epsilon, or use --criterion bi or --allocation atp"
     )
 
 

@@ -100,8 +100,8 @@ def _add(
     routing = Routing.of(args, kwargs)
     if routing is None or routing.experts.shape[-1] != router.chosen:
         raise LyapunovPruneError(
-            f"the experts of layer {layer} are not called with tokens, the experts chosen for each and their "
-            "weights; what each of them does is not seen, remove whole layers instead"
+            f"the use of the experts of layer {layer} cannot be seen: they are not called with tokens, chosen experts "
+            "and weights; remove whole layers instead"
         )
     states = routing.tokens.repeat_interleave(router.chosen, 0)
     chosen, weights = routing.experts.reshape(-1, 1), routing.weights.reshape(-1)

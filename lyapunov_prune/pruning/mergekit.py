@@ -53,8 +53,8 @@ class MergekitSlices:
         layers = identity.num_layers
         if self.ranges[-1][1] != layers:
             raise LyapunovPruneError(
-                f"the slices of {self.path} end with layer {self.ranges[-1][1] - 1} and the model's last layer is "
-                f"{layers - 1}; give the model that they were made for, or name the layers to remove: --layers"
+                f"the slices of {self.path} end with layer {self.ranges[-1][1] - 1}, the model with {layers - 1}; give "
+                "the model that they were made for, or name the layers to remove (--layers)"
             )
 
     def plan(self, identity: ModelIdentity) -> PruningPlan:

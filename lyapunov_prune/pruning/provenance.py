@@ -82,8 +82,8 @@ class Provenance(Result):
         identity = identify(dense)
         if not self.plan.model.same_as(identity):
             raise LyapunovPruneError(
-                f"{name}{identity.other_settings(self.plan.model)} is not the model that {made} was made from, which "
-                f"{Path(made) / PROVENANCE} records as {self.source!r}; give that one as {option}"
+                f"{made} was not made from {name}{identity.other_settings(self.plan.model)}, but from {self.source!r} "
+                f"({Path(made) / PROVENANCE}); give that one as {option}"
             )
 
 

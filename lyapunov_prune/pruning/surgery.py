@@ -47,9 +47,8 @@ class Operation:
         lost = gone.activation if isinstance(gone, PartsGone) else ()
         if given != lost:
             raise LyapunovPruneError(
-                f"the plan drops the activations of layers {list(lost)}, but merged blocks are "
-                f"given for {list(given)}; a reduction is fitted on a text: write the plan with export.write_pruned "
-                "and a batch"
+                f"the plan drops the activations of layers {list(lost)}, but blocks are merged for {list(given)}; "
+                "write the plan with export.write_pruned and a batch, which fits them"
             )
 
     def place(self, layer: int) -> int:

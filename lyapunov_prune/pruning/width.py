@@ -159,7 +159,7 @@ def staying(width: int, remove: int | float) -> int:
     stay = round(wanted / multiple) * multiple
     if not 0 < stay < width:
         raise LyapunovPruneError(
-            f"the remaining width must be a multiple of {multiple}, and removing {remove:g} of {width} channels "
-            f"leaves {stay:d}; give {multiple} to {width - multiple}, or a share"
+            f"removing {remove:g} of {width} channels leaves {stay:d}, and the width must be a multiple of {multiple}; "
+            f"give {multiple} to {width - multiple}, or a share"
         )
     return stay

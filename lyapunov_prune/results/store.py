@@ -44,8 +44,8 @@ def once(
     same = _asked(path) == asked
     if shared and path.exists() and not same:
         raise LyapunovPruneError(
-            f"{path} was measured with other settings, on other text or on another model, and would be replaced; rank "
-            "it as it is (rank FILE), or give another --output"
+            f"{path} would be replaced, and was measured with other settings, text or model; rank it as it is (rank "
+            "FILE), or give another --output"
         )
     if same:
         return kind.load(path)

@@ -161,9 +161,8 @@ def healed_by(model: PreTrainedModel, remove: int, context: int) -> tuple[int | 
     needed = smaller + 4 * trained_bytes(model, remove, LOW_RANK) + logits
     if needed > free:
         raise LyapunovPruneError(
-            f"shrinking needs {needed / 1e9:.1f} GB of memory beside the model and {free / 1e9:.1f} GB are free on "
-            f"{model.device}; free some, or remove layers without healing: rank --device disk, then prune "
-            "--device disk --plan"
+            f"shrink needs {needed / 1e9:.1f} GB beside the model, and {free / 1e9:.1f} GB are free on {model.device}; "
+            "free some, or remove layers without healing: rank --device disk, then prune --device disk --plan"
         )
     return LOW_RANK, needed
 

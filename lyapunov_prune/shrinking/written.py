@@ -49,8 +49,8 @@ def require_output(name: str, output: Path) -> None:
     values_without(header, tuple(range(header.layers)))
     if len(set(full_attention(header) or ())) > 1:
         raise LyapunovPruneError(
-            "llama.cpp reads one period for the windows of this model, and shrink chooses layers freely; take prune, "
-            "which removes whole periods, and heal what it writes"
+            "llama.cpp reads the windows of this model as one period, and shrink chooses layers freely; use prune, "
+            "which removes whole periods, then heal"
         )
 
 

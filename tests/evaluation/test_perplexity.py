@@ -108,9 +108,9 @@ def test_a_loss_that_is_not_finite_is_refused(whole: int, ids: torch.Tensor, mon
         (torch.zeros(1, 200, dtype=torch.long), "model's 128"),
         (torch.full((1, 8), 97), "vocabulary"),
         (torch.full((1, 8), -1), "vocabulary"),
-        (torch.zeros(8, dtype=torch.long), "tensor of integers"),
+        (torch.zeros(8, dtype=torch.long), "integer tensor"),
         (torch.zeros(1, 1, dtype=torch.long), "two tokens"),
-        (torch.zeros(1, 8), "tensor of integers"),
+        (torch.zeros(1, 8), "integer tensor"),
     ],
 )
 def test_bad_ids_are_refused(llama: PreTrainedModel, bad: torch.Tensor, message: str) -> None:

@@ -151,7 +151,7 @@ def test_an_array_of_every_layer_loses_those_that_go(reader: PreTrainedModel, tm
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"attention.some_new_counts": [0, 1, 2, 3, 4]}, "holds 5 values, and the model has 6 layers"),
+        ({"attention.some_new_counts": [0, 1, 2, 3, 4]}, "holds 5 values for 6 layers"),
         ({"leading_dense_block_count": 2}, "leading_dense_block_count names layers by number"),
     ],
 )
@@ -393,7 +393,7 @@ def test_a_model_shrinks_into_a_file(file: Path, run: Callable[..., Done], monke
     [
         ("shrink tiny --remove 1 -o y.gguf", "was not read from a GGUF file"),
         ("shrink x.gguf --remove 1 -o there.gguf", "there.gguf exists"),
-        ("shrink g.gguf --remove 1 -o y.gguf", "take prune"),
+        ("shrink g.gguf --remove 1 -o y.gguf", "use prune"),
         ("heal tiny --teacher tiny -o y.gguf", "was not read from a GGUF file"),
     ],
 )

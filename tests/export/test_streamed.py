@@ -205,7 +205,7 @@ def test_what_cannot_be_streamed_is_refused_before_anything_runs(
     for how, message in (
         (
             {"method": "wanda", "sparsity": 0.5, "allocation": "atp-search"},
-            "in every trial, .* take the model in memory",
+            "in every trial, .* load the model whole",
         ),
         ({"method": "wanda", "sparsity": 0.5, "bits": 4}, "sparsity and bits"),
         ({"method": "svd"}, "needs an amount"),

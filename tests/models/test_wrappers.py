@@ -497,14 +497,14 @@ def kept_if(keep: Callable[[int], bool]) -> Callable[[dict[str, torch.Tensor]], 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (kept_if(lambda i: i != 3), "1 tensors are missing and 0"),
-        (kept_if(lambda i: i % 3 == 0), "16 tensors are missing and 0"),
-        (kept_if(lambda i: False), "24 tensors are missing and 0"),
+        (kept_if(lambda i: i != 3), "1 tensors missing, 0"),
+        (kept_if(lambda i: i % 3 == 0), "16 tensors missing, 0"),
+        (kept_if(lambda i: False), "24 tensors missing, 0"),
         (
             lambda tensors: {name.replace("q_proj", "k_proj"): t for name, t in tensors.items()},
-            "12 tensors are missing and 12",
+            "12 tensors missing, 12",
         ),
-        (lambda tensors: tensors | {"base_model.model.x.lora_A.weight": torch.zeros(1)}, "0 .*missing and 1 "),
+        (lambda tensors: tensors | {"base_model.model.x.lora_A.weight": torch.zeros(1)}, "0 .*missing, 1 "),
         (lambda tensors: {name: t[:1] for name, t in tensors.items()}, r"\[1, 32\]"),
     ],
     ids=["one missing", "most missing", "empty", "renamed", "one more", "wrong shape"],
@@ -523,8 +523,8 @@ def test_adapters_that_lack_a_tensor_are_not_made_up(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target_modules": ["q_proj"]}, "0 tensors are missing and 12"),
-        ({"target_modules": ["q_proj", "down_proj", "up_proj"]}, "12 tensors are missing and 0"),
+        ({"target_modules": ["q_proj"]}, "0 tensors missing, 12"),
+        ({"target_modules": ["q_proj", "down_proj", "up_proj"]}, "12 tensors missing, 0"),
         ({"peft_type": "XLORA"}, "XLORA"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path"),
     ],

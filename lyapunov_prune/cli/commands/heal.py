@@ -134,8 +134,8 @@ def _refuse(report: Result, output: Path) -> NoReturn:
     """Show the report of a healing that did not help, and raise CheckFailed."""
     show(report, None)
     raise CheckFailed(
-        f"healing did not beat the pruned model on the windows that judged, and {output} was not written; give another "
-        "text (--text), more of it (--tokens), or more steps"
+        f"healing did not beat the pruned model on the validation windows; {output} was not written; give another text "
+        "(--text), more of it (--tokens), or more --steps"
     )
 
 

@@ -157,8 +157,8 @@ def _require_fits(model: str, inputs: Inputs) -> None:
 
     if why := too_large(model, resolve_device(inputs.device)):
         raise LyapunovPruneError(
-            f"shrink needs the model in memory ({why}); rank --device disk --criterion angular --remove N and prune "
-            "--device disk --plan FILE remove layers without it, but heal nothing"
+            f"shrink needs the model in memory ({why}); remove layers without healing: rank --device disk --criterion "
+            "angular --remove N, then prune --device disk --plan FILE"
         )
 
 

@@ -44,8 +44,8 @@ def least_squares(sums: BlockSums, ridge: float = RIDGE) -> HiddenMap:
     n, width = sums.tokens, len(sums["input"])
     if n <= width:
         raise LyapunovPruneError(
-            f"a least-squares fit of {width} inputs and a constant needs more than {width} tokens and got {n}; "
-            "give more calibration inputs, or a reduction other than affine"
+            f"{n} tokens are too few for a least-squares fit of {width} inputs; give more than {width}, or a reduction "
+            "other than affine"
         )
     x, h = sums["input"] / n, sums["hidden"] / n
     C = damped(sums["input_input"] - n * torch.outer(x, x), ridge, x.device)
