@@ -176,7 +176,7 @@ def _row(
         zeros,
         found.value,
         found.value / dense.value,
-        *found.ratio_interval(dense),
+        *found.ratio_to(dense)[1:],
         allocation.parameters,
         tuple(found.windows.tolist()),
     )

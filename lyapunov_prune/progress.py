@@ -1,4 +1,4 @@
-"""Progress bars with an estimate of the time left, on stderr in terminals and notebooks, silent elsewhere."""
+"""Progress with an estimate of the time left, on stderr: bars in terminals and notebooks, elsewhere a line a step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -18,8 +19,11 @@ from rich.text import Text
 T = TypeVar("T")
 
 _spinner: Status | None = None  # the active spinner
+_waiting: object = None  # the active status where no spinner is shown
 _phase = ""  # a prefix for the descriptions of bars
 _EVERY = 0.5  # seconds between updates of a bar in a notebook
+_LONG, _AGAIN = 10.0, 60.0  # seconds after which a step has its first line where there are no bars, and between lines
+_muted = False
 
 
 class _Times(ProgressColumn):
@@ -46,7 +50,11 @@ def _console() -> Console:
 
 
 def _shows(console: Console) -> bool:
-    return is_main() and console.is_terminal
+    return is_main() and console.is_terminal and not _muted
+
+
+def _logs(console: Console) -> bool:
+    return is_main() and not (console.is_terminal or console.is_jupyter or _muted)
 
 
 class _CellLine:
@@ -88,6 +96,21 @@ def _drawn(bar: Progress) -> str:
     return drawn.get().rstrip()
 
 
+@contextmanager
+def muted(wanted: bool) -> Iterator[None]:
+    """Within the block nothing is shown but warnings, if that is `wanted`."""
+    global _muted
+    before, _muted = _muted, wanted or _muted
+    try:
+        yield
+    finally:
+        _muted = before
+
+
+def is_muted() -> bool:
+    return _muted
+
+
 def several() -> bool:
     """Whether `accelerate launch` has started other processes beside this one."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
@@ -101,6 +124,45 @@ def process() -> str:
 def is_main() -> bool:
     """Whether this process prints and writes, among those started by `accelerate launch`."""
     return process() == "0"
+
+
+@dataclass
+class _Step:
+    """What a log says of a bar: lines where stderr is neither a terminal nor a notebook."""
+
+    name: str
+    total: float | None
+    began: float
+    done: float = 0.0
+    told: bool = False
+
+    def line(self, now: float) -> str:
+        took, left, done = now - self.began, "", f"{self.done:g}"
+        if self.total:
+            done = f"{self.done:g}/{self.total:g}" if self.total == int(self.total) else f"{self.done / self.total:.0%}"
+            if 0 < self.done < self.total:
+                left = f", {_duration(took / self.done * (self.total - self.done))} left"
+        return f"{self.name}: {done}, {_duration(took)}{left}"
+
+
+_steps: list[_Step] = []  # those at work, the outermost first
+_last_line = time.monotonic()
+
+
+def _log(line: str, now: float) -> None:
+    global _last_line
+    _last_line = now
+    with suppress(OSError):  # a full or closed stderr must not end the work
+        print(line, file=sys.stderr, flush=True)
+
+
+def _log_step(*, ended: bool = False) -> None:
+    """A line on the outermost step, once it is long, then every minute, and at its end."""
+    now, step = time.monotonic(), _steps[0]
+    long = now - step.began >= _LONG
+    if (long and (ended or not step.told)) or now - _last_line >= _AGAIN:
+        step.told = True
+        _log(step.line(now), now)
 
 
 def track(items: Iterable[T], description: str, cost: Callable[[T], float] | None = None) -> Iterable[T]:
@@ -122,14 +184,24 @@ def track(items: Iterable[T], description: str, cost: Callable[[T], float] | Non
     )
     end_status()
     task = bar.add_task(f"{_phase}{description}", total=total)
+    logs = _logs(console)
+    step = _Step(f"{_phase}{description}", total, time.monotonic())
+    _steps.append(step)
     try:
         with bar:
             for item in items:
                 yield item
-                bar.advance(task, cost(item) if cost else 1)
+                done = cost(item) if cost else 1
+                step.done += done
+                bar.advance(task, done)
                 if console.is_jupyter:
                     _tell_cell(_drawn(bar), console)
+                if logs:
+                    _log_step()
+        if logs and step is _steps[0]:
+            _log_step(ended=True)
     finally:
+        _steps.remove(step)
         _tell_cell("", console)
 
 
@@ -154,15 +226,20 @@ def phases(of: int) -> Iterator[Callable[[], None]]:
 @contextmanager
 def status(message: str) -> Iterator[None]:
     """Show a spinner with `message` while the block runs, until something else is shown."""
-    global _spinner
+    global _spinner, _waiting
     end_status()
     console = _console()
     if not _shows(console):
         _tell_cell(message, console)
+        began, only = time.monotonic(), object()
+        _waiting = only
         try:
             yield
         finally:
             _tell_cell("", console)
+        now = time.monotonic()
+        if _waiting is only and _logs(console) and now - began >= _LONG:
+            _log(f"{message}: {_duration(now - began)}", now)
         return
     mine = _spinner = console.status(message)
     mine.start()
@@ -175,7 +252,8 @@ def status(message: str) -> Iterator[None]:
 
 def end_status() -> None:
     """Stop the spinner, if there is one, before anything else is written to the terminal."""
-    global _spinner
+    global _spinner, _waiting
+    _waiting = None
     if _spinner is not None:
         _spinner.stop()
         _spinner = None

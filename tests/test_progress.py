@@ -105,6 +105,48 @@ def test_what_is_no_terminal_sees_nothing(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_log_has_a_line_once_a_step_is_long_then_every_minute_and_at_its_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(progress, "_last_line", 0.0)
+    for _ in track(range(10), "outer"):
+        for _ in track([1, 2], "inner"):
+            now += 10.0
+    now = 1000.0
+    list(track([1], "short"))
+    with status("loading"):
+        now += 41.0
+    with status("waiting"), status("what the log has"):
+        now += 41.0
+    assert capsys.readouterr().err.splitlines() == [
+        "outer: 0/10, 10 s",
+        "outer: 3/10, 1:10, 2:43 left",
+        "outer: 6/10, 2:10, 1:26 left",
+        "outer: 9/10, 3:10, 21 s left",
+        "outer: 10/10, 3:20",
+        "short: 1/1, 0 s",
+        "loading: 41 s",
+        "what the log has: 41 s",
+    ]
+
+
+def test_muted_progress_says_nothing_but_warnings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_LONG", 0.0)
+    with progress.muted(True):
+        list(track([1, 2], "measuring"))
+        warn("careful")
+    list(track([1, 2], "measuring"))
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "warning",
+        "measuring",
+        "measuring",
+    ]
+
+
 def test_the_block_of_a_status_runs(terminal: Terminal) -> None:
     with pytest.raises(RuntimeError, match="planted"), status("waiting"):
         raise RuntimeError("planted")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,10 @@ from lyapunov_prune.budget.measured import corrected, kl_by_window
 from lyapunov_prune.budget.size import bytes_for
 from lyapunov_prune.budget.spent import Frontier, Spent
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.judging import POWER, compare, ends, require_windows
+from lyapunov_prune.evaluation.perplexity import ratio_of
+from lyapunov_prune.evaluation.sizes import SizesTried
 from lyapunov_prune.export.gguf import require_file
 from lyapunov_prune.export.gguf_whole import header_values, rounded_pieces, write_rounded
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -30,12 +33,13 @@ from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_tensors import BlockType
 from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.plain import Plain
-from lyapunov_prune.progress import is_main
+from lyapunov_prune.progress import is_main, track
 
 # One type for all, as the sizes that are shown beside the one that was asked for.
 _SIZES = (Kind.Q2_K, Kind.Q3_K, Kind.IQ4_XS, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q8_0)
 _OFF = 0.15  # a prediction that differs by a larger share from what is measured is not right
 _NEAR = 0.75  # the narrowest of them, as a share of the bits that were asked for
+_TRIED = (8.5, 6.5, 5.5, 4.5, 4.0, 3.5, 3.0)  # bits a weight, where no size is asked for
 _PLACE = 160  # bytes in a header for a tensor's name and place, and the space up to the next one, at most
 
 
@@ -43,11 +47,12 @@ _PLACE = 160  # bytes in a header for a tensor's name and place, and the space u
 def spend(
     model: Plain,
     tokenizer: PreTrainedTokenizerBase | None,
-    size: str,
+    size: str | None,
     output: str | Path,
     *,
     batch: Readable,
     judge: TokenBatch,
+    check: TokenBatch | None = None,
     seed: Seed = 0,
 ) -> Spent:
     """Write `model` to the GGUF file `output` of at most `size` (`300MB`, `50%` or `4.5bpw`), as good as that allows.
@@ -60,16 +65,34 @@ def spend(
     matrices are measured one at a time on `batch` (`measured.corrected`) and the types are chosen again. Half of
     `judge` then decides which types stay, and the other half reports.
 
+    With `check`, a third text, in place of a size, the file is the smallest of `_TRIED` that costs less than 10 % more
+    perplexity there (`sizes.SizesTried`). Raises CheckFailed if none does.
+
     Raises LyapunovPruneError for a size below the least, which is named, and above 16 bits, for fewer than 8 windows
     that judge, for texts that share tokens, for an `output` that exists, and as `write_gguf`; then nothing is written.
     """
     require_file(output)
+    if (size is None) != (check is not None):
+        raise LyapunovPruneError("give a size, or a text to choose one by (check), one of the two")
     reading = read(model, batch)
-    require_disjoint(reading.batch, require_windows(judge, 2 * POWER))
-    room = room_for(model, tokenizer, size)
+    texts = [reading.batch, require_windows(judge, 2 * POWER), *([] if check is None else [require_windows(check)])]
+    for one, other in combinations(texts, 2):
+        require_disjoint(one, other)
     weights = sum(p.numel() for p in matrices_of(model.model).values())
     judged, windows = read(model, judge), list(range(len(judge)))
-    made = _made(judged, list(costs(reading, bits=8 * room / weights, seed=seed)), room)
+    tried = None
+    if size is None:
+        assert check is not None
+        found = list(costs(reading, bits=_TRIED[-1], seed=seed))
+        tried = _tried(read(model, check), found, weights)
+        if tried.taken is None:
+            raise CheckFailed(f"{tried.answer()[0].rstrip('.')} ({tried.least()}); give --size to take one anyway")
+        size = tried.names[tried.taken]
+        room = room_for(model, tokenizer, size)
+    else:
+        room = room_for(model, tokenizer, size)
+        found = list(costs(reading, bits=8 * room / weights, seed=seed))
+    made = _made(judged, found, room)
     alone: list[str] = []
     if made.is_off:
         measured, alone = corrected(reading, made.pieces[0], made.found, made.pick)
@@ -93,6 +116,7 @@ def spend(
         measured_on=reading.measured_on(seed),
         judged_on=read(model, judge.take(windows)).measured_on(),
         rounded_before=was_rounded(model),
+        tried=tried,
     )
 
 
@@ -139,6 +163,17 @@ def _made(judged: Reading, found: list[TensorCost], room: int) -> _Made:
     chosen = {t.name: BlockType(t.kinds[k], t.importance) for t, k in zip(found, pick, strict=True)}
     pieces = rounded_pieces(judged.decoder, "f16", chosen)
     return _Made(found, pick, pieces, *kl_by_window(judged, read(pieces[0], judged.batch)))
+
+
+def _tried(dense: Reading, found: list[TensorCost], weights: int) -> SizesTried:
+    """The perplexity of the best types of every size of `_TRIED`, down to the first that costs too much."""
+    rows = []
+    for bits in track(_TRIED, "sizes"):
+        made = _made(dense, found, int(bits * weights / 8))
+        rows.append((f"{bits:g}bpw", int(made.bytes.sum()), ratio_of(made.loss)))
+        if not rows[-1][2].is_good:
+            break
+    return SizesTried.of(rows, dense.measured_on())
 
 
 def was_rounded(decoder: Decoder) -> bool:

@@ -8,9 +8,12 @@ from typing import Annotated
 import numpy as np
 
 from lyapunov_prune.evaluation.judging import Comparison, compare
+from lyapunov_prune.evaluation.perplexity import ratio_of
+from lyapunov_prune.evaluation.sizes import SizesTried
 from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.worth import Ratio
 
 REPORT = "size.json"
 
@@ -54,8 +57,8 @@ class Spent(Result):
     `types`, `bytes` and `cost` (nats a token) are by matrix, `cost` the predicted part of each. `kl` (windows,) is
     measured on `judged_on`, a text that neither the costs nor the importances used; those are of `measured_on`. There
     `loss` (windows,) is by how much the loss rose, nats a token. `alone` names the matrices whose costs were measured
-    one at a time, since the prediction was off. `bits` is the mean over the weights of all matrices, `size` the bytes
-    of all tensors.
+    one at a time, since the prediction was off. `tried` are the sizes of which this one was taken, where none was asked
+    for. `bits` is the mean over the weights of all matrices, `size` the bytes of all tensors.
     """
 
     wanted: str
@@ -72,6 +75,7 @@ class Spent(Result):
     measured_on: MeasuredOn
     judged_on: MeasuredOn
     rounded_before: bool
+    tried: SizesTried | None = None
 
     @property
     def predicted(self) -> float:
@@ -94,15 +98,17 @@ class Spent(Result):
         return groups.sort_values("MB", ascending=False).reset_index()
 
     def further(self) -> list[Result]:
-        return [self.frontier]
+        return [self.frontier] if self.tried is None else [self.tried, self.frontier]
+
+    def against_dense(self) -> Ratio:
+        return ratio_of(self.loss)
 
     def answer(self) -> list[str]:
-        found, worse = self.measured, compare(np.zeros_like(self.loss), self.loss)
+        found = self.measured
         lines = [
             f"{self.measured_on.model.name} in {self.size / 1e6:.4g} MB ({self.wanted}), {self.bits:.3g} bits a weight",
             f"KL {found.change:.3g} nats a token ({found.low:.3g} to {found.high:.3g}) on {self.judged_on.tokens} "
-            f"tokens of {self.judged_on.text}; {self.predicted:.3g} predicted; perplexity × {np.exp(worse.change):.4g} "
-            f"({np.exp(worse.low):.4g} to {np.exp(worse.high):.4g})",
+            f"tokens of {self.judged_on.text}; {self.predicted:.3g} predicted; {self.against_dense().told()}",
         ]
         if self.alone:
             lines.append(

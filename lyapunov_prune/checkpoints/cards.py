@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCardData, metadata_load
+from huggingface_hub import EvalResult, ModelCardData, metadata_load
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.beside import source_folder
@@ -16,12 +17,14 @@ from lyapunov_prune.errors import printable
 from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.decoder import is_wrapped
+from lyapunov_prune.models.engines import check_engines
 from lyapunov_prune.models.gguf import BUILTIN_CARD
 from lyapunov_prune.models.left_out import left_out
 from lyapunov_prune.models.names import HUB_ID
 from lyapunov_prune.models.pictures import looks_at_images
 from lyapunov_prune.models.size import Size, model_size
 from lyapunov_prune.models.wrappers import loading_class
+from lyapunov_prune.results.worth import Worth
 
 CARD = "README.md"
 _OWN_TAG = "lyapunov-prune"
@@ -39,13 +42,15 @@ def write_card(
     sections: Mapping[str, str] | None = None,
     *,
     tags: Collection[str] = (),
+    worth: Worth | None = None,
 ) -> None:
     """Write the model card of the checkpoint in `folder`.
 
     `title` is plain text; `about` and the values of `sections` (by heading) are Markdown with names escaped by
-    `as_text`. The card names the class of `model` and what it was loaded without, and takes base model and licence from
-    the model named in its config. For a compact checkpoint it says that loading runs the module in the folder, and that
-    other engines cannot load it.
+    `as_text`. `worth` is what the model was measured to be worth, also for the hub to draw (`model-index`). The card
+    names the class of `model` and what it was loaded without, and takes base model and licence from the model named in
+    its config. For a compact checkpoint it says that loading runs the module in the folder, and that other engines
+    cannot load it.
     """
     compact, loader, reads_text = (folder / MODULE).is_file(), loading_class(model).__name__, not looks_at_images(model)
     left = left_out(model)
@@ -54,14 +59,14 @@ def write_card(
     option = ", trust_remote_code=True" if compact else ""
     tokenizer = '\ntokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")' if reads_text else ""
     more = "".join(f"## {heading}\n\n{text}\n\n" for heading, text in sections.items())
-    card = f"""{_front_matter((_OWN_TAG, *tags), model)}
+    card = f"""{_front_matter((_OWN_TAG, *tags), model, title, worth)}
 # {as_text(title)}
 
 {about}
 
 {_sized(folder, model)}
 
-## Load
+{"" if worth is None else _measured(worth)}## Load
 
 ```python
 from transformers import {loader}{", AutoTokenizer" if reads_text else ""}
@@ -71,7 +76,7 @@ model = {loader}.from_pretrained("path/to/this/folder"{option}){tokenizer}
 
 {_MODULE_IS_RUN if compact else "No custom code is needed."}
 
-{more}Licence and intended use are those of the original model.
+{_run(folder) if reads_text and not compact else ""}{more}Licence and intended use are those of the original model.
 """
     (folder / CARD).write_text(card, encoding="utf-8")
 
@@ -80,7 +85,32 @@ def _sized(folder: Path, model: PreTrainedModel) -> str:
     """The size of the checkpoint in `folder`, which holds `model`."""
     files = list(folder.glob("*.safetensors"))
     size = Size(sum(file.stat().st_size for file in files), model.num_parameters()) if files else model_size(model)
-    return f"Size of the weights: {size.told()}."
+    return f"Size of the weights: {size.bytes:,} bytes ({size.told()})."
+
+
+def _measured(worth: Worth) -> str:
+    speed = f"\n\nSpeed: {as_text(worth.speed)}." if worth.speed else ""
+    return (
+        f"## Measured\n\n{worth.perplexity:.4g} on {worth.tokens:,} tokens of {as_text(worth.text)}, "
+        f"{worth.ratio.told()} of the dense model. {worth.ratio.means()}{speed}\n\n"
+    )
+
+
+def _run(folder: Path) -> str:
+    """The lines that run the text model in `folder`, a plain checkpoint."""
+    served = (folder / "config.json").is_file() and not any(
+        "vLLM" in finding.engine for finding in check_engines(str(folder)).findings
+    )
+    vllm = "vllm serve path/to/this/folder\n\n" if served else ""
+    return f"""## Run
+
+```
+{vllm}lyapunov-prune export path/to/this/folder -o model.gguf  # of the families that llama.cpp knows
+llama-cli -m model.gguf
+echo "FROM ./model.gguf" > Modelfile && ollama create my-model -f Modelfile
+```
+
+"""
 
 
 def as_text(line: str) -> str:
@@ -88,7 +118,7 @@ def as_text(line: str) -> str:
     return re.sub(r"[\\`*\[\]<>|&]", r"\\\g<0>", printable(line))
 
 
-def _front_matter(tags: Collection[str], model: PreTrainedModel) -> str:
+def _front_matter(tags: Collection[str], model: PreTrainedModel, title: str, worth: Worth | None) -> str:
     source = model.config._name_or_path
     told: Mapping[str, object] = BUILTIN_CARD if source == BUILTIN else _told_by(source_folder(model))
     # A hub id becomes a link; the hub would reject a card with a local path.
@@ -102,8 +132,21 @@ def _front_matter(tags: Collection[str], model: PreTrainedModel) -> str:
         **{key: _text(told, key) for key in _LICENCE},
         "tags": list(tags),
     }
+    if worth is not None:  # which becomes the `model-index`
+        values |= {"model_name": printable(title), "eval_results": _results(worth)}
     # ModelCardData omits entries that are None.
     return f"---\n{ModelCardData(**values).to_yaml(original_order=[*values])}\n---"
+
+
+def _results(worth: Worth) -> list[EvalResult]:
+    """The measurements as the hub draws them."""
+    told = {"perplexity": worth.perplexity, "perplexity, times that of the dense model": worth.ratio.value}
+    text = printable(worth.text)
+    return [
+        EvalResult("text-generation", text, text, "perplexity", round(value, 6), metric_name=name)
+        for name, value in told.items()
+        if math.isfinite(value)  # the hub's JSON has no others
+    ]
 
 
 def _told_by(folder: Path | None) -> dict[str, object]:

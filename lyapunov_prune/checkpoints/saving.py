@@ -33,6 +33,7 @@ from lyapunov_prune.models.structure import in_eval_mode, model_name
 from lyapunov_prune.results.files import RETRY, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 from lyapunov_prune.results.result import Result
+from lyapunov_prune.results.worth import Worth
 
 
 @takes_model
@@ -59,10 +60,12 @@ def write_model(
     title: str,
     about: str,
     remedy: str = RETRY,
+    worth: Worth | None = None,
 ) -> GateCheck:
     """Save model, tokenizer, `results` by file name, history and a model card to the folder `target`.
 
-    `title` is plain text, `about` is Markdown with names escaped by `as_text`. Returns the check of the reloaded model.
+    `title` is plain text, `about` is Markdown with names escaped by `as_text`, `worth` is for the card. Returns the
+    check of the reloaded model.
 
     Raises CheckFailed if transformers would load another model from the files (for a compact model also without this
     package), and LyapunovPruneError, ending in `remedy`, if the target is not empty or cannot be written. Nothing is
@@ -81,7 +84,7 @@ def write_model(
         history_of(model).save(folder / HISTORY)
         for name, result in results.items():
             result.save(folder / name)
-        write_card(folder, title, about, model)
+        write_card(folder, title, about, model, worth=worth)
     return check
 
 

@@ -25,9 +25,10 @@ from lyapunov_prune.cli.commands.predictions import hierarchy
 from lyapunov_prune.cli.commands.prune import prune
 from lyapunov_prune.cli.commands.shrink import shrink
 from lyapunov_prune.cli.failures import READER_GONE, as_refusal, put_aside, require_sound_process, tell
-from lyapunov_prune.cli.options import what_option
+from lyapunov_prune.cli.options import output_option, what_option
 from lyapunov_prune.cli.records import flattened
 from lyapunov_prune.cli.terminal import note, say, show, speak_any_language
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.progress import is_main
 
 if TYPE_CHECKING:
@@ -84,16 +85,23 @@ def report(
     run: Annotated[
         Path, checks.THERE, typer.Argument(help="Folder with the results of a run, or one of its .json files.")
     ],
+    output: Annotated[
+        Path | None,
+        checks.RUN,
+        output_option("--output", "-o", help="Folder for the page and its figures; default: RUN."),
+    ] = None,
 ) -> None:
     """Draw the figures and the self-contained report.html of a run, or print every row of one of its results."""
     from lyapunov_prune.report.page import load_result, write_report
 
     if run.is_file():
+        if output is not None:
+            raise LyapunovPruneError("--output is for the page of a whole run, and one file is printed; leave it out")
         result = load_result(run)
         for part in (result, *result.further()):
             show(part, None, full=True)
         return
-    say(str(write_report(run)))
+    say(f"Report: {write_report(run, output)}")
 
 
 # The commands, each with the arguments of the example below its help, which `tests/cli/test_options.py` parses.

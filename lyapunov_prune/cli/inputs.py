@@ -105,6 +105,14 @@ def require_bounds(hold: bool, violated: int, where: Path) -> None:
         raise CheckFailed(f"{violated} bounds are violated; see {where}")
 
 
+def require_ratio(result: Result, most: float | None) -> None:
+    """Raise CheckFailed if the perplexity of `result` may be above `most` times the dense model's, or is not known."""
+    ratio = result.against_dense()
+    if most is not None and not (ratio is not None and ratio.high <= most):
+        told = "was not compared" if ratio is None else ratio.told()
+        raise CheckFailed(f"{told}, above --fail-above {most:g}")
+
+
 def require_studies(study: str) -> tuple[str, ...]:
     """The names in a list such as `group,layer`; `all` stands for every one that is not too dear."""
     from lyapunov_prune.sensitivity.table import STUDIES

@@ -177,8 +177,21 @@ class RunOptions(Inputs):
 
 
 IN_MEMORY = f"needs the model in memory; leave it out, or --device {DISK}"
+
+
+def models_here(incomplete: str) -> list[str]:
+    """What a shell offers for MODEL: the built-in model, and the folders and .gguf files here that hold one."""
+    found = [str(path) for path in Path().glob("*.gguf")]
+    found += [str(path.parent) for path in [*Path().glob("*/config.json"), *Path("runs").glob("*/*/config.json")]]
+    return [name for name in ["smollm2-135m", *sorted(found)] if name.startswith(incomplete)]
+
+
 Model = Annotated[
-    str, checks.MODEL, typer.Argument(help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in).")
+    str,
+    checks.MODEL,
+    typer.Argument(
+        autocompletion=models_here, help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in)."
+    ),
 ]
 Judge = Annotated[
     str | None,
@@ -186,6 +199,15 @@ Judge = Annotated[
     text_option(
         help="A second text that decides whether a step helped; named as --text. Default: self, or builtin if --text "
         "is self."
+    ),
+]
+FailAbove = Annotated[
+    float | None,
+    Range(1),
+    output_option(
+        "--fail-above",
+        help="Exit code 1 if the perplexity is more times that of the dense model than this (upper end of the 95 % "
+        "interval), as 1.1.",
     ),
 ]
 Seeds = Annotated[int, what_option(min=1, help="Number of random perturbations to average over.")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lyapunov_prune.cli.options import DISK, layer_indices
 from lyapunov_prune.cli.removal import RemovalOptions
-from lyapunov_prune.cli.terminal import note, say, show
+from lyapunov_prune.cli.terminal import follow, note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def tell_written(provenance: Provenance, output: Path, *, streamed: bool = False
     show(provenance, output, kept=_record(output))
     device = f" --device {DISK}" if streamed else ""  # the models may not fit in memory
     dense = shlex.quote(provenance.source)
-    say(f"Next: lyapunov-prune eval {shlex.quote(str(output))} --against {dense}{device}")
+    follow(f"eval {shlex.quote(str(output))} --against {dense}{device}")
 
 
 def _record(output: Path) -> Path | None:

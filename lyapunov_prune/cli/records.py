@@ -13,14 +13,29 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from lyapunov_prune.arguments import Range
 from lyapunov_prune.cli.failures import interrupted, tell
+from lyapunov_prune.cli.terminal import screen
 from lyapunov_prune.errors import LyapunovPruneError, first_of
 from lyapunov_prune.progress import status
+
+_SHARED = (  # the options that every command has
+    (
+        "as_json",
+        Annotated[
+            bool,
+            typer.Option("--json", rich_help_panel="Output", help="Print one JSON document on stdout, nothing else."),
+        ],
+    ),
+    (
+        "quiet",
+        Annotated[bool, typer.Option("--quiet", rich_help_panel="Output", help="No notes and no progress on stderr.")],
+    ),
+)
 
 _NUMBERS = Range(-(2**53), 2**53)  # what a float and every 64-bit counter hold, with room to add to
 
@@ -78,12 +93,13 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
             for name, option in options.items()
         ]
 
+    parameters += [Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=of) for name, of in _SHARED]
     metadata = {parameter.name: getattr(parameter.annotation, "__metadata__", ()) for parameter in parameters}
     ranges = {name: range for name, of in metadata.items() for range in of if isinstance(range, Range)}
     checks = [(name, held.check) for name, of in metadata.items() for held in of if isinstance(held, Held)]
 
     @wraps(command)
-    def called(*, typer_context: typer.Context, **values: Any) -> None:
+    def called(*, typer_context: typer.Context, as_json: bool, quiet: bool, **values: Any) -> None:
         words = {p.name: p.opts[0] for p in typer_context.command.params}
         for name, value in values.items():
             option, number, text = words[name], isinstance(value, int | float), str(value)
@@ -95,6 +111,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
         for name, check in checks:
             if values[name] is not None:
                 check(values[name])
+        asked = dict(values)
         made = {
             name: record(**{field.name: values.pop(field.name) for field in fields(record)})
             for name, record in records.items()
@@ -102,7 +119,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
         given = Given({name: word for name, word in words.items() if _stands(typer_context, name)})
         began = time.time()
         try:
-            with status("starting"):  # torch takes seconds to import
+            with screen(str(typer_context.info_name), asked, as_json=as_json, quiet=quiet), status("starting"):
                 command(**values, **made, **dict.fromkeys(told, given))
         except KeyboardInterrupt:  # typer makes it an exit code, without a word
             tell(interrupted(began))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import shlex
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -14,8 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lyapunov_prune.cli.failures import printing, tell
-from lyapunov_prune.errors import printable
-from lyapunov_prune.progress import end_status, is_main
+from lyapunov_prune.cli.following import following
+from lyapunov_prune.errors import CheckFailed, printable
+from lyapunov_prune.progress import end_status, is_main, is_muted, muted
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.results.frames import pd
@@ -28,7 +33,67 @@ def speak_any_language() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+@dataclass
+class _Screen:
+    """What a command has shown so far, and the command to give next, where it knows better than `following`."""
+
+    lines: list[str] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+    next: str | None = None
+
+
+_screen = _Screen()
+
+
+@contextmanager
+def screen(command: str, values: Mapping[str, Any], *, as_json: bool, quiet: bool) -> Iterator[None]:
+    """Within the block a command runs; then its conclusion is said, and the command to give next.
+
+    With `as_json` one JSON document is all of stdout, and what else is said goes to stderr. `quiet` mutes notes and
+    progress, and with `as_json` all that is said.
+    """
+    global _screen
+    _screen = shown = _Screen()
+    failed, elsewhere = None, io.StringIO() if quiet else sys.stderr
+    with muted(quiet), redirect_stdout(elsewhere) if as_json else nullcontext():
+        try:
+            yield
+        except CheckFailed as error:  # what was measured is worth seeing
+            failed = error
+        measured = next((each for each in reversed(shown.results) if each.against_dense() is not None), None)
+        ratio = None if measured is None else measured.against_dense()
+        if measured is not None:
+            say(measured.conclusion())
+        if shown.next is None and failed is None:
+            shown.next = following(command, values, ratio)
+        if shown.next:
+            say(f"Next: lyapunov-prune {shown.next}")
+    if as_json and is_main():
+        from lyapunov_prune.results.encoding import encode
+
+        document = {
+            "command": command,
+            "lines": shown.lines,
+            "ratio": None if ratio is None else {**ratio._asdict(), "means": ratio.means()},
+            "results": [result.to_json() for result in shown.results],
+            "written": shown.written,
+            "next": f"lyapunov-prune {shown.next}" if shown.next else None,
+            "failed": None if failed is None else failed.message,
+        }
+        with printing():
+            print(json.dumps(encode(document), indent=1, allow_nan=False), flush=True)
+    if failed is not None:
+        raise failed
+
+
+def follow(command: str) -> None:
+    """Name the command to give next; none if it is empty."""
+    _screen.next = command
+
+
 def say(message: str) -> None:
+    _screen.lines += message.split("\n")
     if is_main():
         end_status()
         with printing():
@@ -37,7 +102,7 @@ def say(message: str) -> None:
 
 def note(message: str) -> None:
     """Print a message that is not a result, on stderr."""
-    if is_main():
+    if is_main() and not is_muted():
         tell(_lines(message))
 
 
@@ -55,6 +120,9 @@ def show(
 
     Without the answer where it was `answered` before, as part of another result.
     """
+    _screen.results.append(result)
+    if written is not None:
+        _screen.written.append(str(written))
     if not is_main():
         return
     lines = [] if answered else result.answer()
@@ -69,6 +137,9 @@ def show(
         say(unshown)
     if written is not None:
         say(f"Written: {written}{_sized(written)}")
+    if written is not None and written.suffix == ".gguf":
+        file = shlex.quote(str(written))
+        say(f"Run it: llama-cli -m {file}, or: echo FROM {file} > Modelfile && ollama create my-model -f Modelfile")
 
 
 def _sized(written: Path) -> str:
@@ -86,6 +157,7 @@ def keep(run: Path, name: str, result: Result) -> None:
     show(result, result.save(run / f"{name}.json"))
 
 
+_WIDE = 120  # characters of a line where there is no terminal
 _FOLDED = 20  # columns of a console that a text keeps at least, where it cannot have as many as it is long
 
 
@@ -97,17 +169,19 @@ def _print_table(frame: pd.DataFrame) -> None:
     """
     end_status()
     from lyapunov_prune.results.result import MISSING, table_text
+    from lyapunov_prune.results.wording import number
 
     console = Console()
     if not console.is_terminal:
-        say(table_text(frame))
-        return
+        text = table_text(frame)
+        if max(map(len, text.split("\n"))) <= _WIDE:
+            say(text)
+            return
+        console = Console(width=_WIDE)
     header = [str(name) for name in frame.columns]
     numbers = [dtype.kind in "if" for dtype in frame.dtypes]
     rows = [
-        tuple(
-            MISSING if v is None or v != v else f"{v:.4g}" if isinstance(v, float) else printable(str(v)) for v in row
-        )
+        tuple(MISSING if v is None or v != v else number(v) if isinstance(v, float) else printable(str(v)) for v in row)
         for row in frame.itertuples(index=False)
     ]
     longest = [max(map(cell_len, column)) for column in zip(header, *rows, strict=True)]

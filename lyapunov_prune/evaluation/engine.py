@@ -23,6 +23,7 @@ from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.progress import status
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.wording import number
 
 # Most nats a token by which the loss in llama.cpp, which rounds the inputs of matrices to 8 bits, may differ from ours:
 # 0.012 on Gemma 3 270M in Q4_K_M, 0.003 on SmolLM2 in Q4_1; a lost rotary scaling gave 0.07.
@@ -84,8 +85,8 @@ class EngineScores(Result):
         last, row, first = self.perplexities[-1], self.rows[-1], self.rows[0]
         beside = "" if row is first else f" ({row.told('prefill')}; {row.told('decode')})"
         return [
-            f"In llama.cpp: perplexity {last.value:.4g}, and {self.own[-1]:.4g} here; {row.prefill:.4g} tokens/s of "
-            f"prefill, {row.decode:.4g} decoding{beside}."
+            f"In llama.cpp: perplexity {last.value:.4g}, and {self.own[-1]:.4g} here; {number(row.prefill)} tokens/s "
+            f"of prefill, {number(row.decode)} decoding{beside}."
         ]
 
 

@@ -16,6 +16,7 @@ from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
+from lyapunov_prune.results.worth import Ratio
 
 # From this share on, the report names zeros.
 SPARSE = 0.05
@@ -43,13 +44,16 @@ class Evaluation(Result):
 
     def to_frame(self) -> pd.DataFrame:
         rows: list[dict[str, Any]] = []
+        names = [on.model.name for on in self.measured_on]
+        if len(set(names)) < len(names):  # one was made in memory from the other
+            names = [names[0], *(f"{name}, changed" for name in names[1:])]
         for number, (perplexity, zeros) in enumerate(zip(self.perplexities, self.zeros, strict=True)):
-            low, high = perplexity.ratio_interval(self.perplexities[0])
+            ratio, low, high = perplexity.ratio_to(self.perplexities[0])
             rows.append(
                 {
-                    "model": perplexity.measured_on.model.name,
+                    "model": names[number],
                     "perplexity": perplexity.value,
-                    "× first": perplexity.value / self.perplexities[0].value,
+                    "× first": ratio,
                     "low": low,
                     "high": high,
                     "layers": perplexity.measured_on.model.num_layers,
@@ -61,6 +65,10 @@ class Evaluation(Result):
                 rows[-1] |= {"MB": self.sizes[number].bytes / 1e6, "bits a weight": self.sizes[number].bits}
         frame = pd.DataFrame(rows)
         return frame if len(rows) > 1 else frame.drop(columns=["× first", "low", "high"])
+
+    def against_dense(self) -> Ratio | None:
+        reference, *others = self.perplexities
+        return others[-1].ratio_to(reference) if others else None
 
     def further(self) -> list[Result]:
         return [part for part in (self.speed, self.tasks, self.engine) if part is not None]

@@ -19,6 +19,7 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.wording import between
+from lyapunov_prune.results.worth import Ratio, Worth
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class Perplexity(Result):
         """95 % interval of the perplexity from the variation over the text; NaN for fewer than four windows."""
         return interval_of(self.windows)
 
-    def ratio_interval(self, reference: Perplexity) -> tuple[float, float]:
-        """95 % interval of `value / reference.value`, paired by window, so that hard windows cancel."""
-        return interval_of(self.windows - reference.windows)
+    def ratio_to(self, reference: Perplexity) -> Ratio:
+        """`value / reference.value` and its 95 % interval, paired by window, so that hard windows cancel."""
+        return Ratio(self.value / reference.value, *interval_of(self.windows - reference.windows))
 
     def to_frame(self) -> pd.DataFrame:
         low, high = self.interval
@@ -61,10 +62,14 @@ class Perplexity(Result):
             self.measured_on.line(),
         ]
 
+    def worth(self, reference: Perplexity, speed: str = "") -> Worth:
+        """What a card says of this model, made from the one of `reference`."""
+        on = self.measured_on
+        return Worth(self.value, self.ratio_to(reference), f"{on.text} ({on.split})", on.tokens, speed)
+
     def against(self, reference: Perplexity) -> str:
         """One line: this model beside `reference` on the same windows, and whether they differ significantly."""
-        low, high = self.ratio_interval(reference)
-        ratio = self.value / reference.value
+        ratio, low, high = self.ratio_to(reference)
         told = f"fewer than {POWER} windows cannot tell whether that is chance"
         if math.isfinite(low) and math.isfinite(high):
             word = "worse" if low > 1 else "better" if high < 1 else "no significant difference on this text"
@@ -97,6 +102,12 @@ def interval_of(nll: np.ndarray) -> tuple[float, float]:
     told = compare(np.zeros(len(nll)), nll)
     with np.errstate(over="ignore"):  # losses of a broken model may be huge
         return (float(np.exp(told.low)), float(np.exp(told.high)))
+
+
+def ratio_of(rise: np.ndarray) -> Ratio:
+    """The ratio of perplexities where the loss of every window rises by `rise` (windows,), nats a token."""
+    with np.errstate(over="ignore"):
+        return Ratio(float(np.exp(rise.mean())), *interval_of(rise))
 
 
 @runs_model

@@ -27,6 +27,7 @@ from lyapunov_prune.models.structure import Structure, find_layers, find_structu
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result, versions
+from lyapunov_prune.results.wording import number
 
 
 def prompt_for(structure: Structure) -> int:
@@ -88,7 +89,7 @@ class SpeedRow:
     def told(self, phase: str) -> str:
         """The speed in `phase` against that of the first model, if it was compared."""
         ratio: Faster | None = getattr(self, f"{phase}_ratio")
-        return f"{getattr(self, phase):.4g} tokens/s" if ratio is None else ratio.told()
+        return f"{number(getattr(self, phase))} tokens/s" if ratio is None else ratio.told()
 
 
 # The columns of each phase: tokens per second, and how many times those of the first model.

@@ -88,8 +88,10 @@ def explain(
     def explain_windows(first: int, ids: torch.Tensor) -> list[_Seen]:
         return _explain_windows(sides, scorers, ids, sums, inner, blame)
 
-    for seen in itertools.chain(*dealt(reading, batch_size, explain_windows, "explaining")):
-        tokens.add(*seen)
+    rise = []
+    for risen, turned, diverged, ids in itertools.chain(*dealt(reading, batch_size, explain_windows, "explaining")):
+        rise.append(risen)
+        tokens.add(turned, diverged, ids)
     summed(reading.model, *(array for each in (sums, inner.sums, blame) for array in vars(each).values()))
     kl, loss = map(float, blame.compressed)
     kl_only, loss_only = blame.only
@@ -120,6 +122,7 @@ def explain(
         tokens=tokens.result(),
         diagnosis=diagnosis,
         file_size=_file_size(compressed),
+        rise=np.array(rise),
     )
 
 
@@ -165,7 +168,7 @@ def _place(p: Projection, layer: int) -> tuple[int, str, int | None, int | None]
     return layer, p.component, p.head, p.expert
 
 
-_Seen = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Seen = tuple[float, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _explain_windows(
@@ -176,7 +179,7 @@ def _explain_windows(
     inner: SublayerSums,
     blame: Blame,
 ) -> list[_Seen]:
-    """Add these windows to all sums; of each of them what `TokenSums` adds."""
+    """Add these windows to all sums; of each of them by how much its loss rises, and what `TokenSums` adds."""
     first, second = sides
     between, moved = (side.kept(len(ids)) for side in sides)
     with inner.dense.watched(between), inner.compressed.watched(moved):
@@ -220,7 +223,7 @@ def _explain_windows(
         dense, *others = [(scorer, predicting(state)) for scorer, state in whole]
         found, turned = predictions(dense, [*others, *itertools.chain.from_iterable(read_by)], window[0, 1:])
         blame.add(found, list(runs))
-        seen.append((turned, found[1, 0], window.cpu()))
+        seen.append((float((found[1, 1] - found[0, 1]).mean()), turned, found[1, 0], window.cpu()))
     return seen
 
 

@@ -12,12 +12,14 @@ from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.growth import ErrorGrowth, TwoPhases
 from lyapunov_prune.bounds.matrix_errors import MatrixErrors
 from lyapunov_prune.diagnosis.finding import Diagnosis
+from lyapunov_prune.evaluation.perplexity import ratio_of
 from lyapunov_prune.explaining.decomposition import PARTS, Decomposed
 from lyapunov_prune.explaining.sublayers import SublayerErrors
 from lyapunov_prune.explaining.token_kinds import TokenKinds
 from lyapunov_prune.results.axes import LayerNumbers, Loose, Per, PerBoundary, PerLayer
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, ROWS, MeasuredOn, ModelIdentity, Result
+from lyapunov_prune.results.worth import Ratio
 
 EXPLANATION = "explanation.json"
 _NAMED = 3  # the most layers that are blamed
@@ -43,7 +45,8 @@ class Explanation(Decomposed, Result):
     does, or they cannot be read as numbers. `sublayers` has the same parts for attention and MLP; None if no state lies
     between them, or weights stay packed. `tokens` follows the error from the final state to the prediction, by kind of
     token and event. `diagnosis` holds what is broken in the compressed model, `file_size` the bytes of its files, None
-    if they are not known, or `shrink --size` cannot make such a model.
+    if they are not known, or `shrink --size` cannot make such a model. `rise` (windows,) is by how much the loss of
+    every window rises; None in files of older versions.
     """
 
     kept: LayerNumbers
@@ -70,11 +73,15 @@ class Explanation(Decomposed, Result):
     tokens: TokenKinds | None = None
     diagnosis: Diagnosis | None = None
     file_size: int | None = None
+    rise: np.ndarray | None = None
 
     @property
     def differs(self) -> bool:
         """Whether the two models compute different results on this text."""
         return bool(self.error.any()) or self.kl > 0
+
+    def against_dense(self) -> Ratio:
+        return ratio_of(np.array([self.loss - self.dense_loss]) if self.rise is None else self.rise)
 
     @property
     def growth(self) -> np.ndarray:
@@ -162,8 +169,6 @@ class Explanation(Decomposed, Result):
             *self._blame(),
             self._kind(),
         ]
-        if self.phases is not None:
-            lines.append(f"{self.phases.line()} (estimates).")
         if not self.adds_up:
             lines.insert(0, self._sum())
         lines.append(self.diagnosis.storage if self.diagnosis is not None and not findings else self._sum())

@@ -15,6 +15,7 @@ from lyapunov_prune.healing.rounds import Round, best_of
 from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Reported, Result
+from lyapunov_prune.results.worth import Ratio
 
 REPORT = "healing.json"  # next to the weights of a healed checkpoint
 
@@ -92,6 +93,9 @@ class Healing(Result):
             return None
         before, after, teacher = (p.value for p in (self.held_out.before, self.held_out.after, self.held_out.teacher))
         return (before - after) / (before - teacher) if before > teacher else float("nan")
+
+    def against_dense(self) -> Ratio | None:
+        return None if self.held_out is None else self.held_out.after.ratio_to(self.held_out.teacher)
 
     def about(self) -> str:
         """The paragraph for the model card."""

@@ -199,7 +199,8 @@ class Training:
         if not taken and stretch.begin != "here":
             run.begin_anew(self.start if stretch.begin == "start" else self.weights)
         rate = rates(stretch, (self.done.steps or 0) - trials)
-        what = f"healing, trying rate {stretch.rate:.1g}" if stretch.trial else f"healing, round {len(rounds) + 1}"
+        number = sum(not each.stretch.trial for each in rounds) + 1
+        what = f"healing, trying rate {stretch.rate:.1g}" if stretch.trial else f"healing, round {number}"
         for k in track(range(taken, stretch.steps), what):
             began = time.monotonic()
             at = (first + k) * per_step

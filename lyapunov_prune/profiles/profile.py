@@ -73,8 +73,8 @@ class LayerProfile(Result):
         turn, model = self.influence.influence, self.measured_on.model
         contracting, transitions = self.contraction.contracting
         lines = [
-            f"Try to remove first: layers {ranges(self.candidates)} of 0–{len(turn) - 1}. They turn the hidden state "
-            f"least (Block Influence){self._firmness()}.",
+            f"Try to remove first: layers {ranges(self.candidates)} (of 0 to {len(turn) - 1}). They turn the hidden "
+            f"state least (Block Influence){self._firmness()}.",
             f"Keep: layers {ranges(self.kept)}: the ends, and what turns the state over {KEEP:g} × the median or "
             "carries a token of enormous norm.",
             f"Block Influence by layer: {bars(turn)}",

@@ -129,6 +129,6 @@ def removal_row(
         removed,
         after.value,
         after.value / dense.value,
-        *after.ratio_interval(dense),
+        *after.ratio_to(dense)[1:],
         model.num_parameters(),
     )

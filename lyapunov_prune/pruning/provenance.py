@@ -25,6 +25,7 @@ from lyapunov_prune.pruning.stored import PLAIN, Stored
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.history import HISTORY, history_of
 from lyapunov_prune.results.result import LINES, Result, versions
+from lyapunov_prune.results.worth import Worth
 
 PROVENANCE = "provenance.json"
 _BY_HAND = "Made by one command, which did what these do one after the other:"
@@ -126,11 +127,13 @@ def describe(
     since: str = "The model has not been\ntrained after the removal.",
     sections: Mapping[str, str] | None = None,
     commands: tuple[str, ...] = (),
+    worth: Worth | None = None,
 ) -> Provenance:
     """Write provenance.json, the history and the model card beside the weights in `folder`.
 
     `structure` is the original's, `stored` the format. `since` says whether `pruned` has learnt after the removal,
-    `sections` what the card tells beside plan and gate, `commands` what would make the model by hand.
+    `sections` what the card tells beside plan and gate, `commands` what would make the model by hand,
+    `worth` what it was measured to be worth.
     """
     provenance = Provenance(
         source=plan.model.name,
@@ -162,6 +165,7 @@ def describe(
             "Removal check": _checked(provenance),
         },
         tags=(f"{kind}-pruning",),
+        worth=worth,
     )
     return provenance
 

@@ -188,7 +188,7 @@ class BestRemoval(Ranking):
             cut, times = np.exp(windows.mean()), np.exp(windows.mean() - self.dense.mean())
         layers = self.measured_on.model.num_layers
         return [
-            f"Remove layers {ranges(self.remove)} of 0–{layers - 1}: the best of {len(self.tried)} sets tried.",
+            f"Remove layers {ranges(self.remove)} (of 0 to {layers - 1}): the best of {len(self.tried)} sets tried.",
             f"Perplexity {cut:.4g} without them, {times:.3g} × dense, on {len(self.dense)} windows that no score has "
             "seen, used to choose.",
             *filter(None, (self.certainty(), self._finals_told() if self.finals else "")),

@@ -35,7 +35,7 @@ def bounds_figure(report: BoundsReport) -> str:
     for place, ratio in zip(places, report.ratio.T, strict=True):
         worst[place] = np.fmax(worst[place], np.fmax.reduce(ratio))
     figure, axes = one_panel(9, 1.1 + 0.32 * len(components))
-    image = axes.imshow(worst, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+    image = axes.imshow(worst, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     for (row, layer), value in np.ndenumerate(worst):
         if not np.isnan(value):  # experts that no bound was checked for
             text = f"{value:.2f}".removeprefix("0")

@@ -50,7 +50,7 @@ def before_after_figure(shrunk: Shrinking) -> str:
     for pair in filter(None, (shrunk.evaluation.perplexities, shrunk.foreign)):
         dense, smaller = pair
         worth, name = f"{dense.value:.4g} → {smaller.value:.4g}", f"perplexity, {Path(dense.measured_on.text).name}"
-        rows.append((name, smaller.value / dense.value, smaller.ratio_interval(dense), worth))
+        rows.append((name, smaller.value / dense.value, smaller.ratio_to(dense)[1:], worth))
     figure, axes = one_panel(6.5, 1 + 0.4 * len(rows))
     for y, (name, value, interval, told) in enumerate(rows):
         low, high = interval or (value, value)

@@ -22,7 +22,8 @@ from lyapunov_prune.report.questions import POLICY, SCRIPT, questions
 from lyapunov_prune.report.ranking import ranking_figure
 from lyapunov_prune.results.files import parsed, write_whole
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import Result
+from lyapunov_prune.results.result import MISSING, Result
+from lyapunov_prune.results.wording import number
 
 SECTIONS = (*LAYERS, *MODELS)
 
@@ -81,14 +82,15 @@ def load_result(path: Path) -> Result:
     return kind.load(path)
 
 
-def write_report(run: str | Path) -> Path:
-    """Write `report.html` and `figures/*.svg` into the folder `run` from the results it holds.
+def write_report(run: str | Path, output: str | Path | None = None) -> Path:
+    """Write `report.html` and `figures/*.svg` from the results in the folder `run`, into `output` or else into `run`.
 
     The page opens with the answer of the first result that compares models before and after, or else of the first
     result, then shows those that compare, the choice of layers, and the rest. Raises LyapunovPruneError when the folder
     holds no result.
     """
     run = Path(run)
+    target = run if output is None else Path(output)
     plans = {path.stem.removeprefix("plan-"): PruningPlan.load(path) for path in sorted(run.glob("plan*.json"))}
     written = {path.parent.name: Provenance.load(path) for path in sorted(run.glob(f"*/{PROVENANCE}"))}
     read: dict[Path, Any] = {}  # several sections draw one file
@@ -98,9 +100,9 @@ def write_report(run: str | Path) -> Path:
     if not sections:
         raise LyapunovPruneError(f"{run} holds no results; give a folder that profile, demo or eval wrote")
     for name, svg in drawn.items():
-        write_whole(run / "figures" / f"{name}.svg", svg)
+        write_whole(target / "figures" / f"{name}.svg", svg)
     made = [*(provenance.plan for provenance in written.values()), *plans.values()]
-    return write_whole(run / "report.html", _page(run.name, sections, questions(read.values(), made)))
+    return write_whole(target / "report.html", _page(run.name, sections, questions(read.values(), made)))
 
 
 def _page(name: str, sections: list[Shown], data: dict[str, Any] | None) -> str:
@@ -176,4 +178,18 @@ def _table(result: Result, told: Collection[str] = ()) -> Table:
 
 
 def _html(frame: pd.DataFrame) -> Markup:
-    return Markup(frame.to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}"))
+    """`frame` as a table, the columns of words left-aligned and whole."""
+    words = [Markup("" if dtype.kind in "iufb" else ' class="words"') for dtype in frame.dtypes]
+    head = Markup("").join(Markup("<th{}>{}</th>").format(*of) for of in zip(words, frame.columns, strict=True))
+    rows = [
+        Markup("").join(Markup("<td{}>{}</td>").format(of, _cell(value)) for of, value in zip(words, row, strict=True))
+        for row in frame.itertuples(index=False)
+    ]
+    body = Markup("\n").join(Markup("<tr>{}</tr>").format(row) for row in rows)
+    return Markup("<table><thead><tr>{}</tr></thead><tbody>\n{}\n</tbody></table>").format(head, body)
+
+
+def _cell(value: Any) -> str:
+    if value is None or value != value:
+        return MISSING
+    return number(value) if isinstance(value, float) else str(value)

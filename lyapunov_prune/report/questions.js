@@ -99,6 +99,7 @@
     const nearest = known.reduce((a, b) => (Math.abs(b - count.value) < Math.abs(a - count.value) ? b : a));
     [count.min, count.max] = [Math.min(...known), Math.max(...known)];
     count.value = nearest;
+    count.hidden = known.length === 1; // a slider of one position
     show();
   }
 

@@ -65,7 +65,7 @@ def heat_map(s: Sensitivity) -> str:
         np.arange(len(table) + 1) - 0.5,
         np.where(np.isnan(values), np.nan, np.clip(values, _FAINT, top)),
         norm=LogNorm(_FAINT, top),
-        cmap="cividis",
+        cmap="viridis",
         edgecolor="white",
         linewidth=0.6,
     )

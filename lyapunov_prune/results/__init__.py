@@ -5,7 +5,7 @@
   is made; `arrays`: checks of its numbers; `encoding`: its fields as JSON values;
 - `history`: how a model was made, and the texts that the steps saw; `overlap`: how much a text shares with those;
 - `frames`: pandas, imported with the first table, and fields of a record as its columns; `drawing`: what makes its
-  figures; `wording`: lists of layers, bars and intervals as words;
+  figures; `wording`: lists of layers, bars and intervals as words; `worth`: what a ratio of perplexities means;
 - `files`: files and folders written whole or not at all;
 - `store`: a result read instead of measured again, if all parameters are the same, and finished jobs on disk, one line
   each, which survive `kill -9`; `claim`: where unfinished work is kept, by its settings.

@@ -24,6 +24,8 @@ from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.files import parsed, require_file, write_whole
 from lyapunov_prune.results.frames import pd, rows
 from lyapunov_prune.results.overlap import Fingerprint
+from lyapunov_prune.results.wording import number
+from lyapunov_prune.results.worth import Ratio
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Result")
@@ -47,7 +49,7 @@ def _installed() -> dict[str, str]:
 
 def table_text(frame: pd.DataFrame) -> str:
     """`frame` as lines of plain text, numbers with four digits."""
-    return frame.to_string(index=False, float_format=lambda x: f"{x:.4g}", na_rep=MISSING)
+    return frame.to_string(index=False, float_format=number, na_rep=MISSING)
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,15 @@ class Result:
         """What a person can act on, in at most `LINES` lines of plain text; the headline by default."""
         return self.headline().split("\n")[:LINES] if self.headline() else []
 
+    def against_dense(self) -> Ratio | None:
+        """The perplexity beside the dense model's, where this was measured; None by default."""
+        return None
+
+    def conclusion(self) -> str:
+        """What came out, with its interval, and what it means; empty where no perplexity was compared."""
+        ratio = self.against_dense()
+        return "" if ratio is None else f"P{ratio.told()[1:]}. {ratio.means()}"
+
     def summary(self) -> pd.DataFrame:
         """The table of the report page: the whole frame, unless it would be too long to read."""
         return self.to_frame()
@@ -225,7 +236,8 @@ class Result:
 
     def __str__(self) -> str:
         table = table_text(self.brief())
-        return "\n".join(filter(None, (*self._answer_in_python(), table, self.unshown("to_frame() has all"))))
+        unshown, conclusion = self.unshown("to_frame() has all"), in_python(self.conclusion())
+        return "\n".join(filter(None, (*self._answer_in_python(), table, unshown, conclusion)))
 
     def __repr__(self) -> str:
         return str(self)
@@ -233,8 +245,9 @@ class Result:
     def _repr_html_(self) -> str:
         """The same as HTML, for notebooks."""
         lines = Markup("<br>").join(self._answer_in_python())
-        table = Markup(self.brief().to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}", na_rep=MISSING))
-        return Markup("<p>{}</p>{}<p>{}</p>").format(lines, table, self.unshown("to_frame() has all"))
+        table = Markup(self.brief().to_html(index=False, border=0, float_format=number, na_rep=MISSING))
+        below = Markup("<br>").join(filter(None, (self.unshown("to_frame() has all"), in_python(self.conclusion()))))
+        return Markup("<p>{}</p>{}<p>{}</p>").format(lines, table, below)
 
     def plot(self) -> Any:
         """The figures of this result on the report page, shown in a notebook; see `report.figures.Figures`.

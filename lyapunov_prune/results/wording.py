@@ -37,6 +37,11 @@ def bars(values: np.ndarray) -> str:
     return " ".join(f"{at} {''.join(drawn[at : at + _GROUP])}" for at in range(0, len(drawn), _GROUP))
 
 
+def number(value: float) -> str:
+    """`value` with four digits; one of up to seven before the point has them all, and no exponent."""
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}"
+
+
 def between(low: float, high: float) -> str:
     """A 95 % interval of a loss over windows in words; if it is NaN, that there are too few windows for one."""
     if np.isfinite([low, high]).all():

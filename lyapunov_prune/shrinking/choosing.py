@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -96,7 +97,8 @@ class Chooser:
         except LyapunovPruneError as error:  # not every layer can take a map
             mending = Taken("mending", False, str(error), time.monotonic() - began)
             return Chosen(plan, found, (), None, (chosen, mending))
-        mending = Taken("mending", bool(mends), _told(report), time.monotonic() - began)
+        seconds = time.monotonic() - began if judged is None else math.nan  # those of the search
+        mending = Taken("mending", bool(mends), _told(report), seconds)
         return Chosen(plan.seen_on(*report.texts), found, mends, report, (chosen, mending))
 
 

@@ -11,13 +11,15 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import printable
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.perplexity import Perplexity
+from lyapunov_prune.evaluation.sizes import SizesTried
 from lyapunov_prune.evaluation.task_scores import TaskScore
 from lyapunov_prune.models.size import Size
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Reported, Result
-from lyapunov_prune.results.wording import between
+from lyapunov_prune.results.wording import between, number
+from lyapunov_prune.results.worth import Ratio
 
 REPORT = "shrink.json"  # the file's name beside the weights
 
@@ -41,7 +43,7 @@ class Shrinking(Result):
     `foreign` on another kind of text than any step has read (dense, smaller; empty if there was none at hand).
     `learnt_on` is the text that healed, `judged_on` the second text that judges mending. `commands` do the same by
     hand. `loader` is the transformers class that loads the result. `folder` is where it was written, None if it was
-    not.
+    not. `tried` are the numbers of layers of which this one was taken, where no target was given.
     """
 
     target: str
@@ -55,6 +57,7 @@ class Shrinking(Result):
     commands: tuple[str, ...]
     loader: str
     folder: str | None = None
+    tried: SizesTried | None = None
 
     def __post_init__(self) -> None:
         pairs = {len(self.evaluation.perplexities), len(self.foreign) or 2}
@@ -84,33 +87,38 @@ class Shrinking(Result):
         lines = [
             f"{self.plan.model.name} without {self._gone()}: {before:,} → {after:,} parameters, "
             f"{Size(large, before).told()} → {Size(small, after).told()}",
-            self._speed(),
+            self.speed(),
             "; ".join([*self.worth(), *self._tasks()]),
             f"{self._kept()}. {self.read()}",
         ]
-        if self.folder is not None and self.folder.endswith(".gguf"):
-            lines.append(f"Written: {self.folder}, which llama.cpp runs as it is")
-        elif self.folder is not None:
+        if self.folder is not None and not self.folder.endswith(".gguf"):
             lines += [
-                f"Written: {self.folder}. With transformers:",
+                "With transformers:",
                 f"  from transformers import AutoTokenizer, {self.loader}",
                 f"  model = {self.loader}.from_pretrained({self.folder!r})",
                 f"  tokenizer = AutoTokenizer.from_pretrained({self.folder!r})",
             ]
         return [printable(line) for line in lines if line]
 
+    def further(self) -> list[Result]:
+        return [] if self.tried is None else [self.tried]
+
+    def against_dense(self) -> Ratio | None:
+        return self.evaluation.against_dense()
+
     def _gone(self) -> str:
         remove = self.plan.remove
         return f"{len(remove)} of {self.plan.model.num_layers} layers ({', '.join(map(str, remove))})"
 
-    def _speed(self) -> str:
+    def speed(self) -> str:
+        """Of both models, in a sentence; empty if it was not measured."""
         speed = self.evaluation.speed
         if speed is None:
             return ""
         dense, smaller = speed.rows
         return (
-            f"Speed of the dense model: {dense.prefill:.4g} tokens/s read, {dense.decode:.4g} written. Of the smaller "
-            f"one: reading {smaller.told('prefill')}; writing {smaller.told('decode')}"
+            f"Speed of the dense model: {number(dense.prefill)} tokens/s read, {number(dense.decode)} written. Of the "
+            f"smaller one: reading {smaller.told('prefill')}; writing {smaller.told('decode')}"
         )
 
     def worth(self) -> list[str]:
@@ -162,9 +170,9 @@ def main_score(scores: list[TaskScore]) -> TaskScore:
 
 def _ratio(pair: Sequence[Perplexity], why: str) -> str:
     dense, smaller = pair
-    on, told = smaller.measured_on, between(*smaller.ratio_interval(dense))
+    on, ratio = smaller.measured_on, smaller.ratio_to(dense)
     return (
-        f"Perplexity {dense.value:.4g} → {smaller.value:.4g} (× {smaller.value / dense.value:.3g}, {told}) on "
+        f"Perplexity {dense.value:.4g} → {smaller.value:.4g} (× {ratio.value:.3g}, {between(*ratio[1:])}) on "
         f"{on.tokens:,} tokens of {on.text} {why}"
     )
 

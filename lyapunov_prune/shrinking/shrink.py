@@ -18,6 +18,7 @@ from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import Diverged
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
+from lyapunov_prune.evaluation.sizes import SizesTried
 from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
 from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks, halves
 from lyapunov_prune.healing.heal import STEPS, heal
@@ -39,7 +40,7 @@ from lyapunov_prune.shrinking.report import Shrinking, Shrunk, Taken
 from lyapunov_prune.shrinking.request import MENDED_SEARCH, Clock, Request, healing_minutes, search_forwards
 from lyapunov_prune.shrinking.target import Target
 from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts, foreign_text
-from lyapunov_prune.shrinking.within import Loss, divergence, drop_of, largest
+from lyapunov_prune.shrinking.within import Loss, Worsening, divergence, drop_of, largest
 from lyapunov_prune.shrinking.written import by_hand, is_gguf, require_output, write_shrunk, write_shrunk_gguf
 
 
@@ -64,11 +65,11 @@ def shrink(
 ) -> Shrunk:
     """A smaller model made from `model`, which stays untouched, and a report; written to `output` if that is given.
 
-    One target says how much goes: `remove` layers (a float below 1: a share of them), or the most that keep
-    KL(dense ‖ pruned) within `max_kl` nats a token, on windows that no step learns from, or that let the score of a
-    task fall by no more than `max_drop` says, as `gsm8k:0.02`, by name or by file as `evaluation.load_tasks` takes
-    them: every second item chooses, the others are reported. Multiple choice hides what arithmetic loses; a task with
-    generated answers shows it.
+    One target says how much goes, and without one as many layers go as cost less than 10 % more perplexity: `remove`
+    layers (a float below 1: a share of them), or the most that keep KL(dense ‖ pruned) within `max_kl` nats a token, on
+    windows that no step learns from, or that let the score of a task fall by no more than `max_drop` says, as
+    `gsm8k:0.02`, by name or by file as `evaluation.load_tasks` takes them: every second item chooses, the others are
+    reported. Multiple choice hides what arithmetic loses; a task with generated answers shows it.
 
     Layers are chosen by criterion `best` (`ranking.best`), their gaps mended (`mending`), the result healed from
     `model` (`healing`). Mending and healing are kept only where windows that they did not learn from say that they pay,
@@ -85,7 +86,7 @@ def shrink(
     An `output` that ends in .gguf is the GGUF file that `model` was read from without the layers, copied byte for byte
     but for the tensors that changed; they keep their type.
 
-    Raises LyapunovPruneError for no target or two, for one that cannot be met, with how near it comes, for texts too
+    Raises LyapunovPruneError for two targets, for one that cannot be met, with how near it comes, for texts too
     short to judge by or that share tokens, for minutes in which no layers can be chosen, an `output` that is not empty,
     and too little memory or disk; and as `best_removal` and `heal`. Raises CheckFailed when the gate fails.
     """
@@ -146,7 +147,7 @@ def _run(
         folder=request.folder,
         batch_size=request.batch_size,
     )
-    choice = _chosen(request, chooser, remove, None if items is None else items[0])
+    choice, tried = _chosen(request, chooser, remove, None if items is None else items[0])
     decoder, operation = plain(model), Operation(choice.plan, mends=choice.mends)
     made = cut(decoder, operation, shared=True)
     pruned, gate = made.model, check_removal(decoder, made, operation, learn)
@@ -173,6 +174,7 @@ def _run(
         commands=commands,
         loader=loading_class(smaller).__name__,
         folder=place,
+        tried=tried,
     )
     if output is not None and is_gguf(output):
         report = replace(report, size=write_shrunk_gguf(request, smaller, choice, gate, report, output))
@@ -184,19 +186,25 @@ def _run(
     return Shrunk(smaller, report)
 
 
-def _chosen(request: Request, chooser: Chooser, remove: int | None, task: Task | None) -> Chosen:
-    """The layers to remove: as many as asked, or as many as the target allows to lose."""
+def _chosen(
+    request: Request, chooser: Chooser, remove: int | None, task: Task | None
+) -> tuple[Chosen, SizesTried | None]:
+    """The layers to remove, as many as asked, or as the target allows to lose; and what was tried if none is given."""
     if remove is not None:
-        return chooser.choose(remove)
+        return chooser.choose(remove), None
     lost: Loss = partial(divergence, request.model, chooser)
+    unit, worsening = "nats a token", Worsening(request.model)
     if task is not None:
-        lost = drop_of(request.model, request.tokenizer, task, request.batch_size)
+        lost, unit = (
+            drop_of(request.model, request.tokenizer, task, request.batch_size),
+            f"lost in the score of {task.name}",
+        )
+    elif request.target.by == "gentle":
+        lost, unit = worsening, "times the perplexity at the most"
     choice, loss = largest(request.target, chooser, lost)
-    unit = "nats a token" if task is None else f"lost in the score of {task.name}"
     first = choice.taken[0]
-    return replace(
-        choice, taken=(replace(first, told=f"{first.told}; {loss:.3g} {unit}, used to choose"), *choice.taken[1:])
-    )
+    told = f"{first.told}; {loss:.3g} {unit}, used to choose"
+    return replace(choice, taken=(replace(first, told=told), *choice.taken[1:])), worsening.tried()
 
 
 def _healed(

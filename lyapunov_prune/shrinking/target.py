@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.ranking.counts import count_of, require_count
+from lyapunov_prune.results.worth import GENTLE, GOOD
 
 if TYPE_CHECKING:  # a target that cannot be must not wait for torch
     from transformers import PreTrainedModel
@@ -21,9 +22,12 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Target:
-    """The target: `by` is one of OPTIONS, `value` its value; `max_drop` also names the `task` that is scored."""
+    """The target: `by` is one of OPTIONS, `value` its value; `max_drop` also names the `task` that is scored.
 
-    by: Literal["remove", "max_kl", "max_drop"]
+    Where none is given it is `gentle`: as many layers as cost less than 10 % more perplexity.
+    """
+
+    by: Literal["remove", "max_kl", "max_drop", "gentle"]
     value: float
     task: str | None = None
 
@@ -34,13 +38,14 @@ class Target:
         max_kl: float | None = None,
         max_drop: str | None = None,
     ) -> Target:
-        """The one target that is given. Raises LyapunovPruneError for none, two, or a bad `max_drop`."""
+        """The one target that is given, `gentle` for none. Raises LyapunovPruneError for two, or a bad `max_drop`."""
         given = {"remove": remove, "max_kl": max_kl, "max_drop": max_drop}
         named = [name for name, value in given.items() if value is not None]
+        if not named:
+            return cls("gentle", GOOD)
         if len(named) != 1:
             both = " and ".join(OPTIONS[name].split()[0] for name in named)
-            told = f"{both} are {len(named)} targets" if named else "no target says how much goes"
-            raise LyapunovPruneError(f"{told}; give one of {', '.join(OPTIONS.values())}")
+            raise LyapunovPruneError(f"{both} are {len(named)} targets; give one of {', '.join(OPTIONS.values())}")
         if remove is not None:
             return cls("remove", remove)
         if max_kl is not None:
@@ -67,6 +72,7 @@ class Target:
             "remove": "1 layer" if self.value == 1 else layers,
             "max_kl": f"at most {self.value:g} nats a token from the dense predictions",
             "max_drop": f"a score of {self.task} at most {self.value:g} lower",
+            "gentle": GENTLE,
         }[self.by]
 
     def option(self) -> list[str]:

@@ -8,7 +8,10 @@ from functools import partial
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.evaluation.judging import apart
+from lyapunov_prune.evaluation.perplexity import ratio_of
+from lyapunov_prune.evaluation.sizes import SizesTried
 from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.mending.mend import Mend, mapped
@@ -17,7 +20,10 @@ from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.pruning.surgery import Operation, cut
 from lyapunov_prune.ranking.counts import most_not_over, nothing_within
+from lyapunov_prune.results.result import MeasuredOn
+from lyapunov_prune.results.worth import Ratio
 from lyapunov_prune.shrinking.choosing import Chooser, Chosen
+from lyapunov_prune.shrinking.cost import smaller_bytes
 from lyapunov_prune.shrinking.report import main_score
 from lyapunov_prune.shrinking.target import Target
 
@@ -42,6 +48,11 @@ def largest(target: Target, chooser: Chooser, lost: Loss) -> tuple[Chosen, float
     count = most_not_over(is_over, most)
     if count == 0:
         choice, loss = tried[1]
+        if target.by == "gentle":
+            raise CheckFailed(
+                f"removing no layer costs {target.told()} (layer {choice.plan.remove[0]}: up to × {loss:.3g}); give "
+                "--remove to take some anyway, or end --output in .gguf, to round the matrices instead"
+            )
         raise nothing_within("layer", target.told(), f"layer {choice.plan.remove[0]}", loss)
     return tried[count]
 
@@ -60,6 +71,30 @@ def divergence(model: PreTrainedModel, chooser: Chooser, choice: Chosen) -> floa
 def _without(reading: Reading, removed: Sequence[int], mends: Sequence[Mend]) -> Iterator[None]:
     with reading.prefix.without(removed), mapped(reading.structure.layers, mends):
         yield
+
+
+class Worsening:
+    """The loss of a choice as the upper end of its ratio of perplexities on the windows that check; `rows` has all."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.rows: list[tuple[str, int, Ratio]] = []
+        self._on: MeasuredOn | None = None
+
+    def __call__(self, choice: Chosen) -> float:
+        found, report = choice.found, choice.report
+        losses = found.tried[found.chosen].windows
+        if choice.mends and report is not None and report.check is not None:
+            losses = report.check.mended
+        ratio = ratio_of(losses - found.dense)
+        remove = len(choice.plan.remove)
+        self.rows.append((f"without {remove} layers", smaller_bytes(self._model, remove), ratio))
+        self._on = found.checked_on
+        return ratio.high
+
+    def tried(self) -> SizesTried | None:
+        """All that were tried; None if none was."""
+        return None if self._on is None else SizesTried.of(self.rows, self._on)
 
 
 def drop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, batch_size: int) -> Loss:

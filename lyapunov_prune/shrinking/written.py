@@ -105,6 +105,8 @@ def write_shrunk(
         gate.require_passed()
         for name, result in results.items():
             result.save(folder / name)
+        dense_score, score = report.evaluation.perplexities
+        healed["worth"] = score.worth(dense_score, report.speed())
         told: dict[str, Any] = {"mended": choice.report, "commands": report.commands, **healed}
         return describe(folder, choice.plan, gate, dense.structure, smaller, **told)
 

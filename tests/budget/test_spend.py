@@ -21,7 +21,7 @@ from lyapunov_prune.budget.size import bytes_for
 from lyapunov_prune.budget.spend import rounded, spend
 from lyapunov_prune.budget.spent import Spent
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.llama_cpp import installed
 from lyapunov_prune.export import llama_cpp
 from lyapunov_prune.export.format import Quantisation
@@ -96,6 +96,28 @@ def test_the_rows_of_a_sample_stand_for_all() -> None:
     rows, share = cost._sample(W, np.zeros_like(F), 400)
     assert len(rows)
     assert not share.any()
+
+
+@ENGINES
+def test_without_a_size_the_smallest_that_costs_little_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp, "installed", lambda: False)
+    texts = {"batch": text("a"), "judge": text("of b", windows=8)}
+    with pytest.raises(LyapunovPruneError):
+        spend(tiny(), make_tokenizer(), None, tmp_path / "x.gguf", **texts)
+    found = spend(tiny(), make_tokenizer(), None, tmp_path / "x.gguf", **texts, check=text("for c"))
+    assert found.tried is not None
+    assert found.tried.taken is not None
+    assert found.wanted == found.tried.names[found.tried.taken]
+    assert found.bits <= float(found.wanted.removesuffix("bpw"))
+    assert found.tried.bytes[found.tried.taken] == pytest.approx(found.bytes.sum(), rel=0.05)
+    assert found.tried.measured_on.text != found.judged_on.text
+    assert Spent.load(found.save(tmp_path / "x.json")).wanted == found.wanted
+    monkeypatch.setattr("lyapunov_prune.evaluation.sizes.GOOD", 0.5)
+    with pytest.raises(CheckFailed):
+        spend(tiny(), make_tokenizer(), None, tmp_path / "y.gguf", **texts, check=text("for c"))
+    assert not (tmp_path / "y.gguf").exists()
 
 
 @ENGINES

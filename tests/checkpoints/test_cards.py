@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.cards import CARD as CARD_FILE
 from lyapunov_prune.checkpoints.cards import as_text, write_card
 from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.models.compact import MODULE
+from lyapunov_prune.results.worth import Ratio, Worth
 
 CARD = """---
 library_name: transformers
@@ -24,7 +29,7 @@ tags:
 
 About it.
 
-Size of the weights: 210.8 KB, 32 bits a weight.
+Size of the weights: 210,816 bytes (210.8 KB, 32 bits a weight).
 
 ## Load
 
@@ -36,6 +41,14 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```
 
 No custom code is needed.
+
+## Run
+
+```
+lyapunov-prune export path/to/this/folder -o model.gguf  # of the families that llama.cpp knows
+llama-cli -m model.gguf
+echo "FROM ./model.gguf" > Modelfile && ollama create my-model -f Modelfile
+```
 
 Licence and intended use are those of the original model.
 """
@@ -52,6 +65,28 @@ def front(card: str) -> dict[str, Any]:
 
 def test_the_whole_card(llama: PreTrainedModel, tmp_path: Path) -> None:
     assert written(tmp_path, "small", "About it.", llama) == CARD
+
+
+def test_what_was_measured_is_told_and_drawn_by_the_hub(llama: PreTrainedModel, tmp_path: Path) -> None:
+    worth = Worth(12.5, Ratio(1.25, 1.2, 1.3), "a`b (evaluation)", 4096, "twice as fast")
+    llama.config.save_pretrained(tmp_path)
+    card = written(tmp_path, "small", "About it.", llama, worth=worth)
+    assert worth.ratio.means() in card
+    assert "a\\`b" in card
+    assert "vllm serve" in card
+    found = ModelCard.load(tmp_path / CARD_FILE).data.eval_results
+    assert [(each.metric_type, each.metric_value) for each in found] == [("perplexity", 12.5), ("perplexity", 1.25)]
+    lost = replace(worth, perplexity=math.inf, ratio=Ratio(math.inf, math.nan, math.nan))
+    assert "inf" not in str(front(written(tmp_path, "small", "", llama, worth=lost)))
+
+
+def test_a_card_does_not_name_an_engine_that_would_run_other_layers(llama: PreTrainedModel, tmp_path: Path) -> None:
+    llama.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    qwen = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "layer_types": kinds}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **qwen, "num_hidden_layers": len(kinds)}))
+    assert "vllm serve" not in written(tmp_path, "small", "", llama)
 
 
 def test_sections_stand_before_the_last_line(llama: PreTrainedModel, tmp_path: Path) -> None:

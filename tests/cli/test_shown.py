@@ -52,7 +52,7 @@ def test_demo_answers_as_profile_does(run: Callable[..., Done], monkeypatch: pyt
     monkeypatch.setattr(demo_module, "run_demo", run_demo)
     done = run("demo")
     assert "\n".join(profile.answer()) in done.out
-    assert done.out.endswith("Report: runs/demo/report.html\n")
+    assert "\nReport: runs/demo/report.html\n" in done.out
 
 
 def test_a_violation_is_in_the_file_and_an_exit_code(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:

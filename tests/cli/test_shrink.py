@@ -103,7 +103,6 @@ def test_a_task_without_generated_answers_is_told_to_hide_much(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "no target"),
         (["--remove", "2", "--max-kl", "1.2"], "--remove and --max-kl are 2 targets"),
         (["--remove", "100%"], "share below 100%"),
         (["--remove", "3-7"], "neither a number"),

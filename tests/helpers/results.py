@@ -85,6 +85,8 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         return {f"{part}_{what}": loose(5) for part in ("attention", "mlp") for what in ("norm", "gain", "rise")}
     if name == "Frontier":
         return {field: some(2) for field in ("bytes", "bits", "alike", "best")}
+    if name == "SizesTried":
+        return {"bytes": some(2), **{field: loose(2) for field in ("ratio", "low", "high")}}
     if name == "Spent":
         return {"bytes": some(2), "cost": some(2), "kl": some(3), "loss": some(2, 3)}
     if name == "SublayerGrowth":

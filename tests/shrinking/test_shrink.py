@@ -293,7 +293,6 @@ def test_minutes_bound_the_healing(
         ({"tokens": 31 * 24}, "768 tokens or more"),
         ({"tokens": 512 * 64, "context": 512}, "context 512 is longer"),
         ({"minutes": 0.0}, "minutes is 0"),
-        ({"remove": None}, r"remove=0\.25.*max_drop='gsm8k:0\.02'"),
         ({"max_kl": 1.5}, "remove and max_kl are 2 targets"),
         ({"remove": 6}, "cannot remove 6"),
         ({"remove": 1.0}, "remove is 1.0"),

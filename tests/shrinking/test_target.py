@@ -9,13 +9,13 @@ from helpers import LAYERS
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.results.worth import GOOD
 from lyapunov_prune.shrinking.target import Target, count_for
 
 
 @pytest.mark.parametrize(
     "asked",
     [
-        {},
         {"remove": 2, "max_kl": 1.2},
         {"max_drop": "gsm8k.jsonl"},
         {"max_drop": ":0.02"},
@@ -26,6 +26,11 @@ from lyapunov_prune.shrinking.target import Target, count_for
 def test_what_is_no_target_is_refused(asked: dict[str, Any]) -> None:
     with pytest.raises(LyapunovPruneError):
         Target.of(**asked)
+
+
+def test_without_a_target_little_may_be_lost() -> None:
+    assert Target.of() == Target("gentle", GOOD)
+    assert not Target.of().is_counted
 
 
 def test_a_drop_names_its_task() -> None:

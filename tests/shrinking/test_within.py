@@ -14,9 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation import harness_tasks
 from lyapunov_prune.evaluation.judging import apart
+from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.evaluation.tasks import evaluate_tasks, halves, load_tasks
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
@@ -28,7 +29,7 @@ from lyapunov_prune.shrinking.report import main_score
 from lyapunov_prune.shrinking.request import Request
 from lyapunov_prune.shrinking.target import Target
 from lyapunov_prune.shrinking.texts import Texts
-from lyapunov_prune.shrinking.within import divergence, drop_of, largest
+from lyapunov_prune.shrinking.within import Worsening, divergence, drop_of, largest
 
 SMALL: dict[str, Any] = {"tokens": 32 * 24, "context": 24}
 
@@ -63,6 +64,24 @@ def test_the_most_layers_within_the_target(allowed: float, count: int, reader: P
 def test_one_layer_too_many_says_what_it_costs(reader: PreTrainedModel, chooser: Chooser) -> None:
     with pytest.raises(LyapunovPruneError, match=r"costs 0\.7"):
         largest(Target("max_kl", 0.1), chooser, lambda choice: 0.7 * len(choice.plan.remove))
+
+
+@torch.no_grad()
+def test_the_worsening_is_that_of_the_model_that_is_cut(reader: PreTrainedModel, chooser: Chooser) -> None:
+    choice, worsening = chooser.choose(2), Worsening(reader)
+    checking = apart(read(wrap(reader), chooser.batch), of=2, most=None)[1].batch
+    smaller = operated(reader, choice.plan, mends=choice.mends)
+    expected = perplexity(smaller, checking).ratio_to(perplexity(reader, checking))
+    assert worsening(choice) == pytest.approx(expected.high, rel=1e-4)
+    tried = worsening.tried()
+    assert tried is not None
+    assert (tried.names, tried.ratio[0]) == (("without 2 layers",), pytest.approx(expected.value, rel=1e-4))
+    assert tried.taken == (0 if expected.is_good else None)
+
+
+def test_nothing_that_costs_little_is_a_failed_check(reader: PreTrainedModel, chooser: Chooser) -> None:
+    with pytest.raises(CheckFailed):
+        largest(Target.of(), chooser, lambda choice: 1.2)
 
 
 @torch.no_grad()
@@ -131,6 +150,19 @@ def test_a_divergence_is_kept(reader: PreTrainedModel, tokenizer: PreTrainedToke
     assert "nats a token" in done.report.steps[0].told
     with pytest.raises(LyapunovPruneError, match="no layer can be removed"):
         lp.shrink(reader, tokenizer, max_kl=1e-6, **SMALL)
+
+
+@pytest.mark.usefixtures("quick")
+def test_without_a_target_what_was_tried_is_reported(
+    reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lyapunov_prune.shrinking.target.GOOD", 1e9)
+    report = lp.shrink(reader, tokenizer, **SMALL).report
+    assert len(report.plan.remove) == LAYERS - 1
+    assert report.tried is not None
+    assert report.further() == [report.tried]
+    assert f"without {LAYERS - 1} layers" in report.tried.names
+    assert report.tried.measured_on.text_hash != report.measured_on[0].text_hash
 
 
 @pytest.mark.usefixtures("quick")

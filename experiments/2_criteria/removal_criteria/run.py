@@ -94,7 +94,7 @@ def main(
         for plan in plans[name]:
             small = mended(loaded, plan, lesson)
             found = lp.perplexity(small, many, description=f"{name}, mended")
-            low, high = found.ratio_interval(dense)
+            _, low, high = found.ratio_to(dense)
             ratio = found.value / dense.value
             size = small.num_parameters()
             rows.append(RemovalRow(f"{name}, mended", plan.remove, found.value, ratio, low, high, size))

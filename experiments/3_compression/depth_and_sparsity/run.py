@@ -55,7 +55,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
         [
             speed.model,
             one.value,
-            interval(one.value / dense.value, *one.ratio_interval(dense)),
+            interval(one.value / dense.value, *one.ratio_to(dense)[1:]),
             f"{zeros:.0%}",
             first.parameters / speed.parameters,
             speed.prefill / first.prefill,

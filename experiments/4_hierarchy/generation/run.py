@@ -94,7 +94,7 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048, step
         }
         frame = together(name, found)
         own = score(name, small)
-        low, high = own.ratio_interval(dense)
+        _, low, high = own.ratio_to(dense)
         ratio = {"perplexity": own.value, "ratio": own.value / dense.value, "ratio_low": low, "ratio_high": high}
         rows.append({"model": name, **ratio, **outcome(found, steps), **spans(frame)})
         frames.append(frame)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.cli import checks
-from lyapunov_prune.cli.inputs import begun_run, conclude, load_inputs, windows_at_once
-from lyapunov_prune.cli.options import IN_MEMORY, Inputs, Items, Model, RunOptions, model_option, what_option
+from lyapunov_prune.cli.inputs import begun_run, conclude, load_inputs, require_ratio, windows_at_once
+from lyapunov_prune.cli.options import IN_MEMORY, FailAbove, Items, Model, RunOptions, model_option, what_option
 from lyapunov_prune.cli.records import Given
+from lyapunov_prune.cli.scored import by_name, scored
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from lyapunov_prune.data.batch import TokenBatch
     from lyapunov_prune.evaluation.engine import EngineScores
     from lyapunov_prune.evaluation.perplexity import Perplexity
-    from lyapunov_prune.models.decoder import Decoder
 
 
 def evaluate(
@@ -45,20 +46,20 @@ def evaluate(
         checks.MODEL,
         model_option(help="A reference model to measure in the same run, usually the dense one."),
     ] = None,
+    fail_above: FailAbove = None,
     inputs: RunOptions = RunOptions(),
     given: Given = Given(),
 ) -> None:
     """Measure perplexity, and on request speed and tasks; writes eval.json."""
     if tasks is None:
         given.refuse("applies to the items of tasks; give --tasks with it", "limit", "few_shot")
+    if against is None:
+        given.refuse("compares with the dense model; give --against with it", "fail_above")
     if inputs.disk:
         given.refuse(IN_MEMORY, "speed", "tasks")
 
-    from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
-    from lyapunov_prune.evaluation.perplexity import perplexity
     from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
     from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
-    from lyapunov_prune.models.size import stored_size
 
     names = [against, model] if against else [model]
     run = begun_run(inputs.output, model, "eval.json")
@@ -66,18 +67,13 @@ def evaluate(
     first, batch = load_inputs(names[0], inputs, "evaluation")
     batch_size = windows_at_once(first, inputs.context)
     prompt = prompt_for(first.structure)
-    models = _models(first, names, inputs, batch)
+    models = by_name(first, names, inputs, batch)
     # First: what cannot be scored is found before the perplexity is measured.
-    scored = evaluate_tasks(models, first.tokenizer, chosen, limit=limit, batch_size=batch_size) if chosen else None
-    perplexities = tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values())
-    result = Evaluation(
-        perplexities=perplexities,
-        zeros=tuple(zero_share(m) for m in models.values()),
-        speed=measure_speed(models, prompt=prompt) if speed else None,
-        tasks=scored,
-        engine=_in_llama_cpp(names, perplexities, batch, prompt) if speed else None,
-        sizes=tuple(size for name, m in models.items() if (size := stored_size(name, m)) is not None),
-    )
+    answered = evaluate_tasks(models, first.tokenizer, chosen, limit=limit, batch_size=batch_size) if chosen else None
+    result = replace(scored(models, batch, batch_size), tasks=answered)
+    if speed:
+        timed, engine = measure_speed(models, prompt=prompt), _in_llama_cpp(names, result.perplexities, batch, prompt)
+        result = replace(result, speed=timed, engine=engine)
     written = conclude(run, "eval.json", result)
     for part in result.further():
         show(part, None, kept=written, answered=True)
@@ -85,26 +81,7 @@ def evaluate(
         _say_unpacked(models)
     if result.engine is not None:
         result.engine.require_same()
-
-
-def _models(first: Decoder, names: list[str], inputs: Inputs, batch: TokenBatch) -> dict[str, PreTrainedModel]:
-    """The models by name, none of which was made with the text of `batch`."""
-    from lyapunov_prune.data.unseen import require_unseen
-    from lyapunov_prune.models.gguf import gguf_file
-    from lyapunov_prune.models.tokenizers import require_same_ids, require_same_tokenizer
-
-    models = {names[0]: first.model}
-    for name in names[1:]:
-        other = inputs.load(name)
-        both = (names[0], name)
-        if any(map(gguf_file, both)):  # whose tokenizer may lack special tokens of the folder
-            require_same_ids(first.tokenizer, other.tokenizer, both, first.structure.config.vocab_size)
-        else:
-            require_same_tokenizer(first.tokenizer, other.tokenizer, both)
-        models[name] = other.model
-    for model in models.values():
-        require_unseen(model, batch)
-    return models
+    require_ratio(result, fail_above)
 
 
 def _say_unpacked(models: dict[str, PreTrainedModel]) -> None:

@@ -180,7 +180,9 @@ def _write(
     if provenance is not None:
         results[PROVENANCE] = provenance
     title = f"{Path(model).name}, healed"
-    write_model(done.model, loaded.tokenizer, output, results, title, done.report.about(), KEPT)
+    held = done.report.held_out
+    worth = None if held is None else held.after.worth(held.teacher)
+    write_model(done.model, loaded.tokenizer, output, results, title, done.report.about(), KEPT, worth)
     return output / REPORT
 
 

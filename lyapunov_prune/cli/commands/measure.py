@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import IN_MEMORY, Inputs, Method, Model, RunOptions, Seeds, counted, one_of, what_option
 from lyapunov_prune.cli.ranked import MaxKL, RankOptions, require_divergence
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.terminal import note, say, show
+from lyapunov_prune.cli.terminal import follow, note, say, show
 from lyapunov_prune.ranking.table import require_ranks
 from lyapunov_prune.sensitivity.table import STUDIES
 
@@ -97,20 +98,24 @@ def rank(
         batch_size = windows_at_once(loaded, inputs.context)
         places: dict[str, Any] = {"folder": run, "jobs": jobs_folder()}
         ranking = measured_rank(loaded, batch, **by.how, **places, remove=remove, batch_size=batch_size)
-    plan = written = None
-    if remove is not None:
-        plan = ranking.plan(remove)
-        written = plan.save(run / "plan.json")
+    plan = None
     if max_kl is not None:
         assert isinstance(ranking, LayerRanking)  # the others ask for --remove
         spent = remove_under_budget(loaded, batch, ranking, max_kl, batch_size=batch_size)
         spent.save(run / "budget.json")
-        written = spent.plan().save(run / "plan.json")
-        show(spent, written, kept=run / "budget.json")
-        return
-    show(ranking, None)
+        plan = spent.plan()
+        show(spent, plan.save(run / "plan.json"), kept=run / "budget.json")
+    elif remove is not None:
+        plan = ranking.plan(remove)
+        say(f"{plan.sentence()}.")
+        show(ranking, plan.save(run / "plan.json"))
+        if stability := plan.stability():
+            say(stability)
+    else:
+        whole = run / f"{by.goes_by}.json"
+        show(ranking, None, kept=whole if whole.is_file() else None)
     if plan is not None:
-        say("\n".join(filter(None, (f"Written: {written}", plan.stability()))))
+        follow(f"prune {shlex.quote(plan.model.name)} --plan {shlex.quote(str(run / 'plan.json'))} -o smaller")
 
 
 def sensitivity(

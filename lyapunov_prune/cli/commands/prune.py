@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.cli.inputs import load_inputs, load_judge, windows_at_once
+from lyapunov_prune.cli.inputs import load_inputs, load_judge, require_ratio, windows_at_once
 from lyapunov_prune.cli.jobs import first_goes_on, jobs_folder
-from lyapunov_prune.cli.options import DISK, Inputs, Model, Target, layer_indices
+from lyapunov_prune.cli.options import DISK, FailAbove, Inputs, Model, Target, layer_indices
 from lyapunov_prune.cli.plans import plan_for, prune_files, read_plan, tell_written
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.removal import (
@@ -19,6 +19,7 @@ from lyapunov_prune.cli.removal import (
     require_one_choice,
     settled,
 )
+from lyapunov_prune.cli.scored import scored_pair
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.export.table import FORMATS
 from lyapunov_prune.merging.table import DEFAULT
@@ -36,6 +37,7 @@ def prune(
     model: Model,
     *,
     removal: RemovalOptions = RemovalOptions(),
+    fail_above: FailAbove = None,
     inputs: Inputs = Inputs(),
     output: Target,
     given: Given = Given(),
@@ -60,6 +62,8 @@ def prune(
     With --device disk, or where the model does not fit in memory or is quantised, the files are pruned. The removal
     check then compares logits only with --device disk, which reads both models one layer at a time. --what width
     --device disk measures the channels in this way too, and refits no matrix.
+
+    --fail-above also measures the perplexity of both models, on text that nothing was chosen on.
     """
     require_one_choice(removal, given)
     removal = settled(removal, given)
@@ -80,6 +84,10 @@ def prune(
         prune_files(model, removal, plan, why, inputs.disk, stored.name, output)
     else:
         _prune_in_memory(model, removal, given_plan, inputs, stored.name, output, given)
+    if fail_above is not None:
+        result = scored_pair(model, str(output), inputs)
+        show(result, None)
+        require_ratio(result, fail_above)
 
 
 def _why_files(model: str, inputs: Inputs, format: str) -> tuple[str | None, str | None]:

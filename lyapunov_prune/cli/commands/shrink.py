@@ -6,14 +6,25 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from lyapunov_prune.cli.inputs import begun_run, draw_report, load_beside, load_inputs, windows_at_once
+from lyapunov_prune.cli.inputs import begun_run, draw_report, load_beside, load_inputs, require_ratio, windows_at_once
 from lyapunov_prune.cli.jobs import jobs_folder
-from lyapunov_prune.cli.options import ABOVE_ZERO, Inputs, Judge, Model, Target, TextOptions, counted, what_option
+from lyapunov_prune.cli.options import (
+    ABOVE_ZERO,
+    FailAbove,
+    Inputs,
+    Judge,
+    Model,
+    Target,
+    TextOptions,
+    counted,
+    what_option,
+)
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:
+    from lyapunov_prune.budget.spent import Spent
     from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.shrinking.texts import Texts
 
@@ -61,19 +72,22 @@ def shrink(
     ] = None,
     inputs: Inputs = Inputs(text="self", tokens=25600, context=256),
     judge: Judge = None,
+    fail_above: FailAbove = None,
     output: Target,
     given: Given = Given(),
 ) -> None:
     """Make a smaller model: choose layers, remove them, mend, heal, check, evaluate; writes a plain checkpoint.
 
-    One target says how much to remove. Mending and healing are kept only if text that they were not fitted on shows
+    One target says how much to remove; without one, sizes are tried, and the smallest is taken that costs less than
+    10 % more perplexity. Mending and healing are kept only if text that they were not fitted on shows
     that they help. The expected time and memory are printed first. Without --text the model writes the text to learn
     from. If the run is interrupted, the same command continues. If --output ends in .gguf, MODEL's GGUF file is copied
-    without the layers and only changed tensors are written again; the report goes to runs/MODEL. With --size no layer
-    goes: every matrix gets the block type of llama.cpp that its share of the loss deserves.
+    without the layers and only changed tensors are written again; the report goes to runs/MODEL. With --size, or a
+    .gguf file and no target, no layer goes: every matrix gets the block type of llama.cpp that its share of the loss
+    deserves.
     """
-    if goal.size is not None:
-        _write_sized(model, goal.size, inputs, output, given)
+    if goal.size is not None or (output.suffix == ".gguf" and goal == Goal()):
+        require_ratio(_write_sized(model, goal.size, inputs, output, given), fail_above)
         return
     inputs.require_loaded("shrink", one_place=True)
 
@@ -121,33 +135,43 @@ def shrink(
         done.report.save(report / REPORT)
         done.report.evaluation.save(report / "eval.json")
     draw_report(report)
-    show(done.report, None, kept=report / REPORT)
+    for part in (*done.report.further(), done.report):
+        show(part, output if part is done.report else None, kept=report / REPORT)
     say(f"Report: {report / 'report.html'}")
+    require_ratio(done.report, fail_above)
 
 
-def _write_sized(model: str, size: str, inputs: Inputs, output: Path, given: Given) -> None:
-    """Write the best GGUF file of `model` of this size."""
+def _write_sized(model: str, size: str | None, inputs: Inputs, output: Path, given: Given) -> Spent:
+    """Write the best GGUF file of `model` of this size; without one, of the smallest that costs little."""
     from lyapunov_prune.budget.spend import spend
     from lyapunov_prune.budget.spent import REPORT
     from lyapunov_prune.export.gguf import require_file
 
-    inputs.require_loaded("--size", one_place=True)
+    inputs.require_loaded("choosing a type for every matrix", one_place=True)
     given.refuse(
-        "has no effect with --size, which chooses a type for every matrix; leave it out",
+        "has no effect on a .gguf file of a size, for which every matrix gets a type; leave it out",
         *("remove", "max_kl", "max_drop", "minutes", "judge"),
     )
     require_file(output)
     run = begun_run(None, model, REPORT)
     unsaid = {field.name: getattr(_TEXT, field.name) for field in fields(_TEXT) if field.name not in given}
+    if size is None:
+        unsaid |= {"tokens": 3 * _TEXT.tokens // 2} if "tokens" in unsaid else {}
     inputs = replace(inputs, **unsaid)
     loaded, batch = load_inputs(model, inputs)
     judging = replace(inputs, tokens=_JUDGED, context=loaded.structure.at_most(512))
     judge = judging.batch(loaded, "evaluation")
-    done = spend(loaded, loaded.tokenizer, size, output, batch=batch, judge=judge)
+    check = None
+    if size is None:  # a third of the windows decides
+        windows = list(range(len(batch)))
+        at = len(batch) - len(batch) // 3
+        check, batch = batch.take(windows[at:]), batch.take(windows[:at])
+    done = spend(loaded, loaded.tokenizer, size, output, batch=batch, judge=judge, check=check)
     done.save(run / REPORT)
-    for part in (done, *done.further()):
+    show(done, output, kept=run / REPORT)
+    for part in done.further():
         show(part, None, kept=run / REPORT)
-    say(f"Written: {output}")
+    return done
 
 
 def _require_fits(model: str, inputs: Inputs) -> None:
