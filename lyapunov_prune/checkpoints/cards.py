@@ -17,7 +17,7 @@ from lyapunov_prune.errors import printable
 from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.decoder import is_wrapped
-from lyapunov_prune.models.engines import check_engines
+from lyapunov_prune.models.engines import short_cuts_of
 from lyapunov_prune.models.gguf import BUILTIN_CARD
 from lyapunov_prune.models.left_out import left_out
 from lyapunov_prune.models.names import HUB_ID
@@ -99,7 +99,7 @@ def _measured(worth: Worth) -> str:
 def _run(folder: Path) -> str:
     """The lines that run the text model in `folder`, a plain checkpoint."""
     served = (folder / "config.json").is_file() and not any(
-        "vLLM" in finding.engine for finding in check_engines(str(folder)).findings
+        "vLLM" in row.engine for row, _ in short_cuts_of(str(folder))
     )
     vllm = "vllm serve path/to/this/folder\n\n" if served else ""
     return f"""## Run

@@ -207,7 +207,7 @@ def test_the_page_says_what_was_measured_on_what(run: Path) -> None:
     assert "95 %" in page
     assert "an estimate from below and no bound" in page
     assert "84 checks" in page
-    assert "<td>mlp.down_proj</td>" in page  # a line a component before the line a matrix
+    assert ">mlp.down_proj</td>" in page  # a line a component before the line a matrix
 
 
 def test_the_same_results_draw_the_same_figures(run: Path) -> None:
