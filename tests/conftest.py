@@ -14,7 +14,7 @@ import gguf
 import pytest
 import torch
 import typer
-from helpers import TINY, VOCABULARY, Done, make_tiny, make_tokenizer, tree
+from helpers import KINDS, VOCABULARY, Done, make_tiny, make_tokenizer, tree
 from helpers.forked import FORKED
 from hypothesis import HealthCheck, settings
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -90,7 +90,7 @@ def _elsewhere_at_once() -> Iterator[None]:
     FORKED.close()
 
 
-@pytest.fixture(params=list(TINY))
+@pytest.fixture(params=KINDS)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

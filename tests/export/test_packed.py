@@ -14,7 +14,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from families.zoo import make_zoo
-from helpers import TINY, make_tiny, moe
+from helpers import KINDS, make_tiny, moe
 from packed_files import Spoil, one_integer, one_lost, one_scale, spoil_what_is_packed, symmetric_grid, zeros
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -33,7 +33,7 @@ from lyapunov_prune.models.quantised import PACK
 from lyapunov_prune.results.history import HISTORY, read_history
 
 ROUNDED: dict[str, Any] = {"method": "rtn", "bits": 4, "symmetric": True}
-FAMILIES = [name for name in TINY if not name.startswith("gpt2")]
+FAMILIES = [name for name in KINDS if not name.startswith("gpt2")]
 
 
 def written(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: Path, **changes: Any) -> Compressed:

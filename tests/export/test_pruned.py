@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 import yaml
-from helpers import TINY, VOCABULARY, limit_file_size, make_tiny, wrong_layer_idx
+from helpers import KINDS, VOCABULARY, limit_file_size, make_tiny, wrong_layer_idx
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -97,7 +97,7 @@ assert not [name for name in sys.modules if name.startswith("lyapunov")]
 def reloaded(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pruned checkpoint of every family, and the logits that a new process got from it."""
     run = tmp_path_factory.mktemp("pruned")
-    for name in TINY:
+    for name in KINDS:
         model = make_tiny(name, vocab_size=len(VOCABULARY))
         write_pruned(model, tokenizer, PruningPlan.given(model, REMOVE), run / name)
     torch.save({"ids": IDS, "the": tokenizer("the")["input_ids"]}, run / "ids")

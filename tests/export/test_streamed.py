@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import TINY, edit_json, make_small, make_tiny, saved
+from helpers import KINDS, edit_json, make_small, make_tiny, saved
 from packed_files import Spoil, one_integer, one_lost, one_scale, spoil_what_is_packed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -95,7 +95,7 @@ def assert_same(folder: Path, whole: CompressionReport, apart: CompressionReport
 # a Gram matrix). families/test_streamed.py compresses every decoder.
 @pytest.mark.parametrize(
     ("family", "way"),
-    [(family, way) for family in TINY for way in (WAYS if family in ("llama", "gpt2") else ("sparsegpt", "balanced"))],
+    [(family, way) for family in KINDS for way in (WAYS if family in ("llama", "gpt2") else ("sparsegpt", "balanced"))],
 )
 def test_every_kind_of_layer_is_compressed_as_in_memory(
     way: str, family: str, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path

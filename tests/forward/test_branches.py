@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import OTHERS, PARALLEL, TINY, branches_of, make_other, make_tiny
+from helpers import KINDS, OTHERS, PARALLEL, branches_of, make_other, make_tiny
 
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.forward.branches import layer_children
 from lyapunov_prune.models.structure import find_structure
 
 
-@pytest.mark.parametrize("name", [*TINY, *OTHERS])
+@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
 def test_stream_and_branches_are_the_layer(name: str, ids: torch.Tensor) -> None:
-    model = make_tiny(name) if name in TINY else make_other(name)
+    model = make_tiny(name) if name in KINDS else make_other(name)
     for (attention, mlp), output in branches_of(model, ids[:, :12]):
         with torch.no_grad():
             one = attention(attention.x).view_as(output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import OTHERS, TINY, make_other, make_tiny, states_of
+from helpers import KINDS, OTHERS, make_other, make_tiny, states_of
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -31,10 +31,10 @@ def unevenness(model: PreTrainedModel, ids: torch.Tensor, step: float = 1e-6) ->
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", [*TINY, *OTHERS])
+@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
 def test_agrees_with_the_rounding_that_is_there(name: str, attention: str, ids: torch.Tensor) -> None:
     """Each family in float64 rounds to float32 exactly where its outputs are too rough for float64."""
-    model = (make_tiny(name) if name in TINY else make_other(name)).double()
+    model = (make_tiny(name) if name in KINDS else make_other(name)).double()
     if attention == "sdpa" and not model._supports_sdpa:
         pytest.skip("this family has no other attention")
     model.set_attn_implementation(attention)

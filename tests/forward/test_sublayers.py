@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import LAYERS, PARALLEL, TEXT, TINY, branches_of, from_settings, hooks_of, make_other, make_tiny
+from helpers import KINDS, LAYERS, PARALLEL, TEXT, branches_of, from_settings, hooks_of, make_other, make_tiny
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from experiments.hierarchies import without_branches
@@ -183,10 +183,10 @@ def test_silencing_leaves_no_hook_after_an_error(llama: PreTrainedModel) -> None
 # Scores.
 
 
-@pytest.mark.parametrize("name", [*TINY, "phi", "cohere", "olmo2", "glm4", "biogpt", "lfm2"])
+@pytest.mark.parametrize("name", [*KINDS, "phi", "cohere", "olmo2", "glm4", "biogpt", "lfm2"])
 def test_scores_are_the_definition(name: str, ids: torch.Tensor) -> None:
     """`1 − mean cos(h, h + b(h))` in float64, with the branches run one by one."""
-    model = (make_tiny(name) if name in TINY else make_other(name)).double()
+    model = (make_tiny(name) if name in KINDS else make_other(name)).double()
     scores = sublayer_influence(model, ids[:, :12], batch_size=2)
     assert hooks_of(model) == 0
     expected = []

@@ -286,10 +286,15 @@ def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "TRIAL", 2)
 
 
-@pytest.mark.parametrize("rank", [None, 3])
 @pytest.mark.parametrize(
-    ("settings", "step"),
-    [(SETTINGS, 5), (FOUND, 2), (FOUND, 8), (FOUND, 20), ({**SETTINGS, "steps": 30, "learning_rate": 3.0}, 13)],
+    ("settings", "step", "rank"),
+    [
+        (SETTINGS, 5, 3),
+        (FOUND, 2, None),
+        (FOUND, 8, 3),
+        (FOUND, 20, None),
+        ({**SETTINGS, "steps": 30, "learning_rate": 3.0}, 13, None),
+    ],
     ids=["round", "first trial", "end of a trial", "behind trials", "gone back"],
 )
 def test_an_interrupted_run_ends_as_an_uninterrupted_one_bit_for_bit(

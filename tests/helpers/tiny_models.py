@@ -58,6 +58,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Those that do something no other does: the layers of Mistral, Qwen 2 and Qwen 3 are Llama's with windows, biases and
+# norms that others have. Layers are found in, and taken from, all of `TINY`.
+KINDS = tuple(name for name in TINY if name not in ("mistral", "qwen2", "qwen3"))
+
+
 def make_tiny(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model of the family, float32, with weights large enough for every layer to matter."""
     model_type, extra = TINY[name]

@@ -194,9 +194,9 @@ def test_kill_9_in_a_point_and_in_the_final_recovery(tmp_path: Path) -> None:
 # What is refused.
 
 
-def cut_off(model: PreTrainedModel, folder: Path, steps: int = 9, **options: Any) -> None:
+def cut_off(model: PreTrainedModel, folder: Path, after: int = 9, **options: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        interrupted_after(steps, patch)
+        interrupted_after(after, patch)
         with pytest.raises(KeyboardInterrupt):
             removed(model, folder, **options)
 
@@ -229,20 +229,21 @@ def test_half_a_line_of_the_store_is_done_again(tmp_path: Path) -> None:
     same(whole, removed(model, tmp_path), tmp_path, ("whole", "out"))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"remove": 3}, {"steps": 2}, {"importance": "learned"}, {"recipe": RecoveryRecipe(rank=3)}, {"slices": slices(1)}],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_another_run_takes_nothing_of_the_work_that_it_finds_and_leaves_it(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
-    model = shallow()
+def test_another_run_takes_nothing_of_the_work_that_it_finds_and_leaves_it(tmp_path: Path) -> None:
+    model, other = shallow(), {"slices": slices(1)}
     cut_off(model, tmp_path)
     before = {path: path.read_bytes() for path in (tmp_path / "jobs").rglob("*") if path.is_file()}
-    found = removed(model, tmp_path, **changes)
+    found = removed(model, tmp_path, **other)
     assert all(path.read_bytes() == content for path, content in before.items())
-    same(removed(model, tmp_path, "whole", **changes), found, tmp_path, ("whole", "out"))
+    same(removed(model, tmp_path, "whole", **other), found, tmp_path, ("whole", "out"))
+
+
+def test_work_is_kept_apart_by_whatever_it_depends_on(tmp_path: Path) -> None:
+    changes: list[dict[str, Any]]
+    changes = [{}, {"remove": 3}, {"steps": 2}, {"importance": "learned"}, {"recipe": RecoveryRecipe(rank=3)}]
+    for change in changes:
+        cut_off(shallow(), tmp_path, 1, **change)
+    assert len(list((tmp_path / "jobs").iterdir())) == len(changes)
 
 
 def test_slices_that_share_data_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import LAYERS, TINY, make_tiny, moe, states_of
+from helpers import KINDS, LAYERS, make_tiny, moe, states_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
@@ -51,7 +51,7 @@ def sink() -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("name", KINDS)
 def test_agrees_with_the_definition_in_float64(name: str, ids: torch.Tensor) -> None:
     model = make_tiny(name)
     profiles = [measure_contraction(model, ids, seeds=(0, 3), pooling=pooling) for pooling in ("energy", "token")]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import TINY, make_tiny, states_of
+from helpers import KINDS, make_tiny, states_of
 from transformers import PreTrainedModel
 
 from lyapunov_prune import block_influence
@@ -21,7 +21,7 @@ from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.ranking.angular import angular_distance
 
 
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("name", KINDS)
 def test_agrees_with_the_definition_in_float64(name: str, ids: torch.Tensor) -> None:
     model = make_tiny(name)
     found = block_influence(model, ids)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import LAYERS, TINY, make_tiny, moe
+from helpers import KINDS, LAYERS, TINY, make_tiny, moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -110,7 +110,7 @@ def gains(found: JacobianNorms) -> np.ndarray:
     return np.array([found.attention_gain, found.mlp_gain]).T
 
 
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("name", KINDS)
 def test_agrees_with_the_full_jacobian_in_float64(name: str, window: torch.Tensor) -> None:
     model = make_tiny(name, num_hidden_layers=3)
     found = sublayer_jacobians(model, window, steps=16, probes=24)

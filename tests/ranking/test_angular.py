@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import LAYERS, TINY, as_batch, make_tiny, states_of
+from helpers import KINDS, LAYERS, as_batch, make_tiny, states_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -18,7 +18,7 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.ranking import AngularDistance, angular_distance
 
 
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("name", KINDS)
 def test_agrees_with_the_definition_in_float64(name: str, ids: torch.Tensor) -> None:
     model = make_tiny(name)
     found = angular_distance(model, ids)
