@@ -14,6 +14,7 @@ import numpy as np
 from lyapunov_prune.diagnosis.finding import Certainty, Finding
 from lyapunov_prune.diagnosis.looked import Looked, far, named
 from lyapunov_prune.diagnosis.packed import COMPRESSED, GROUPED, SCALES
+from lyapunov_prune.diagnosis.statistics import row_of
 from lyapunov_prune.diagnosis.stored import Part, Stored
 from lyapunov_prune.models.weight_files import read_parts
 
@@ -133,16 +134,26 @@ def _ending(stored: Stored, name: str) -> str:
 def saturated(file: Looked) -> Iterator[Finding]:
     """Blocks in which nearly all numbers are at the block's ends: a scale that is too small, or clamping.
 
-    Statistic: the share of sampled runs of 32 numbers with 29 or more at their largest or smallest; for packed integers
-    of 4 bits or more, the share at the ends of their range. Threshold: 5 %, and half; honest files have none, and 13 %.
+    Statistic: the share of sampled runs of 32 numbers with 29 or more at their largest or smallest; that of numbers at
+    plus or minus the largest of a matrix of more than 16 values; for packed integers of 4 bits or more, the share at
+    the ends of their range. Threshold: 5 %, 0.5 %, and half; honest files have none, one in a million, and 13 %.
     """
     some = [each for each in file.matrices if each.saturated > 0.05]
     said = "{}: nearly all numbers of a block are its largest or smallest."
-    cause = "scales that are too small for what they scale"
+    cause = "scales that are too small for what they scale, or a cast that clamps"
+    clipped = [each for each in file.matrices if each not in some and _clipped(np.abs(each.known))]
+    yield from _finding(
+        "saturated", (each.part for each in clipped), "{}: the numbers are clipped at one magnitude.", "likely", cause
+    )
     yield from _finding("saturated", (each.part for each in some), said, "likely", cause)
     packed = [file.stored.parts[each.name + _ending(file.stored, each.name)] for each in file.packed
               if each.bits >= 4 and np.ptp(each.codes) and each.saturated > 0.5]  # fmt: skip
     yield from _finding("saturated", packed, "{}: most integers are at the ends of their range.", "likely", cause)
+
+
+def _clipped(magnitudes: np.ndarray) -> bool:
+    at_end = int((magnitudes == magnitudes.max(initial=0)).sum())
+    return at_end > max(8, 0.005 * len(magnitudes)) and len(np.unique(magnitudes)) > 16
 
 
 def zero_points(file: Looked) -> Iterator[Finding]:
@@ -216,6 +227,7 @@ def duplicates(file: Looked) -> Iterator[Finding]:
         if (
             each.rows > 1
             and each.still + each.empty < each.rows
+            and (len(each.known) or each.part.name.endswith((COMPRESSED[0], GROUPED[0])))  # no tables of integers
             and each.part.layer is not None
             and each.part.size > 256
         ):
@@ -243,6 +255,25 @@ def _bytes(part: Part) -> bytes:
     for some in read_parts(part.file, part.start, part.size):
         digest.update(some)
     return digest.digest()
+
+
+def end_of_text(file: Looked) -> Iterator[Finding]:
+    """The row of the end of a text in the head is empty: a model that never stops.
+
+    Statistic: the norm of the row, over the median norm of sampled rows. Threshold: 5 %. Real models: 60 % and more.
+    """
+    head = file.head
+    if head is None:
+        return
+    rows = file.found[head.name].sample
+    if rows is None:
+        return
+    usual = float(np.median(np.linalg.norm(rows, axis=1)))
+    for eos in file.ends:
+        if eos < head.shape[0] and not np.linalg.norm(row_of(head, eos)[: rows.shape[1]]) > 0.05 * usual:
+            said = f"{{}}: the row of the end of a text (id {eos}) is empty: the model cannot stop."
+            cause = "a vocabulary that grew after the conversion, or rows of added tokens that were lost"
+            yield from _finding("zero", [head], said, "likely", cause)
 
 
 def far_from_siblings(file: Looked) -> Iterator[Finding]:
@@ -280,21 +311,22 @@ def shifted_norms(file: Looked) -> Iterator[Finding]:
 
     Statistic: over all weights of norms as they are used, the share at or below zero, and the share below one.
     Threshold: more than 4 % at or below zero (real models: at most 0.8 %), or fewer than 1.5 % below one (real models:
-    at least 5 %) unless most are one, as before training. In a single layer: the median, by a factor of 3.3, as
-    `far_from_siblings`.
+    at least 5 %) unless most are equal, as before training (an untrained Nemotron begins at two). In a single
+    layer: the median, by a factor of 3.3, as `far_from_siblings`.
     """
     norms = {name: used for name, used in file.norms.items() if len(used)}
     zero = [file.stored.parts[name] for name, used in norms.items() if not used.any()]
     cause = "norms stored as w in one convention and as 1 + w in the other, as in Gemma"
     if norms:
         pooled = np.concatenate([used for used in norms.values() if used.any()] or list(norms.values()))
-        low, below, ones = float((pooled <= 0).mean()), float((pooled < 0.999).mean()), float((pooled == 1).mean())
+        low, below = float((pooled <= 0).mean()), float((pooled < 0.999).mean())
+        untrained = float((pooled == np.median(pooled)).mean()) > 0.5
         parts = [file.stored.parts[name] for name in norms]
         if low > 0.04 and len(zero) < len(norms):
             said = f"{{}}: the weights of the norms are one too low: {low:.0%} are used as zero or less."
             yield from _finding("shift", parts, said, "likely", cause, f"add 1 to them, or {_AGAIN}")
             return
-        if below < 0.015 and ones < 0.5:
+        if below < 0.015 and not untrained:
             said = f"{{}}: the weights of the norms are one too high: {1 - below:.0%} are used as more than one."
             yield from _finding("shift", parts, said, "likely", cause, f"subtract 1 from them, or {_AGAIN}")
             return

@@ -30,7 +30,7 @@ _CONFIG = "copy config.json from the original checkpoint, or correct the setting
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ENDING = re.compile(r"\.(weight|bias|scale|input_scale)$")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "expert_count")
-_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def index(file: Looked) -> Iterator[Finding]:
@@ -368,11 +368,7 @@ def _special_ids(stored: Stored) -> Iterator[tuple[str, int]]:
     else:
         sources = [(f"{key} in config.json", stored.setting(key)) for key in _SPECIAL]
         generation = stored.json("generation_config.json")
-        sources += [
-            (f"{key} in generation_config.json", generation.get(key))
-            for key in _SPECIAL
-            if isinstance(generation, dict)
-        ]
+        sources += [(f"{key} in generation_config.json", generation.get(key)) for key in _SPECIAL]
     for what, value in sources:
         yield from ((what, i) for i in (value if isinstance(value, list) else [value]) if type(i) is int and i >= 0)
 

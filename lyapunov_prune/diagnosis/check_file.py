@@ -32,6 +32,7 @@ FILE_TESTS: tuple[Callable[[Looked], Iterator[Finding]], ...] = (
     by_bytes.lost_scales,
     by_bytes.constant,
     by_bytes.saturated,
+    by_bytes.end_of_text,
     by_bytes.zero_points,
     by_bytes.order_of_columns,
     by_bytes.duplicates,
@@ -85,7 +86,7 @@ def check_file(name: str) -> FileCheck:
     if stored.folder is None and stored.header is None:
         return FileCheck(name, stored.faults)
     packed = list(packed_matrices(stored))
-    looked = Looked(stored, look(stored), packed, None if stored.folder is None else expected_of(stored))
+    looked = Looked(stored, look(stored), packed, expected_of(stored) if stored.config else None)
     found, told = list(stored.faults), set[str]()
     for finding in (finding for test in FILE_TESTS for finding in test(looked)):
         if not finding.tensors or not told.issuperset(finding.tensors):  # the first fault of a tensor explains others
@@ -94,7 +95,7 @@ def check_file(name: str) -> FileCheck:
     order = {"certain": 0, "likely": 1, "possible": 2}
     engines: list[Finding] = []
     with suppress(LyapunovPruneError):  # told above
-        for row, where in short_cuts_of(name):
+        for row, where in short_cuts_of(str(stored.header.path) if stored.header is not None else name):
             said = f"{row.engine} {row.does}: {where}."
             helps = "prune --layers keeps the pattern where whole periods go" if row.periodic else ""
             engines.append(Finding("engine", (), said, "possible", row.thread, helps))

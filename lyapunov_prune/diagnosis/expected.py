@@ -21,6 +21,8 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.models.weight_files import targets_of
 from lyapunov_prune.models.wrappers import auto_class
 
+_UNKNOWN = "Unrecognized configuration class"  # transformers, of one without a class that generates
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -50,14 +52,17 @@ def expected_of(stored: Stored) -> Expected:
             for part, name, _ in settings_of(config):
                 vars(part).pop(name)
             model: Any = auto_class(config).from_config(config)
-            structure = find_structure(model)
         targets, others = targets_of(model, names)
     except LyapunovPruneError as error:
-        return Expected({}, failure=error.message.partition(";")[0])
+        unknown = _UNKNOWN in error.message  # a part of a model, which is no fault
+        return Expected({}, failure="" if unknown else error.message.partition(";")[0])
     state = model.state_dict(keep_vars=True)
     filled = {target.name for target in targets.values()}
     held = {id(state[name]) for name in filled}
-    left = find_left_out(model, structure, {}, others)
+    missing, unread = tuple[str, ...](), tuple[str, ...]()
+    with suppress(LyapunovPruneError):  # a kind of model that is not supported, which is no fault
+        unread = find_left_out(model, find_structure(model), {}, others).strays
+        missing = tuple(name for name, tensor in state.items() if id(tensor) not in held)
     keys: dict[int, list[str]] = {}
     for key, target in targets.items():
         keys.setdefault(id(state[target.name]), []).append(key)
@@ -65,8 +70,8 @@ def expected_of(stored: Stored) -> Expected:
     own = {target: key for key, target in plain.items()}
     return Expected(
         shapes={key: tuple(state[name].shape) for key, name in plain.items()},
-        missing=tuple(name for name, tensor in state.items() if id(tensor) not in held),
-        unread=left.strays,
+        missing=missing,
+        unread=unread,
         tied=tuple(
             (some[0], other) for some in keys.values() for other in some[1:] if {some[0], other} <= plain.keys()
         ),

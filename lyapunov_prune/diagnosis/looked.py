@@ -54,6 +54,24 @@ class Looked:
         ends = ("token_embd.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
         return next((part for name, part in self.stored.parts.items() if name.endswith(ends)), None)
 
+    @property
+    def head(self) -> Part | None:
+        """The matrix that makes logits, where it is read as numbers; the embeddings if the head has none of its own."""
+        ends = ("output.weight", "lm_head.weight", "embed_out.weight")
+        own = next((part for name, part in self.stored.parts.items() if name in ends), self.embedding)
+        return own if own is not None and len(self.found[own.name].known) else None
+
+    @property
+    def ends(self) -> set[int]:
+        """The ids that end a text, by the config or the header."""
+        told = (
+            [self.stored.header.read("tokenizer.ggml.eos_token_id")]
+            if self.stored.header is not None
+            else [self.stored.setting("eos_token_id"), self.stored.json("generation_config.json").get("eos_token_id")]
+        )
+        ids = [i for each in told for i in (each if isinstance(each, list) else [each])]
+        return {i for i in ids if type(i) is int and i >= 0}
+
 
 def named(parts: Iterable[Part]) -> str:
     """The tensors in words, those of one role as `blk.20–29.attn_output.weight`."""

@@ -121,6 +121,13 @@ def statistics_of(part: Part) -> Statistics:
     return found
 
 
+def row_of(part: Part, row: int) -> np.ndarray:
+    """The numbers of one row of a matrix, as far as they are sampled; NaN is 0."""
+    size = part.size // prod(part.shape[:-1])
+    bytes_of = np.fromfile(part.file, np.uint8, size, offset=part.start + row * size)
+    return np.nan_to_num(_numbers_of(bytes_of[None], part.dtype)[0])
+
+
 def _pieces(part: Part, row_bytes: int) -> Iterator[np.ndarray]:
     """The bytes of `part` as (rows, bytes of a row), a few rows at a time, in a buffer that is used again."""
     count = max(1, _PIECE // row_bytes)

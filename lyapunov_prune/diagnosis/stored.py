@@ -17,6 +17,7 @@ from typing import Any
 from lyapunov_prune.checkpoints.tensor_files import read_header as read_safetensors
 from lyapunov_prune.diagnosis.finding import Finding
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.folder import ADAPTER_CONFIG
 from lyapunov_prune.models.gguf import gguf_file
 from lyapunov_prune.models.gguf_header import Header, read_header
 from lyapunov_prune.models.loading import checkpoint_folder
@@ -80,10 +81,11 @@ class Stored:
         places = (inner, self.config) if isinstance(inner, dict) else (self.config,)
         return next((place[name] for name in names for place in places if place.get(name) is not None), None)
 
-    def json(self, file: str) -> Any:
-        """The content of a JSON file in the folder; {} if there is none or it is broken."""
+    def json(self, file: str) -> dict[str, Any]:
+        """The content of a JSON file in the folder; {} if there is none or it is no object."""
         with suppress(OSError, ValueError, RecursionError):
-            return parsed((self.folder / file).read_text(encoding="utf-8")) if self.folder is not None else {}
+            found = parsed((self.folder / file).read_text(encoding="utf-8")) if self.folder is not None else {}
+            return found if isinstance(found, dict) else {}
         return {}
 
 
@@ -115,9 +117,10 @@ def _open_folder(name: str, folder: Path) -> Stored:
         if not isinstance(config, dict):
             raise ValueError("it is no JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
-        faults.append(Finding("config", (), f"config.json {why}.", "certain", "", "copy the original model's"))
         config = {}
+        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        if not (folder / ADAPTER_CONFIG).is_file():
+            faults.append(Finding("config", (), f"config.json {why}.", "certain", "", "copy the original model's"))
     places: dict[str, list[Part]] = {}
     for file in _files(folder, config):
         try:

@@ -88,6 +88,8 @@ PLANTED: dict[str, tuple[Change, str, str]] = {
     "missing": (lambda s: s.pop(DOWN.format(5)), "missing", DOWN.format(5)),
     "shape": (lambda s: s.update({UP.format(0): s[UP.format(0)][:40]}), "shape", UP.format(0)),
     "unread": (lambda s: s.update({UP.format(0) + "2": torch.randn(3)}), "unread", UP.format(0) + "2"),
+    "clipped": (lambda s: s[UP.format(1)].clamp_(-0.2, 0.2), "saturated", UP.format(1)),
+    "empty EOS": (lambda s: put(s["lm_head.weight"], 2, 0), "zero", "lm_head.weight"),
     "saturated": (lambda s: s.update({DOWN.format(1): s[DOWN.format(1)].sign() * 0.15}), "saturated", DOWN.format(1)),
 }
 
