@@ -165,7 +165,7 @@ def _pieces(outline: Outline, edit: Edit, layers: Layers, plan: PruningPlan) -> 
         new, called = names[target.name], layers.renamed(key)
         if new is None or called is None:
             if not shares[target.name]:
-                faults.append(f"{key} is shared with layers that stay")
+                faults.append(f"{key} is shared with kept layers")
             continue
         stored = outline.stored[key]
         piece: Part = TensorPiece(stored)

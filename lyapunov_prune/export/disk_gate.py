@@ -166,7 +166,7 @@ def _places_check(outline: Outline, written: Outline, edit: Edit, shares: Mappin
         outline.fill(old_tensor, name)
         written.fill(new_tensor, new)
         if not torch.equal(selected(old_tensor, parts), new_tensor):
-            return GateCheck(PLACED, False, 1.0, 0.0, f"{new} does not hold the part of {name} that stays")
+            return GateCheck(PLACED, False, 1.0, 0.0, f"{new} does not hold the kept part of {name}")
         for by_layer, each in ((was, name), (now, new)):
             layer, inside = _within(each, outline)
             del by_layer[layer][inside]

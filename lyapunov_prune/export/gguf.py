@@ -282,5 +282,5 @@ def _places_check(original: Original, written: Header, anew: Mapping[str, Anew])
         lacks = min(wrong or stay - found)
         return GateCheck(PLACED, False, len(wrong), 0.0, f"{lacks} does not hold the bytes of the original")
     went = 1 - sum(was[name].size for name in stay) / sum(tensor.size for tensor in was.values())
-    detail = f"{len(stay) - len(anew)} tensors byte for byte, {len(anew)} written anew; {went:.0%} of all bytes went"
+    detail = f"{len(stay) - len(anew)} tensors byte for byte, {len(anew)} written anew; {went:.0%} of all bytes removed"
     return GateCheck(PLACED, True, 0.0, 0.0, detail)

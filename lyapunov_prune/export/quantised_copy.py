@@ -217,7 +217,7 @@ def _bytes_check(checkpoint: Quantised, written: Quantised, edit: Edit) -> GateC
         layer = layers.number(key)
         source = key if layer is None else layers.at(key, edit.kept[layer])
         if source not in missing:
-            return GateCheck(PLACED, False, float("inf"), 0.0, f"{key} is no tensor of a layer that stays")
+            return GateCheck(PLACED, False, float("inf"), 0.0, f"{key} is no tensor of a kept layer")
         missing.remove(source)
         was = _piece(checkpoint, source, edit)
         if (stored.dtype, stored.shape) != (was.stored.dtype, was.shape) or _digest(was) != _digest(

@@ -104,7 +104,7 @@ class PruningPlan(Result):
         """Raise LyapunovPruneError if a layer loses a part that a plain model has in every layer."""
         if isinstance(self.gone, PartsGone):
             raise LyapunovPruneError(
-                "a plain checkpoint holds every part of a layer that stays; format 'compact' can lack "
+                "a plain checkpoint holds every part of a kept layer; format 'compact' can lack "
                 "attentions and activations; or remove whole layers"
             )
 

@@ -191,8 +191,8 @@ def _removed(plan: PruningPlan, stored: Stored) -> str:
         lines.append(f"Layers of the original, counted from 0: {', '.join(map(str, plan.remove))}.")
     if isinstance(gone, ChannelsGone):
         lines.append(
-            f"{gone.fewer} hidden channels of every {gone.narrowed} of a layer that stays; which of each says "
-            f" `channels` in the plan (`{PROVENANCE}`)."
+            f"{gone.fewer} hidden channels of every {gone.narrowed} of a kept layer; `channels` in the plan "
+            f"lists them (`{PROVENANCE}`)."
         )
     if isinstance(gone, PartsGone):
         fitted = ", and the merged blocks fitted," if gone.activation else ""
@@ -209,7 +209,7 @@ def _removed(plan: PruningPlan, stored: Stored) -> str:
         for layer, experts in gone.experts.items():
             share = "" if gone.routed is None else f"{gone.routed[layer]:.1%}"
             lines.append(f"| {layer} | {', '.join(map(str, experts))} | {share} |")
-        lines += ["", "The experts that stay keep their order: expert *i* of a layer here is the *i*-th that stays."]
+        lines += ["", "The kept experts keep their order: expert *i* of a layer here is the *i*-th kept one."]
     lines += [f"{as_text(line)}." for line in plan.stability().splitlines()]
     lines.append(f"Layer *i* of this model is layer `kept_to_original[i]` of the original (`{PROVENANCE}`).")
     if stored.note:

@@ -147,7 +147,7 @@ class ChannelsGone(LayersGone):
         return [
             *super().told(model, by),
             f"{self.fewer} of {self.width} hidden channels from each of {units} {self.narrowed}s of {model.name} by "
-            f"{by}, of which {self.width - self.fewer} stay",
+            f"{by}, of which {self.width - self.fewer} are kept",
         ]
 
 

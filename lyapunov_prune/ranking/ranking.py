@@ -160,6 +160,6 @@ def require_periods(remove: int, layers: int, period: int) -> None:
         choices = ", ".join(map(str, range(period, most + 1, period)[:3])) + (", …" if most > 3 * period else "")
         give = f"give --remove {choices}, or " if choices else ""
         raise LyapunovPruneError(
-            f"{remove} layers are no whole periods beside one that stays: the kinds of these {layers} repeat every "
-            f"{period}; {give}name the layers, as --layers 3,7"
+            f"{remove} layers are no whole periods that leave one: the kinds of these {layers} repeat every {period}; "
+            f"{give}name the layers, as --layers 3,7"
         )

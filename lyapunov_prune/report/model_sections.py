@@ -117,9 +117,9 @@ MODELS = (
         Verdict,
         "Verdict by kind of task",
         "A choice is decided by the few options, generation by the whole distribution, "
-        "again at each token. Of each kind, on the items named below: how far what decides has moved, how far it may "
-        "move before the decision can change, and how many decisions stayed. Where it moved further than it may, a "
-        "decision may stay all the same. Other tasks of a kind may fare otherwise: measure your own.",
+        "again at each token. For each kind, on the items named below: how far the deciding quantity moved, how far it "
+        "may move before the decision can change, and how many decisions are unchanged. If it moved further, a "
+        "decision may still be unchanged. Other tasks of a kind may differ: measure your own.",
         lambda r: {"verdict": verdict_figure(r)},
     ),
     Section(
