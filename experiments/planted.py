@@ -243,7 +243,7 @@ FAULTS = (
         "rope_theta",
         ("setting",),
         _setting(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
-        ("llama", "qwen2", "phi3"),
+        ("llama", "qwen2"),
     ),
     Fault(
         "rotary scaling",

@@ -70,27 +70,36 @@ class Compared:
 
     @property
     def far_rows(self) -> np.ndarray:
-        return _far(self.rows, self.row_gains, self.allowed, self.shape, len(self.columns), self.sparse)
+        return _far(self.rows, self.row_off, self.row_gains, self.allowed, self.shape, len(self.columns), self.sparse)
 
     @property
     def far_columns(self) -> np.ndarray:
-        return _far(self.columns, self.column_gains, self.allowed, self.shape, len(self.rows), self.sparse)
+        return _far(
+            self.columns, self.column_off, self.column_gains, self.allowed, self.shape, len(self.rows), self.sparse
+        )
 
 
 def _far(
-    errors: np.ndarray, gains: np.ndarray, allowed: float, shape: tuple[int, ...], numbers: int, sparse: bool
+    errors: np.ndarray,
+    squares: np.ndarray,
+    gains: np.ndarray,
+    allowed: float,
+    shape: tuple[int, ...],
+    numbers: int,
+    sparse: bool,
 ) -> np.ndarray:
     """The numbers of rows or columns that are off by far more than others: by size, or by a factor."""
     if len(shape) < 2 or len(errors) < 4 or numbers < _NUMBERS:
         return np.zeros(0, int)
     usual = float(np.median(errors))
+    ordinary = float(np.median(squares))  # small numbers beside large ones are rounded as coarsely
     typical = float(np.median(gains))
     spread = float(np.median(np.abs(gains - typical)))
     if sparse:  # what a method makes up for in the numbers that are left is no fault
         return np.flatnonzero(errors > _PRUNED)
-    off = errors > np.maximum(4 * usual, max(allowed, 0.05))
+    off = (errors > np.maximum(4 * usual, max(allowed, 0.05))) & (squares > 4 * ordinary)
     turned = (np.abs(gains - typical) > max(12 * spread, 0.12)) & (errors > max(1.5 * usual, FLOOR))
-    return np.flatnonzero(off | turned)
+    return np.flatnonzero(off | (turned & (squares > 3 * ordinary)))
 
 
 def compare(dense: torch.Tensor, file: torch.Tensor) -> Compared:
@@ -123,15 +132,17 @@ def compare(dense: torch.Tensor, file: torch.Tensor) -> Compared:
             sums = [part.view(len(w), -1, BLOCK).sum(-1) for part in (squares, parts[0])]
             level = sums[1].mean(1, keepdim=True)
             ratio = (sums[0] / torch.maximum(sums[1], 0.1 * level).clamp_min(1e-30)).sqrt().numpy()
-            errors.append(ratio[:, :: max(1, ratio.shape[1] // 8)].ravel())
+            errors.append(
+                np.stack([each[:, :: max(1, ratio.shape[1] // 8)].ravel() for each in (ratio, sums[0].numpy())])
+            )
             row, block = np.nonzero(ratio > 0.3)
             blocks.append(np.column_stack([row + start, block, ratio[row, block], sums[0].numpy()[row, block]]))
     ww, vv, vw, dd = by_row
     size = max(float(np.sqrt(ww.sum() + pruned)), 1e-30)
     norm = max(float(np.sqrt(vv.sum())), 1e-30)
-    usual = float(np.median(np.concatenate(errors))) if errors else 0.0
+    usual, ordinary = np.median(np.concatenate(errors, axis=1), axis=1) if errors else (0.0, 0.0)
     found = np.concatenate(blocks) if blocks else np.zeros((0, 4))
-    far = found[found[:, 2] > max(0.5, 5 * usual)]
+    far = found[(found[:, 2] > max(0.5, 5 * usual)) & (found[:, 3] > 9 * ordinary)]
     total = float(dd.sum()) + pruned
     return Compared(
         shape=shape,

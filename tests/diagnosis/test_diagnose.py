@@ -1,4 +1,4 @@
-"""Every planted fault is named by kind and tensor in a file that is rounded to 4 bits otherwise; good files raise none."""
+"""Every planted fault is named by kind and tensor in a file of 4 bits; good files raise no alarm."""
 
 from __future__ import annotations
 
