@@ -69,10 +69,10 @@ class MatrixErrors(Result):
             return [f"VIOLATION: {check}" for check in self.violations[:3]]
         held = f"all {len(self.names)} certified bounds held"
         if np.isnan(self.error).all():
-            return [f"The matrices of the layers to blame: {held}, each in one direction alone."]
+            return [f"The matrices of the worst layers: {held}, each in one direction alone."]
         worst = int(np.nanargmax(self.error))
         return [
-            f"Of the matrices of the layers to blame {self.names[worst]} errs most: {self.error[worst]:.3g} of its "
+            f"Largest error of a matrix in the worst layers: {self.names[worst]}, {self.error[worst]:.3g} of its "
             f"output at the dense state; {held}."
         ]
 

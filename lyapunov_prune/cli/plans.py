@@ -103,7 +103,7 @@ def prune_files(
         else:
             plan.require_model(identity)
     provenance = remove(plan, output)
-    say(f"Pruned on disk ({why}); the gate's checks {read}:")
+    say(f"Pruned on disk ({why}); the removal checks {read}:")
     if checkpoint is None:
         tell_written(provenance, output, streamed=format != "gguf")
     else:  # it may not load here, so that no eval of it is named

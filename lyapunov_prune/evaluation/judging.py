@@ -47,7 +47,7 @@ def require_windows(batch: TokenBatch, least: int = POWER) -> TokenBatch:
     """`batch`, refused with LyapunovPruneError if it has fewer than `least` windows."""
     if len(batch) < least:
         raise LyapunovPruneError(
-            f"{batch.text} has too few windows ({len(batch)}) to learn from and to judge by; give {least} or more "
+            f"{batch.text} has too few windows ({len(batch)}) to fit and to validate on; give {least} or more "
             "(more --tokens, or a shorter --context)"
         )
     return batch

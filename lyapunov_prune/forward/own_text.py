@@ -93,5 +93,5 @@ def _first_token(model: PreTrainedModel) -> int:
                 return token
     raise LyapunovPruneError(
         f"{model_name(model)} names no token to begin a text with (bos_token_id), so it writes none; give --text, and "
-        "--judge where a second text judges"
+        "--judge where a second text is needed"
     )

@@ -55,7 +55,7 @@ class Healing(Result):
 
     def __post_init__(self) -> None:
         alike = all(each.judged.shape == self.judged.shape for each in self.rounds)
-        require_fitting(alike, "rounds of healing were judged on different windows")
+        require_fitting(alike, "rounds of healing were validated on different windows")
         steps = sum(each.stretch.steps for each in self.rounds)
         require_fitting(steps == len(self.losses), f"{steps} steps of healing have {len(self.losses)} losses")
 

@@ -137,7 +137,7 @@ class Training:
                 run.go_on_from([(key, value)])
         if told is None:
             self.done = Done(self._judged(), way.budget.steps)
-            require_numbers(self.done.before, "losses of the judging windows")
+            require_numbers(self.done.before, "losses of the validation windows")
         else:
             self.done = decode(Done, json.loads(told))
             self.weights = best or start

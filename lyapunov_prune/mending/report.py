@@ -104,7 +104,7 @@ class MendReport(Result):
 
     def sentence(self) -> str:
         if not self.kept:
-            return f"{'not mended' if self.gaps else 'not refitted'}, as it does not pay{self.lost()}"
+            return f"{'not mended' if self.gaps else 'not refitted'}, as it does not help{self.lost()}"
         if not self.gaps:
             return f"the last matrix of every block refitted on {self.fitted} tokens"
         mended = sum(gap.chosen > 0 for gap in self.gaps)

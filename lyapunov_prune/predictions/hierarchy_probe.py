@@ -98,7 +98,7 @@ class HierarchyProbe(Result):
         means = self.by_layer()
         rows = means[(means.what == self.what[0]) & means.kl.notna()]
         change = "left out" if self.compressed is None else f"as in {self.compressed.name}"
-        held = f"{self.checked} numbers were held against proven bounds"
+        held = f"{self.checked} numbers were compared with proven bounds"
         lines = []
         if self.beside is not None:
             lines.append(

@@ -78,7 +78,7 @@ class GateReport(Result):
         if not self.passed:
             return [f"Removal check: FAILED. {self.failure()}"]
         return [
-            f"Removal check: passed, {passed} checks. What was planned is gone; what is left computes what it should.",
+            f"Removal check: passed, {passed} checks. The plan was carried out; what is left computes what it should.",
             "That says nothing of how good the model is: score it beside the dense one with eval.",
         ]
 
@@ -150,7 +150,7 @@ class Gate:
         worst = _cache_deviation(model, inputs)
         if worst is None:
             lost = _cache_deviation(self.reference.model, inputs[:1]) is not None
-            detail = "the cache is gone" if lost else "this decoder keeps no cache: every step is an uncached forward"
+            detail = "the cache was lost" if lost else "this decoder keeps no cache: every step is an uncached forward"
             return GateCheck(CACHED, not lost, float("inf") if lost else 0.0, limit, detail)
         if not worst <= limit and (wide := _in_float32(self.result)) is not None:
             again, least = _cache_deviation(wide.model, inputs), CACHE_LIMIT[torch.float32]

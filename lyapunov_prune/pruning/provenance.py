@@ -225,7 +225,7 @@ def _mended(report: MendReport) -> str:
     if not report.gaps:
         return "\n".join([f"{report.sentence().capitalize()}:", "", *judged])
     if not report.kept:
-        tried = "Mending was tried and left out: text that it had no part in says that it does not pay."
+        tried = "Mending was tried and left out, because it does not help on text that was not used to fit it:"
         return "\n".join([tried, "", *judged])
     lines = [
         f"Without training: the layer before each gap took a linear map into its own parameters. Its form and its "
@@ -239,7 +239,7 @@ def _mended(report: MendReport) -> str:
     ]
     lines += [f"| {g.stop} | {g.forms[g.chosen]} | {g.losses[0]:.3f} | {g.losses[g.chosen]:.3f} |" for g in report.gaps]
     if judged:
-        lines += ["", "Text that had no part in it judged it:", "", *judged]
+        lines += ["", "On text that was not used to fit it:", "", *judged]
     return "\n".join(lines)
 
 

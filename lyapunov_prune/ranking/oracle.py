@@ -117,8 +117,8 @@ class GreedyRemoval(Ranking):
         return [
             f"Removed one by one, each the least loss: layers {', '.join(map(str, self.order))}.",
             f"Perplexity {times[-1]:.3g} × dense without all {len(self.order)}, {times[1]:.3g} × without the first, on "
-            "the text that chose them, which flatters them.",
-            "Judge them by other text: prune, then eval --against.",
+            "the text that chose them, so it is optimistic.",
+            "Measure them on other text: prune, then eval --against.",
             self.measured_on.line(),
         ]
 

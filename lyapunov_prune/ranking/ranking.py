@@ -132,7 +132,7 @@ class LayerRanking(Ranking):
         lines = [
             f"First to go by {self.criterion}: {part}layers {', '.join(map(str, some))} (in this order, of {layers})"
             f"{floor_note(self.below_floor)}.",
-            f"Score by layer, the lowest goes first: {bars(self.scores)}",
+            f"Score by layer, lowest removed first: {bars(self.scores)}",
         ]
         if self.protected:
             lines.append(f"Protected, and not ranked: layers {ranges(self.protected)}.")

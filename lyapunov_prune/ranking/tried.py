@@ -192,7 +192,7 @@ class BestRemoval(Ranking):
             f"Perplexity {cut:.4g} without them, {times:.3g} × dense, on {len(self.dense)} windows that no score has "
             "seen, used to choose.",
             *filter(None, (self.certainty(), self._finals_told() if self.finals else "")),
-            "Judge what is written by other text: eval --against, on the evaluation half.",
+            "Measure the result on other text: eval --against, on the evaluation half.",
             self.checked_on.line(),
         ][:LINES]
 

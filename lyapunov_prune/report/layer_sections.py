@@ -49,7 +49,7 @@ LAYERS = (
         "influence.json",
         InfluenceProfile,
         "Block Influence",
-        "How far a layer turns the hidden state: the least goes first by criterion bi. Bars are standard errors over "
+        "How far a layer turns the hidden state: criterion bi removes the least first. Bars are standard errors over "
         "windows. A measurement on the text named below.",
         lambda r: {"influence-alone": influence_figure(r)},
     ),
@@ -77,8 +77,8 @@ LAYERS = (
         "sublayers.json",
         SublayerInfluence,
         "Block Influence of attention and MLP",
-        "How far each branch by itself turns the residual stream; the branch of least influence goes first. Bars "
-        "are standard errors over windows. A measurement on the text named below.",
+        "How far each branch by itself turns the residual stream; the branch of least influence is removed first. "
+        "Bars are standard errors over windows. A measurement on the text named below.",
         lambda r: {"sublayers": sublayer_figure(r)},
     ),
     Section(
@@ -121,9 +121,9 @@ LAYERS = (
         "oracle.json",
         GreedyRemoval,
         "Greedy removal",
-        "At each step every candidate was tried, and the one whose removal raises the perplexity least went; "
-        "the number at a point is that layer. The perplexity is that of the text that chose the layers, so it "
-        "flatters them: other text must judge. A greedy order need not hold the best set of layers.",
+        "At each step every candidate was tried, and the one whose removal raises the perplexity least was removed; "
+        "the number at a point is that layer. The perplexity is that of the text that chose the layers, so it is "
+        "optimistic: measure on other text. A greedy order need not contain the best set of layers.",
         lambda r: {"oracle": oracle_figure(r)},
     ),
     Section(
@@ -131,9 +131,9 @@ LAYERS = (
         BestRemoval,
         "The best of many choices",
         "Sets of layers that the cheap criteria propose, each checked by its loss on windows that no score has seen; "
-        "then swaps of single layers from the best of them, taken when a paired test says that they pay. The windows "
-        "that checked chose, so they flatter the chosen set: other text must judge. How often each layer is picked "
-        "when the windows are resampled says how much hangs on them.",
+        "then swaps of single layers from the best of them, taken when a paired test shows a gain. The windows "
+        "that compared the sets also chose, so the loss is optimistic: measure on other text. How often each layer is "
+        "picked when the windows are resampled says how much the choice depends on them.",
         lambda r: {"best": best_figure(r)},
     ),
     Section(
@@ -149,9 +149,8 @@ LAYERS = (
         "bounds.json",
         BoundsReport,
         "Bounds",
-        "Every matrix replaced by an approximation, and the error of every token held against the bound that a "
-        "theorem sets it. At one the bound is attained; above, it would be violated. A check that holds speaks "
-        "of the inputs it saw.",
+        "Every matrix replaced by an approximation, and the error of every token divided by its proven bound. At "
+        "one the bound is attained; above, it would be violated. A check covers only the inputs it saw.",
         bounds_figures,
     ),
     Section(

@@ -46,9 +46,8 @@ MODELS = (
         SHRINKING,
         Shrinking,
         "What was done",
-        "Every step in order, and what text that it did not learn from says of it. A step that does not pay there is "
-        "dropped, and the model goes on as it was. In the figure lines are the quartiles of a speed, and the 95 % "
-        "interval of the perplexity's ratio.",
+        "Every step in order, with its gain on text that it did not learn from. Steps without a gain are dropped. "
+        "Lines in the figure are the quartiles of a speed, and the 95 % interval of the perplexity's ratio.",
         lambda r: {"before-after": before_after_figure(r)},
         leads=True,
     ),
@@ -107,8 +106,8 @@ MODELS = (
     ),
     _JOINT(
         "Importance within each type",
-        "By layer; the smallest of a type goes first. The two types are on axes of their own, for they are not "
-        "compared: how many of each go is read off the map.",
+        "By layer; the smallest of a type is removed first. The two types have separate axes because they are not "
+        "compared: the map says how many of each to remove.",
         lambda r: {"importance": importance_figure(r)},
         part=lambda r: r.importance,
     ),

@@ -125,7 +125,7 @@ class Shrinking(Result):
         """The perplexities on the text of `evaluation`, and on the foreign one."""
         text, why = self.evaluation.measured_on[0].text, "that no step has seen"
         if text in (self.learnt_on.text, self.judged_on.text):
-            step = "learnt from" if text == self.learnt_on.text else "was judged by"
+            step = "learnt from" if text == self.learnt_on.text else "was validated on"
             why = f"that no step has seen, of the kind that it {step}"
         found = [_ratio(self.evaluation.perplexities, why)]
         if self.foreign:
@@ -135,7 +135,7 @@ class Shrinking(Result):
     def read(self) -> str:
         """The text to learn from, and those to judge by."""
         learnt, judged = (f"{on.text} ({on.split})" for on in (self.learnt_on, self.judged_on))
-        return f"Learnt from {learnt}; to judge by: other windows of it, and {judged}"
+        return f"Learnt from {learnt}; validated on other windows of it, and {judged}"
 
     def _tasks(self) -> list[str]:
         scores = self.evaluation.tasks

@@ -72,8 +72,8 @@ class Texts:
         least = OF * POWER
         if self.windows < least:
             raise LyapunovPruneError(
-                f"{self.windows} windows of {self.width} tokens are too few to judge by; give {least * self.width:,} "
-                f"tokens or more, {least} windows of this context"
+                f"{self.windows} windows of {self.width} tokens are too few to validate on; give at least "
+                f"{least * self.width:,} tokens, {least} windows of this context"
             )
         for given, fewest in ((self.choose, 2 * POWER), (self.judge, POWER)):
             if given is not None:

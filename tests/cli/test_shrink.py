@@ -128,7 +128,7 @@ def test_a_model_too_large_for_memory_is_told_of_streaming(
 
 def test_a_text_too_short_to_judge_by_says_how_long_it_must_be(run_bad: Callable[..., str]) -> None:
     line = run_bad("shrink", "tiny", "--remove", "2", "-o", "out", "--tokens", "240", "--context", "24")
-    assert "768 tokens or more" in line
+    assert "at least 768 tokens" in line
 
 
 def test_what_is_killed_goes_on(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,7 +290,7 @@ def test_minutes_bound_the_healing(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tokens": 31 * 24}, "768 tokens or more"),
+        ({"tokens": 31 * 24}, "at least 768 tokens"),
         ({"tokens": 512 * 64, "context": 512}, "context 512 is longer"),
         ({"minutes": 0.0}, "minutes is 0"),
         ({"max_kl": 1.5}, "remove and max_kl are 2 targets"),
