@@ -11,7 +11,7 @@ from torch import nn
 
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.dealing import dealt
+from lyapunov_prune.forward.dealing import shared_out
 from lyapunov_prune.forward.decoding import drawn, draws_of
 from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.forward.products import Product, watched_products
@@ -57,9 +57,10 @@ def token_weights(
     experts = {p.routed for p in projections if p.routed}
     leaving = [(model.get_submodule(name), partial(leave, name)) for name in experts]
 
-    def weigh(first: int, ids: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+    def weigh(part: tuple[int, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+        number, ids = part
         with torch.enable_grad(), watched_products(model, projections, seen), hooked(after=leaving):
-            loss = _drawn_loss(uncached_logits(model, ids).float(), first)
+            loss = _drawn_loss(uncached_logits(model, ids).float(), number * batch_size)
         gradients = torch.autograd.grad(loss, [y for _, y, _ in outputs], allow_unused=True)
         here: dict[str, list[torch.Tensor]] = {}
         for (name, y, rows_are_features), gradient in zip(outputs, gradients, strict=True):
@@ -69,7 +70,8 @@ def token_weights(
         outputs.clear()
         return here
 
-    for here in dealt(reading, batch_size, weigh, "weights of tokens"):
+    windows = list(enumerate(reading.windows(batch_size)))  # of the size that `stream` asks the weights of
+    for here in shared_out(reading, windows, weigh, "weights of tokens"):
         for name, calls in here.items():
             found.setdefault(name, []).extend(calls)
     return {name: _normalised(name, calls) for name, calls in found.items()}

@@ -33,11 +33,19 @@ def dealt(reading: Reading, batch_size: int, measure: Callable[[int, torch.Tenso
 
     Raises as `shared_out`.
     """
-    windows, among = reading.windows(batch_size), sharing(reading.model)
-    if among is not None and reading.decoder.stream is not None:  # all windows in one forward, of each process
-        windows = list(windows[0].chunk(among.num_processes))
+    windows = windows_of(reading, batch_size)
     parts = list(zip(accumulate(map(len, windows), initial=0), windows, strict=False))
     return shared_out(reading, parts, lambda part: measure(*part), description)
+
+
+def windows_of(reading: Reading, batch_size: int) -> list[torch.Tensor]:
+    """`Reading.windows`, `batch_size` at a time or fewer, so that there are as many batches as processes."""
+    among = sharing(reading.model)
+    if among is None:
+        return reading.windows(batch_size)
+    if reading.decoder.stream is not None:
+        return list(reading.windows(batch_size)[0].chunk(among.num_processes))
+    return reading.windows(min(batch_size, -(-len(reading.batch) // among.num_processes)))
 
 
 def shared_out(reading: Reading, items: Sequence[A], measure: Callable[[A], T], description: str) -> list[T]:

@@ -65,6 +65,7 @@ def self_generated(
         for others in from_each(model.model, store.items()):
             store.learn(others)
         missing = [window for window in range(windows) if str(window) not in store]
+        batch_size = min(batch_size, max(1, -(-len(missing) // len(from_each(model.model, None)))))
 
         def write(first: int) -> dict[str, list[int]]:
             some = missing[first : first + batch_size]

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.evaluation.perplexity import require_finite_losses
-from lyapunov_prune.forward.dealing import shared_out, summed
+from lyapunov_prune.forward.dealing import shared_out, summed, windows_of
 from lyapunov_prune.forward.hooks import residual_stream
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.replacement import replaced
@@ -81,7 +81,7 @@ class Sweep:
         self._store = Store(folder, "sweep", {**self.measured_on.key, **(also or {})})
         for others in gather_object([self._store.items()]):  # all processes must split the same list
             self._store.learn(others)
-        self._ids = self.reading.windows(batch_size)
+        self._ids = windows_of(self.reading, batch_size)
         self._windows = range(0)  # the batches of which this process holds the dense states
 
     def __enter__(self) -> Sweep:

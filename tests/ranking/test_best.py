@@ -287,12 +287,12 @@ def test_searches_of_one_reading_measure_once_and_find_what_each_finds_alone(
         monkeypatch.setattr(where, name, count)
 
     counted(module, "angular_distance")
-    for name in ("profile_layers", "skip_divergence", "turns"):
+    for name in ("profile_layers", "skip_divergence", "turns_of"):
         counted(candidates, name)
     reading = read(wrap(model), many)
     together = [best_removal(model, reading, count, search=40) for count in (1, 3, 2)]
     assert [found.to_json() for found in together] == [found.to_json() for found in alone]
-    assert calls == {"angular_distance": 1, "profile_layers": 1, "skip_divergence": 1, "turns": 3}
+    assert calls == {"angular_distance": 1, "profile_layers": 1, "skip_divergence": 1, "turns_of": 3}
     assert not any("kl" in found.left_out for found in together)
 
 
