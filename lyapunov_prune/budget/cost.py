@@ -23,6 +23,7 @@ KINDS = (
 )
 # Types of fewer bits than this share of the mean are not tried, to save time: they are the slowest to write.
 _NARROW = 0.6
+_LEAST = 0.35  # one narrower type stays, for matrices that have to make room for others: of at least this share
 _AT_ONCE = 2**20  # numbers rounded at once
 _SAMPLED = 2**18  # numbers of a matrix that are rounded for its costs
 _FLOOR = 1e-6  # of the mean importance: a block whose columns all have none would have no scale
@@ -45,7 +46,7 @@ class TensorCost:
 def kinds_for(columns: int, bits: float = 0.0) -> list[Kind]:
     """The types that rows of so many columns can take, narrowest first, for a mean of `bits` a weight."""
     fitting = [kind for kind in KINDS if fits(kind, columns)]
-    narrow = min(fitting, key=bits_of)
+    narrow = min((kind for kind in fitting if bits_of(kind) >= _LEAST * bits), key=bits_of)
     return [kind for kind in fitting if kind is narrow or bits_of(kind) >= _NARROW * bits]
 
 

@@ -1,4 +1,4 @@
-"""What rounding costs the prediction, measured: of a whole model, and of one matrix at a time."""
+"""What rounding costs the prediction, measured one matrix at a time."""
 
 from __future__ import annotations
 
@@ -6,40 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from lyapunov_prune.budget.cost import TensorCost
-from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.forward.replacement import with_data
-from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import Decoder
-from lyapunov_prune.predictions.spaces import divergences
+from lyapunov_prune.predictions.divergence import kl_by_window
 
 WORST = 4  # matrices whose cost is measured
 _WINDOWS = 8  # on so many windows
-
-
-def kl_by_window(dense: Reading, changed: Reading) -> tuple[np.ndarray, np.ndarray]:
-    """KL(dense ‖ changed) of every window, and by how much its loss rises: (windows,) float64.
-
-    Both are in nats a token, over all positions but the last.
-    """
-
-    @torch.no_grad()
-    def means(first: int, ids: torch.Tensor) -> torch.Tensor:
-        sums, wanted = torch.zeros(2, dtype=torch.float64), ids[0, 1:].cpu()
-        start = 0
-        for pair in zip(dense.logits(ids)[0], changed.logits(ids)[0], strict=True):
-            log_p, log_q = (lift(logits).log_softmax(-1) for logits in pair)
-            next_ids = wanted[start : start + len(log_p), None].to(log_p.device)
-            rise = (log_p.gather(1, next_ids) - log_q.gather(1, next_ids)).sum()
-            sums += torch.stack([divergences(log_p, log_q)[1].sum(), rise]).cpu()
-            start += len(log_p)
-        return sums / len(wanted)
-
-    kl, loss = torch.stack(dealt(dense, 1, means, "divergence")).T.numpy()
-    return kl, loss
 
 
 def corrected(

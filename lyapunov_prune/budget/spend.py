@@ -14,7 +14,7 @@ from lyapunov_prune.allocation.knapsack import cheapest
 from lyapunov_prune.arguments import Seed
 from lyapunov_prune.budget.cost import TensorCost, by_expert, costs, in_parts, kinds_for, size_in
 from lyapunov_prune.budget.fisher import matrices_of
-from lyapunov_prune.budget.measured import corrected, kl_by_window
+from lyapunov_prune.budget.measured import corrected
 from lyapunov_prune.budget.size import bytes_for
 from lyapunov_prune.budget.spent import Frontier, Spent
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
@@ -33,6 +33,7 @@ from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_tensors import BlockType
 from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.plain import Plain
+from lyapunov_prune.predictions.divergence import kl_by_window
 from lyapunov_prune.progress import is_main, track
 
 # One type for all, as the sizes that are shown beside the one that was asked for.

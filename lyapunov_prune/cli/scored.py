@@ -17,16 +17,19 @@ if TYPE_CHECKING:
 
 
 def scored(models: dict[str, PreTrainedModel], batch: TokenBatch, batch_size: int) -> Evaluation:
-    """The perplexities of `models`, the reference first, their sizes, and the zeros among their weights."""
+    """The perplexities of `models`, the reference first, their KL and sizes, and the zeros among their weights."""
     from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
     from lyapunov_prune.evaluation.perplexity import perplexity
     from lyapunov_prune.models.size import stored_size
+    from lyapunov_prune.predictions.divergence import window_kl
 
+    dense, *others = models.values()
     return Evaluation(
         perplexities=tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values()),
         zeros=tuple(zero_share(m) for m in models.values()),
         speed=None,
         sizes=tuple(size for name, m in models.items() if (size := stored_size(name, m)) is not None),
+        kl=window_kl(dense, others[0], batch) if others else None,
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from lyapunov_prune.evaluation.engine import EngineScores
+from lyapunov_prune.evaluation.judging import compare
 from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.evaluation.task_scores import TaskScores
@@ -16,6 +18,7 @@ from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
+from lyapunov_prune.results.wording import between
 from lyapunov_prune.results.worth import Ratio
 
 # From this share on, the report names zeros.
@@ -27,7 +30,9 @@ class Evaluation(Result):
     """Perplexity of one model, or of two on the same tokens; speeds and tasks measured in the same run.
 
     `zeros` is the share of zeros among the entries of each model's layers (matrices and larger tensors). `sizes` are
-    those of the files that the models were loaded from, or would be saved as; empty in files of older versions.
+    those of the files that the models were loaded from, or would be saved as; empty in files of older versions. `kl`
+    (windows,) is KL(first ‖ other) in nats a token on some of the windows; None for one model, and where it was not
+    measured.
     """
 
     perplexities: tuple[Perplexity, ...]  # the reference model first, when there is one
@@ -36,6 +41,7 @@ class Evaluation(Result):
     tasks: TaskScores | None = None
     engine: EngineScores | None = None
     sizes: tuple[Size, ...] = ()
+    kl: np.ndarray | None = None
 
     @property
     def measured_on(self) -> tuple[MeasuredOn, ...]:
@@ -63,6 +69,8 @@ class Evaluation(Result):
             )
             if self.sizes:
                 rows[-1] |= {"MB": self.sizes[number].bytes / 1e6, "bits a weight": self.sizes[number].bits}
+            if self.kl is not None:
+                rows[-1] |= {"KL": float(self.kl.mean()) if number else 0.0}
         frame = pd.DataFrame(rows)
         return frame if len(rows) > 1 else frame.drop(columns=["× first", "low", "high"])
 
@@ -76,6 +84,9 @@ class Evaluation(Result):
     def answer(self) -> list[str]:
         reference, *others = self.perplexities
         lines = [each.against(reference) for each in others] or reference.answer()[:1]
+        if self.kl is not None:
+            told = compare(np.zeros_like(self.kl), self.kl)
+            lines.append(f"KL {told.change:.3g} nats a token from it ({between(told.low, told.high)}).")
         mine, dense = (self.perplexities[at].measured_on.model for at in (-1, 0))
         if self.sizes:
             of = f" (of {self.sizes[0].told()}: {self.sizes[-1].bytes / self.sizes[0].bytes:.1%})" if others else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.pruning.stored import Stored
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.export.exported import Exported
     from lyapunov_prune.mending.report import MendReport
     from lyapunov_prune.models.decoder import Decoder
+    from lyapunov_prune.pruning.alone import RoundedAlone
     from lyapunov_prune.pruning.gate import GateReport
     from lyapunov_prune.pruning.plan import PruningPlan
     from lyapunov_prune.pruning.provenance import Provenance
@@ -45,6 +46,7 @@ class CutModel:
     operation: Operation
     batch: Examples | None
     mended: MendReport | None
+    alone: RoundedAlone | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +117,8 @@ class Format(Choice):
         assert self.card is not None
         with whole_folder(target) as folder:
             gate, plan, structure = self.save(folder, made), made.operation.plan, made.decoder.structure
-            return describe(folder, plan, gate, structure, made.pruned.model, stored=self.card, mended=made.mended)
+            told: dict[str, Any] = {"stored": self.card, "mended": made.mended, "alone": made.alone}
+            return describe(folder, plan, gate, structure, made.pruned.model, **told)
 
     def require_method(self, asked: CompressionRequest) -> None:
         """Raise LyapunovPruneError for a compression whose result the format cannot hold, before a model is loaded."""

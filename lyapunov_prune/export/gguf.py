@@ -36,6 +36,7 @@ from lyapunov_prune.models.gguf_tensors import rounded
 from lyapunov_prune.models.kinds import LayerKinds
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import warn
+from lyapunov_prune.pruning.alone import RoundedAlone
 from lyapunov_prune.pruning.counting import shares_leaving
 from lyapunov_prune.pruning.edit import edit_of
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED, GateReport, OnFiles, attempt
@@ -152,6 +153,7 @@ def save_gguf(
     operation: Operation,
     batch: TokenBatch | None,
     mended: MendReport | None,
+    alone: RoundedAlone | None = None,
 ) -> Provenance:
     """Write `pruned`, made from `decoder` by `operation`, to `target`: the original file without the removed layers.
 
@@ -164,7 +166,8 @@ def save_gguf(
     gate, in_memory = removal_gate(decoder, pruned, operation, batch, shares_leaving(decoder, edit_of(decoder, plan)))
     report = gate.report(in_memory, {}, target)
     report.require_passed(remedy=plan.gone.remedy)
-    made = save_changed(target, original, pruned, _provenance(plan, report, (), mended))
+    draft = replace(_provenance(plan, report, (), mended), alone=alone)
+    made = save_changed(target, original, pruned, draft)
     assert made is not None
     return made
 

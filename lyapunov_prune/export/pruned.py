@@ -22,6 +22,7 @@ from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import PlainAny
 from lyapunov_prune.models.units import Refits
+from lyapunov_prune.pruning.alone import RoundedAlone
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal import refits_of
@@ -40,6 +41,7 @@ def write_pruned(
     format: str = "plain",
     mend: bool = False,
     judge: TokenBatch | None = None,
+    alone: RoundedAlone | None = None,
 ) -> Provenance:
     """Cut what `plan` names out of `model`, pass the gate on the saved files, and write the folder `target`.
 
@@ -51,7 +53,8 @@ def write_pruned(
     parameter, and are kept if the other windows and the text `judge` say that they pay (`mending.judge.judged_mends`);
     else the cut model is written, and the provenance says so. If channels are removed and there is a `batch`, the last
     matrices are refitted and judged in the same way (`mending.refit.judged_refits`). An image classifier, whose `batch`
-    holds images and which has no tokenizer, is written compact.
+    holds images and which has no tokenizer, is written compact. The card says what the whole model would lose at the
+    same bytes, if that is given (`alone`).
 
     The folder loads with `AutoModelForCausalLM.from_pretrained` (a multimodal model with its own class, a compact one
     as its card says). It holds the tokenizer, a model card (README.md), `provenance.json` and `history.json`. Raises
@@ -92,7 +95,7 @@ def write_pruned(
     pruned = stored.cut(model, operation)
     # If the cut had written into shared tensors, the gate would compare the fault with itself.
     plan.require_model(model.identity)
-    return stored.write_cut(Path(target), CutModel(model, pruned, tokenizer, operation, batch, mended))
+    return stored.write_cut(Path(target), CutModel(model, pruned, tokenizer, operation, batch, mended, alone))
 
 
 def _require_held(stored: Format, decoder: Decoder, plan: PruningPlan, *, mend: bool) -> None:

@@ -1,4 +1,4 @@
-"""How skipping one layer, or its attention or MLP, changes the next-token probabilities."""
+"""How far the next-token probabilities of two models are apart, or of one without a layer, its attention or MLP."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import numpy as np
 import torch
 
 from lyapunov_prune.arguments import Count, Positive
+from lyapunov_prune.evaluation.judging import ends
 from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change, changed_finals, finals_without_each
 from lyapunov_prune.forward.sublayers import Kind, silent
-from lyapunov_prune.models.decoder import InMemory, Streamable, runs_model
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.decoder import InMemory, Streamable, runs_model, runs_models
+from lyapunov_prune.predictions.spaces import divergences
 from lyapunov_prune.predictions.tiles import MEASURES, measures
 from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd, rows
@@ -24,6 +27,7 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 
 # Tolerance: sums of non-negative terms, each rounded.
 _ROUNDING = 1e-9
+_WINDOWS = 8  # on so many windows two models are compared
 
 
 _Divergence = Annotated[np.ndarray, Per("layer", least=-_ROUNDING, finite=False)]
@@ -143,6 +147,42 @@ def divergences_of(
 
 
 _Finals = tuple[torch.Tensor, Sequence[torch.Tensor]]
+
+
+@runs_models
+def window_kl(dense: Streamable, changed: Streamable, batch: Readable) -> np.ndarray | None:
+    """KL(dense ‖ changed), nats a token, of up to `_WINDOWS` windows from all parts of `batch`: (windows,) float64.
+
+    None for a model that is read from files layer by layer, and for logits of different widths.
+    """
+    widths = {decoder.structure.config.vocab_size for decoder in (dense, changed)}
+    if len(widths) > 1 or dense.stream or changed.stream:
+        return None
+    whole = read(dense, batch).batch
+    some = whole.take(ends(len(whole), min(len(whole), _WINDOWS)))
+    return kl_by_window(read(dense, some), read(changed, some))[0]
+
+
+def kl_by_window(dense: Reading, changed: Reading) -> tuple[np.ndarray, np.ndarray]:
+    """KL(dense ‖ changed) of every window, and by how much its loss rises: (windows,) float64.
+
+    Both are in nats a token, over all positions but the last.
+    """
+
+    @torch.no_grad()
+    def means(first: int, ids: torch.Tensor) -> torch.Tensor:
+        sums, wanted = torch.zeros(2, dtype=torch.float64), ids[0, 1:].cpu()
+        start = 0
+        for pair in zip(dense.logits(ids)[0], changed.logits(ids)[0], strict=True):
+            log_p, log_q = (lift(logits).log_softmax(-1) for logits in pair)
+            next_ids = wanted[start : start + len(log_p), None].to(log_p.device)
+            rise = (log_p.gather(1, next_ids) - log_q.gather(1, next_ids)).sum()
+            sums += torch.stack([divergences(log_p, log_q)[1].sum(), rise]).cpu()
+            start += len(log_p)
+        return sums / len(wanted)
+
+    kl, loss = torch.stack(dealt(dense, 1, means, "divergence")).T.numpy()
+    return kl, loss
 
 
 def _means(

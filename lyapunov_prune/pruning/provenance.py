@@ -18,6 +18,7 @@ from lyapunov_prune.models.gguf import PROVENANCE_KEY
 from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.kinds import LayerKinds, find_kinds
 from lyapunov_prune.models.structure import Structure, identify
+from lyapunov_prune.pruning.alone import RoundedAlone
 from lyapunov_prune.pruning.gate import GateReport, crashed
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removed import ChannelsGone, ExpertsGone, PartsGone
@@ -38,7 +39,7 @@ class Provenance(Result):
     `kept_to_original[i]` is the index in the original model of layer `i` of the pruned one. `not_run` names
     checks of the gate that were not made: logits need the model in memory, or streamed. `format` is that of the
     checkpoint; only `compact` can lack parts of layers. `commands` would make the model
-    by hand, where one command has done the work of several.
+    by hand, where one command has done the work of several. `alone` is the whole model rounded to the same bytes.
     """
 
     source: str
@@ -50,6 +51,7 @@ class Provenance(Result):
     format: str = "plain"
     mended: MendReport | None = None
     commands: tuple[str, ...] = ()
+    alone: RoundedAlone | None = None
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame({"layer": range(len(self.kept_to_original)), "original": self.kept_to_original})
@@ -71,6 +73,8 @@ class Provenance(Result):
             f"{len(self.kept_to_original)} of {self.plan.model.num_layers} layers are kept.",
             f"{checks}. It shows that the removal is right, not that the model is good.",
         ]
+        if self.alone is not None:
+            lines.append(f"{self.alone.told()}.")
         if self.mended is not None:
             lines += [f"{line}." for line in self.mended.headline().split("\n")]
         return [*lines, *self.plan.stability().split("\n")][:LINES]
@@ -128,12 +132,13 @@ def describe(
     sections: Mapping[str, str] | None = None,
     commands: tuple[str, ...] = (),
     worth: Worth | None = None,
+    alone: RoundedAlone | None = None,
 ) -> Provenance:
     """Write provenance.json, the history and the model card beside the weights in `folder`.
 
     `structure` is the original's, `stored` the format. `since` says whether `pruned` has learnt after the removal,
-    `sections` what the card tells beside plan and gate, `commands` what would make the model by hand,
-    `worth` what it was measured to be worth.
+    `sections` what the card tells beside plan and gate, `commands` what would make the model by hand, `worth` what it
+    was measured to be worth, `alone` the whole model rounded to the same bytes.
     """
     provenance = Provenance(
         source=plan.model.name,
@@ -145,6 +150,7 @@ def describe(
         format=stored.name,
         mended=mended,
         commands=commands,
+        alone=alone,
     )
     provenance.save(folder / PROVENANCE)
     history_of(pruned).save(folder / HISTORY)
@@ -160,6 +166,7 @@ def describe(
             "Removed": _removed(plan, stored),
             **({} if mended is None else {"Mended": _mended(mended)}),
             **(sections or {}),
+            **({} if alone is None else {"Rounding alone": f"{as_text(alone.told())}."}),
             **({"By hand": f"{_BY_HAND}\n\n{by_hand}"} if commands else {}),
             **({"Engines": _engines(find_kinds(structure), plan.kept)} if stored.engines else {}),
             "Removal check": _checked(provenance),

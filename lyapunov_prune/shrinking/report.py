@@ -14,6 +14,7 @@ from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.sizes import SizesTried
 from lyapunov_prune.evaluation.task_scores import TaskScore
 from lyapunov_prune.models.size import Size
+from lyapunov_prune.pruning.alone import RoundedAlone
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.frames import pd
@@ -43,7 +44,8 @@ class Shrinking(Result):
     `foreign` on another kind of text than any step has read (dense, smaller; empty if there was none at hand).
     `learnt_on` is the text that healed, `judged_on` the second text that judges mending. `commands` do the same by
     hand. `loader` is the transformers class that loads the result. `folder` is where it was written, None if it was
-    not. `tried` are the numbers of layers of which this one was taken, where no target was given.
+    not. `tried` are the numbers of layers of which this one was taken, where no target was given. `alone` is the dense
+    model rounded to the same bytes.
     """
 
     target: str
@@ -58,6 +60,7 @@ class Shrinking(Result):
     loader: str
     folder: str | None = None
     tried: SizesTried | None = None
+    alone: RoundedAlone | None = None
 
     def __post_init__(self) -> None:
         pairs = {len(self.evaluation.perplexities), len(self.foreign) or 2}
@@ -82,7 +85,7 @@ class Shrinking(Result):
         return self.measured_on[1].line()
 
     def answer(self) -> list[str]:
-        """At most eight lines: what is left, its speed and quality, what was dropped, and how to load it."""
+        """What is left, its speed and quality, what was dropped, what rounding alone loses, and how to load it."""
         (before, after), (large, small) = self.parameters, self.size
         lines = [
             f"{self.plan.model.name} without {self._gone()}: {before:,} → {after:,} parameters, "
@@ -90,11 +93,11 @@ class Shrinking(Result):
             self.speed(),
             "; ".join([*self.worth(), *self._tasks()]),
             f"{self._kept()}. {self.read()}",
+            self.alone.told() if self.alone is not None else "",
         ]
         if self.folder is not None and not self.folder.endswith(".gguf"):
             lines += [
-                "With transformers:",
-                f"  from transformers import AutoTokenizer, {self.loader}",
+                f"With transformers: from transformers import AutoTokenizer, {self.loader}",
                 f"  model = {self.loader}.from_pretrained({self.folder!r})",
                 f"  tokenizer = AutoTokenizer.from_pretrained({self.folder!r})",
             ]

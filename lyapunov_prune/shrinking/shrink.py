@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import Amount, Count, Positive, Seed, checked
+from lyapunov_prune.budget.alone import rounded_alone
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import Diverged
@@ -29,6 +30,7 @@ from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.size import model_size
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode, model_name
 from lyapunov_prune.models.wrappers import loading_class
+from lyapunov_prune.predictions.divergence import window_kl
 from lyapunov_prune.progress import is_main
 from lyapunov_prune.pruning.removal import check_removal
 from lyapunov_prune.pruning.surgery import Operation, cut
@@ -175,6 +177,7 @@ def _run(
         loader=loading_class(smaller).__name__,
         folder=place,
         tried=tried,
+        alone=rounded_alone(decoder, smaller.num_parameters(), output or Path(), choose),
     )
     if output is not None and is_gguf(output):
         report = replace(report, size=write_shrunk_gguf(request, smaller, choice, gate, report, output))
@@ -256,6 +259,7 @@ def _evaluation(request: Request, smaller: PreTrainedModel, held_out: TokenBatch
         perplexities=_perplexities(request, smaller, held_out),
         zeros=tuple(map(zero_share, models.values())),
         sizes=tuple(map(model_size, models.values())),
+        kl=window_kl(dense, smaller, held_out),
         speed=measure_speed(models, prompt=prompt_for(find_structure(dense)), steps=16, repeats=5),
         tasks=None if task is None else evaluate_tasks(models, request.tokenizer, [task], batch_size=batch_size),
     )

@@ -62,7 +62,9 @@ def write_shrunk_gguf(
     Raises as `export.gguf.save_changed`.
     """
     plan = choice.plan
-    made = Provenance(plan.model.name, plan.kept, plan, gate, versions(), (), "gguf", choice.report, report.commands)
+    made = Provenance(
+        plan.model.name, plan.kept, plan, gate, versions(), (), "gguf", choice.report, report.commands, report.alone
+    )
     original = original_of(wrap(request.model), plan)
     save_changed(target, original, wrap(smaller, request.tokenizer), made)
     return sum(part.stat().st_size for part in original.header.parts), target.stat().st_size
@@ -107,7 +109,7 @@ def write_shrunk(
             result.save(folder / name)
         dense_score, score = report.evaluation.perplexities
         healed["worth"] = score.worth(dense_score, report.speed())
-        told: dict[str, Any] = {"mended": choice.report, "commands": report.commands, **healed}
+        told: dict[str, Any] = {"mended": choice.report, "commands": report.commands, "alone": report.alone, **healed}
         return describe(folder, choice.plan, gate, dense.structure, smaller, **told)
 
 

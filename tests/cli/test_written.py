@@ -120,7 +120,10 @@ def test_eval_measures_both_models_on_the_same_tokens(run: Callable[..., Done]) 
     run(*COMMANDS["prune"])
     done = run("eval", "out", "--against", "tiny", "-o", "run", *TEXT)
     assert done.code == 0, done.err
-    dense, pruned = Evaluation.load("run/eval.json").perplexities
+    found = Evaluation.load("run/eval.json")
+    dense, pruned = found.perplexities
+    assert found.kl is not None
+    assert (found.kl > 0).all()
     assert dense.measured_on.text_hash == pruned.measured_on.text_hash
     assert dense.measured_on.split == "evaluation"
     assert (dense.measured_on.model.num_layers, pruned.measured_on.model.num_layers) == (6, 5)

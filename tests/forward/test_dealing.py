@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from lyapunov_prune.budget.fisher import fisher, matrices_of
-from lyapunov_prune.budget.measured import kl_by_window
 from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.calibration.gathering import input_norms
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
@@ -26,7 +25,7 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.launched import alone
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.predictions.attention_paths import attention_paths
-from lyapunov_prune.predictions.divergence import skip_divergence, sublayer_divergence
+from lyapunov_prune.predictions.divergence import kl_by_window, skip_divergence, sublayer_divergence
 from lyapunov_prune.predictions.history import history_divergence
 from lyapunov_prune.profiles.expert_use import expert_use
 from lyapunov_prune.profiles.influence import sublayer_influence

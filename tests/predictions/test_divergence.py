@@ -23,7 +23,7 @@ from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions import SkipDivergence, skip_divergence
 from lyapunov_prune.predictions import tiles as tiles_module
-from lyapunov_prune.predictions.divergence import SublayerDivergence, sublayer_divergence
+from lyapunov_prune.predictions.divergence import SublayerDivergence, sublayer_divergence, window_kl
 from lyapunov_prune.ranking import rank_by_divergence
 
 MEASURES = ("variance", "kl", "reverse_kl", "flipped", "variance_r")
@@ -323,3 +323,13 @@ def test_a_measurement_of_branches_comes_back(llama: PreTrainedModel, ids: torch
     again = SublayerDivergence.load(found.save(tmp_path / "sublayer-divergence.json"))
     assert (str(again), again.what) == (str(found), "mlp")
     assert "one layer's MLP is silenced, T = 1" in str(found)
+
+
+def test_the_kl_of_two_models_is_that_of_their_own_logits(ids: torch.Tensor) -> None:
+    dense, other = make_tiny("llama"), make_tiny("llama", seed=1)
+    p, q = (copy.deepcopy(m).double()(ids).logits[:, :-1].log_softmax(-1) for m in (dense, other))
+    wanted = (p.exp() * (p - q)).sum(-1).mean(-1)
+    found = window_kl(dense, other, ids)
+    assert found is not None
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-4)
+    assert window_kl(dense, make_tiny("llama", vocab_size=200), ids.clamp(max=199)) is None

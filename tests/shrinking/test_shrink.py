@@ -71,6 +71,7 @@ def test_what_is_written_is_what_is_returned(
     assert report.parameters == (reader.num_parameters(), loaded.num_parameters())
     assert report.size == (4 * report.parameters[0], 4 * report.parameters[1])
     assert len(report.answer()) <= 8
+    assert Provenance.load(out / "provenance.json").alone == report.alone
     assert not list((tmp_path / "jobs").glob("shrinking-*"))  # what was measured stays
     after = state(reader)
     assert all(torch.equal(before[name], after[name]) for name in before)

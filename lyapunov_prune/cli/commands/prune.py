@@ -117,11 +117,13 @@ def _prune_in_memory(
 ) -> None:
     """Load the model and the text, choose, cut, check and write."""
     # Imported here, because files are pruned in less memory than this takes.
+    from lyapunov_prune.budget.alone import rounded_alone
     from lyapunov_prune.data.sources import SELF
     from lyapunov_prune.export.gguf import gguf_period
     from lyapunov_prune.export.pruned import write_pruned
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_weights
+    from lyapunov_prune.pruning.edit import edit_of
     from lyapunov_prune.pruning.plan import PruningPlan
     from lyapunov_prune.pruning.removed import ChannelsGone, LayersGone, PartsGone
 
@@ -146,8 +148,13 @@ def _prune_in_memory(
         if period > 1:
             removal = _by_periods(removal, given)
         plan = _chosen(loaded, batch, removal, period, judged)
+    alone = None
+    if format != "compact":
+        left, chosen = edit_of(loaded, plan).made.model.num_parameters(), removal.layers is None and given_plan is None
+        alone = rounded_alone(loaded, left, output, batch if chosen else None)
     first_goes_on()
-    written = write_pruned(loaded, loaded.tokenizer, plan, output, batch, format=format, mend=mend, judge=judged)
+    how: dict[str, Any] = {"format": format, "mend": mend, "judge": judged, "alone": alone}
+    written = write_pruned(loaded, loaded.tokenizer, plan, output, batch, **how)
     tell_written(written, output)
 
 

@@ -49,7 +49,7 @@ class GGUF(Plain):
         from lyapunov_prune.export.gguf import save_gguf
 
         assert not isinstance(made.batch, ImageBatch)  # image classifiers do not come as GGUF files
-        return save_gguf(target, made.decoder, made.pruned, made.operation, made.batch, made.mended)
+        return save_gguf(target, made.decoder, made.pruned, made.operation, made.batch, made.mended, made.alone)
 
     def export(self, decoder: Decoder, target: Path) -> Exported:
         from lyapunov_prune.export.gguf_whole import write_gguf
