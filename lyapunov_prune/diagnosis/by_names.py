@@ -257,13 +257,16 @@ def header_keys(file: Looked) -> Iterator[Finding]:
     for key, length in wrong_arrays(header).items() if header.read(f"{header.architecture}.block_count") else ():
         said = f"{key} has {length} values, one for each layer of another number of layers."
         yield Finding("header", (), said, "certain", "layers that were removed without the header", _AGAIN)
-    kind = header.read("general.file_type")
-    with suppress(ValueError):
-        name = gguf.LlamaFileType(kind).name.removeprefix("MOSTLY_").removeprefix("ALL_") if kind is not None else "IQ"
-        stored = {part.dtype for parts in file.stored.places.values() for part in parts if len(part.shape) > 1}
-        if not name.startswith("IQ") and not any(name.startswith(each) for each in stored):
-            said = f"general.file_type says {name}, and the matrices are {', '.join(sorted(stored))}."
-            yield Finding("header", (), said, "likely", "a header that was copied from another file", _AGAIN)
+    told, matrices = header.read("general.file_type"), [p for p, *_ in file.stored.places.values() if len(p.shape) > 1]
+    names = {each.value: each.name.removeprefix("MOSTLY_").removeprefix("ALL_") for each in gguf.LlamaFileType}
+    name = names.get(told, "")
+    kind = next((each for each in gguf.GGMLQuantizationType if name.startswith(each.name)), None)
+    if kind is None or name.startswith("IQ"):  # mixes of several types have names of their own
+        return
+    fitting = {p.dtype for p in matrices if p.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0}
+    if fitting and not any(name.startswith(each) for each in fitting):
+        said = f"general.file_type says {name}, and the matrices are {', '.join(sorted(fitting))}."
+        yield Finding("header", (), said, "likely", "a header that was copied from another file", _AGAIN)
 
 
 def _denied(header: Header, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Any, Any, str]]:

@@ -177,6 +177,17 @@ def test_a_cast_pruned_and_tied_model_has_no_finding(dtype: torch.dtype, tmp_pat
     assert not check_file(str(tmp_path)).findings
 
 
+def round_to_three_values(state: dict[str, torch.Tensor]) -> None:
+    for name, W in state.items():
+        if "proj" in name:
+            scale = W.abs().mean(1, keepdim=True)
+            state[name] = (W / scale).round().clamp(-1, 1) * scale
+
+
+def test_rows_of_three_values_are_honest(checkpoint: Path) -> None:
+    assert not kinds(changed(checkpoint, round_to_three_values))
+
+
 # Packed integers.
 
 
