@@ -50,7 +50,7 @@ def tiny_demo(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     monkeypatch.setattr(demo_module, "load", lambda name: loaded)
     monkeypatch.setattr(demo_module, "SEARCH", 8.0)
     monkeypatch.setattr(demo_module, "STEPS", 2)
-    monkeypatch.setattr(texts, "EVALUATED", 256)
+    monkeypatch.setattr(texts, "EVALUATED", 512)
     judge_briefly(monkeypatch, context=24)
 
     def demo(tokens: int = 32 * 24) -> Path:
@@ -167,12 +167,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Decoder) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_module, "load", lambda name: smollm2)
         patch.setattr(demo_module, "PROFILED", 256)
-        patch.setattr(demo_module, "SEARCH", 8.0)
-        patch.setattr(demo_module, "STEPS", 4)
+        patch.setattr(demo_module, "SEARCH", 4.0)
+        patch.setattr(demo_module, "STEPS", 2)
         patch.setattr(training_state, "SECONDS", math.inf)  # two gigabytes each time
         patch.setattr(texts, "EVALUATED", 512)
-        judge_briefly(patch, context=64)
-        demo_module.run_demo(folder, tokens=32 * 64, context=64, show=lambda *_: None)
+        judge_briefly(patch, context=32)
+        demo_module.run_demo(folder, tokens=32 * 32, context=32, show=lambda *_: None)
     return folder
 
 
@@ -190,7 +190,7 @@ def test_a_later_demo_repeats_nothing(run: Path, smollm2: Decoder, monkeypatch: 
     monkeypatch.setattr(demo_module, "PROFILED", 256)
     monkeypatch.setattr(profile_module, "profile_layers", lambda *a, **k: pytest.fail("repeated"))
     monkeypatch.setattr(demo_module, "carry_out", lambda *a, **k: pytest.fail("repeated"))
-    demo_module.run_demo(run, tokens=32 * 64, context=64, show=lambda *_: None)
+    demo_module.run_demo(run, tokens=32 * 32, context=32, show=lambda *_: None)
 
 
 def test_the_checkpoint_is_plain_transformers(run: Path, english: TokenBatch, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families.verdicts import load_table
-from families.zoo import ZOO, each_by_itself, make_zoo
+from families.zoo import ALIKE, ZOO, each_by_itself, make_zoo
 from helpers import hooks_of
 from torch import nn
 
@@ -66,7 +66,7 @@ def unnamed(model: Any) -> list[str]:
     return [n for n, p in inside if p.ndim > 1 and id(p) not in named and n not in listed and not NO_MATRIX.search(n)]
 
 
-@pytest.mark.parametrize("name", each_by_itself(ZOO))
+@pytest.mark.parametrize("name", each_by_itself(name for name in ZOO if name not in ALIKE))
 def test_every_matrix_is_calibrated_or_named_with_the_reason(name: str) -> None:
     model = built(name)
     if name in REFUSED:
