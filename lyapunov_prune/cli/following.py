@@ -12,12 +12,11 @@ if TYPE_CHECKING:  # a usage error must not wait for numpy
 
 _SCORED = "eval {output} --against {model}"
 _PRUNED = "prune {model} --remove 25% --mend -o smaller"
-# By command, of which the first is named whose {arguments} were given. `prune` and `explain` name their own.
+# By command, of which the first is named whose {arguments} were given. `prune` names its own, and so do the answers of
+# `profile`, `rank` and `explain`.
 _NEXT = {
     "demo": ("explain smollm2-135m runs/demo/small",),
     "shrink": (f"{_SCORED} --speed",),
-    "profile": ("rank {model} --remove 25%",),
-    "rank": (_PRUNED,),
     "compress": (_SCORED,),
     "joint": (f"{_SCORED} --speed",),
     "export": (_SCORED,),

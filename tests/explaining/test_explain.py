@@ -14,7 +14,7 @@ import torch
 from families.zoo import make_zoo
 from helpers import hooks_of, inputs_of, make_tiny, moe, operated, saved
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import lyapunov_prune as lp
 from lyapunov_prune.bounds import approximation as approx_module
@@ -477,3 +477,22 @@ def test_the_result_saves_loads_and_draws(llama: PreTrainedModel, ids: torch.Ten
     assert "added by the layer" in found.plot()["explanation"]
     assert "<table" in found._repr_html_()
     assert module.explain is lp.explain
+
+
+def test_the_callback_of_the_guide_prints_while_a_model_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    (block,) = (part.partition("```")[0] for part in page.split("```python\n") if "TrainerCallback" in part)
+    exec(block, names)
+    model = make_tiny("llama")
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 90, (4, 8), generator=generator)
+    watch = names["Watch"](copy.deepcopy(model), lp.TokenBatch(ids, "ids", "all", False), every=2)
+    settings = TrainingArguments(tmp_path, max_steps=2, use_cpu=True, report_to=[], learning_rate=1e-2)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, 90, (8, 8), generator=generator)]
+    Trainer(model, settings, train_dataset=rows, callbacks=[watch]).train()
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step "))
+    assert line.startswith("step 2: ρ ")
+    assert "most by layer" in line
