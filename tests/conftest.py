@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ from helpers.forked import FORKED
 from hypothesis import HealthCheck, settings
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from lyapunov_prune import progress
 from lyapunov_prune.checkpoints import reloading
 from lyapunov_prune.cli.app import main
 from lyapunov_prune.data.batch import TokenBatch
@@ -69,6 +71,15 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
     """Nothing that a test writes has to survive a power cut; a file costs milliseconds to sync."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_lines_of_slow_steps() -> Iterator[None]:
+    """A busy machine makes a step long enough for a line on stderr, where tests count lines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "_LONG", math.inf)
+        patch.setattr(progress, "_AGAIN", math.inf)
         yield
 
 

@@ -109,6 +109,8 @@ def test_a_log_has_a_line_once_a_step_is_long_then_every_minute_and_at_its_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 0.0
+    monkeypatch.setattr(progress, "_LONG", 10.0)
+    monkeypatch.setattr(progress, "_AGAIN", 60.0)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(progress, "_last_line", 0.0)
     for _ in track(range(10), "outer"):
