@@ -181,8 +181,8 @@ def _print_table(frame: pd.DataFrame) -> None:
     header = [str(name) for name in frame.columns]
     numbers = [dtype.kind in "if" for dtype in frame.dtypes]
     rows = [
-        tuple(MISSING if v is None or v != v else number(v) if isinstance(v, float) else printable(str(v)) for v in row)
-        for row in frame.itertuples(index=False)
+        tuple(MISSING if v is None else number(v) if isinstance(v, float) else printable(str(v)) for v in row)
+        for row in frame.astype(object).where(frame.notna(), None).itertuples(index=False)
     ]
     longest = [max(map(cell_len, column)) for column in zip(header, *rows, strict=True)]
     widths = [

@@ -183,13 +183,13 @@ def _html(frame: pd.DataFrame) -> Markup:
     head = Markup("").join(Markup("<th{}>{}</th>").format(*of) for of in zip(words, frame.columns, strict=True))
     rows = [
         Markup("").join(Markup("<td{}>{}</td>").format(of, _cell(value)) for of, value in zip(words, row, strict=True))
-        for row in frame.itertuples(index=False)
+        for row in frame.astype(object).where(frame.notna(), None).itertuples(index=False)
     ]
     body = Markup("\n").join(Markup("<tr>{}</tr>").format(row) for row in rows)
     return Markup("<table><thead><tr>{}</tr></thead><tbody>\n{}\n</tbody></table>").format(head, body)
 
 
 def _cell(value: Any) -> str:
-    if value is None or value != value:
+    if value is None:
         return MISSING
     return number(value) if isinstance(value, float) else str(value)
