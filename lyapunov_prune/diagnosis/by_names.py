@@ -378,10 +378,12 @@ def _special_ids(stored: Stored) -> Iterator[tuple[str, int]]:
 
 def _token_ids(stored: Stored) -> dict[str, int]:
     tokenizer = stored.json("tokenizer.json")
-    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    model, told = tokenizer.get("model"), tokenizer.get("added_tokens")
+    listed = told if isinstance(told, list) else []
+    added = [each for each in listed if isinstance(each, dict) and {"content", "id"} <= each.keys()]
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
-    return ids | {each["content"]: each["id"] for each in added or [] if isinstance(each, dict)}
+    return ids | {each["content"]: each["id"] for each in added}
 
 
 def _text(token: Any) -> str:

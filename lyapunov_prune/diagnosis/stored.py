@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lyapunov_prune.models.weight_files import INDEX, SINGLE
 from lyapunov_prune.results.files import parsed
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_BITS = re.compile(r"\d+")  # the first number in the name of a type: F8_E4M3 has 8
 FETCH = "fetch the file again, and compare its size and checksum with those of its source"
 
 
@@ -130,6 +132,11 @@ def _open_folder(name: str, folder: Path) -> Stored:
             said = f"{file.name} has no header of tensors: it is truncated, or no safetensors file."
             faults.append(Finding("header", (), said, "certain", "a download that was cut", FETCH))
             continue
+        wrong = [part for part in parts if not _fits(part)]
+        for part in wrong:
+            said = f"{file.name} gives `{part.name}` a type, shape or size that do not fit each other."
+            faults.append(Finding("header", (part.name,), said, "certain", "a header that was edited", FETCH))
+        parts = [part for part in parts if part not in wrong]
         faults += _cut(parts)
         for part in parts:
             places.setdefault(part.name, []).append(part)
@@ -140,6 +147,15 @@ def _open_folder(name: str, folder: Path) -> Stored:
             Finding("missing", (), f"The folder holds {what}.", "certain", "", "convert or fetch safetensors")
         )
     return Stored(name, {key: tuple(parts) for key, parts in places.items()}, tuple(faults), folder, config)
+
+
+def _fits(part: Part) -> bool:
+    """Whether the header of a safetensors file describes a tensor: its type is a word, and its bytes fill its shape."""
+    numbers = [part.start, part.size, *part.shape]
+    if not isinstance(part.dtype, str) or not all(type(n) is int and n >= 0 for n in numbers):
+        return False
+    found = _BITS.search(part.dtype)  # none in BOOL
+    return part.size == prod(part.shape) * (int(found[0]) if found else 8) // 8
 
 
 def _files(folder: Path, config: Mapping[str, Any]) -> list[Path]:

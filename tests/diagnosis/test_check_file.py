@@ -184,6 +184,17 @@ def round_to_three_values(state: dict[str, torch.Tensor]) -> None:
             state[name] = (W / scale).round().clamp(-1, 1) * scale
 
 
+@pytest.mark.parametrize(("what", "value"), [("dtype", ["F32"]), ("shape", [-1, 3]), ("shape", ["a"]), ("shape", [5])])
+def test_a_header_that_describes_no_tensor(what: str, value: Any, checkpoint: Path) -> None:
+    content = (checkpoint / WEIGHTS).read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header[UP.format(1)][what] = value
+    written = json.dumps(header).encode()
+    (checkpoint / WEIGHTS).write_bytes(len(written).to_bytes(8, "little") + written + content[end:])
+    assert "header" in kinds(checkpoint)
+
+
 def test_rows_of_three_values_are_honest(checkpoint: Path) -> None:
     assert not kinds(changed(checkpoint, round_to_three_values))
 
