@@ -35,6 +35,7 @@ from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.predictions.divergence import kl_by_window
 from lyapunov_prune.progress import is_main, track
+from lyapunov_prune.results.worth import Ratio
 
 # One type for all, as the sizes that are shown beside the one that was asked for.
 _SIZES = (Kind.Q2_K, Kind.Q3_K, Kind.IQ4_XS, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q8_0)
@@ -168,9 +169,13 @@ def _made(judged: Reading, found: list[TensorCost], room: int) -> _Made:
 
 def _tried(dense: Reading, found: list[TensorCost], weights: int) -> SizesTried:
     """The perplexity of the best types of every size of `_TRIED`, down to the first that costs too much."""
-    rows = []
+    rows: list[tuple[str, int, Ratio]] = []
+    least = sum(int(t.bytes.min()) for t in found)
     for bits in track(_TRIED, "sizes"):
-        made = _made(dense, found, int(bits * weights / 8))
+        room = int(bits * weights / 8)
+        if rows and room < least:  # narrower than any types that these rows can take
+            break
+        made = _made(dense, found, room)
         rows.append((f"{bits:g}bpw", int(made.bytes.sum()), ratio_of(made.loss)))
         if not rows[-1][2].is_good:
             break
