@@ -6,12 +6,12 @@ import importlib
 
 import numpy as np
 
+from experiments.amplification import PAPER as DRIFT
+from experiments.amplification import AmplificationDrift
 from experiments.columns import Column, Removed
 from experiments.compressions import ALIKE, apart, judged
 from experiments.published import MODELS, RHO_OVER_BI, SPREAD_NAIVE, SPREAD_WANDA
 from experiments.statements import bullets, short, signed, span, stated, table, verdict
-from lyapunov_prune.sensitivity.amplification import PAPER as DRIFT
-from lyapunov_prune.sensitivity.amplification import AmplificationDrift
 
 DRIFTS = importlib.import_module("experiments.4_hierarchy.drift.run")
 NAMED = ("GPT-2 Small", "Mistral-7B", "Qwen3-8B")

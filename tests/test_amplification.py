@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers import PreTrainedModel
 
+from experiments.amplification import AmplificationDrift, amplification_drift, weighted_spearman
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
-from lyapunov_prune.sensitivity.amplification import AmplificationDrift, amplification_drift, weighted_spearman
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity, measure_sensitivity
 
 EVALUATION = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(1))

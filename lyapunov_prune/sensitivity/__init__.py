@@ -3,7 +3,7 @@
 - `studies/`: one file per study; `table` lists them by name; `study`: their base class; `changes`: what a study
   changes;
 - `sweep`: many small changes of one model on one text, none measured twice; `compressor`: the compressed matrices;
-- `sensitivity`: the result; `drift`: how far the states moved; `amplification`: whether ρ predicts that.
+- `sensitivity`: the result; `drift`: how far the states moved.
 
 A new study is a file in `studies` and a row in `table.STUDIES`; docs/adding/study.md shows one.
 """

@@ -91,9 +91,6 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         return {"bytes": some(2), "cost": some(2), "kl": some(3), "loss": some(2, 3)}
     if name == "SublayerGrowth":
         return {field: loose(5, 2) for field in ("error_growth", "state_growth", "token_rho")}
-    if name == "AmplificationDrift":
-        scores = {field: {p: loose(5) for p in ("energy", "token")} for field in ("rho", "amplification")}
-        return {"drift": loose(2), **scores}
     if name in ("SkipDivergence", "SublayerDivergence"):
         return {field: loose(5) for field in ("variance", "kl", "reverse_kl", "variance_r")} | {
             "flipped": some(5, most=1)

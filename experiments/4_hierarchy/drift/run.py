@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.amplification import PAPER, AmplificationDrift, amplification_drift
 from experiments.common import RANK, SPARSITY, Model, inputs, run_command
 from experiments.statements import bullets, signed, stated, table
-from lyapunov_prune.sensitivity import AmplificationDrift, amplification_drift
-from lyapunov_prune.sensitivity.amplification import PAPER
 
 HERE = Path(__file__).parent
 SETTINGS: dict[str, tuple[float, int | None]] = {"light": (0.5, None), "heavy": (SPARSITY, RANK)}

@@ -19,6 +19,7 @@ import pandas as pd
 from scipy import stats
 
 import lyapunov_prune as lp
+from experiments.amplification import weighted_spearman
 from experiments.common import Model, draw, run_command, texts
 from experiments.statements import interval, percent, signed, table
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
@@ -29,7 +30,6 @@ from lyapunov_prune.results.encoding import decode, encode
 from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.result import MeasuredOn
 from lyapunov_prune.results.store import Store
-from lyapunov_prune.sensitivity.amplification import weighted_spearman
 
 HERE = Path(__file__).parent
 COUNTS, RANDOM = (2, 3, 4, 6, 8), 3
