@@ -94,8 +94,8 @@ def explain(
         tokens.add(turned, diverged, ids)
     summed(reading.model, *(array for each in (sums, inner.sums, blame) for array in vars(each).values()))
     kl, loss = map(float, blame.compressed)
-    kl_only, loss_only = blame.only
-    kl_but, loss_but = blame.but
+    (kl_only, loss_only), (kl_but, loss_but) = blame.only, blame.but
+    kl, kl_only, kl_but = max(0.0, kl), np.maximum(kl_only, 0), np.maximum(kl_but, 0)  # rounding may leave less
     rounding = max(_rounding(side, reading.windows(1)[0]) for side in sides)
     return Explanation(
         kept=second.layers,

@@ -79,3 +79,25 @@ def test_the_coarser_one_of_two_is_known() -> None:
     model = tiny("llama")
     assert diagnose(rounded(model), model).coarser
     assert not diagnose(model, rounded(model)).coarser
+
+
+def test_explain_begins_with_the_fault_and_ends_with_one_command() -> None:
+    model = tiny("llama")
+    broken, _ = planted(model, FAULTS[0])
+    found = lp.explain(model, rounded(broken), IDS)
+    assert found.diagnosis is not None
+    assert found.answer()[0] == found.diagnosis.findings[0].line()
+    assert [line.startswith("Next: ") for line in found.answer()].count(True) == 1
+    assert found.next_step().endswith("-o anew")
+
+
+def test_swapped_sides_are_said_first_and_a_model_has_no_divergence_from_itself() -> None:
+    model = tiny("llama")
+    with torch.no_grad():  # a prediction that rounding can only make worse
+        model.lm_head.weight.mul_(2)
+    ids = model.generate(IDS[:, :4], max_new_tokens=40, do_sample=False, pad_token_id=0)
+    swapped = lp.explain(rounded(model), model, ids)
+    assert "wrong way round" in swapped.answer()[0]
+    same = lp.explain(model, copy.deepcopy(model), ids)
+    assert same.kl == 0
+    assert not same.differs

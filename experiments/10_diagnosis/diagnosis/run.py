@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ from lyapunov_prune.results.result import Result
 
 HERE = Path(__file__).parent
 RESULT = HERE / "diagnosis.json"
+UNFINISHED = HERE / "unfinished.json"  # an interrupted run goes on with the next part
 SEED = 11
 STORAGES = ("GGUF", "packed", "safetensors")
 METHODS: tuple[dict[str, Any], ...] = (
@@ -81,19 +81,24 @@ class Tried:
 
 @dataclass(frozen=True)
 class Tries(Result):
-    """Every file that was tried."""
+    """Every file that was tried, in the parts that are `done`."""
 
     tried: tuple[Tried, ...]
+    done: tuple[str, ...]
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame([vars(each) for each in self.tried])
 
 
 def main(*, model: Model = Model(BUILT_IN)) -> None:
-    tried: list[Tried] = []
-    for each in chain(_faults(), _tokenizers(), _large(model), _honest()):
-        tried.append(each)
-        Tries(tuple(tried)).save(RESULT)
+    parts = {"faults": _faults, "tokenizers": _tokenizers, "honest": _honest, "trained": partial(_large, model)}
+    kept = Tries.load(UNFINISHED) if UNFINISHED.is_file() else Tries((), ())
+    for name, part in parts.items():
+        if name not in kept.done:
+            kept = Tries((*kept.tried, *part()), (*kept.done, name))
+            kept.save(UNFINISHED)
+    kept.save(RESULT)
+    UNFINISHED.unlink()
 
 
 def _faults() -> Iterator[Tried]:
@@ -111,7 +116,8 @@ def _judged(name: str, family: str, storage: str, found: Diagnosis, fault: Fault
     right = [finding for finding in found.findings if finding.kind in fault.kinds]
     told = {name for finding in right for name in finding.tensors}
     # A GGUF file has names of its own: there the number of tensors is compared.
-    whole = len(told) >= len(touched) if storage == "GGUF" else told >= set(touched)
+    own = any(name.startswith(("blk.", "output", "token_embd")) for name in told)
+    whole = len(told) >= len(touched) if own else told >= set(touched)
     said = tuple(finding.said for finding in found.findings)
     tried = Tried(name, family, storage, bool(right) and whole, len(found.findings) - len(right), said)
     print(tried.planted or "honest", family, storage, tried.right, tried.others, *said[:2], sep=" | ", flush=True)
