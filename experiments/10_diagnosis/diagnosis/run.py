@@ -47,7 +47,7 @@ from lyapunov_prune.results.result import Result
 
 HERE = Path(__file__).parent
 RESULT = HERE / "diagnosis.json"
-UNFINISHED = HERE / "unfinished.json"  # an interrupted run goes on with the next part
+UNFINISHED = Path("runs") / "experiments" / "diagnosis.json"  # an interrupted run goes on with the next part
 SEED = 11
 STORAGES = ("GGUF", "packed", "safetensors")
 METHODS: tuple[dict[str, Any], ...] = (
