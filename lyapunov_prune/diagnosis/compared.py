@@ -128,7 +128,7 @@ def compare(dense: torch.Tensor, file: torch.Tensor) -> Compared:
         parts = (w.square(), v.square(), v * w, squares)
         by_row[:, start : start + step] = torch.stack([part.sum(1, dtype=torch.float64) for part in parts]).numpy()
         by_column += torch.stack([part.sum(0, dtype=torch.float64) for part in parts]).numpy()
-        if wide:
+        if wide and not sparse:
             sums = [part.view(len(w), -1, BLOCK).sum(-1) for part in (squares, parts[0])]
             level = sums[1].mean(1, keepdim=True)
             ratio = (sums[0] / torch.maximum(sums[1], 0.1 * level).clamp_min(1e-30)).sqrt().numpy()
