@@ -15,14 +15,14 @@ from lyapunov_prune.diagnosis.finding import Certainty, Finding
 from lyapunov_prune.diagnosis.looked import Looked, far, named
 from lyapunov_prune.diagnosis.packed import COMPRESSED, GROUPED, SCALES
 from lyapunov_prune.diagnosis.statistics import row_of
-from lyapunov_prune.diagnosis.stored import Part, Stored
+from lyapunov_prune.diagnosis.stored import FileTensor, Stored
 from lyapunov_prune.models.weight_files import read_parts
 
 _AGAIN = "convert the original checkpoint again"
 
 
 def _finding(
-    kind: str, parts: Iterable[Part], said: str, certainty: Certainty, cause: str = "", remedy: str = _AGAIN
+    kind: str, parts: Iterable[FileTensor], said: str, certainty: Certainty, cause: str = "", remedy: str = _AGAIN
 ) -> Iterator[Finding]:
     """One finding for all `parts`; `said` names them as `{}`. None if there are none."""
     some = list(parts)
@@ -85,7 +85,7 @@ def _denormal(scales: np.ndarray) -> bool:
     return bool(((scales != 0) & (np.abs(scales) < np.finfo(np.float32).tiny)).any())
 
 
-def _scale_of(stored: Stored, name: str) -> Part:
+def _scale_of(stored: Stored, name: str) -> FileTensor:
     return next(stored.parts[name + end] for end in (COMPRESSED[1], GROUPED[1]) if name + end in stored.parts)
 
 
@@ -227,7 +227,7 @@ def duplicates(file: Looked) -> Iterator[Finding]:
     are not constant. Embedding and head are left out: a head that is a copy of the embedding is honest. Layers that
     were doubled by a merge are told as such.
     """
-    groups: dict[bytes, list[Part]] = {}
+    groups: dict[bytes, list[FileTensor]] = {}
     for each in file.found.values():
         if (
             each.rows > 1
@@ -241,7 +241,7 @@ def duplicates(file: Looked) -> Iterator[Finding]:
     per_layer = {
         layer: sum(p.layer == layer for p in file.stored.parts.values()) for some in same for layer in [some[0].layer]
     }
-    doubled: dict[tuple[int | None, ...], list[list[Part]]] = {}
+    doubled: dict[tuple[int | None, ...], list[list[FileTensor]]] = {}
     for some in same:
         doubled.setdefault(tuple(part.layer for part in some), []).append(some)
     for layers, found in doubled.items():
@@ -255,7 +255,7 @@ def duplicates(file: Looked) -> Iterator[Finding]:
             yield from _finding("duplicate", parts, said, "certain", "a map of names that names one tensor twice")
 
 
-def _bytes(part: Part) -> bytes:
+def _bytes(part: FileTensor) -> bytes:
     digest = hashlib.blake2b()
     for some in read_parts(part.file, part.start, part.size):
         digest.update(some)
@@ -288,8 +288,8 @@ def far_from_siblings(file: Looked) -> Iterator[Finding]:
     the median of three siblings on either side. Threshold: a factor of 2.5 and 55 for the two (10 and 100 in the first
     and last layer), and four times what nine in ten siblings are off. Real models have at most 1.5 and 10 inside.
     """
-    spread: dict[bool, list[Part]] = {True: [], False: []}
-    peaks: list[Part] = []
+    spread: dict[bool, list[FileTensor]] = {True: [], False: []}
+    peaks: list[FileTensor] = []
     for siblings in file.siblings.values():
         some = [each for each in siblings if each in file.matrices and np.count_nonzero(each.known) > 256]
         if len(some) < 5:
@@ -336,7 +336,7 @@ def shifted_norms(file: Looked) -> Iterator[Finding]:
             yield from _finding("shift", parts, said, "likely", cause, f"subtract 1 from them, or {_AGAIN}")
             return
     yield from _finding("zero", zero, "{}: the norm multiplies by zero.", "certain", cause)
-    odd: list[Part] = []
+    odd: list[FileTensor] = []
     for siblings in file.siblings.values():
         some = [each.part for each in siblings if each.part.name in norms and norms[each.part.name].any()]
         ends = {some[0].layer, some[-1].layer} if some else set()

@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from lyapunov_prune.diagnosis.finding import Finding
 from lyapunov_prune.diagnosis.looked import Looked, named
 from lyapunov_prune.diagnosis.packed import BESIDE, COMPRESSED, GROUPED, matrix_of
-from lyapunov_prune.diagnosis.stored import Part, Stored, index_of
+from lyapunov_prune.diagnosis.stored import FileTensor, Stored, index_of
 from lyapunov_prune.models.gguf_header import Header
 from lyapunov_prune.models.gguf_layers import wrong_arrays
 from lyapunov_prune.models.weight_files import INDEX, SINGLE
@@ -174,7 +174,7 @@ def shapes(file: Looked) -> Iterator[Finding]:
     if file.expected is None:
         return
     packed = {each.name: each.shape for each in file.packed}
-    odd: dict[str, list[Part]] = {}
+    odd: dict[str, list[FileTensor]] = {}
     for name, (part, *_) in file.stored.places.items():
         own = matrix_of(name)
         wanted = file.expected.shapes.get(own)

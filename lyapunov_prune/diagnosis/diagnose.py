@@ -13,7 +13,7 @@ from lyapunov_prune.diagnosis.faults import Case, Match, part_of
 from lyapunov_prune.diagnosis.finding import Certainty, Diagnosis, Finding
 from lyapunov_prune.diagnosis.settings import LATER, changed_settings, missing_biases, tokenizer_faults, with_setting
 from lyapunov_prune.diagnosis.shares import Restored
-from lyapunov_prune.diagnosis.sides import Place, Sides, unnumbered
+from lyapunov_prune.diagnosis.sides import Sides, TensorPlace, unnumbered
 from lyapunov_prune.diagnosis.table import FAULTS, KNOWN
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import Streamable, runs_models
@@ -30,7 +30,7 @@ _HEAVY_TESTS = ("other_tensor", "permuted_rows", "permuted_columns")
 class _Told:
     """A tensor with its fault, before those that share it are told in one sentence."""
 
-    place: Place
+    place: TensorPlace
     where: str
     kind: str
     phrase: str
@@ -68,13 +68,13 @@ def diagnose(
 
 
 def _measured(
-    sides: Sides, reading: Reading, found: Sequence[tuple[Finding, tuple[Place, ...]]], settings: dict[str, str]
-) -> list[tuple[Finding, tuple[Place, ...]]]:
+    sides: Sides, reading: Reading, found: Sequence[tuple[Finding, tuple[TensorPlace, ...]]], settings: dict[str, str]
+) -> list[tuple[Finding, tuple[TensorPlace, ...]]]:
     """The findings with the share of the error that each explains, the largest first, and the settings that matter."""
     if not found and not settings:
         return []
     restored = Restored(sides, reading)
-    result: list[tuple[Finding, tuple[Place, ...]]] = []
+    result: list[tuple[Finding, tuple[TensorPlace, ...]]] = []
     for finding, places in found[:_RESTORED]:
         with restored.put_right(places):
             share = restored.share(restored.of(sides.file.model)) if places else None
@@ -95,7 +95,7 @@ def _setting(said: str, share: float | None, *, seen: bool = True) -> Finding:
     return Finding("setting", (), f"{said}{later}.", "certain" if seen else "possible", cause, remedy, share)
 
 
-def _storage(sides: Sides, compared: dict[Place, Compared]) -> tuple[str, bool]:
+def _storage(sides: Sides, compared: dict[TensorPlace, Compared]) -> tuple[str, bool]:
     """How far the weights are off and what explains it, in a sentence, and whether the dense model is the coarser."""
     matrices = {place: found for place, found in compared.items() if len(found.shape) > 1}
     if not matrices:
@@ -124,7 +124,7 @@ def _storage(sides: Sides, compared: dict[Place, Compared]) -> tuple[str, bool]:
     )
 
 
-def _faults(sides: Sides, places: dict[Place, Compared]) -> list[_Told]:
+def _faults(sides: Sides, places: dict[TensorPlace, Compared]) -> list[_Told]:
     """What is wrong with each tensor."""
     told: list[_Told] = []
     searched = 0
@@ -165,7 +165,7 @@ def _faults(sides: Sides, places: dict[Place, Compared]) -> list[_Told]:
     return _moved(sides, told)
 
 
-def _usual(places: dict[Place, Compared]) -> dict[Place, float]:
+def _usual(places: dict[TensorPlace, Compared]) -> dict[TensorPlace, float]:
     """The median error of the peers of each tensor, in units of what storage explains."""
     groups: dict[tuple[str, int], list[float]] = {}
     for place, found in places.items():
@@ -184,7 +184,7 @@ def _is_off(found: Compared) -> bool:
     return found.excess > 1 or bool(_fitting(found))
 
 
-def _cases(sides: Sides, place: Place, found: Compared) -> Iterator[Case]:
+def _cases(sides: Sides, place: TensorPlace, found: Compared) -> Iterator[Case]:
     """The part of the matrix that is off: the smallest outside of which it is honest, or all of it."""
     fitting = _fitting(found)
     W, V = (tensor.reshape(len(tensor), -1) for tensor in sides.pair(place))
@@ -237,7 +237,7 @@ def ranges(numbers: Sequence[int], most: int = 4) -> str:
     return told + (f" and {len(parts) - most} more places" if len(parts) > most else "")
 
 
-def _grouped(sides: Sides, told: Sequence[_Told]) -> Iterator[tuple[Finding, tuple[Place, ...]]]:
+def _grouped(sides: Sides, told: Sequence[_Told]) -> Iterator[tuple[Finding, tuple[TensorPlace, ...]]]:
     """One finding for all tensors that share a fault, and the tensors."""
     groups: dict[tuple[str, str, str, tuple[str, ...]], list[_Told]] = {}
     for each in told:

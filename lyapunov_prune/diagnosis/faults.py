@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lyapunov_prune.diagnosis.compared import BLOCK, Compared
-from lyapunov_prune.diagnosis.sides import Place, Sides, read
+from lyapunov_prune.diagnosis.sides import Sides, TensorPlace, read
 
 _SAMPLED = 256  # rows that are looked for elsewhere
 _LENGTH = 4096  # numbers of a row by which it is looked for
@@ -43,7 +43,7 @@ class Case:
     """
 
     sides: Sides
-    place: Place
+    place: TensorPlace
     found: Compared
     W: torch.Tensor
     V: torch.Tensor

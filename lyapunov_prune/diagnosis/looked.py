@@ -11,7 +11,7 @@ import numpy as np
 from lyapunov_prune.diagnosis.expected import Expected
 from lyapunov_prune.diagnosis.packed import Packed
 from lyapunov_prune.diagnosis.statistics import Statistics
-from lyapunov_prune.diagnosis.stored import Part, Stored
+from lyapunov_prune.diagnosis.stored import FileTensor, Stored
 from lyapunov_prune.results.wording import ranges
 
 _NAMED = 3
@@ -49,13 +49,13 @@ class Looked:
         return {name: self.found[name].known + names[name] for name in names if name in self.found}
 
     @property
-    def embedding(self) -> Part | None:
+    def embedding(self) -> FileTensor | None:
         """The token embeddings."""
         ends = ("token_embd.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
         return next((part for name, part in self.stored.parts.items() if name.endswith(ends)), None)
 
     @property
-    def head(self) -> Part | None:
+    def head(self) -> FileTensor | None:
         """The matrix that makes logits, where it is read as numbers; the embeddings if the head has none of its own."""
         ends = ("output.weight", "lm_head.weight", "embed_out.weight")
         own = next((part for name, part in self.stored.parts.items() if name in ends), self.embedding)
@@ -73,9 +73,9 @@ class Looked:
         return {i for i in ids if type(i) is int and i >= 0}
 
 
-def named(parts: Iterable[Part]) -> str:
+def named(parts: Iterable[FileTensor]) -> str:
     """The tensors in words, those of one role as `blk.20–29.attn_output.weight`."""
-    roles: dict[str, list[Part]] = {}
+    roles: dict[str, list[FileTensor]] = {}
     for part in parts:
         roles.setdefault(part.role, []).append(part)
     told = [_of_role(role, some) for role, some in roles.items()]
@@ -83,7 +83,7 @@ def named(parts: Iterable[Part]) -> str:
     return ", ".join(f"`{name}`" for name in told[:_NAMED]) + more
 
 
-def _of_role(role: str, parts: Sequence[Part]) -> str:
+def _of_role(role: str, parts: Sequence[FileTensor]) -> str:
     layers = {part.layer for part in parts} - {None}
     if len(parts) == 1 or len(layers) != len(parts) or role.count("*") != 1:
         return parts[0].name if len(parts) == 1 else f"{parts[0].name}` and {len(parts) - 1} of its siblings`"[:-1]

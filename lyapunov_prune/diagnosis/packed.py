@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lyapunov_prune.diagnosis.statistics import as_floats
-from lyapunov_prune.diagnosis.stored import Part, Stored
+from lyapunov_prune.diagnosis.stored import FileTensor, Stored
 
 # Ends of the names of what belongs to one packed matrix; the first holds its integers.
 COMPRESSED = (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx")
@@ -85,7 +85,7 @@ def packed_matrices(stored: Stored) -> Iterator[Packed]:
             continue  # what does not fit is told by `shapes`
 
 
-def _compressed(parts: Mapping[str, Part], name: str, settings: Mapping[str, Any]) -> Packed:
+def _compressed(parts: Mapping[str, FileTensor], name: str, settings: Mapping[str, Any]) -> Packed:
     packed, scale = (parts[name + end] for end in COMPRESSED[:2])
     groups = [each["weights"] for each in settings["config_groups"].values()]
     shape = parts.get(name + COMPRESSED[3])
@@ -102,7 +102,7 @@ def _compressed(parts: Mapping[str, Part], name: str, settings: Mapping[str, Any
     return Packed(name, (rows, columns), bits, codes, zeros, _scales(scale, chosen))
 
 
-def _grouped(parts: Mapping[str, Part], name: str, settings: Mapping[str, Any]) -> Packed:
+def _grouped(parts: Mapping[str, FileTensor], name: str, settings: Mapping[str, Any]) -> Packed:
     packed, scale, zero = (parts[name + end] for end in GROUPED[:3])
     bits = int(settings.get("bits") or settings.get("w_bit") or 4)
     groups, outputs = scale.shape
@@ -133,12 +133,12 @@ def _some(rows: int, numbers: int) -> np.ndarray:
     return np.unique(np.linspace(0, rows - 1, min(rows, max(1, _AT_ONCE // max(1, numbers)))).astype(int))
 
 
-def _scales(scale: Part, chosen: np.ndarray) -> np.ndarray:
+def _scales(scale: FileTensor, chosen: np.ndarray) -> np.ndarray:
     data = np.memmap(scale.file, np.uint8, "r", scale.start, (scale.size,)).reshape(scale.shape[0], -1)
     return as_floats(np.ascontiguousarray(data[chosen]), scale.dtype).reshape(-1)
 
 
-def _rows(part: Part) -> np.ndarray:
+def _rows(part: FileTensor) -> np.ndarray:
     """The words of a tensor, (rows, words), mapped."""
     return np.memmap(part.file, "<u4", "r", part.start, (part.size // 4,)).reshape(part.shape[0], -1)
 

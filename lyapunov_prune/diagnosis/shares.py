@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.diagnosis.sides import Place, Sides
+from lyapunov_prune.diagnosis.sides import Sides, TensorPlace
 from lyapunov_prune.forward.reading import Reading
 
 _WINDOWS, _TOKENS = 2, 128  # a fault worth telling shows on few
@@ -40,7 +40,7 @@ class Restored:
         return 1 - kl / self.kl if self.kl > 0 and math.isfinite(self.kl) and math.isfinite(kl) else None
 
     @contextmanager
-    def put_right(self, places: Sequence[Place]) -> Iterator[None]:
+    def put_right(self, places: Sequence[TensorPlace]) -> Iterator[None]:
         """Inside the block these tensors of the file are those of the dense model."""
         file = dict(self.sides.file.model.named_parameters(remove_duplicate=False))
         dense = dict(self.sides.dense.model.named_parameters(remove_duplicate=False))

@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """A matrix or vector of the file: the tensor's name in the model in memory, its layer there, and its expert.
 
     `own` is the layer's number in the dense model. `expert` is None unless the tensor holds one matrix for each.
@@ -53,7 +53,7 @@ class Sides:
     layers: tuple[int, ...]
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[TensorPlace, ...]:
         """Every matrix and vector that both have in one shape."""
         mine, theirs = (side.model.state_dict() for side in (self.dense, self.file))
         return tuple(
@@ -63,7 +63,7 @@ class Sides:
             if (own := mine.get(self.dense_name(place))) is not None and own.shape == tensor.shape
         )
 
-    def untied(self) -> Iterator[Place]:
+    def untied(self) -> Iterator[TensorPlace]:
         """The places, one for all that are tied in both models."""
         mine, theirs = (side.model.state_dict(keep_vars=True) for side in (self.dense, self.file))
         seen: set[tuple[int, int, int | None]] = set()
@@ -86,18 +86,18 @@ class Sides:
         """The shape of the dense model's tensor."""
         return next(shape for shape, names in self.alike.items() if name in names)
 
-    def dense_name(self, place: Place) -> str:
+    def dense_name(self, place: TensorPlace) -> str:
         """The tensor's name in the dense model."""
         if place.layer is None:
             return place.name
         path = self.file.structure.layers_path
         return f"{self.dense.structure.layers_path}.{place.own}{place.name[len(f'{path}.{place.layer}') :]}"
 
-    def pair(self, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    def pair(self, place: TensorPlace) -> tuple[torch.Tensor, torch.Tensor]:
         """The matrix in the dense model and in the file, float32 on the CPU, (rows, columns) or (n,)."""
         return read(self.dense, self.dense_name(place), place.expert), read(self.file, place.name, place.expert)
 
-    def by_layer(self, places: Iterable[Place]) -> Iterator[Place]:
+    def by_layer(self, places: Iterable[TensorPlace]) -> Iterator[TensorPlace]:
         """The places in turn, each with its layer in memory in both models, even if they are streamed."""
         for (own, layer), some in groupby(places, lambda place: (place.own, place.layer)):
             with ExitStack() as stack:
@@ -112,7 +112,7 @@ class Sides:
         tensor: torch.Tensor = getattr(self.dense.model.get_submodule(path), last)
         return tensor.is_meta
 
-    def told(self, place: Place) -> str:
+    def told(self, place: TensorPlace) -> str:
         """The tensor's name as the file has it."""
         return self._names.get(place.name, place.name)
 
@@ -128,13 +128,13 @@ class Sides:
             return {own: name for name, own in get_gguf_hf_weights_map(model, processor).items()}
         return {}
 
-    def _places(self, name: str, tensor: torch.Tensor) -> Iterator[Place]:
+    def _places(self, name: str, tensor: torch.Tensor) -> Iterator[TensorPlace]:
         if not tensor.is_floating_point() or tensor.numel() == 0:
             return
         layer = self.file.structure.layer_of(name)
         own = None if layer is None else self.layers[layer]
         experts: Sequence[int | None] = range(len(tensor)) if tensor.ndim == 3 else (None,)
-        yield from (Place(name, layer, own, expert) for expert in experts)
+        yield from (TensorPlace(name, layer, own, expert) for expert in experts)
 
 
 def read(side: Decoder, name: str, expert: int | None = None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES
 
-from lyapunov_prune.diagnosis.stored import Part, Stored
+from lyapunov_prune.diagnosis.stored import FileTensor, Stored
 from lyapunov_prune.models.ggml import Kind, dequantised
 from lyapunov_prune.models.weight_files import fill
 from lyapunov_prune.progress import track
@@ -58,7 +58,7 @@ class Statistics:
     which `packed` reads. `digest` is that of a part of the bytes: equal tensors have equal ones.
     """
 
-    part: Part
+    part: FileTensor
     numbers: int = 0
     bad: int = 0
     lost: int = 0
@@ -95,7 +95,7 @@ def look(stored: Stored) -> dict[str, Statistics]:
     return {part.name: statistics_of(part) for part in track(parts, "reading", lambda part: part.size)}
 
 
-def statistics_of(part: Part) -> Statistics:
+def statistics_of(part: FileTensor) -> Statistics:
     """Read all bytes of `part` once. Memory: two megabytes, and a sample of the tensor."""
     found = Statistics(part)
     width = part.shape[-1] if part.shape else 1
@@ -121,14 +121,14 @@ def statistics_of(part: Part) -> Statistics:
     return found
 
 
-def row_of(part: Part, row: int) -> np.ndarray:
+def row_of(part: FileTensor, row: int) -> np.ndarray:
     """The numbers of one row of a matrix, as far as they are sampled; NaN is 0."""
     size = part.size // prod(part.shape[:-1])
     bytes_of = np.fromfile(part.file, np.uint8, size, offset=part.start + row * size)
     return np.nan_to_num(_numbers_of(bytes_of[None], part.dtype)[0])
 
 
-def _pieces(part: Part, row_bytes: int) -> Iterator[np.ndarray]:
+def _pieces(part: FileTensor, row_bytes: int) -> Iterator[np.ndarray]:
     """The bytes of `part` as (rows, bytes of a row), a few rows at a time, in a buffer that is used again."""
     count = max(1, _PIECE // row_bytes)
     buffer = np.empty((min(count, part.size // row_bytes), row_bytes), np.uint8)

@@ -31,7 +31,7 @@ FETCH = "fetch the file again, and compare its size and checksum with those of i
 
 
 @dataclass(frozen=True)
-class Part:
+class FileTensor:
     """A tensor: `size` bytes from `start` of `file`, row-major `shape`, `dtype` as the file has it (`BF16`, `Q4_K`)."""
 
     name: str
@@ -61,14 +61,14 @@ class Stored:
     """
 
     name: str
-    places: Mapping[str, tuple[Part, ...]]
+    places: Mapping[str, tuple[FileTensor, ...]]
     faults: tuple[Finding, ...] = ()
     folder: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     header: Header | None = None
 
     @cached_property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, FileTensor]:
         """Every tensor whose bytes are all there, by name; where a name is in several files, that in the last."""
         ends = {file: file.stat().st_size for file in {part.file for parts in self.places.values() for part in parts}}
         whole = {name: parts[-1] for name, parts in self.places.items()}
@@ -107,7 +107,9 @@ def _open_gguf(name: str, path: Path) -> Stored:
         if not path.is_file():
             raise
         return Stored(name, {}, (Finding("header", (), f"{error.message.partition(';')[0]}.", "certain", "", FETCH),))
-    parts = [Part(t.name, t.file, t.start, t.size, t.quantisation, tuple(reversed(t.dims))) for t in header.tensors]
+    parts = [
+        FileTensor(t.name, t.file, t.start, t.size, t.quantisation, tuple(reversed(t.dims))) for t in header.tensors
+    ]
     return Stored(name, {part.name: (part,) for part in parts}, tuple(_cut(parts)), header=header)
 
 
@@ -123,11 +125,11 @@ def _open_folder(name: str, folder: Path) -> Stored:
         why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         if not (folder / ADAPTER_CONFIG).is_file():
             faults.append(Finding("config", (), f"config.json {why}.", "certain", "", "copy the original model's"))
-    places: dict[str, list[Part]] = {}
+    places: dict[str, list[FileTensor]] = {}
     for file in _files(folder, config):
         try:
             found = read_safetensors(file)
-            parts = [Part(t.key, file, t.start, t.size, t.dtype, t.shape) for t in found.values()]
+            parts = [FileTensor(t.key, file, t.start, t.size, t.dtype, t.shape) for t in found.values()]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             said = f"{file.name} has no header of tensors: it is truncated, or no safetensors file."
             faults.append(Finding("header", (), said, "certain", "a download that was cut", FETCH))
@@ -149,7 +151,7 @@ def _open_folder(name: str, folder: Path) -> Stored:
     return Stored(name, {key: tuple(parts) for key, parts in places.items()}, tuple(faults), folder, config)
 
 
-def _fits(part: Part) -> bool:
+def _fits(part: FileTensor) -> bool:
     """Whether the header of a safetensors file describes a tensor: its type is a word, and its bytes fill its shape."""
     numbers = [part.start, part.size, *part.shape]
     if not isinstance(part.dtype, str) or not all(type(n) is int and n >= 0 for n in numbers):
@@ -178,7 +180,7 @@ def index_of(folder: Path) -> dict[str, str]:
     return {}
 
 
-def _cut(parts: list[Part]) -> Iterator[Finding]:
+def _cut(parts: list[FileTensor]) -> Iterator[Finding]:
     """Tensors that lie beyond the end of their file."""
     ends = {part.file: part.file.stat().st_size for part in parts}
     beyond = tuple(part.name for part in parts if part.start + part.size > ends[part.file])

@@ -74,7 +74,8 @@ def engine_check(file: Path, decoder: Decoder, ids: Sequence[int]) -> GateCheck:
     """Whether llama.cpp computes with `file` what `decoder` does.
 
     The check compares the predictions after each of `ids` and after 64 tokens that llama.cpp generates, by their mean
-    KL over each stretch (`stretches`). `measured` is the largest mean divided by its own limit. The width of the
+    KL over each stretch (`stretches`). `measured` is the largest mean, less two standard errors since a stretch may be
+    short, divided by its own limit. The width of the
     sliding window is compared as well, because a slightly wrong window changes no prediction of most texts.
     """
     edge = edge_of(decoder)
@@ -93,7 +94,8 @@ def engine_check(file: Path, decoder: Decoder, ids: Sequence[int]) -> GateCheck:
     for words, part in stretches(edge, len(ids), len(found)).items():
         if len(found[part]):
             measured, rounding = float(found[part].mean()), float(noise[part].mean())
-            ratios.append(measured / max(_LEAST, _TIMES * rounding))
+            low = measured - 2 * float(found[part].std(correction=0)) / len(found[part]) ** 0.5
+            ratios.append(low / max(_LEAST, _TIMES * rounding))
             told.append(f"{measured:.2g} over {words} (rounding alone {rounding:.2g})")
     worst = max(ratios) if all(map(math.isfinite, ratios)) else math.inf
     detail, window = f"KL a token in nats: {', '.join(told)}", getattr(decoder.structure.config, "sliding_window", 0)

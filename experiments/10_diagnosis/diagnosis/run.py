@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -91,7 +91,12 @@ class Tries(Result):
 
 
 def main(*, model: Model = Model(BUILT_IN)) -> None:
-    parts = {"faults": _faults, "tokenizers": _tokenizers, "honest": _honest, "trained": partial(_large, model)}
+    parts: dict[str, Callable[[], Iterable[Tried]]] = {
+        "faults": _faults,
+        "tokenizers": _tokenizers,
+        "honest": _honest,
+        "trained": partial(_large, model),
+    }
     kept = Tries.load(UNFINISHED) if UNFINISHED.is_file() else Tries((), ())
     for name, part in parts.items():
         if name not in kept.done:
