@@ -135,7 +135,6 @@ def test_a_new_run_waits_for_nothing_that_draws(tmp_path: Path) -> None:
 
 # One mistake for every command, and more where an option names something: none of them waits for torch.
 MISTAKES = [
-    "shrink smollm2-135m -o new",
     "shrink ./nowhere --remove 2 -o new",
     "shrink smollm2-135m --remove 2 -o full",
     "shrink smollm2-135m --remove 2 -o new --judge gone.txt",

@@ -14,7 +14,7 @@ from lyapunov_prune.diagnosis.finding import Certainty, Diagnosis, Finding
 from lyapunov_prune.diagnosis.settings import LATER, changed_settings, missing_biases, tokenizer_faults, with_setting
 from lyapunov_prune.diagnosis.shares import Restored
 from lyapunov_prune.diagnosis.sides import Sides, TensorPlace, unnumbered
-from lyapunov_prune.diagnosis.table import FAULTS, KNOWN
+from lyapunov_prune.diagnosis.known import FAULTS, KNOWN
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import Streamable, runs_models
 from lyapunov_prune.models.structure import model_name, require_versions

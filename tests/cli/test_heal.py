@@ -112,7 +112,7 @@ def test_a_teacher_of_other_weights_than_those_pruned_is_refused(run: Any, run_b
     weights["model.layers.4.mlp.up_proj.weight"][3, 3] += 0.01
     save_file(weights, "tuned/model.safetensors", {"format": "pt"})
     told = run_bad("heal", "out", "-o", "healed", "--teacher", "tuned", "--steps", "1", *TEXT)
-    assert "out/provenance.json records as 'tiny'" in told
+    assert "'tiny' (out/provenance.json)" in told
 
 
 def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any) -> None:
@@ -128,8 +128,10 @@ def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any
     ):
         told = run_bad(*command, *TEXT)
         assert "(token '!' has id 258 and id 3)" in told
-    for command in ("check", "explain"):  # both models are given the same ids
-        assert "have different vocabularies (id 3 is" in run_bad(command, "other", "tiny", *TEXT)
+    # Both models are given the same ids.
+    assert "have different vocabularies (id 3 is" in run_bad("check", "other", "tiny", *TEXT)
+    explained = run("explain", "other", "tiny", *TEXT)
+    assert (explained.code, "other tokens" in explained.out) == (2, True)
 
 
 @pytest.mark.usefixtures("healing_kept")

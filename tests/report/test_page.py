@@ -311,9 +311,9 @@ def test_divergences_draw_one_point_for_each_number(rows: np.ndarray) -> None:
     picture = divergence_figure(replace(MADE_UP[SkipDivergence], **dict(zip(MEASURES, rows, strict=True))))
     assert {"nats a token", "tokens flipped, %"} <= set(words_of(picture))
     shown = {"rho": (rows[1] > 0).sum(), "bi": (rows[0] > 0).sum(), "blend": np.isfinite(rows[3]).sum()}
-    in_the_legend = {"rho": 1, "bi": 1, "blend": 0}
+    in_the_legend = {"rho": np.isfinite(rows[1]).any(), "bi": np.isfinite(rows[0]).any(), "blend": False}
     for name, count in shown.items():
-        assert points_of(picture, COLOURS[name]) == count + in_the_legend[name], name
+        assert points_of(picture, COLOURS[name]) == count + int(in_the_legend[name]), name
 
 
 @few

@@ -1,4 +1,4 @@
-"""The tests by name: a new one is a function and a row here."""
+"""The faults of matrices that are known: their tests, and for each kind what makes it and what to do."""
 
 from __future__ import annotations
 
