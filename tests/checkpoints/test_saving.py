@@ -66,6 +66,7 @@ def test_a_strange_name_is_text_in_the_card(
         "---",
         r"# t\\n---\\n# \<b\>",
         "## Load",
+        "## Run",
     ]
     assert r"\[a\](http://b) \`c\`" in card
 

@@ -80,7 +80,7 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         (["--layers", "2", "--judge", "builtin"], "--judge names"),
         (["--max-kl", "1", "--criterion", "best"], "best searches among sets"),
         (
-            ["--remove", "1", "--criterion", "best", "--what", "attention", "--format", "compact"],
+            ["--remove", "1", "--criterion", "best", "--what", "attention"],
             "best is defined for whole layers",
         ),
         (["--remove", "1", "--protect", "0,x"], "--protect '0,x'"),

@@ -64,7 +64,7 @@ def test_hierarchy_refuses_what_was_not_made_from_the_dense_model(
     assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
     assert run("prune", "out", "--layers", "1", "-o", "twice", *TEXT).code == 0
     told = run_bad("hierarchy", "stranger", "out", *few)
-    assert "out/provenance.json records as 'tiny'" in told
+    assert "'tiny' (out/provenance.json)" in told
     assert run("hierarchy", "tiny", "twice", *few).code == 0
 
 
