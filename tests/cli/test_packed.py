@@ -38,7 +38,7 @@ def test_a_packed_checkpoint_is_smaller_and_is_measured(run: Callable[..., Any],
     assert size.weights == report["packed"]["weights"] == reader.num_parameters()
     assert size.bits < 32
     assert f"Written: small ({size.told()})" in done.out
-    assert f"Size of the weights: {size.told()}." in Path("small/README.md").read_text()
+    assert f" bytes ({size.told()})." in Path("small/README.md").read_text()
 
     done = run("eval", "small", "--against", "tiny", "--speed", *TEXT)
     assert done.code == 0, done.err

@@ -33,7 +33,7 @@ def test_rank_replaces_no_profile_of_other_settings(run: Callable[..., Done]) ->
     rho = ["rank", "tiny", "--criterion", "rho", "-o", "run", *TEXT]
     done = run(*rho, "--tokens", "192")
     assert done.code == 2
-    assert "run/profile.json was measured" in done.err
+    assert "run/profile.json would be replaced" in done.err
     assert Path("run/profile.json").read_bytes() == before
     assert run("rank", "run/profile.json").code == 0
     for _ in range(2):
