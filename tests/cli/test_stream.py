@@ -36,7 +36,7 @@ def test_ranked_pruned_and_scored_as_in_memory(run: Callable[..., Any]) -> None:
     assert apart.model == whole.model
     done = run("prune", "tiny", "--plan", "apart/plan.json", "--device", "disk", "-o", "smaller")
     assert (done.code, done.err) == (0, "")
-    assert "the gate's checks on files, and on logits of streamed models:" in done.out
+    assert "removal checks on files, and on logits of streamed models:" in done.out
     assert "Not run: cached decoding." in done.out
     assert "Next: lyapunov-prune eval smaller --against tiny --device disk\n" in done.out
     made = Provenance.load(Path("smaller") / PROVENANCE)
@@ -104,7 +104,7 @@ def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> No
         (["eval", "tiny", "--tasks", "piqa"], "--tasks needs the model in memory"),
         (
             ["prune", "tiny", "--remove", "2", "-o", "out"],
-            "--remove needs the model in memory .* of rank --device disk",
+            "--remove needs the model in memory .* from rank --device disk",
         ),
         (["prune", "tiny", "--what", "width", "--max-kl", "1", "-o", "out"], "--max-kl applies to layers"),
         (

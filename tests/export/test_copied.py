@@ -502,7 +502,7 @@ def command(
 def test_prune_on_disk_says_what_was_checked(command: Callable[..., Any]) -> None:
     code, out, err = command("--device", "disk", "--layers", "1,4")
     assert (code, err) == (0, "")
-    assert "Pruned on disk (--device disk); the gate's checks on files, and on logits of streamed models:" in out
+    assert "Pruned on disk (--device disk); the removal checks on files, and on logits of streamed models:" in out
     assert "Not run: cached decoding." in out
     assert len(Provenance.load(Path("out") / PROVENANCE).kept_to_original) == 4
 
