@@ -203,7 +203,7 @@ def test_a_planted_fault_is_refused(
         (PartsGone((), tuple(range(6))), "compact", "count positions"),
         (PartsGone((0,), tuple(range(1, 6))), "compact", "no attention is left"),
         (LayersGone((1,)), "compact", "as plain"),
-        (PartsGone((), (), (1,), "identity"), "compact", "gated, .*identity"),
+        (PartsGone((), (), (1,), "identity"), "compact", "identity .*gated"),
         (PartsGone((), (), (1,), "affine"), "plain", "format .compact"),
         (PartsGone((), (1,)), "plain", "format .compact"),
         (PartsGone((), (1,)), "small", "unknown format 'small'"),

@@ -248,7 +248,7 @@ def test_windows_that_llama_cpp_does_not_know_limit_the_context(
         ("gemma3", {"use_bidirectional_attention": True}, "bidirectional"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "with softcapped logits"),
         ("gemma2", {"attn_logit_softcapping": None}, "no softcapped logits"),
-        ("gemma3", {"layer_types": ["full_attention", *["sliding_attention"] * 5]}, "no period fits"),
+        ("gemma3", {"layer_types": ["full_attention", *["sliding_attention"] * 5]}, "as one period"),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
         ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob True"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "dense layers between"),
