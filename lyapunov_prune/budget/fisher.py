@@ -85,27 +85,27 @@ def _sums(reading: Reading, matrices: Mapping[str, nn.Parameter], seed: int) -> 
             score.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=score.dtype))
         logits.backward(score.to(logits.dtype))  # of −log p(drawn), summed over positions
 
-    handles = [p.register_post_accumulate_grad_hook(partial(add, name)) for name, p in matrices.items()]
-    try:
-        with _only(list(model.parameters()), list(matrices.values())), torch.enable_grad():
+    with _only(list(model.parameters()), list(matrices.values())), torch.enable_grad():
+        handles = [p.register_post_accumulate_grad_hook(partial(add, name)) for name, p in matrices.items()]
+        try:
             dealt(reading, 1, differentiate, "gradients")
-    finally:
-        for handle in handles:
-            handle.remove()
-        for p in matrices.values():
-            p.grad = None
+        finally:
+            for handle in handles:
+                handle.remove()
     summed(model, *sums.values())
     return sums
 
 
 @contextmanager
 def _only(parameters: Sequence[nn.Parameter], some: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within the block only `some` of the parameters take gradients."""
-    before = [p.requires_grad for p in parameters]
+    """Within the block only `some` of the parameters take gradients, and none has one that it had before."""
+    before = [(p.requires_grad, p.grad) for p in parameters]
     for p in parameters:
+        p.grad = None
         p.requires_grad_(any(p is each for each in some))
     try:
         yield
     finally:
-        for p, each in zip(parameters, before, strict=True):
-            p.requires_grad_(each)
+        for p, (taken, grad) in zip(parameters, before, strict=True):
+            p.requires_grad_(taken)
+            p.grad = grad

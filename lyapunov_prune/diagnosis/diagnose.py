@@ -11,10 +11,10 @@ import numpy as np
 from lyapunov_prune.diagnosis.compared import BLOCK, FLOOR, Compared, compare
 from lyapunov_prune.diagnosis.faults import Case, Match, part_of
 from lyapunov_prune.diagnosis.finding import Certainty, Diagnosis, Finding
+from lyapunov_prune.diagnosis.known import FAULTS, KNOWN
 from lyapunov_prune.diagnosis.settings import LATER, changed_settings, missing_biases, tokenizer_faults, with_setting
 from lyapunov_prune.diagnosis.shares import Restored
 from lyapunov_prune.diagnosis.sides import Sides, TensorPlace, unnumbered
-from lyapunov_prune.diagnosis.known import FAULTS, KNOWN
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import Streamable, runs_models
 from lyapunov_prune.models.structure import model_name, require_versions

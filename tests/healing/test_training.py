@@ -162,7 +162,7 @@ def test_the_very_first_step_blames_no_rate(run: Distillation) -> None:
 
 
 def test_a_judged_loss_that_is_not_finite_at_the_start_is_refused(run: Distillation) -> None:
-    with pytest.raises(LyapunovPruneError, match="judging window"):
+    with pytest.raises(LyapunovPruneError, match="validation window"):
         training(run, lambda: np.array([1.0, math.nan]), Budget(100, None, 1e-3, 6))
 
 

@@ -200,8 +200,8 @@ def bad(model: PreTrainedModel, case: str, windows: torch.Tensor) -> Any:
     ("case", "remedy"),
     [
         ("first", "layer 0 is removed.*before the gap"),
-        ("window", "32 channels .*0 tokens.*43 tokens"),
-        ("tokens", "32 channels .*8 tokens"),
+        ("window", "0 tokens .*32 channels.*43 tokens"),
+        ("tokens", "8 tokens .*32 channels"),
         ("parts", "parts of layers"),
         ("shared", r"layer 1 \(RwkvBlock\)"),
         ("batch", "batch is None"),

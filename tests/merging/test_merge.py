@@ -395,7 +395,7 @@ def test_reductions_are_for_their_blocks() -> None:
         match=r"identity .*layer 1 .*gated",
     ):
         merge_layers(make_tiny("llama"), ids, [1], "identity")
-    with pytest.raises(LyapunovPruneError, match=r"plain, .*scaled"):
+    with pytest.raises(LyapunovPruneError, match=r"scaled .*plain"):
         merge_layers(make_tiny("opt"), ids, [1], "scaled")
     with pytest.raises(LyapunovPruneError, match="unknown reduction 'mean'"):
         merge_layers(make_tiny("opt"), ids, [1], "mean")
@@ -412,7 +412,7 @@ def test_a_merge_that_is_not_smaller_is_refused_with_its_numbers() -> None:
 
 def test_too_few_tokens_for_a_fit() -> None:
     model, ids = make_tiny("llama"), torch.arange(32).view(2, 16)
-    with pytest.raises(LyapunovPruneError, match=r"32 inputs .*32 tokens .*32"):
+    with pytest.raises(LyapunovPruneError, match=r"32 tokens .*32 inputs.*32"):
         merge_layers(model, ids, [1], "affine")
     merge_layers(model, torch.arange(34).view(2, 17), [1], "affine")
     merge_layers(model, ids, [1], "mean-gate")
