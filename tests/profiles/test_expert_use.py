@@ -90,5 +90,5 @@ def test_bad_models_are_refused() -> None:
     small = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 48}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
     other = from_settings("llama4_text", **small, **heads, num_local_experts=4, interleave_moe_layer_step=1)
-    with pytest.raises(LyapunovPruneError, match="experts of layer 0 .*not called"):
+    with pytest.raises(LyapunovPruneError, match=r"experts of layer 0 .*not called"):
         expert_use(other, IDS)
