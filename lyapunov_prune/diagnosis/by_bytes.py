@@ -11,18 +11,16 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from lyapunov_prune.diagnosis.finding import Certainty, Finding
+from lyapunov_prune.diagnosis.finding import AGAIN, Certainty, Finding
 from lyapunov_prune.diagnosis.looked import Looked, far, named
 from lyapunov_prune.diagnosis.packed import COMPRESSED, GROUPED, SCALES
 from lyapunov_prune.diagnosis.statistics import row_of
-from lyapunov_prune.diagnosis.stored import FileTensor, Stored
+from lyapunov_prune.diagnosis.stored import FileTensor
 from lyapunov_prune.models.weight_files import read_parts
-
-_AGAIN = "convert the original checkpoint again"
 
 
 def _finding(
-    kind: str, parts: Iterable[FileTensor], said: str, certainty: Certainty, cause: str = "", remedy: str = _AGAIN
+    kind: str, parts: Iterable[FileTensor], said: str, certainty: Certainty, cause: str = "", remedy: str = AGAIN
 ) -> Iterator[Finding]:
     """One finding for all `parts`; `said` names them as `{}`. None if there are none."""
     some = list(parts)
@@ -70,7 +68,7 @@ def lost_scales(file: Looked) -> Iterator[Finding]:
     said = f"{{}}: {sum(each.lost for each in some):,} blocks have a scale of zero, and integers that differ."
     cause = "scales that were rounded to zero, or written over"
     yield from _finding("zero scale", (each.part for each in some), said, "certain", cause)
-    lost = [_scale_of(file.stored, each.name) for each in file.packed if each.lost]
+    lost = [each.scale for each in file.packed if each.lost]
     yield from _finding("zero scale", lost, "{}: scales of zero over integers that differ.", "certain", cause)
     for word, test in (("negative", _negative), ("denormal", _denormal)):
         parts = [each.part for each in file.found.values() if each.part.name.endswith(SCALES) and test(each.known)]
@@ -85,10 +83,6 @@ def _denormal(scales: np.ndarray) -> bool:
     return bool(((scales != 0) & (np.abs(scales) < np.finfo(np.float32).tiny)).any())
 
 
-def _scale_of(stored: Stored, name: str) -> FileTensor:
-    return next(stored.parts[name + end] for end in (COMPRESSED[1], GROUPED[1]) if name + end in stored.parts)
-
-
 def constant(file: Looked) -> Iterator[Finding]:
     """A matrix, or rows of it, hold one value.
 
@@ -96,9 +90,9 @@ def constant(file: Looked) -> Iterator[Finding]:
     zero; all rows of zeros; a quarter of the rows of zeros, in a role whose other matrices have fewer than 5 %. Rows of
     zeros alone are honest: pruned neurons, tokens without embeddings.
     """
-    wide = [each for each in file.found.values() if each.rows > 1 and each.part.shape[-1] >= 16]
+    wide = [each for each in file.found.values() if each.is_wide]
     whole = [each for each in wide if each.still == each.rows]
-    some = [each for each in wide if each.still and each not in whole]
+    some = [each for each in wide if 0 < each.still < each.rows]
     empty = [each for each in wide if each.empty == each.rows]
     cause = "a tensor that was never filled, or whose scales overflowed"
     yield from _finding("constant", (each.part for each in whole), "{}: every row holds one value.", "certain", cause)
@@ -111,24 +105,13 @@ def constant(file: Looked) -> Iterator[Finding]:
     )
     partly = []
     for siblings in file.siblings.values():
-        shares = [each.empty / each.rows for each in siblings if each in wide]
-        partly += [
-            each
-            for each in siblings
-            if each in wide and 0.25 <= each.empty / each.rows < 1 and np.median(shares) < 0.05
-        ]
+        some = [each for each in siblings if each.is_wide]
+        if some and np.median([each.empty / each.rows for each in some]) < 0.05:
+            partly += [each for each in some if 0.25 <= each.empty / each.rows < 1]
     said = f"{{}}: {sum(each.empty for each in partly):,} rows are zero, and hardly any of their siblings."
     yield from _finding("zero", (each.part for each in partly), said, "likely", "a copy that was cut")
-    still = [
-        file.stored.parts[f"{each.name}{_ending(file.stored, each.name)}"]
-        for each in file.packed
-        if not np.ptp(each.codes)
-    ]
+    still = [each.integers for each in file.packed if not np.ptp(each.codes)]
     yield from _finding("constant", still, "{}: all integers are the same.", "certain", cause)
-
-
-def _ending(stored: Stored, name: str) -> str:
-    return COMPRESSED[0] if name + COMPRESSED[0] in stored.parts else GROUPED[0]
 
 
 def saturated(file: Looked) -> Iterator[Finding]:
@@ -147,8 +130,7 @@ def saturated(file: Looked) -> Iterator[Finding]:
         "saturated", (each.part for each in clipped), "{}: the numbers are clipped at one magnitude.", "likely", cause
     )
     yield from _finding("saturated", (each.part for each in some), said, "likely", cause)
-    packed = [file.stored.parts[each.name + _ending(file.stored, each.name)] for each in file.packed
-              if each.bits >= 4 and np.ptp(each.codes) and each.saturated > 0.5]  # fmt: skip
+    packed = [p.integers for p in file.packed if p.bits >= 4 and np.ptp(p.codes) and p.saturated > 0.5]
     yield from _finding("saturated", packed, "{}: most integers are at the ends of their range.", "likely", cause)
 
 
@@ -171,7 +153,7 @@ def zero_points(file: Looked) -> Iterator[Finding]:
     centred = [each.centred for each in file.packed if each.bits >= 3]
     off = float(np.median(centred)) if centred else 0.0
     if abs(off) > 0.5:
-        parts = [file.stored.parts[each.name + _ending(file.stored, each.name)] for each in file.packed]
+        parts = [each.integers for each in file.packed]
         said = f"{{}}: zero points are {abs(off):.2f} steps too {'low' if off > 0 else 'high'} for their integers."
         cause = "zero points stored minus one by GPTQ's first convention and as they are by the second"
         remedy = "set checkpoint_format in config.json to the other one of gptq and gptq_v2, or pack it again"
@@ -291,7 +273,7 @@ def far_from_siblings(file: Looked) -> Iterator[Finding]:
     spread: dict[bool, list[FileTensor]] = {True: [], False: []}
     peaks: list[FileTensor] = []
     for siblings in file.siblings.values():
-        some = [each for each in siblings if each in file.matrices and np.count_nonzero(each.known) > 256]
+        some = [each for each in siblings if each.is_read and np.count_nonzero(each.known) > 256]
         if len(some) < 5:
             continue
         numbers = [each.known[each.known != 0].astype(np.float64) for each in some]
@@ -329,11 +311,11 @@ def shifted_norms(file: Looked) -> Iterator[Finding]:
         parts = [file.stored.parts[name] for name in norms]
         if low > 0.04 and len(zero) < len(norms):
             said = f"{{}}: the weights of the norms are one too low: {low:.0%} are used as zero or less."
-            yield from _finding("shift", parts, said, "likely", cause, f"add 1 to them, or {_AGAIN}")
+            yield from _finding("shift", parts, said, "likely", cause, f"add 1 to them, or {AGAIN}")
             return
         if below < 0.015 and not untrained:
             said = f"{{}}: the weights of the norms are one too high: {1 - below:.0%} are used as more than one."
-            yield from _finding("shift", parts, said, "likely", cause, f"subtract 1 from them, or {_AGAIN}")
+            yield from _finding("shift", parts, said, "likely", cause, f"subtract 1 from them, or {AGAIN}")
             return
     yield from _finding("zero", zero, "{}: the norm multiplies by zero.", "certain", cause)
     odd: list[FileTensor] = []

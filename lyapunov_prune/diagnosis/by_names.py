@@ -16,7 +16,7 @@ import gguf
 import jinja2
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from lyapunov_prune.diagnosis.finding import Finding
+from lyapunov_prune.diagnosis.finding import AGAIN, Finding
 from lyapunov_prune.diagnosis.looked import Looked, named
 from lyapunov_prune.diagnosis.packed import BESIDE, COMPRESSED, GROUPED, matrix_of
 from lyapunov_prune.diagnosis.stored import FileTensor, Stored, index_of
@@ -25,7 +25,6 @@ from lyapunov_prune.models.gguf_layers import wrong_arrays
 from lyapunov_prune.models.weight_files import INDEX, SINGLE
 from lyapunov_prune.results.wording import ranges
 
-_AGAIN = "convert the original checkpoint again"
 _CONFIG = "copy config.json from the original checkpoint, or correct the setting"
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ENDING = re.compile(r"\.(weight|bias|scale|input_scale)$")
@@ -109,7 +108,7 @@ def missing(file: Looked) -> Iterator[Finding]:
     place; and the token embeddings.
     """
     stored = file.stored
-    cause, remedy = "a shard that was left out, or a name that a converter did not know", _AGAIN
+    cause, remedy = "a shard that was left out, or a name that a converter did not know", AGAIN
     if file.expected is not None and file.expected.missing:
         lost = file.expected.missing
         said = f"{len(lost)} tensors are missing, the first `{lost[0]}`."
@@ -144,7 +143,7 @@ def unread(file: Looked) -> Iterator[Finding]:
         arch = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture), None)
         if arch is None:
             said = f"The header names the architecture {header.architecture}, which llama.cpp does not have."
-            yield Finding("header", (), said, "likely", "", _AGAIN)
+            yield Finding("header", (), said, "likely", "", AGAIN)
             return
         known = {gguf.TENSOR_NAMES[each].replace("{bid}", "*") for each in gguf.MODEL_TENSORS[arch]}
         names = tuple(name for name, (part, *_) in file.stored.places.items() if not _known(part.role, known))
@@ -225,7 +224,7 @@ def experts(file: Looked) -> Iterator[Finding]:
         where = "" if len(odd) == 1 else f", and {len(odd) - 1} more layers lack some"
         said = f"Layer {layer} lacks experts {ranges(lost)} of {wanted}{where}."
         cause = "a shard that was left out, or experts that were removed without the config"
-        yield Finding("experts", (), said, "certain", cause, _AGAIN)
+        yield Finding("experts", (), said, "certain", cause, AGAIN)
 
 
 def tied(file: Looked) -> Iterator[Finding]:
@@ -253,10 +252,10 @@ def header_keys(file: Looked) -> Iterator[Finding]:
         return
     for key, told, held, by in _denied(header, {name: parts[0].shape for name, parts in file.stored.places.items()}):
         said = f"{key} is {told}, and `{by}` says {held}."
-        yield Finding("header", (by,), said, "certain", "a header of another size of the model", _AGAIN)
+        yield Finding("header", (by,), said, "certain", "a header of another size of the model", AGAIN)
     for key, length in wrong_arrays(header).items() if header.read(f"{header.architecture}.block_count") else ():
         said = f"{key} has {length} values, one for each layer of another number of layers."
-        yield Finding("header", (), said, "certain", "layers that were removed without the header", _AGAIN)
+        yield Finding("header", (), said, "certain", "layers that were removed without the header", AGAIN)
     told, matrices = header.read("general.file_type"), [p for p, *_ in file.stored.places.values() if len(p.shape) > 1]
     names = {each.value: each.name.removeprefix("MOSTLY_").removeprefix("ALL_") for each in gguf.LlamaFileType}
     name = names.get(told, "")
@@ -266,7 +265,7 @@ def header_keys(file: Looked) -> Iterator[Finding]:
     fitting = {p.dtype for p in matrices if p.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0}
     if fitting and not any(name.startswith(each) for each in fitting):
         said = f"general.file_type says {name}, and the matrices are {', '.join(sorted(fitting))}."
-        yield Finding("header", (), said, "likely", "a header that was copied from another file", _AGAIN)
+        yield Finding("header", (), said, "likely", "a header that was copied from another file", AGAIN)
 
 
 def _denied(header: Header, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Any, Any, str]]:
@@ -342,7 +341,7 @@ def special_ids(file: Looked) -> Iterator[Finding]:
         eos, kinds = stored.header.read("tokenizer.ggml.eos_token_id"), stored.header.read("tokenizer.ggml.token_type")
         if isinstance(eos, int) and kinds and eos < len(kinds) and kinds[eos] == gguf.TokenType.NORMAL:
             said = f"tokenizer.ggml.eos_token_id is {eos}, an ordinary token of the vocabulary."
-            yield Finding("token id", (), said, "likely", "an id of another vocabulary", _AGAIN)
+            yield Finding("token id", (), said, "likely", "an id of another vocabulary", AGAIN)
         return
     tokenizer, ids = stored.json("tokenizer.json"), _token_ids(stored)
     vocabulary = tokenizer.get("model", {}).get("vocab") if isinstance(tokenizer.get("model"), dict) else None

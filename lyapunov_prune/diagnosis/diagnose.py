@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
 from lyapunov_prune.diagnosis.compared import BLOCK, FLOOR, Compared, compare
 from lyapunov_prune.diagnosis.faults import Case, Match, part_of
-from lyapunov_prune.diagnosis.finding import Certainty, Diagnosis, Finding
-from lyapunov_prune.diagnosis.known import FAULTS, KNOWN
+from lyapunov_prune.diagnosis.finding import Certainty, Diagnosis, Finding, unnumbered
+from lyapunov_prune.diagnosis.known import FAULTS, HEAVY, KNOWN
 from lyapunov_prune.diagnosis.settings import LATER, changed_settings, missing_biases, tokenizer_faults, with_setting
 from lyapunov_prune.diagnosis.shares import Restored
-from lyapunov_prune.diagnosis.sides import Sides, TensorPlace, unnumbered
+from lyapunov_prune.diagnosis.sides import Sides, TensorPlace
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.decoder import Streamable, runs_models
 from lyapunov_prune.models.structure import model_name, require_versions
+from lyapunov_prune.results.wording import runs
 
 # An error of this size that nothing explains is told; a smaller one only of few tensors that are far from their peers.
 _UNRELATED, _ODD, _FAR, _FEW = 0.5, 0.15, 3.0, 0.1
 _RESTORED = 6  # findings that are put right one at a time
-_HEAVY = 64  # tensors in which permutations and other tensors are sought
-_HEAVY_TESTS = ("other_tensor", "permuted_rows", "permuted_columns")
+_SEARCHED = 64  # tensors on which the tests of `HEAVY` are tried
 
 
 @dataclass(frozen=True)
@@ -137,28 +136,26 @@ def _faults(sides: Sides, places: dict[TensorPlace, Compared]) -> list[_Told]:
                 _Told(place, "", "non-finite", f"{{holds}} {found.bad:,} numbers that are not finite", "certain", 1)
             )
             continue
-        for case in _cases(sides, place, found):
-            heavy = searched < _HEAVY and (
-                found.cosine < 0.9 or not case.whole or found.excess > max(1.0, _FAR * usual[place])
-            )
-            match = next(
-                filter(None, (test(case) for test in FAULTS if heavy or test.__name__ not in _HEAVY_TESTS)), None
-            )
-            searched += heavy
-            if match is not None:
-                told.append(_matched(sides, case, match))
-            elif _odd(case, usual[place]):
-                told.append(
-                    _Told(
-                        place,
-                        _where(case),
-                        "differs",
-                        "{differs} from DENSE by far more than its type explains"
-                        f" (relative error {case.error:.2g}, storage explains {found.stored:.2g})",
-                        "likely",
-                        case.error,
-                    )
+        case = _case(sides, place, found)
+        heavy = searched < _SEARCHED and (
+            found.cosine < 0.9 or not case.whole or found.excess > max(1.0, _FAR * usual[place])
+        )
+        match = next(filter(None, (test(case) for test in FAULTS if heavy or test not in HEAVY)), None)
+        searched += heavy
+        if match is not None:
+            told.append(_matched(case, match))
+        elif _odd(case, usual[place]):
+            told.append(
+                _Told(
+                    place,
+                    _where(case),
+                    "differs",
+                    "{differs} from DENSE by far more than its type explains"
+                    f" (relative error {case.error:.2g}, storage explains {found.stored:.2g})",
+                    "likely",
+                    case.error,
                 )
+            )
     few = max(2, _FEW * len(places))
     if sum(each.kind == "differs" and each.error < _UNRELATED for each in told) > few:  # a part was trained on
         told = [each for each in told if each.kind != "differs" or each.error >= _UNRELATED]
@@ -184,14 +181,14 @@ def _is_off(found: Compared) -> bool:
     return found.excess > 1 or bool(_fitting(found))
 
 
-def _cases(sides: Sides, place: TensorPlace, found: Compared) -> Iterator[Case]:
+def _case(sides: Sides, place: TensorPlace, found: Compared) -> Case:
     """The part of the matrix that is off: the smallest outside of which it is honest, or all of it."""
     fitting = _fitting(found)
     W, V = (tensor.reshape(len(tensor), -1) for tensor in sides.pair(place))
     chosen: dict[str, np.ndarray | None] = {"rows": None, "columns": None, "blocks": None}
     if fitting:
         chosen |= min(fitting, key=lambda part: part[0])[2]
-    yield Case(sides, place, found, part_of(W, **chosen), part_of(V, **chosen), **chosen)
+    return Case(sides, place, found, part_of(W, **chosen), part_of(V, **chosen), **chosen)
 
 
 def _odd(case: Case, usual: float) -> bool:
@@ -206,7 +203,7 @@ def _odd(case: Case, usual: float) -> bool:
     return case.error > max(_UNRELATED, 5 * usual_error)
 
 
-def _matched(sides: Sides, case: Case, match: Match) -> _Told:
+def _matched(case: Case, match: Match) -> _Told:
     certainty: Certainty = (
         "certain" if match.left < 0.3 * case.error or match.kind in ("constant", "zero") else "likely"
     )
@@ -224,17 +221,15 @@ def _where(case: Case) -> str:
         return first if len(case.blocks) == 1 else f"{len(case.blocks)} blocks of {BLOCK} numbers, the first {first}"
     for what, numbers in ("row", case.rows), ("column", case.columns):
         if numbers is not None:
-            return f"{what}{'s' if len(numbers) > 1 else ''} {ranges(numbers.tolist())}"
+            return f"{what}{'s' if len(numbers) > 1 else ''} {_places(numbers.tolist())}"
     return ""
 
 
-def ranges(numbers: Sequence[int], most: int = 4) -> str:
+def _places(numbers: Sequence[int], most: int = 4) -> str:
     """Numbers as ranges: `3, 5–7`; those beyond the first four are counted."""
-    numbers = sorted(set(numbers))
-    breaks = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1), len(numbers)]
-    parts = [numbers[a:b] for a, b in pairwise(breaks)]
-    told = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts[:most])
-    return told + (f" and {len(parts) - most} more places" if len(parts) > most else "")
+    found = runs(set(numbers))
+    told = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in found[:most])
+    return told + (f" and {len(found) - most} more places" if len(found) > most else "")
 
 
 def _grouped(sides: Sides, told: Sequence[_Told]) -> Iterator[tuple[Finding, tuple[TensorPlace, ...]]]:
@@ -314,8 +309,8 @@ def _named(sides: Sides, members: Sequence[_Told]) -> str:
         layers = [each.place.layer for each in some if each.place.layer is not None]
         experts = sorted({each.place.expert for each in some if each.place.expert is not None})
         if len(set(layers)) > 1:
-            name = name.replace(f".{layers[0]}.", f".{ranges(layers)}.", 1)
-        of = f" of expert{'s' * (len(experts) > 1)} {ranges(experts)}" if experts else ""
+            name = name.replace(f".{layers[0]}.", f".{_places(layers)}.", 1)
+        of = f" of expert{'s' * (len(experts) > 1)} {_places(experts)}" if experts else ""
         parts.append(f"`{name}`{of}")
     if len(parts) > 4:
         return f"{', '.join(parts[:3])} and {len(parts) - 3} more"

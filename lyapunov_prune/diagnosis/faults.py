@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lyapunov_prune.diagnosis.compared import BLOCK, Compared
-from lyapunov_prune.diagnosis.sides import Sides, TensorPlace, read
+from lyapunov_prune.diagnosis.sides import Sides, TensorPlace, read, tensor_of
 
 _SAMPLED = 256  # rows that are looked for elsewhere
 _LENGTH = 4096  # numbers of a row by which it is looked for
@@ -81,8 +81,7 @@ class Case:
         return part_of(whole, self.rows, self.columns, self.blocks)
 
     def whole_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
-        W, V = self.sides.pair(self.place)
-        return W, V
+        return self.sides.pair(self.place)
 
     def match(self, kind: str, phrase: str, X: torch.Tensor, source: tuple[str, int | None] | None = None) -> Match:
         return Match(kind, phrase, self.left(X), source)
@@ -182,7 +181,7 @@ def other_tensor(case: Case) -> Match | None:
     """
     best: tuple[float, str, int | None, torch.Tensor] | None = None
     own = case.sides.dense_name(case.place)
-    whole = case.sides.shape_of(own)
+    whole = tuple(tensor_of(case.sides.dense, own).shape)
     for name in case.sides.alike.get(whole, ()):
         for expert in range(whole[0]) if len(whole) == 3 else (None,):
             if (name, expert) == (own, case.place.expert) or case.sides.away(name):
@@ -254,22 +253,21 @@ def _permuted_vector(case: Case) -> Match | None:
     W, V = case.W[:, 0], case.V[:, 0]
     n = len(W)
     numbers = torch.arange(n)
-    orders = {"is reversed": numbers.flip(0)}
+    orders = [("{is} reversed", numbers.flip(0))]
     spectrum = torch.fft.ifft(torch.fft.fft(V).conj() * torch.fft.fft(W)).real
     k = int(spectrum.argmax())
-    orders[f"is shifted by {min(k, n - k)}"] = (numbers + k) % n
+    orders.append((f"{{is}} shifted by {min(k, n - k)}", (numbers + k) % n))
     if (size := head_size(case)) and n % size == 0:
-        heads = numbers.view(-1, 2, size // 2)
-        orders[ROTARY] = heads.transpose(1, 2).reshape(-1)
-        orders[ROTARY + " "] = numbers.view(-1, size // 2, 2).transpose(1, 2).reshape(-1)
-    for phrase, order in orders.items():
-        if case.fits(case.left(W[order][:, None])):
-            return Match("permuted", f"{{{phrase.strip().replace(' ', '} ', 1)}", case.left(W[order][:, None]))
+        for pair in (2, size // 2), (size // 2, 2):
+            orders.append((_ROTARY.format("rows"), numbers.view(-1, *pair).transpose(1, 2).reshape(-1)))
+    for phrase, order in orders:
+        if case.fits(left := case.left(W[order][:, None])):
+            return Match("permuted", phrase, left)
     left = float((V.sort().values - W.sort().values).norm()) / case.size
     return Match("permuted", "{has} its numbers in another order", left) if left < min(2e-3, 0.1 * case.error) else None
 
 
-ROTARY = "has rows permuted as by the other rotary layout"
+_ROTARY = "{{has}} {} permuted as by the other rotary layout"
 
 
 def _order(case: Case, at: np.ndarray, order: np.ndarray, count: int, what: str) -> str:
@@ -281,7 +279,7 @@ def _order(case: Case, at: np.ndarray, order: np.ndarray, count: int, what: str)
         halves = before + (inside % 2) * (size // 2) + inside // 2
         pairs = before + (inside % (size // 2)) * 2 + inside // (size // 2)
         if np.mean(halves == order) > 0.95 or np.mean(pairs == order) > 0.95:
-            return f"{{has}} {what} permuted as by the other rotary layout"
+            return _ROTARY.format(what)
         if np.mean(order % size == inside) > 0.95 and _blocks_move(at // size, order // size):
             heads = sorted(set((at // size).tolist()))
             named = f"heads {_listed(heads)}" if len(heads) < 9 else "heads"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,13 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, Result
 
 Certainty = Literal["certain", "likely", "possible"]
+AGAIN = "convert the original checkpoint again"  # the commonest remedy
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in the name of a tensor
+
+
+def unnumbered(name: str) -> str:
+    """The role of a tensor, which its peers in other layers and experts share: its name with `*` for each number."""
+    return NUMBER.sub("*", name)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ FAULTS: tuple[Callable[[faults.Case], faults.Match | None], ...] = (
     faults.block_scales,
 )
 
+# Those that compare with all other rows or tensors, and are tried on suspects alone.
+HEAVY = {faults.other_tensor, faults.permuted_rows, faults.permuted_columns}
+
 # Kind of a fault: what made such a thing in known cases, and what to do.
 KNOWN: dict[str, tuple[str, str]] = {
     "non-finite": ("a scale of zero or NaN, or a cast to float16 that overflows", "convert it again from DENSE"),

@@ -38,7 +38,7 @@ class Looked:
     @cached_property
     def matrices(self) -> list[Statistics]:
         """Tensors of two axes or more, at least 16 wide, whose numbers are read."""
-        return [each for each in self.found.values() if each.rows > 1 and each.part.shape[-1] >= 16 and len(each.known)]
+        return [each for each in self.found.values() if each.is_read]
 
     @cached_property
     def norms(self) -> dict[str, np.ndarray]:

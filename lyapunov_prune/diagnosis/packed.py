@@ -40,7 +40,7 @@ def matrix_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed matrix: its name without an end, shape (outputs, inputs) and bits.
+    """A packed matrix: its name without an end, shape (outputs, inputs) and bits, and the tensors of its parts.
 
     `codes`, `zeros` and `scales` are a sample in one order, (groups, numbers of a group) and twice (groups,); the codes
     are those that are stored, from 0 to 2^bits − 1, and so are the zeros.
@@ -52,6 +52,8 @@ class Packed:
     codes: np.ndarray
     zeros: np.ndarray
     scales: np.ndarray
+    integers: FileTensor
+    scale: FileTensor
 
     @property
     def centred(self) -> float:
@@ -99,7 +101,7 @@ def _compressed(parts: Mapping[str, FileTensor], name: str, settings: Mapping[st
     zeros = np.full(len(codes), 2 ** (bits - 1), np.int16)
     if (zero := parts.get(name + COMPRESSED[2])) is not None:  # packed along rows
         zeros = _unpacked(_rows(zero).T, bits).T[chosen].reshape(-1)
-    return Packed(name, (rows, columns), bits, codes, zeros, _scales(scale, chosen))
+    return Packed(name, (rows, columns), bits, codes, zeros, _scales(scale, chosen), packed, scale)
 
 
 def _grouped(parts: Mapping[str, FileTensor], name: str, settings: Mapping[str, Any]) -> Packed:
@@ -125,7 +127,7 @@ def _grouped(parts: Mapping[str, FileTensor], name: str, settings: Mapping[str, 
         codes, held = (some.reshape(*some.shape[:-2], -1) for some in ordered)
         codes = np.moveaxis(codes, 1, 2)
     zeros, scales = held[:, :outputs].reshape(-1), _scales(scale, chosen)
-    return Packed(name, (outputs, inputs), bits, codes.reshape(-1, width), zeros, scales)
+    return Packed(name, (outputs, inputs), bits, codes.reshape(-1, width), zeros, scales, packed, scale)
 
 
 def _some(rows: int, numbers: int) -> np.ndarray:

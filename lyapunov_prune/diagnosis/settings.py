@@ -23,7 +23,6 @@ _ELSEWHERE = re.compile(r"tie_word_embeddings|num_hidden_layers|n_layers?|vocab_
 # They may matter only in longer windows than those that are measured.
 LATER = re.compile(r"rope|rotary|sliding|window|layer_types|max_position")
 _CHAT = [{"role": "user", "content": "Hello"}]
-_CONVERT = "take the setting from DENSE's config.json, or convert it again"
 
 
 def changed_settings(sides: Sides) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -13,12 +12,11 @@ from typing import Any
 import torch
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
+from lyapunov_prune.diagnosis.finding import unnumbered
 from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.gguf import gguf_file
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import model_name
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,6 @@ class TensorPlace:
     def role(self) -> str:
         """What its peers in other layers and experts have in common."""
         return unnumbered(self.name)
-
-
-def unnumbered(name: str) -> str:
-    """The name with `*` for the numbers of layers."""
-    return _NUMBER.sub("*", name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,16 +68,12 @@ class Sides:
 
     @cached_property
     def alike(self) -> dict[tuple[int, ...], list[str]]:
-        """The names of the dense model's tensors by shape; one for all that are tied."""
+        """The names of the dense model's tensors by shape."""
         found: dict[tuple[int, ...], list[str]] = {}
-        for name, tensor in self.dense.model.state_dict(keep_vars=True).items():
+        for name, tensor in self.dense.model.state_dict().items():
             if tensor.is_floating_point():
                 found.setdefault(tuple(tensor.shape), []).append(name)
         return found
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of the dense model's tensor."""
-        return next(shape for shape, names in self.alike.items() if name in names)
 
     def dense_name(self, place: TensorPlace) -> str:
         """The tensor's name in the dense model."""
@@ -108,9 +97,7 @@ class Sides:
 
     def away(self, name: str) -> bool:
         """Whether the dense model's tensor is in files alone at the moment."""
-        path, _, last = name.rpartition(".")
-        tensor: torch.Tensor = getattr(self.dense.model.get_submodule(path), last)
-        return tensor.is_meta
+        return tensor_of(self.dense, name).is_meta
 
     def told(self, place: TensorPlace) -> str:
         """The tensor's name as the file has it."""
@@ -137,9 +124,15 @@ class Sides:
         yield from (TensorPlace(name, layer, own, expert) for expert in experts)
 
 
-def read(side: Decoder, name: str, expert: int | None = None) -> torch.Tensor:
-    """A tensor of the model that is in memory, as float32 on the CPU, with at most two axes."""
+def tensor_of(side: Decoder, name: str) -> torch.Tensor:
+    """The parameter or buffer of the model by this name; on the meta device where it is in files alone."""
     path, _, last = name.rpartition(".")
     tensor: torch.Tensor = getattr(side.model.get_submodule(path), last).detach()
+    return tensor
+
+
+def read(side: Decoder, name: str, expert: int | None = None) -> torch.Tensor:
+    """A tensor of the model that is in memory, as float32 on the CPU, with at most two axes."""
+    tensor = tensor_of(side, name)
     tensor = (tensor if expert is None else tensor[expert]).to("cpu", torch.float32)
     return tensor if tensor.ndim < 3 else tensor.reshape(len(tensor), -1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -45,7 +46,7 @@ _SCALES: dict[str, tuple[int, ...]] = {
 _VARIED = 4  # different bytes in a block that holds more than one number; zeros are written with three at most
 
 
-@dataclass
+@dataclass(eq=False)
 class Statistics:
     """What one pass over the bytes of a tensor found.
 
@@ -71,12 +72,23 @@ class Statistics:
     sample: np.ndarray | None = None
     _taken: list[np.ndarray] = field(default_factory=list)
 
-    @property
+    @cached_property
     def known(self) -> np.ndarray:
-        """The finite numbers of the sample."""
+        """The finite numbers of the sample, itself if all are."""
         if self.sample is None:
             return np.zeros(0, np.float32)
-        return self.sample[np.isfinite(self.sample)]
+        finite = np.isfinite(self.sample)
+        return self.sample.ravel() if finite.all() else self.sample[finite]
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is a matrix, or more, whose rows hold 16 numbers at least."""
+        return self.rows > 1 and self.part.shape[-1] >= 16
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it is wide, and its numbers are known."""
+        return self.is_wide and len(self.known) > 0
 
     @property
     def saturated(self) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lyapunov_prune.checkpoints.tensor_files import read_header as read_safetensors
-from lyapunov_prune.diagnosis.finding import Finding
+from lyapunov_prune.diagnosis.finding import NUMBER, Finding, unnumbered
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.folder import ADAPTER_CONFIG
 from lyapunov_prune.models.gguf import gguf_file
@@ -25,7 +25,6 @@ from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.weight_files import INDEX, SINGLE
 from lyapunov_prune.results.files import parsed
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _BITS = re.compile(r"\d+")  # the first number in the name of a type: F8_E4M3 has 8
 FETCH = "fetch the file again, and compare its size and checksum with those of its source"
 
@@ -44,12 +43,12 @@ class FileTensor:
     @property
     def role(self) -> str:
         """What its siblings in other layers and experts have in common."""
-        return _NUMBER.sub("*", self.name)
+        return unnumbered(self.name)
 
     @property
     def layer(self) -> int | None:
         """The first number in its name; None outside the layers."""
-        found = _NUMBER.search(self.name)
+        found = NUMBER.search(self.name)
         return int(found[0]) if found else None
 
 

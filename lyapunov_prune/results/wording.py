@@ -10,15 +10,20 @@ _BARS = "▁▂▃▄▅▆▇█"
 _GROUP = 10  # bars between two layer numbers
 
 
+def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and the last of every run of consecutive numbers, in order."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found
+
+
 def ranges(layers: Iterable[int]) -> str:
     """Sorted layers with runs of three or more joined: `0, 22, 24–26`; `none` for none."""
-    runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    parts = [f"{a}–{b}" if b > a + 1 else ", ".join(map(str, dict.fromkeys((a, b)))) for a, b in runs]
+    parts = [f"{a}–{b}" if b > a + 1 else ", ".join(map(str, dict.fromkeys((a, b)))) for a, b in runs(layers)]
     return ", ".join(parts) or "none"
 
 
