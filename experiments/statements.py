@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 import numpy as np
 from scipy import stats
@@ -16,6 +15,7 @@ from scipy import stats
 from lyapunov_prune.evaluation.judging import compare
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.results.result import MeasuredOn
+from lyapunov_prune.results.wording import ranges
 
 
 def short(x: float) -> str:
@@ -34,11 +34,7 @@ def span(values: Iterable[float]) -> str:
 
 def runs(layers: Iterable[int]) -> str:
     """Layers in order, three and more in a row as one: `0, 3 to 7, 9`; `none` for none."""
-    parts: list[str] = []
-    for _, row in groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0]):
-        numbers = [layer for _, layer in row]
-        parts += [f"{numbers[0]} to {numbers[-1]}"] if len(numbers) > 2 else map(str, numbers)
-    return ", ".join(parts) or "none"
+    return ranges(layers, " to ")
 
 
 def counted(count: int, noun: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from lyapunov_prune.arguments import Count, Positive
 from lyapunov_prune.evaluation.judging import ends
 from lyapunov_prune.forward.dealing import dealt
+from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import Change, changed_finals, finals_without_each
 from lyapunov_prune.forward.sublayers import Kind, silent
@@ -166,15 +167,24 @@ def window_kl(dense: Streamable, changed: Streamable, batch: Readable) -> np.nda
 def kl_by_window(dense: Reading, changed: Reading) -> tuple[np.ndarray, np.ndarray]:
     """KL(dense ‖ changed) of every window, and by how much its loss rises: (windows,) float64.
 
-    Both are in nats a token, over all positions but the last.
+    Both are in nats a token, over all positions but the last. The dense model's final states are kept with its reading,
+    so that it runs once for all models that are compared with it.
     """
+    from_states = dense.scorer.enters and changed.scorer.enters
+
+    def logits(first: int, ids: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        if not from_states:
+            return zip(dense.logits(ids)[0], changed.logits(ids)[0], strict=True)
+        kept = dense.once(("final state", first), lambda: final_state(dense.structure, ids)[0])
+        sides = (dense, kept), (changed, final_state(changed.structure, ids)[0])
+        return zip(*(side.scorer.blocks(state[:-1]) for side, state in sides), strict=True)
 
     @torch.no_grad()
     def means(first: int, ids: torch.Tensor) -> torch.Tensor:
         sums, wanted = torch.zeros(2, dtype=torch.float64), ids[0, 1:].cpu()
         start = 0
-        for pair in zip(dense.logits(ids)[0], changed.logits(ids)[0], strict=True):
-            log_p, log_q = (lift(logits).log_softmax(-1) for logits in pair)
+        for pair in logits(first, ids):
+            log_p, log_q = (lift(rows).log_softmax(-1) for rows in pair)
             next_ids = wanted[start : start + len(log_p), None].to(log_p.device)
             rise = (log_p.gather(1, next_ids) - log_q.gather(1, next_ids)).sum()
             sums += torch.stack([divergences(log_p, log_q)[1].sum(), rise]).cpu()

@@ -21,9 +21,9 @@ def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return found
 
 
-def ranges(layers: Iterable[int]) -> str:
+def ranges(layers: Iterable[int], to: str = "–") -> str:
     """Sorted layers with runs of three or more joined: `0, 22, 24–26`; `none` for none."""
-    parts = [f"{a}–{b}" if b > a + 1 else ", ".join(map(str, dict.fromkeys((a, b)))) for a, b in runs(layers)]
+    parts = [f"{a}{to}{b}" if b > a + 1 else ", ".join(map(str, dict.fromkeys((a, b)))) for a, b in runs(layers)]
     return ", ".join(parts) or "none"
 
 

@@ -26,19 +26,16 @@ import numpy as np
 import torch
 import typer
 from torch import nn
-from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import BUILT_IN, DITHERED, Each, Model, committed, draw, read_text, run, show
-from experiments.divergences import finals
 from experiments.statements import bullets, interval, short, table
 from lyapunov_prune.budget.cost import TensorCost, costs
 from lyapunov_prune.budget.fisher import matrices_of
 from lyapunov_prune.budget.spend import chosen_types, rounded
 from lyapunov_prune.evaluation.judging import compare
 from lyapunov_prune.export.gguf_whole import header_values
-from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.gguf_copy import write_pieces
@@ -46,7 +43,7 @@ from lyapunov_prune.models.gguf_header import read_header
 from lyapunov_prune.models.gguf_metadata import gguf_family
 from lyapunov_prune.models.gguf_tensors import BlockType, stored_tensors
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.predictions.divergence import SkipDivergence
+from lyapunov_prune.predictions.divergence import SkipDivergence, kl_by_window
 from lyapunov_prune.report.drawing import COLOURS, grid, log_axis, svg, with_intervals
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -107,15 +104,15 @@ class Costs:
 
 @dataclass
 class Judge:
-    """One text: the final states of the dense model there, and the result that grows, in `file`."""
+    """The dense model's reading of one text, and the result that grows, in `file`."""
 
     reading: Reading
-    states: list[torch.Tensor]
     found: Bytes
     file: Path
 
     def add(self, row: Row, model: PreTrainedModel) -> None:
-        row = replace(row, kl=kl_of(self.reading, self.states, model))
+        kl, _ = kl_by_window(self.reading, read(wrap(model), self.reading.batch))
+        row = replace(row, kl=tuple(kl.tolist()))
         self.found = replace(self.found, rows=(*self.found.rows, row))
         self.found.save(self.file)
         print(self.file.stem, row.size, row.by, row.predicted, row.mean, flush=True)
@@ -168,7 +165,7 @@ def judge_of(dense: Decoder, batch: lp.TokenBatch, folder: Path, known: Costs, o
         found = Bytes.load(file)
     else:
         found = Bytes((), known.seconds, known.forward, on, committed(), batch.measured_on(dense))
-    return Judge(reading, list(finals(reading, dense.model)), found, file)
+    return Judge(reading, found, file)
 
 
 def write_source(dense: Decoder, calibration: lp.TokenBatch, peer: Path) -> None:
@@ -230,21 +227,6 @@ def spent(dense: Decoder, known: Sequence[TensorCost], room: int) -> tuple[PreTr
         W = small.get_parameter(t.name)
         W.copy_(torch.from_numpy(rounded(W.numpy(), BlockType(t.kinds[k], t.importance))))
     return small, int(sum(t.bytes[k] for t, k in pairs)), float(sum(t.cost[k] for t, k in pairs))
-
-
-@torch.no_grad()
-def kl_of(reading: Reading, states: Sequence[torch.Tensor], model: PreTrainedModel) -> tuple[float, ...]:
-    """`KL(dense ‖ model)` of every window, over all positions but the last: float32, summed in float64."""
-    other = read(wrap(model), reading.batch)
-    found = []
-    for before, ids in zip(states, other.windows(1), strict=True):
-        total, pair = 0.0, [state[:-1] for state in (before, final_state(other.structure, ids)[0])]
-        for rows in reading.scorer.split(*pair):
-            both = zip((reading.scorer, other.scorer), rows, strict=True)
-            log_p, log_q = (scorer.logits(x).float().log_softmax(-1) for scorer, x in both)
-            total += float(kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).double().sum())
-        found.append(total / len(pair[0]))
-    return tuple(found)
 
 
 def results(folder: Path) -> list[Bytes]:
