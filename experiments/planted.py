@@ -85,7 +85,9 @@ def named(model: PreTrainedModel, pattern: str) -> dict[str, nn.Parameter]:
     return found
 
 
-def _each(pattern: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[PreTrainedModel], list[str]]:
+def each(pattern: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[PreTrainedModel], list[str]]:
+    """A fault that changes every parameter whose name the pattern matches."""
+
     @torch.no_grad()
     def plant(model: PreTrainedModel) -> list[str]:
         found = named(model, pattern)
@@ -117,8 +119,9 @@ def _exchanged(first: str, second: str) -> Callable[[PreTrainedModel], list[str]
     return plant
 
 
-def _rotary(W: torch.Tensor) -> torch.Tensor:
-    return W.view(-1, 2, HEAD // 2, *W.shape[1:]).transpose(1, 2).reshape(W.shape)
+def rotary(W: torch.Tensor, size: int = HEAD) -> torch.Tensor:
+    """The rows of heads of this size in the other rotary layout."""
+    return W.view(-1, 2, size // 2, *W.shape[1:]).transpose(1, 2).reshape(W.shape)
 
 
 def _by_group(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -170,30 +173,30 @@ NORMS = r"norm.*weight"
 ALL = ("llama", "qwen2", "gemma3_text", "phi3")
 FAULTS = (
     Fault(
-        "a constant", ("constant",), _each(r"layers\.[234]\..*o_proj.weight", lambda W: torch.full_like(W, 0.01)), ALL
+        "a constant", ("constant",), each(r"layers\.[234]\..*o_proj.weight", lambda W: torch.full_like(W, 0.01)), ALL
     ),
-    Fault("zeros", ("zero",), _each(DOWN, torch.zeros_like), ALL),
-    Fault("NaN", ("non-finite",), _each(r"layers\.2\.input_layernorm", _part(3, lambda w: w * torch.nan)), ALL),
-    Fault("norms plus one", ("shift",), _each(NORMS, lambda w: w + 1), ("llama", "qwen2", "gemma3_text")),
-    Fault("inverted sign", ("sign",), _each(DOWN, torch.neg), ALL),
-    Fault("times 1.5", ("scale",), _each(DOWN, lambda W: 1.5 * W), ALL),
-    Fault("a row times 3", ("scale",), _each(DOWN, _part(5, lambda w: 3 * w)), ALL),
-    Fault("a channel times 5", ("scale",), _each(DOWN, _part((slice(None), 7), lambda w: 5 * w))),
-    Fault("a head times 1.4", ("scale",), _each(Q, _part(slice(HEAD, 2 * HEAD), lambda w: 1.4 * w))),
-    Fault("transposed", ("transposed",), _each(OUT, lambda W: W.T), ("llama", "qwen2")),
-    Fault("transposed Conv1D", ("transposed",), _each(r"h\.2\.attn\.c_proj.weight", lambda W: W.T), ("gpt2",)),
-    Fault("the other rotary layout", ("permuted",), _each(r"[qk]_proj.weight", _rotary)),
-    Fault("heads exchanged", ("permuted",), _each(Q, lambda W: W.view(4, HEAD, -1)[[1, 0, 2, 3]].reshape(W.shape))),
+    Fault("zeros", ("zero",), each(DOWN, torch.zeros_like), ALL),
+    Fault("NaN", ("non-finite",), each(r"layers\.2\.input_layernorm", _part(3, lambda w: w * torch.nan)), ALL),
+    Fault("norms plus one", ("shift",), each(NORMS, lambda w: w + 1), ("llama", "qwen2", "gemma3_text")),
+    Fault("inverted sign", ("sign",), each(DOWN, torch.neg), ALL),
+    Fault("times 1.5", ("scale",), each(DOWN, lambda W: 1.5 * W), ALL),
+    Fault("a row times 3", ("scale",), each(DOWN, _part(5, lambda w: 3 * w)), ALL),
+    Fault("a channel times 5", ("scale",), each(DOWN, _part((slice(None), 7), lambda w: 5 * w))),
+    Fault("a head times 1.4", ("scale",), each(Q, _part(slice(HEAD, 2 * HEAD), lambda w: 1.4 * w))),
+    Fault("transposed", ("transposed",), each(OUT, lambda W: W.T), ("llama", "qwen2")),
+    Fault("transposed Conv1D", ("transposed",), each(r"h\.2\.attn\.c_proj.weight", lambda W: W.T), ("gpt2",)),
+    Fault("the other rotary layout", ("permuted",), each(r"[qk]_proj.weight", rotary)),
+    Fault("heads exchanged", ("permuted",), each(Q, lambda W: W.view(4, HEAD, -1)[[1, 0, 2, 3]].reshape(W.shape))),
     Fault(
         "columns of heads exchanged",
         ("permuted",),
-        _each(OUT, lambda W: W.view(-1, 4, HEAD)[:, [1, 0, 2, 3]].reshape(W.shape)),
+        each(OUT, lambda W: W.view(-1, 4, HEAD)[:, [1, 0, 2, 3]].reshape(W.shape)),
     ),
     Fault("gate and up exchanged", ("exchanged",), _exchanged(r"layers\.2\..*gate_proj", r"layers\.2\..*up_proj")),
     Fault(
         "gate and up exchanged in one tensor",
         ("permuted",),
-        _each(r"gate_up_proj", lambda W: W.roll(INNER, -2)),
+        each(r"gate_up_proj", lambda W: W.roll(INNER, -2)),
         ("phi3", "mixtral"),
     ),
     Fault("k and v exchanged", ("exchanged",), _exchanged(K, V)),
@@ -205,21 +208,19 @@ FAULTS = (
     Fault("experts exchanged", ("exchanged",), _experts, ("mixtral",)),
     Fault("a stale shard", ("differs",), _stale, (*ALL, "mixtral")),
     Fault("the head is the embedding", ("head",), _head_tied, ("llama", "qwen2", "phi3")),
-    Fault("rows of tokens shifted", ("permuted",), _each("embed_tokens", lambda W: W.roll(1, 0)), ALL),
-    Fault(
-        "rows of added tokens zero", ("zero",), _each("embed_tokens", _part(slice(250, None), torch.zeros_like)), ALL
-    ),
-    Fault("the row of EOS zero", ("zero",), _each("lm_head", _part(2, torch.zeros_like)), ("llama", "qwen2", "phi3")),
+    Fault("rows of tokens shifted", ("permuted",), each("embed_tokens", lambda W: W.roll(1, 0)), ALL),
+    Fault("rows of added tokens zero", ("zero",), each("embed_tokens", _part(slice(250, None), torch.zeros_like)), ALL),
+    Fault("the row of EOS zero", ("zero",), each("lm_head", _part(2, torch.zeros_like)), ("llama", "qwen2", "phi3")),
     Fault(
         "zero points off by one",
         ("zero point",),
-        _each(DOWN, _by_group(lambda w: w + w.abs().amax(-1, keepdim=True) / 8)),
+        each(DOWN, _by_group(lambda w: w + w.abs().amax(-1, keepdim=True) / 8)),
         ALL,
     ),
     Fault(
         "scales of the next block",
         ("block scale",),
-        _each(DOWN, _by_group(lambda w: w * (s := w.abs().amax(-1, keepdim=True)).roll(1, 1) / s)),
+        each(DOWN, _by_group(lambda w: w * (s := w.abs().amax(-1, keepdim=True)).roll(1, 1) / s)),
         ALL,
     ),
     Fault(
@@ -228,17 +229,17 @@ FAULTS = (
         _exchanged(r"layers\.2\.input_layernorm", r"layers\.2\.post_attention_layernorm"),
         ALL,
     ),
-    Fault("a bias zero", ("zero",), _each(r"q_proj.bias", torch.zeros_like), ("qwen2",)),
-    Fault("clipped", ("saturated",), _each(DOWN, lambda W: W.clamp(-0.15, 0.15)), ALL),
-    Fault("a block zero", ("zero",), _each(DOWN, _part((3, slice(32, 64)), torch.zeros_like)), ALL),
+    Fault("a bias zero", ("zero",), each(r"q_proj.bias", torch.zeros_like), ("qwen2",)),
+    Fault("clipped", ("saturated",), each(DOWN, lambda W: W.clamp(-0.15, 0.15)), ALL),
+    Fault("a block zero", ("zero",), each(DOWN, _part((3, slice(32, 64)), torch.zeros_like)), ALL),
     Fault(
         "nibbles in the other order",
         ("permuted",),
-        _each(DOWN, _by_group(lambda w: w.view(*w.shape[:2], 2, 16).mT.reshape(w.shape))),
+        each(DOWN, _by_group(lambda w: w.view(*w.shape[:2], 2, 16).mT.reshape(w.shape))),
         ALL,
     ),
-    Fault("signs lost", ("sign",), _each(DOWN, torch.abs), ALL),
-    Fault("noise of 0.4", ("differs",), _each(DOWN, lambda W: W + 0.4 * W.std() * torch.randn_like(W)), ALL),
+    Fault("signs lost", ("sign",), each(DOWN, torch.abs), ALL),
+    Fault("noise of 0.4", ("differs",), each(DOWN, lambda W: W + 0.4 * W.std() * torch.randn_like(W)), ALL),
     Fault(
         "rope_theta",
         ("setting",),

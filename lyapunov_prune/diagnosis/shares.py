@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.diagnosis.sides import Sides, TensorPlace
 from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.predictions.spaces import divergences
 
 _WINDOWS, _TOKENS = 2, 128  # a fault worth telling shows on few
 _ROWS = 32  # positions whose probabilities are compared at once
@@ -30,8 +31,7 @@ class Restored:
         total = positions = 0.0
         for ids, wanted in zip(self._ids, self._dense, strict=True):
             for z, given in zip(wanted.split(_ROWS), self._logits(model, ids).split(_ROWS), strict=True):
-                log_p, log_q = (torch.log_softmax(each.double(), -1) for each in (z, given))
-                total += float((log_p.exp() * (log_p - log_q)).sum())
+                total += float(divergences(*(each.double().log_softmax(-1) for each in (z, given)))[1].sum())
                 positions += len(z)
         return total if math.isnan(total) else max(0.0, total / positions)
 

@@ -11,7 +11,7 @@ import numpy as np
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.growth import ErrorGrowth, TwoPhases
 from lyapunov_prune.bounds.matrix_errors import MatrixErrors
-from lyapunov_prune.diagnosis.finding import Diagnosis
+from lyapunov_prune.diagnosis.finding import Diagnosis, Finding
 from lyapunov_prune.evaluation.perplexity import ratio_of
 from lyapunov_prune.explaining.decomposition import PARTS, Decomposed
 from lyapunov_prune.explaining.sublayers import SublayerErrors
@@ -79,6 +79,11 @@ class Explanation(Decomposed, Result):
     def differs(self) -> bool:
         """Whether the two models compute different results on this text."""
         return bool(self.error.any()) or self.kl > 0
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is broken in the compressed model, the worst first."""
+        return () if self.diagnosis is None else self.diagnosis.findings
 
     def against_dense(self) -> Ratio:
         return ratio_of(np.array([self.loss - self.dense_loss]) if self.rise is None else self.rise)
@@ -157,11 +162,10 @@ class Explanation(Decomposed, Result):
         if not self.differs:
             return ["Nothing differs: both models compute the same on this text.", self.measured_on.line()]
         event = self.tokens.event() if self.tokens is not None else ""
-        findings = self.diagnosis.findings if self.diagnosis is not None else ()
-        more = len(findings) - _TOLD
+        more = len(self.findings) - _TOLD
         lines = [
             *self._swapped(),
-            *(finding.line() for finding in findings[:_TOLD]),
+            *(finding.line() for finding in self.findings[:_TOLD]),
             *([f"{more} more faults: see the table of the diagnosis."] if more > 0 else []),
             f"KL from the dense model {self.kl:.3g} nats a token in the mean{event and f', but {event}'}; "
             f"perplexity {np.exp(self.dense_loss):.4g} → "
@@ -171,15 +175,14 @@ class Explanation(Decomposed, Result):
         ]
         if not self.adds_up:
             lines.insert(0, self._sum())
-        lines.append(self.diagnosis.storage if self.diagnosis is not None and not findings else self._sum())
+        lines.append(self.diagnosis.storage if self.diagnosis is not None and not self.findings else self._sum())
         last = [*filter(None, [self.next_step()]), self.measured_on.line()]
         return [*list(filter(None, lines))[: LINES - len(last)], *last]
 
     def next_step(self) -> str:
         """What to do next, with one command; empty if the files of the compressed model leave nothing to gain."""
-        faults = self.diagnosis is not None and self.diagnosis.findings
         name = shlex.quote(self.measured_on.model.name)
-        what = f"Next: {self.diagnosis.findings[0].remedy}" if self.diagnosis is not None and faults else ""
+        what = f"Next: {self.findings[0].remedy}" if self.findings else ""
         if self.file_size is None or self.file_size >= 2 * self.measured_on.model.parameters:
             return what and f"{what}, from DENSE: lyapunov-prune export {name} -o anew"
         command = f"lyapunov-prune shrink {name} --size {self.file_size / 1e6:.4g}MB"
@@ -208,7 +211,7 @@ class Explanation(Decomposed, Result):
 
     def further(self) -> list[Result]:
         """Further tables, each with its own answer."""
-        faults = self.diagnosis if self.diagnosis is not None and len(self.diagnosis.findings) > 1 else None
+        faults = self.diagnosis if len(self.findings) > 1 else None
         return [part for part in (faults, self.sublayers, self.matrices, self.tokens) if part is not None]
 
     def _blame(self) -> list[str]:

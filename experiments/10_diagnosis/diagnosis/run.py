@@ -28,8 +28,9 @@ from experiments.planted import (
     Fault,
     averaged,
     byte_tokenizer,
-    named,
+    each,
     planted,
+    rotary,
     rounded,
     tiny,
     trained,
@@ -222,28 +223,17 @@ def _compressed(model: PreTrainedModel, options: dict[str, Any]) -> PreTrainedMo
 def _large(model: Model) -> Iterator[Tried]:
     """The same of a trained model, in memory."""
     dense = model.load()
-    half = {"layer": dense.structure.num_layers // 2, "last": dense.structure.num_layers - 1}
-
-    def at(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[PreTrainedModel], list[str]]:
-        @torch.no_grad()
-        def plant(made: PreTrainedModel) -> list[str]:
-            found = named(made, name.format(**half))
-            for parameter in found.values():
-                parameter.copy_(change(parameter.detach().clone()))
-            return list(found)
-
-        return plant
-
+    layer = dense.structure.num_layers // 2
     size = dense.structure.config.head_dim
     faults = (
-        Fault("a constant", ("constant",), at(r"layers\.2\d\..*o_proj", lambda W: torch.full_like(W, 0.01))),
-        Fault("norms plus one", ("shift",), at("norm", lambda w: w + 1)),
+        Fault("a constant", ("constant",), each(r"layers\.2\d\..*o_proj", lambda W: torch.full_like(W, 0.01))),
+        Fault("norms plus one", ("shift",), each("norm", lambda w: w + 1)),
         Fault(
             "the other rotary layout",
             ("permuted",),
-            at("[qk]_proj", lambda W: W.view(-1, 2, size // 2, W.shape[1]).transpose(1, 2).reshape(W.shape)),
+            each("[qk]_proj", partial(rotary, size=size)),
         ),
-        Fault("inverted sign", ("sign",), at(r"layers\.{layer}\..*down_proj", torch.neg)),
+        Fault("inverted sign", ("sign",), each(rf"layers\.{layer}\..*down_proj", torch.neg)),
         Fault("", (), lambda made: []),
     )
     for fault in faults:

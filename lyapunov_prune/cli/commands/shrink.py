@@ -163,9 +163,8 @@ def _write_sized(model: str, size: str | None, inputs: Inputs, output: Path, giv
     judge = judging.batch(loaded, "evaluation")
     check = None
     if size is None:  # a third of the windows decides
-        windows = list(range(len(batch)))
         at = len(batch) - len(batch) // 3
-        check, batch = batch.take(windows[at:]), batch.take(windows[:at])
+        check, batch = batch.take(range(at, len(batch))), batch.take(range(at))
     done = spend(loaded, loaded.tokenizer, size, output, batch=batch, judge=judge, check=check)
     done.save(run / REPORT)
     show(done, output, kept=run / REPORT)
