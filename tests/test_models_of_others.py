@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments, pipeline
 
 import lyapunov_prune as lp
+from lyapunov_prune.shrinking import healing
 from lyapunov_prune.shrinking import shrink as shrinking
 
 IDS = torch.randint(0, 97, (8, 12), generator=torch.Generator().manual_seed(0))
@@ -32,7 +33,7 @@ def shrunk(model: PreTrainedModel, folder: Path) -> None:
     windows = torch.randint(0, 97, (56, 24), generator=torch.Generator().manual_seed(1))
     learn, judge, unseen = (lp.TokenBatch(part, "ids", "all", False) for part in windows.split((32, 8, 16)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shrinking, "STEPS", 2)
+        patch.setattr(healing, "STEPS", 2)
         patch.setattr(shrinking, "foreign_text", lambda *_: None)  # it has other ids than this model
         out = folder / "shrunk"
         lp.shrink(model, make_tokenizer(), out, remove=1, batch=learn, judge=judge, evaluation=unseen)

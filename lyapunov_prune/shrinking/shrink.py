@@ -1,9 +1,8 @@
-"""From a model to a smaller one in one call: choose layers, mend, heal, evaluate, write."""
+"""From a model to a smaller one in one call: the order of the steps."""
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,21 +15,14 @@ from lyapunov_prune.arguments import Amount, Count, Positive, Seed, checked
 from lyapunov_prune.budget.alone import rounded_alone
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.unseen import require_unseen
-from lyapunov_prune.errors import Diverged
-from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
-from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.evaluation.sizes import SizesTried
-from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
-from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks, halves
-from lyapunov_prune.healing.heal import STEPS, heal
-from lyapunov_prune.healing.report import Healed
+from lyapunov_prune.evaluation.tasks import Task, halves
 from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.size import model_size
-from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode, model_name
+from lyapunov_prune.models.structure import identify, in_eval_mode, model_name
 from lyapunov_prune.models.wrappers import loading_class
-from lyapunov_prune.predictions.divergence import window_kl
 from lyapunov_prune.progress import is_main
 from lyapunov_prune.pruning.removal import check_removal
 from lyapunov_prune.pruning.surgery import Operation, cut
@@ -38,7 +30,9 @@ from lyapunov_prune.results.files import require_disk
 from lyapunov_prune.results.store import Store
 from lyapunov_prune.shrinking.choosing import Chooser, Chosen
 from lyapunov_prune.shrinking.cost import Estimate
-from lyapunov_prune.shrinking.report import Shrinking, Shrunk, Taken
+from lyapunov_prune.shrinking.evaluated import both_perplexities, evaluated
+from lyapunov_prune.shrinking.healing import healed_from, words_of
+from lyapunov_prune.shrinking.report import Shrinking, Shrunk
 from lyapunov_prune.shrinking.request import MENDED_SEARCH, Clock, Request, healing_minutes, search_forwards
 from lyapunov_prune.shrinking.target import Target
 from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts, foreign_text
@@ -155,12 +149,12 @@ def _run(
     pruned, gate = made.model, check_removal(decoder, made, operation, learn)
     gate.require_passed()
     minutes = clock.once("healing", lambda: from_each(model, healing_minutes(expected, clock))[0])
-    healed, healing = _healed(request, pruned, learn, expected, minutes, clock.store.place)
+    healed, healing = healed_from(request, pruned, learn, expected, minutes, clock.store.place)
     smaller = pruned if healed is None else healed.model
     require_unseen(smaller, held_out)
     foreign = foreign_text(smaller, request.tokenizer, (choose, learn, judge, held_out), held_out)
-    evaluation = _evaluation(request, smaller, held_out, None if items is None else items[1])
-    heals = None if healed is None else _heal_words(request, expected, minutes)
+    evaluation = evaluated(request, smaller, held_out, None if items is None else items[1])
+    heals = None if healed is None else words_of(request, expected, minutes)
     place = None if output is None else str(output)
     output = output if is_main() else None
     commands = by_hand(request, choice, search, heals, (choose, learn, held_out, foreign), place or "OUT")
@@ -170,7 +164,7 @@ def _run(
         steps=(*choice.taken, healing),
         size=(model_size(model).bytes, model_size(smaller).bytes),
         evaluation=evaluation,
-        foreign=() if foreign is None else _perplexities(request, smaller, foreign),
+        foreign=() if foreign is None else both_perplexities(request, smaller, foreign),
         learnt_on=learn.measured_on(model),
         judged_on=judge.measured_on(model),
         commands=commands,
@@ -208,64 +202,3 @@ def _chosen(
     first = choice.taken[0]
     told = f"{first.told}; {loss:.3g} {unit}, used to choose"
     return replace(choice, taken=(replace(first, told=told), *choice.taken[1:])), worsening.tried()
-
-
-def _healed(
-    request: Request,
-    pruned: PreTrainedModel,
-    learn: TokenBatch,
-    expected: Estimate,
-    minutes: float | None,
-    folder: Path | None,
-) -> tuple[Healed | None, Taken]:
-    """The healed model, None where healing was skipped or does not pay."""
-    if minutes == 0:
-        return None, Taken("healing", False, "no time left", 0.0)
-    began = time.monotonic()
-    try:
-        done = heal(
-            pruned,
-            request.model,
-            learn,
-            steps=(request.steps or STEPS) if minutes is None else None,
-            minutes=minutes,
-            rank=expected.rank,
-            per_step=len(from_each(request.model, None)),
-            seed=request.seed,
-            folder=folder,
-            batch_size=request.batch_size,
-        )
-    except Diverged as error:
-        return None, Taken("healing", False, str(error), time.monotonic() - began)
-    kept = done.report.kept >= 0
-    told = f"{done.report.steps} steps, {done.report.gain.told()}"
-    return done if kept else None, Taken("healing", kept, told, time.monotonic() - began)
-
-
-def _heal_words(request: Request, expected: Estimate, minutes: float | None) -> list[str]:
-    words = ["--steps", f"{request.steps or STEPS}"] if minutes is None else ["--minutes", f"{minutes:g}"]
-    if expected.rank is not None:
-        words += ["--update-rank", f"{expected.rank}"]
-    dtype = str(request.model.dtype).removeprefix("torch.")
-    if dtype != "float32" and "--dtype" not in request.source:  # that of `heal`
-        words += ["--dtype", dtype]
-    return words
-
-
-def _evaluation(request: Request, smaller: PreTrainedModel, held_out: TokenBatch, task: Task | None) -> Evaluation:
-    dense, batch_size = request.model, request.batch_size
-    models = {"dense": dense, "smaller": smaller}
-    return Evaluation(
-        perplexities=_perplexities(request, smaller, held_out),
-        zeros=tuple(map(zero_share, models.values())),
-        sizes=tuple(map(model_size, models.values())),
-        kl=window_kl(dense, smaller, held_out),
-        speed=measure_speed(models, prompt=prompt_for(find_structure(dense)), steps=16, repeats=5),
-        tasks=None if task is None else evaluate_tasks(models, request.tokenizer, [task], batch_size=batch_size),
-    )
-
-
-def _perplexities(request: Request, smaller: PreTrainedModel, text: TokenBatch) -> tuple[Perplexity, Perplexity]:
-    """Of the dense and of the smaller model."""
-    dense, small = (perplexity(m, text, batch_size=request.batch_size) for m in (request.model, smaller))
-    return dense, small

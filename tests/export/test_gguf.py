@@ -32,7 +32,6 @@ from lyapunov_prune.pruning.provenance import Provenance, made_by
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.results.encoding import decode
 from lyapunov_prune.results.history import history_of
-from lyapunov_prune.shrinking import shrink as shrinking
 from lyapunov_prune.shrinking.report import Shrinking
 
 GONE = (1, 4)
@@ -374,7 +373,7 @@ def test_a_pruned_model_is_healed_into_a_file(
 @pytest.mark.usefixtures("healing_kept")
 def test_a_model_shrinks_into_a_file(file: Path, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)
-    monkeypatch.setattr(shrinking, "STEPS", 2)
+    monkeypatch.setattr("lyapunov_prune.shrinking.healing.STEPS", 2)
     small = ("--tokens", f"{32 * 24}", "--context", "24")
     done = run("shrink", "x.gguf", "--remove", "2", "-o", "y.gguf", "--text", "builtin", *small)
     assert done.code == 0, done.err

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,7 +21,6 @@ from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.mending import judge
-from lyapunov_prune.shrinking import shrink
 
 
 def words_of(svg: str) -> list[str]:
@@ -44,7 +44,8 @@ def interrupted_after(steps: int, patch: pytest.MonkeyPatch) -> None:
 
 def time_briefly(patch: pytest.MonkeyPatch) -> None:
     """`shrink` times one round of a few tokens."""
-    patch.setattr(shrink, "measure_speed", lambda models, **_: measure_speed(models, prompt=8, steps=1, repeats=1))
+    few = partial(measure_speed, prompt=8, steps=1, repeats=1)
+    patch.setattr("lyapunov_prune.shrinking.evaluated.measure_speed", lambda models, **_: few(models))
 
 
 def judge_briefly(patch: pytest.MonkeyPatch, context: int) -> None:
