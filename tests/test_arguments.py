@@ -84,7 +84,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("measure_sensitivity", {"batch": _IDS, "limit": "10"}, "limit is '10'"),
     ("measure_sensitivity", {"batch": _IDS, "limit": -1.0}, "limit is -1.0"),
     ("measure_sensitivity", {"batch": _IDS, "folder": 3}, "folder is 3"),
-    ("profiles.sublayer_jacobians", {"batch": _IDS, "probes": "8"}, "probes is '8'"),
     ("bounds.check_grid", {"batch": _IDS, "sparsities": 0.5}, "sparsities is 0.5"),
     ("ranking.greedy_removal", {"batch": _IDS, "remove": None}, "remove is None"),
 ]  # fmt: skip

@@ -2,9 +2,8 @@
 
 - `propagation`: follow an error through the layers; `contraction`: the factor ρ, as a `contraction_profile`;
 - `influence`: the angle by which a layer, or its attention or MLP alone, turns the state;
-- `sublayer_growth`: growth of error and state through attention and MLP, whose product is the layer's ρ;
 - `expert_use`: the tokens, weights and outputs of each expert;
-- `profile`: contraction and influence in one result; `activations`, `jacobian`: quantities that may explain them.
+- `profile`: contraction and influence in one result.
 """
 
 import lazy_loader

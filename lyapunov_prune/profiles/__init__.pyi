@@ -1,14 +1,8 @@
-from .activations import ActivationStatistics as ActivationStatistics
-from .activations import activation_statistics as activation_statistics
 from .contraction_profile import ContractionProfile as ContractionProfile
 from .expert_use import ExpertUse as ExpertUse
 from .expert_use import expert_use as expert_use
 from .influence import InfluenceProfile as InfluenceProfile
 from .influence import SublayerInfluence as SublayerInfluence
 from .influence import sublayer_influence as sublayer_influence
-from .jacobian import JacobianNorms as JacobianNorms
-from .jacobian import sublayer_jacobians as sublayer_jacobians
 from .profile import LayerProfile as LayerProfile
 from .profile import profile_layers as profile_layers
-from .sublayer_growth import SublayerGrowth as SublayerGrowth
-from .sublayer_growth import sublayer_growth as sublayer_growth

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
-from lyapunov_prune.profiles.activations import ActivationStatistics
 from lyapunov_prune.profiles.influence import InfluenceProfile, SublayerInfluence
-from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.ranking.angular import AngularDistance
@@ -15,13 +13,7 @@ from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.report.bounds import bounds_figures
 from lyapunov_prune.report.predictions import divergence_figure
-from lyapunov_prune.report.profiles import (
-    activation_figure,
-    contraction_figure,
-    influence_figure,
-    jacobian_figure,
-    sublayer_figure,
-)
+from lyapunov_prune.report.profiles import contraction_figure, influence_figure, sublayer_figure
 from lyapunov_prune.report.ranking import (
     angular_figure,
     best_figure,
@@ -52,26 +44,6 @@ LAYERS = (
         "How far a layer turns the hidden state: criterion bi removes the least first. Bars are standard errors over "
         "windows. A measurement on the text named below.",
         lambda r: {"influence-alone": influence_figure(r)},
-    ),
-    Section(
-        "activations.json",
-        ActivationStatistics,
-        "Activations of the MLP",
-        "Three properties that the paper associates with early layers that cannot be compressed: the effective "
-        "rank of what leaves a matrix, the tails of what enters it, and how much of what enters it is nearly "
-        "zero. Attention sinks, tokens of enormous norm, can be all of the covariance: on the "
-        "broken line all tokens weigh the same. Correlations, and no explanation by themselves.",
-        lambda r: {"activations": activation_figure(r)},
-    ),
-    Section(
-        "jacobian.json",
-        JacobianNorms,
-        "Jacobians of the branches",
-        "By how much attention and MLP, each with its norm, stretch a small change of the residual stream that "
-        "enters them: the worst direction found, an estimate from below and no bound, and the root mean square "
-        "over random directions. Where the worst is above one, the branch alone cannot promise that an error "
-        "shrinks.",
-        lambda r: {"jacobian": jacobian_figure(r)},
     ),
     Section(
         "sublayers.json",

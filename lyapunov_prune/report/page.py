@@ -68,10 +68,9 @@ def load_result(path: Path) -> Result:
     """The result in a file that a command wrote, whatever its kind. Raises LyapunovPruneError for any other file."""
     from lyapunov_prune.budget.spent import Spent
     from lyapunov_prune.compression.amount import BudgetedCompression
-    from lyapunov_prune.profiles.sublayer_growth import SublayerGrowth
 
     kinds: list[type[Result]] = [section.kind for section in SECTIONS]
-    kinds += [PruningPlan, Provenance, BudgetedCompression, Spent, SublayerGrowth]
+    kinds += [PruningPlan, Provenance, BudgetedCompression, Spent]
     try:
         named = parsed(path.read_text(encoding="utf-8"))["kind"]
     except (OSError, ValueError, KeyError, TypeError):

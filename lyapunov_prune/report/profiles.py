@@ -1,103 +1,23 @@
-"""Figures of what the layers do: contraction, growth, influence, activations, Jacobians."""
+"""Figures of what the layers do: contraction and influence."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 
-from lyapunov_prune.profiles.activations import ActivationStatistics
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.profiles.influence import InfluenceProfile, SublayerInfluence
-from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.report.drawing import (
     COLOURS,
     GREY,
     INK,
     SMALL,
-    STYLES,
     Panel,
-    depth_axis,
     log_axis,
     one_panel,
     over,
     over_depth,
-    panels,
-    svg,
     with_intervals,
 )
-
-
-def activation_figure(statistics: ActivationStatistics) -> str:
-    """Rank of the outputs, kurtosis and sparsity of the inputs over depth, for the matrices of the MLP.
-
-    The MLP's are the last matrix of a layer and those beside it in the same module.
-    """
-    figure, (ranks, tails, zeros) = panels(9, 7.2, 3)
-    chosen = _mlp(statistics)
-    relative = statistics.effective_rank / statistics.width
-    alike = statistics.token_rank / statistics.width
-    for (component, at), (colour, marker) in zip(chosen.items(), STYLES, strict=False):
-        layers = np.array(statistics.layers)[at]
-        ranks.plot(layers, relative[at], marker=marker, markersize=4, color=colour, label=component)
-        ranks.plot(layers, alike[at], "--", marker=marker, markersize=4, color=colour, markerfacecolor="white")
-    ranks.plot([], [], "--", color=GREY, label="every token weighed alike")
-    log_axis(ranks)
-    ranks.set_ylabel("effective rank of y / width")
-    ranks.legend(frameon=False, fontsize=SMALL, ncols=5, loc="lower left", bbox_to_anchor=(0, 1))
-    for axes, values, label in (
-        (tails, statistics.kurtosis, "excess kurtosis of x"),
-        (zeros, 100 * statistics.sparsity, "sparsity of x, %"),
-    ):
-        # Gate and up see the same input: one line for both.
-        shared: dict[bytes, list[str]] = {}
-        for component, at in chosen.items():
-            shared.setdefault(values[at].tobytes(), []).append(component)
-        for names, (colour, marker) in zip(shared.values(), STYLES, strict=False):
-            at = chosen[names[0]]
-            layers = np.array(statistics.layers)[at]
-            axes.plot(layers, values[at], marker=marker, markersize=4, color=colour, label=", ".join(names))
-        axes.set_ylabel(label)
-        axes.legend(frameon=False, fontsize=SMALL)
-    _signed_log_axis(tails)
-    zeros.set_ylim(bottom=0)
-    depth_axis(zeros, max(statistics.layers) + 1)
-    return svg(figure)
-
-
-def jacobian_figure(norms: JacobianNorms) -> str:
-    """Largest and typical stretch of both branches over depth, on a logarithmic axis; 1 is drawn."""
-    figure, axes = one_panel(9, 3.8)
-    layers = np.arange(len(norms.attention_norm))
-    for branch, label, colour, marker in (
-        ("attention", "attention", COLOURS["rho"], "o"),
-        ("mlp", "MLP", COLOURS["bi"], "s"),
-    ):
-        largest, typical = getattr(norms, f"{branch}_norm"), getattr(norms, f"{branch}_gain")
-        axes.plot(layers, largest, marker=marker, markersize=4, color=colour, label=f"{label}, ‖J‖ from below")
-        style: dict[str, Any] = {"marker": marker, "markersize": 4, "color": colour, "markerfacecolor": "white"}
-        axes.plot(layers, typical, "--", label=f"{label}, ‖J‖_F/√n", **style)
-    axes.axhline(1, color=GREY, linewidth=0.8)
-    log_axis(axes)
-    return over_depth(figure, axes, len(layers), "stretch of an error", ncols=2)
-
-
-def _mlp(statistics: ActivationStatistics) -> dict[str, list[int]]:
-    """Component -> places of its matrices: the last component of the first layer, then its neighbours."""
-    first = [i for i, layer in enumerate(statistics.layers) if layer == statistics.layers[0]]
-    own = list(dict.fromkeys(statistics.components[i] for i in first))
-    module = own[-1].rpartition(".")[0]
-    names = [own[-1], *(name for name in own[:-1] if name.rpartition(".")[0] == module)]
-    return {name: [i for i, c in enumerate(statistics.components) if c == name] for name in names}
-
-
-def _signed_log_axis(axes: Axes) -> None:
-    """Logarithmic beyond ±1 and linear between: an excess may be negative."""
-    axes.set_yscale("symlog", linthresh=1)
-    axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
 
 
 def contraction_figure(profile: ContractionProfile) -> str:

@@ -23,6 +23,7 @@ from families.zoo import LAYERS, VOCABULARY, ZOO, make_zoo, model_type_of
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from experiments.sublayer_growth import sublayer_growth
 from lyapunov_prune import (
     LyapunovPruneError,
     block_influence,
@@ -37,7 +38,6 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.families import TRUSTED
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.structure import find_structure, require_causal
-from lyapunov_prune.profiles import sublayer_growth
 from lyapunov_prune.pruning.surgery import refusal
 
 TABLE = Path(__file__).with_name("results.json")

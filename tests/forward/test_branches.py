@@ -35,7 +35,7 @@ def test_a_branch_takes_the_norms_that_serve_it_alone(name: str, ids: torch.Tens
 
 
 def test_planted_fault_a_factor_of_the_layer_is_no_part_of_a_branch(ids: torch.Tensor) -> None:
-    """Granite's multiplier: the sum does not come out, as `sublayer_jacobians` says of it."""
+    """Granite's multiplier: the sum does not come out."""
     config = transformers.GraniteConfig(
         vocab_size=97,
         hidden_size=32,

@@ -29,8 +29,6 @@ from lyapunov_prune.predictions.divergence import kl_by_window, skip_divergence,
 from lyapunov_prune.predictions.history import history_divergence
 from lyapunov_prune.profiles.expert_use import expert_use
 from lyapunov_prune.profiles.influence import sublayer_influence
-from lyapunov_prune.profiles.jacobian import sublayer_jacobians
-from lyapunov_prune.profiles.sublayer_growth import sublayer_growth
 from lyapunov_prune.ranking.angular import angular_distance
 from lyapunov_prune.ranking.best import best_removal
 from lyapunov_prune.ranking.oracle import greedy_removal
@@ -81,12 +79,10 @@ def measured(folder: Path) -> dict[str, Callable[[], Any]]:
         "derivative": lambda: lp.measure_contraction(model, ids, seeds=(0,), method="jvp"),
         "influence": lambda: lp.block_influence(model, ids, batch_size=2),
         "sublayer influence": lambda: sublayer_influence(model, ids),
-        "growth": lambda: sublayer_growth(model, ids, seeds=(0,)),
         "angular": lambda: angular_distance(model, ids),
         "kl": lambda: skip_divergence(model, ids),
         "kl of attention": lambda: sublayer_divergence(model, ids, "attention"),
         "kl of a file": lambda: dict(enumerate(kl_by_window(reading, read(wrap(other), ids)))),
-        "jacobian": lambda: sublayer_jacobians(model, ids[:3, :8], steps=2, probes=1),
         "expert use": lambda: expert_use(moe("mixtral"), ids),
         "streamed": streamed,
         "norms": lambda: named(input_norms(model, ids, projections)),

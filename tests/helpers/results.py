@@ -81,16 +81,12 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
     if name == "SublayerInfluence":
         windows = {"windows": {field: loose(5, 3) for field in ("attention", "mlp")}}
         return {field: loose(5) for field in ("attention", "mlp", "attention_spread", "mlp_spread")} | windows
-    if name == "JacobianNorms":
-        return {f"{part}_{what}": loose(5) for part in ("attention", "mlp") for what in ("norm", "gain", "rise")}
     if name == "Frontier":
         return {field: some(2) for field in ("bytes", "bits", "alike", "best")}
     if name == "SizesTried":
         return {"bytes": some(2), **{field: loose(2) for field in ("ratio", "low", "high")}}
     if name == "Spent":
         return {"bytes": some(2), "cost": some(2), "kl": some(3), "loss": some(2, 3)}
-    if name == "SublayerGrowth":
-        return {field: loose(5, 2) for field in ("error_growth", "state_growth", "token_rho")}
     if name in ("SkipDivergence", "SublayerDivergence"):
         return {field: loose(5) for field in ("variance", "kl", "reverse_kl", "variance_r")} | {
             "flipped": some(5, most=1)

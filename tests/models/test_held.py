@@ -93,7 +93,6 @@ def test_threads_on_models_of_their_own() -> None:
 
 
 MEASUREMENTS: dict[str, Callable[[PreTrainedModel], Any]] = {
-    "activation_statistics": lambda m: lp.profiles.activation_statistics(m, IDS),
     "allocate": lambda m: lp.allocate(m, "uniform", 0.5),
     "angular_distance": lambda m: lp.ranking.angular_distance(m, IDS),
     "approximate": lambda m: lp.bounds.approximate(m, {}).__enter__(),
@@ -113,7 +112,6 @@ MEASUREMENTS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "remove_layers": lambda m: lp.remove_layers(m, [1]),
     "skip_divergence": lambda m: lp.predictions.skip_divergence(m, IDS),
     "sublayer_influence": lambda m: lp.profiles.sublayer_influence(m, IDS),
-    "sublayer_jacobians": lambda m: lp.profiles.sublayer_jacobians(m, IDS),
     "verify_removal": lambda m: lp.verify_removal(m, m, [1]),
 }
 

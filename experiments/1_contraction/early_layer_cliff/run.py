@@ -12,11 +12,9 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-import lyapunov_prune as lp
+from experiments.activations import ActivationStatistics, activation_figure, activation_statistics
 from experiments.common import Model, draw, inputs, run_command
 from experiments.statements import percent, ranked, runs, short, span, table
-from lyapunov_prune.profiles import ActivationStatistics
-from lyapunov_prune.report.profiles import activation_figure
 from lyapunov_prune.report.sensitivity import cliff_figure, levels_figure
 from lyapunov_prune.sensitivity import Sensitivity
 
@@ -33,7 +31,7 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 1024, cont
     given = inputs(model, text, tokens, context)
     result = given.sensitivity(("layer0", "cliff", "threshold"))
     result.save(folder / "cliff.json")
-    activations = lp.profiles.activation_statistics(given.loaded.model, given.calibration)
+    activations = activation_statistics(given.loaded.model, given.calibration)
     activations.save(folder / "activations.json")
     draw(
         folder,

@@ -13,11 +13,11 @@ import numpy as np
 
 import lyapunov_prune as lp
 from experiments.common import Model, draw, inputs, run_command
+from experiments.jacobians import JacobianNorms, jacobian_figure, sublayer_jacobians
 from experiments.published import MODELS
 from experiments.statements import short, span, table
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.report.drawing import COLOURS, GREY, depth_axis, log_axis, panels, svg
-from lyapunov_prune.report.profiles import jacobian_figure
 
 HERE = Path(__file__).parent
 WITH_WORST = HERE.parent / "progressive_removal" / "contraction-builtin.json"  # of SmolLM2, which has the worst case
@@ -35,7 +35,7 @@ def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048, cont
     for profile in profiles:
         profile.save(folder / f"contraction-{profile.epsilon:g}.json")
     few = replace(given.calibration, ids=given.calibration.ids[:WINDOWS, :TOKENS])
-    jacobian = lp.profiles.sublayer_jacobians(given.loaded.model, few)
+    jacobian = sublayer_jacobians(given.loaded.model, few)
     jacobian.save(folder / "jacobian.json")
     draw(folder, {"growth": growth_figure(profiles), "jacobian": jacobian_figure(jacobian)})
 
@@ -75,7 +75,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
             ("ρ", profile.rho),
         )
     ]
-    jacobian = lp.profiles.JacobianNorms.load(folder / "jacobian.json")
+    jacobian = JacobianNorms.load(folder / "jacobian.json")
     others = np.array([ContractionProfile.load(folder / f"contraction-{e:g}.json").rho for e in EPSILONS])
     moved = float((others.max(0) / others.min(0)).max() - 1)
     gains = np.array([*jacobian.attention_gain, *jacobian.mlp_gain])

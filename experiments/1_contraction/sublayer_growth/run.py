@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-import lyapunov_prune as lp
 from experiments.common import Model, read_text, run_command
 from experiments.statements import bullets, runs, short, table
-from lyapunov_prune.profiles.sublayer_growth import SublayerGrowth
+from experiments.sublayer_growth import SublayerGrowth, sublayer_growth
 
 HERE = Path(__file__).parent
 SHOWN = 3  # layers of least and of most ρ
@@ -21,7 +20,7 @@ SHOWN = 3  # layers of least and of most ρ
 def main(model: Model = Model(), text: str = "builtin", tokens: int = 2048, context: int = 512) -> None:
     loaded = model.load()
     batch = read_text(loaded, text, tokens, context)
-    found = lp.profiles.sublayer_growth(loaded.model, batch, seeds=range(2))
+    found = sublayer_growth(loaded.model, batch, seeds=range(2))
     found.save(HERE / f"{found.measured_on.model.name}.json")
 
 

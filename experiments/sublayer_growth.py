@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
 import torch
 
-from lyapunov_prune.arguments import Count, Positive, Seeds
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.reading import Readable, read
@@ -79,7 +79,7 @@ class SublayerGrowth(Result):
 
 @runs_model
 def sublayer_growth(
-    model: InMemory, batch: Readable, *, epsilon: Positive = 1e-2, seeds: Seeds = range(4), batch_size: Count = 1
+    model: InMemory, batch: Readable, *, epsilon: float = 1e-2, seeds: Sequence[int] = range(4), batch_size: int = 1
 ) -> SublayerGrowth:
     """Follow the perturbation of `measure_contraction` through the sublayers of every layer.
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import Count
 from lyapunov_prune.forward.hooks import require_finite, run_up_to
 from lyapunov_prune.forward.products import Product, watched_products
 from lyapunov_prune.forward.reading import Readable, read
@@ -23,6 +24,7 @@ from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.progress import track
+from lyapunov_prune.report.drawing import GREY, SMALL, STYLES, depth_axis, log_axis, panels, svg
 from lyapunov_prune.results.frames import columns, pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -76,7 +78,7 @@ class ActivationStatistics(Result):
 
 
 @runs_model
-def activation_statistics(model: InMemory, batch: Readable, *, batch_size: Count = 1) -> ActivationStatistics:
+def activation_statistics(model: InMemory, batch: Readable, *, batch_size: int = 1) -> ActivationStatistics:
     """Measure rank, tails and sparsity of the activations at every matrix, see ActivationStatistics.
 
     Scatter matrices are summed in float64, the smaller one of tokens × tokens and width × width. Layers share one
@@ -246,3 +248,56 @@ def _feed(model: PreTrainedModel, structure: Structure, group: Sequence[_Matrix]
 
     with watched_products(model, [m.projection for m in group], seen):
         run_up_to(structure, structure.layers[group[-1].layer], ids, lambda *_: None)
+
+
+def activation_figure(statistics: ActivationStatistics) -> str:
+    """Rank of the outputs, kurtosis and sparsity of the inputs over depth, for the matrices of the MLP.
+
+    The MLP's are the last matrix of a layer and those beside it in the same module.
+    """
+    figure, (ranks, tails, zeros) = panels(9, 7.2, 3)
+    chosen = _mlp(statistics)
+    relative = statistics.effective_rank / statistics.width
+    alike = statistics.token_rank / statistics.width
+    for (component, at), (colour, marker) in zip(chosen.items(), STYLES, strict=False):
+        layers = np.array(statistics.layers)[at]
+        ranks.plot(layers, relative[at], marker=marker, markersize=4, color=colour, label=component)
+        ranks.plot(layers, alike[at], "--", marker=marker, markersize=4, color=colour, markerfacecolor="white")
+    ranks.plot([], [], "--", color=GREY, label="every token weighed alike")
+    log_axis(ranks)
+    ranks.set_ylabel("effective rank of y / width")
+    ranks.legend(frameon=False, fontsize=SMALL, ncols=5, loc="lower left", bbox_to_anchor=(0, 1))
+    for axes, values, label in (
+        (tails, statistics.kurtosis, "excess kurtosis of x"),
+        (zeros, 100 * statistics.sparsity, "sparsity of x, %"),
+    ):
+        # Gate and up see the same input: one line for both.
+        shared: dict[bytes, list[str]] = {}
+        for component, at in chosen.items():
+            shared.setdefault(values[at].tobytes(), []).append(component)
+        for names, (colour, marker) in zip(shared.values(), STYLES, strict=False):
+            at = chosen[names[0]]
+            layers = np.array(statistics.layers)[at]
+            axes.plot(layers, values[at], marker=marker, markersize=4, color=colour, label=", ".join(names))
+        axes.set_ylabel(label)
+        axes.legend(frameon=False, fontsize=SMALL)
+    _signed_log_axis(tails)
+    zeros.set_ylim(bottom=0)
+    depth_axis(zeros, max(statistics.layers) + 1)
+    return svg(figure)
+
+
+def _mlp(statistics: ActivationStatistics) -> dict[str, list[int]]:
+    """Component -> places of its matrices: the last component of the first layer, then its neighbours."""
+    first = [i for i, layer in enumerate(statistics.layers) if layer == statistics.layers[0]]
+    own = list(dict.fromkeys(statistics.components[i] for i in first))
+    module = own[-1].rpartition(".")[0]
+    names = [own[-1], *(name for name in own[:-1] if name.rpartition(".")[0] == module)]
+    return {name: [i for i, c in enumerate(statistics.components) if c == name] for name in names}
+
+
+def _signed_log_axis(axes: Axes) -> None:
+    """Logarithmic beyond ±1 and linear between: an excess may be negative."""
+    axes.set_yscale("symlog", linthresh=1)
+    axes.axhline(0, color=GREY, linewidth=0.8)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))

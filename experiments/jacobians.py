@@ -17,7 +17,6 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lyapunov_prune.arguments import Count, Range, Seed
 from lyapunov_prune.forward.branches import Branch, find_branches, layer_children
 from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.hooks import layer_input, require_finite_layers, run_backbone
@@ -27,6 +26,7 @@ from lyapunov_prune.models.device import eager_experts
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_readable
 from lyapunov_prune.profiles.propagation import forward_mode
+from lyapunov_prune.report.drawing import COLOURS, GREY, log_axis, one_panel, over_depth
 from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -73,7 +73,7 @@ class JacobianNorms(Result):
 
 @runs_model
 def sublayer_jacobians(
-    model: InMemory, batch: Readable, *, steps: Annotated[int, Range(2)] = 12, probes: Count = 8, seed: Seed = 0
+    model: InMemory, batch: Readable, *, steps: int = 12, probes: int = 8, seed: int = 0
 ) -> JacobianNorms:
     """Estimate `‖J‖` and `‖J‖_F/√n` of attention and MLP of every layer, see JacobianNorms.
 
@@ -188,3 +188,20 @@ def products(branch: Branch) -> Iterator[tuple[Product, Product, int]]:
 def _signs(size: int, generator: torch.Generator) -> torch.Tensor:
     """Random signs: `E ‖J s‖² = ‖J‖_F²` (Hutchinson)."""
     return torch.randint(2, (size,), generator=generator).double() * 2 - 1
+
+
+def jacobian_figure(norms: JacobianNorms) -> str:
+    """Largest and typical stretch of both branches over depth, on a logarithmic axis; 1 is drawn."""
+    figure, axes = one_panel(9, 3.8)
+    layers = np.arange(len(norms.attention_norm))
+    for branch, label, colour, marker in (
+        ("attention", "attention", COLOURS["rho"], "o"),
+        ("mlp", "MLP", COLOURS["bi"], "s"),
+    ):
+        largest, typical = getattr(norms, f"{branch}_norm"), getattr(norms, f"{branch}_gain")
+        axes.plot(layers, largest, marker=marker, markersize=4, color=colour, label=f"{label}, ‖J‖ from below")
+        style: dict[str, Any] = {"marker": marker, "markersize": 4, "color": colour, "markerfacecolor": "white"}
+        axes.plot(layers, typical, "--", label=f"{label}, ‖J‖_F/√n", **style)
+    axes.axhline(1, color=GREY, linewidth=0.8)
+    log_axis(axes)
+    return over_depth(figure, axes, len(layers), "stretch of an error", ncols=2)
