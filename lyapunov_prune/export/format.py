@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.pruning.stored import Stored
+from lyapunov_prune.pruning.stored import FormatNotes
 from lyapunov_prune.registry import Choice
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Format(Choice):
 
     readers: ClassVar[str]
     units: ClassVar[tuple[str, ...]] = ()
-    card: ClassVar[Stored | None] = None
+    card: ClassVar[FormatNotes | None] = None
     streamed: ClassVar[tuple[str, ...]] = ()
     mends: ClassVar[bool] = False
     symmetric: ClassVar[bool] = False  # rounding must use symmetric grids: zero points do not load packed

@@ -22,7 +22,7 @@ from lyapunov_prune.pruning.alone import RoundedAlone
 from lyapunov_prune.pruning.gate import GateReport, crashed
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removed import ChannelsGone, ExpertsGone, PartsGone
-from lyapunov_prune.pruning.stored import PLAIN, Stored
+from lyapunov_prune.pruning.stored import PLAIN, FormatNotes
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.history import HISTORY, history_of
 from lyapunov_prune.results.result import LINES, Result, versions
@@ -126,7 +126,7 @@ def describe(
     structure: Structure,
     pruned: PreTrainedModel,
     not_run: tuple[str, ...] = (),
-    stored: Stored = PLAIN,
+    stored: FormatNotes = PLAIN,
     mended: MendReport | None = None,
     since: str = "The model has not been\ntrained after the removal.",
     sections: Mapping[str, str] | None = None,
@@ -191,7 +191,7 @@ def _kind(plan: PruningPlan) -> tuple[str, str]:
     return kind, depth + parts if plan.remove or kind == "depth" else parts
 
 
-def _removed(plan: PruningPlan, stored: Stored) -> str:
+def _removed(plan: PruningPlan, stored: FormatNotes) -> str:
     """What is gone, by which measurements, and what that saves in this format."""
     lines, gone, fitted = [], plan.gone, ""
     if plan.remove:

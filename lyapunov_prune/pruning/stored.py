@@ -8,7 +8,7 @@ from typing import Final
 
 
 @dataclass(frozen=True)
-class Stored:
+class FormatNotes:
     """The sentences of a pruned checkpoint's card about its format.
 
     `parts` says for "attention" and "activation" what became of a removed part; `note` says where the files name
@@ -22,4 +22,4 @@ class Stored:
     engines: bool = False
 
 
-PLAIN: Final = Stored("plain", {}, engines=True)
+PLAIN: Final = FormatNotes("plain", {}, engines=True)

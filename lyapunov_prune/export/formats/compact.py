@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from lyapunov_prune.export.format import CutModel, Format
-from lyapunov_prune.pruning.stored import Stored
+from lyapunov_prune.pruning.stored import FormatNotes
 
 if TYPE_CHECKING:
     from lyapunov_prune.models.decoder import Decoder
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.pruning.plan import PruningPlan
     from lyapunov_prune.pruning.surgery import Operation
 
-COMPACT: Final = Stored(
+COMPACT: Final = FormatNotes(
     "compact",
     {
         "attention": "It is gone, with the norms that serve it alone.",
@@ -30,7 +30,7 @@ class Compact(Format):
     help = "removed parts are absent"
     reference = "this package, `models/modeling_compact.py`"
     readers = "this package, and transformers by the module beside the weights"
-    card: ClassVar[Stored] = COMPACT
+    card: ClassVar[FormatNotes] = COMPACT
 
     def require_plan(self, decoder: Decoder, plan: PruningPlan) -> None:
         from lyapunov_prune.export.compact import require_compact

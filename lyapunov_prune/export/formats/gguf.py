@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lyapunov_prune.export.format import CutModel, Quantisation
 from lyapunov_prune.export.formats.plain import Plain
-from lyapunov_prune.pruning.stored import Stored
+from lyapunov_prune.pruning.stored import FormatNotes
 
 if TYPE_CHECKING:
     from lyapunov_prune.export.exported import Exported
@@ -24,7 +24,7 @@ class GGUF(Plain):
     reference = "GGUF, llama.cpp"
     readers = "llama.cpp and what is built on it, this package"
     units: ClassVar[tuple[str, ...]] = ()
-    card = Stored("gguf", {}, engines=True)
+    card = FormatNotes("gguf", {}, engines=True)
     streamed: ClassVar[tuple[str, ...]] = ("prune",)
     quantize: Quantisation | None = None
 
