@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from lyapunov_prune.budget.cost import costs, kinds_for, size_in
@@ -22,15 +23,15 @@ from lyapunov_prune.models.structure import model_name
 from lyapunov_prune.pruning.alone import RoundedAlone
 
 _WIDE = 16.0  # bits of a weight in a plain checkpoint
-_WINDOWS = 4  # of the text, for the costs
+_WINDOWS, _TOKENS = 4, 256  # of the text, for the costs: a backward through whole windows may not fit beside the model
 
 
 def rounded_alone(decoder: Decoder, left: int, output: Path, batch: TokenBatch | None) -> RoundedAlone | None:
     """The model of `decoder` rounded to the bytes that `left` of its weights take in `output`, without a removal.
 
     In a `.gguf` file they take the bits that the model's own file has, elsewhere 16. The KL is predicted on the first
-    windows of `batch`, if there is one (`cost.costs`). None if llama.cpp cannot hold the model or is not installed, and
-    for fewer bits than its types have.
+    tokens of a few windows of `batch`, if there is one (`cost.costs`). None if llama.cpp cannot hold the model or is
+    not installed, and for fewer bits than its types have.
     """
     model, stored = decoder.model, _WIDE
     with suppress(LyapunovPruneError):
@@ -45,7 +46,7 @@ def rounded_alone(decoder: Decoder, left: int, output: Path, batch: TokenBatch |
         command = f"lyapunov-prune shrink {shlex.quote(model_name(model))} --size {bits:.3g}bpw -o small{SUFFIX}"
         kl = None
         if batch is not None:
-            some = batch.take(range(min(_WINDOWS, len(batch))))
+            some = replace(batch, ids=batch.ids[:_WINDOWS, :_TOKENS])
             found = list(costs(read(decoder, some), bits=bits))
             pick = chosen_types(found, int(bits * weights / 8))
             kl = float(sum(t.cost[k] for t, k in zip(found, pick, strict=True)))
