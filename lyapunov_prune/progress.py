@@ -134,7 +134,7 @@ class _Step:
     total: float | None
     began: float
     done: float = 0.0
-    told: bool = False
+    told: float | None = None  # `done` when the last line was written
 
     def line(self, now: float) -> str:
         took, left, done = now - self.began, "", f"{self.done:g}"
@@ -160,8 +160,9 @@ def _log_step(*, ended: bool = False) -> None:
     """A line on the outermost step, once it is long, then every minute, and at its end."""
     now, step = time.monotonic(), _steps[0]
     long = now - step.began >= _LONG
-    if (long and (ended or not step.told)) or now - _last_line >= _AGAIN:
-        step.told = True
+    due = step.told != step.done if ended else step.told is None
+    if (long and due) or now - _last_line >= _AGAIN:
+        step.told = step.done
         _log(step.line(now), now)
 
 

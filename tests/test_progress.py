@@ -118,6 +118,8 @@ def test_a_log_has_a_line_once_a_step_is_long_then_every_minute_and_at_its_end(
             now += 10.0
     now = 1000.0
     list(track([1], "short"))
+    for _ in track([1], "long at its end"):
+        now += 10.0
     with status("loading"):
         now += 41.0
     with status("waiting"), status("what the log has"):
@@ -129,6 +131,7 @@ def test_a_log_has_a_line_once_a_step_is_long_then_every_minute_and_at_its_end(
         "outer: 9/10, 3:10, 21 s left",
         "outer: 10/10, 3:20",
         "short: 1/1, 0 s",
+        "long at its end: 1/1, 10 s",
         "loading: 41 s",
         "what the log has: 41 s",
     ]

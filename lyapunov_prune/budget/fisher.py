@@ -16,6 +16,7 @@ from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.experts import stacks
 from lyapunov_prune.models.launched import from_each
 from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.progress import track
 
 _SHARE = 0.6  # of the free memory, for the sums of the matrices that are summed at once
 
@@ -46,7 +47,7 @@ def fisher(reading: Reading, matrices: Mapping[str, nn.Parameter], seed: int) ->
     room = min(from_each(reading.model, free_memory(str(reading.model.device))))  # all processes take the same groups
     for group in _groups(matrices, _SHARE * room):
         sums = _sums(reading, {name: matrices[name] for name in group}, seed)
-        for name in group:
+        for name in track(group, "costs"):
             found = sums.pop(name) / reading.batch.tokens
             require_numbers(found, f"gradients of {name}")
             yield name, found

@@ -38,14 +38,17 @@ class Frontier(Result):
     alike: _PerSize
     best: _PerSize
 
+    def answer(self) -> list[str]:
+        return ["Predicted KL, nats a token: every matrix in one type, and the best types in as many bytes"]
+
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame(
             {
-                "size of": self.types,
+                "type": self.types,
                 "bits": self.bits,
                 "MB": self.bytes / 1e6,
-                "KL, one type": self.alike,
-                "KL, chosen": self.best,
+                "one type": self.alike,
+                "best types": self.best,
             }
         )
 
@@ -88,13 +91,14 @@ class Spent(Result):
         return compare(np.zeros_like(self.kl), self.kl)
 
     def to_frame(self) -> pd.DataFrame:
-        return pd.DataFrame({"matrix": self.names, "type": self.types, "MB": self.bytes / 1e6, "cost": self.cost})
+        return pd.DataFrame(
+            {"matrix": self.names, "type": self.types, "MB": self.bytes / 1e6, "predicted KL": self.cost}
+        )
 
     def summary(self) -> pd.DataFrame:
         """By type, the most bytes first."""
-        groups = (
-            self.to_frame().groupby("type").agg(matrices=("matrix", "size"), MB=("MB", "sum"), cost=("cost", "sum"))
-        )
+        by = self.to_frame().groupby("type")
+        groups = pd.concat([by.size().rename("matrices"), by[["MB", "predicted KL"]].sum()], axis=1)
         return groups.sort_values("MB", ascending=False).reset_index()
 
     def further(self) -> list[Result]:
@@ -106,9 +110,10 @@ class Spent(Result):
     def answer(self) -> list[str]:
         found = self.measured
         lines = [
-            f"{self.measured_on.model.name} in {self.size / 1e6:.4g} MB ({self.wanted}), {self.bits:.3g} bits a weight",
+            f"{self.measured_on.model.name} in {self.size / 1e6:.4g} MB of tensors ({self.wanted}), "
+            f"{self.bits:.3g} bits a weight of the matrices",
             f"KL {found.change:.3g} nats a token ({found.low:.3g} to {found.high:.3g}) on {self.judged_on.tokens} "
-            f"tokens of {self.judged_on.text}; {self.predicted:.3g} predicted; {self.against_dense().told()}",
+            f"tokens of {self.judged_on.text}; {self.predicted:.3g} predicted",
         ]
         if self.alone:
             lines.append(

@@ -107,7 +107,7 @@ def report(
 # The commands, each with the arguments of the example below its help, which `tests/cli/test_options.py` parses.
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "demo": (demo, ""),
-    "shrink": (shrink, "smollm2-135m --remove 25% -o small"),
+    "shrink": (shrink, "smollm2-135m --size 5bpw -o small.gguf"),
     "profile": (profile, "smollm2-135m --tokens 2048"),
     "rank": (rank, "smollm2-135m --criterion bi --remove 4"),
     "prune": (prune, "smollm2-135m --remove 25% --mend -o smaller"),

@@ -68,6 +68,12 @@ def _schedule(name: str) -> None:
         SCHEDULES[name]  # refuses one that there is not
 
 
+def _size(size: str) -> None:
+    from lyapunov_prune.budget.size import parsed_size
+
+    parsed_size(size)
+
+
 MODEL = Held(_model)
 MEASURED = Held(_measured)
 TEXT = Held(_text)
@@ -77,3 +83,4 @@ NEW = Held(_new)
 RUN = Held(_folder)
 ITEMS = Held(_files)
 SCHEDULE = Held(_schedule)
+SIZE = Held(_size)

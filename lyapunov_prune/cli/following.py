@@ -21,7 +21,7 @@ _NEXT = {
     "joint": (f"{_SCORED} --speed",),
     "export": (_SCORED,),
     "heal": ("eval {output} --against {teacher} --speed", "eval {output} --against smollm2-135m --speed"),
-    "eval": ("hierarchy {against} {model}", "shrink {model} --remove 25% -o smaller"),
+    "eval": ("hierarchy {against} {model}", "shrink {model} -o smaller.gguf"),
     "check": ("explain {model} {compressed}",),
     "sensitivity": (_PRUNED,),
     "hierarchy": ("eval {compressed} --against {dense}",),

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
 
 import typer
 
@@ -52,14 +52,19 @@ LAYERS = Held(partial(layer_indices, "--layers"))
 PROTECTED = Held(partial(layer_indices, "--protect"))
 
 
+def share_of(text: str) -> float:
+    """0.25 of 25% or 0.25; raises ValueError for what is no number."""
+    number = text.strip().removesuffix("%")
+    return float(number) / (1 if number == text.strip() else 100)
+
+
 def count_or_share(text: str) -> int | float:
     """A whole number, as 7, is an int; a share, as 25% or 0.25, is a float between 0 and 1."""
     with suppress(ValueError):
         if int(text) > 0:
             return int(text)
     with suppress(ValueError):
-        share = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
-        if 0 < share < 1:
+        if 0 < (share := share_of(text)) < 1:
             return share
     raise typer.BadParameter(f"{text!r} is neither a number above 0, as 7, nor a share below 100%, as 25%")
 
@@ -88,7 +93,11 @@ Device = Annotated[
 ]
 DType = Annotated[
     choices.DType | None,
-    model_option(help="Type of the weights in memory; if there is no default, that of the checkpoint."),
+    model_option(
+        metavar="TYPE",
+        help="Type of the weights in memory: float32, bfloat16, float16 or float64. Without a default, that of the "
+        "checkpoint.",
+    ),
 ]
 
 
@@ -134,8 +143,8 @@ class TextOptions:
         checks.TEXT,
         text_option(
             help="builtin (prose), code, a .txt file, a file of rows such as x.jsonl or x.csv:COLUMN, a hub data set "
-            "name[:config[:split[:COLUMN]]], or self: text that the (dense) model writes, the default of prune --mend. "
-            "Chats go through the model's chat template."
+            "name[:config[:split[:COLUMN]]], or self: text that the model writes itself (in heal, its teacher). Chats "
+            "go through the model's chat template."
         ),
     ] = "builtin"
     tokens: Annotated[int, text_option(min=2, help="Number of tokens.")] = 4096
@@ -189,16 +198,14 @@ def models_here(incomplete: str) -> list[str]:
 Model = Annotated[
     str,
     checks.MODEL,
-    typer.Argument(
-        autocompletion=models_here, help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in)."
-    ),
+    typer.Argument(autocompletion=models_here, help="Hub id, folder, .gguf file, or smollm2-135m (built in)."),
 ]
 Judge = Annotated[
     str | None,
     checks.TEXT,
     text_option(
-        help="A second text that decides whether a step helped; named as --text. Default: self, or builtin if --text "
-        "is self."
+        help="A second text, named as for --text, which a step must help as well to be kept. Default: self, or builtin "
+        "if --text is self."
     ),
 ]
 FailAbove = Annotated[
@@ -206,8 +213,8 @@ FailAbove = Annotated[
     Range(1),
     output_option(
         "--fail-above",
-        help="Exit code 1 if the perplexity is more times that of the dense model than this (upper end of the 95 % "
-        "interval), as 1.1.",
+        help="Exit code 1 if the perplexity, divided by the dense model's, is above this number, such as 1.1 (by the "
+        "upper end of the 95 % interval).",
     ),
 ]
 Seeds = Annotated[int, what_option(min=1, help="Number of random perturbations to average over.")]
@@ -226,8 +233,9 @@ Method = Annotated[choices.Method, what_option(**one_of(METHODS, "How a matrix i
 Sparsity = Annotated[
     str | None,
     what_option(
-        metavar="SHARE|N:M",
-        help="Share to remove, of entries or (low rank) of parameters. 2:4 keeps two of every four inputs.",
+        metavar="N%|N:M",
+        help="Share to remove, of entries or (low rank) of parameters, as 0.5 or 50%. 2:4 keeps two of every four "
+        "inputs.",
     ),
 ]
 Bits = Annotated[
@@ -252,8 +260,15 @@ Written = Annotated[
 ]
 Quantize = Annotated[
     Quantisation | None,
-    output_option(help="Type of the matrices in a .gguf file; default: f16, of which llama-quantize makes others."),
+    output_option(
+        metavar="TYPE", help=f"Type of the matrices in a .gguf file: {', '.join(get_args(Quantisation))}. Default: f16."
+    ),
 ]
 Target = Annotated[
     Path, checks.NEW, output_option("--output", "-o", help="Folder for the checkpoint; must be new or empty.")
+]
+FileTarget = Annotated[
+    Path,
+    checks.NEW,
+    output_option("--output", "-o", help="Folder for the checkpoint, new or empty; or a new file that ends in .gguf."),
 ]

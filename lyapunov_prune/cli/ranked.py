@@ -37,10 +37,10 @@ What = Annotated[
             [
                 "What is removed.",
                 "layers: whole layers",
-                f"attention: that of a layer, by {_criteria_of('attention')} (prune: a compact checkpoint)",
-                "activation: only with prune --layers (a compact checkpoint)",
-                "width: hidden channels of all blocks or experts (prune)",
-                f"experts: the same number per layer, by {_criteria_of('experts')}",
+                f"attention: the attention of a layer, by {_criteria_of('attention')}; a compact checkpoint",
+                "activation: that of the layers in prune --layers; a compact checkpoint",
+                "width: hidden channels of all feed-forward blocks or experts; only prune",
+                f"experts: the same number in every layer, by {_criteria_of('experts')}",
             ]
         ),
     ),

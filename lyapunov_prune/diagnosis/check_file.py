@@ -60,9 +60,7 @@ class FileCheck(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per fault, and per engine that would be wrong."""
-        rows = [
-            (", ".join(f.tensors), f.said, f.certainty, f.known_cause, f.remedy) for f in self.findings + self.engines
-        ]
+        rows = [(f.places(), f.said, f.certainty, f.known_cause, f.remedy) for f in self.findings + self.engines]
         return pd.DataFrame(rows, columns=["tensors", "wrong", "sure", "known cause", "to do"])
 
     def headline(self) -> str:
@@ -83,7 +81,7 @@ def check_file(name: str) -> FileCheck:
     honest file has no finding. Raises LyapunovPruneError if there is no such checkpoint.
     """
     stored = open_stored(name)
-    if stored.folder is None and stored.header is None:
+    if stored.faults and not stored.places:  # what is said of its names and numbers would follow from these
         return FileCheck(name, stored.faults)
     packed = list(packed_matrices(stored))
     looked = Looked(stored, look(stored), packed, expected_of(stored) if stored.config else None)

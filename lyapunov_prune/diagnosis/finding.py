@@ -12,6 +12,7 @@ from lyapunov_prune.results.result import LINES, Result
 
 Certainty = Literal["certain", "likely", "possible"]
 AGAIN = "convert the original checkpoint again"  # the commonest remedy
+_NAMED = 3  # tensors of a fault that a table names
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in the name of a tensor
 
 
@@ -39,6 +40,11 @@ class Finding:
     remedy: str = ""
     share: float | None = None
 
+    def places(self) -> str:
+        """The tensors for a table: three of them by name, and how many more there are."""
+        more = len(self.tensors) - _NAMED
+        return ", ".join(self.tensors[:_NAMED]) + f" and {more} more" * (more > 0)
+
     def line(self) -> str:
         """The sentence, with the share of the error and the known cause behind it."""
         share = "" if self.share is None else f" Put right alone, it takes {self.share:.0%} of the error away."
@@ -63,7 +69,7 @@ class Diagnosis(Result):
     def to_frame(self) -> pd.DataFrame:
         """One row per fault."""
         columns = ("kind", "tensors", "certainty", "share", "said")
-        found = [(f.kind, ", ".join(f.tensors), f.certainty, f.share, f.said) for f in self.findings]
+        found = [(f.kind, f.places(), f.certainty, f.share, f.said) for f in self.findings]
         return pd.DataFrame(found, columns=list(columns))
 
     def answer(self) -> list[str]:

@@ -126,8 +126,12 @@ class Format(Choice):
 
         if METHODS[asked.method].unit not in self.units:
             others = ", ".join(name for name, known in METHODS.items() if known.unit in self.units)
-            remedy = f"give --method {others}" if others else "write plain, and export that"
-            raise LyapunovPruneError(f"--format {self.name} cannot store the result of {asked.method}; {remedy}")
+            remedy = (
+                f"give --method {others}"
+                if others
+                else "write a folder and export that, or give shrink --size for a .gguf file of few bits"
+            )
+            raise LyapunovPruneError(f"the format {self.name} cannot store the result of {asked.method}; {remedy}")
 
     def require_model(self, model: PreTrainedModel, asked: CompressionRequest) -> None:
         """Raise LyapunovPruneError for a model whose matrices the format cannot hold, before anything is measured."""

@@ -23,6 +23,7 @@ from lyapunov_prune.models.ggml import Kind, bits_of, dequantised, fits, quantis
 from lyapunov_prune.models.gguf_copy import Anew, Piece
 from lyapunov_prune.models.gguf_header import Tensor
 from lyapunov_prune.models.gguf_metadata import GGUFFamily, rope_tensors
+from lyapunov_prune.progress import track
 
 _ROUTER, _SHARED_GATE = ".ffn_gate_inp", ".ffn_gate_inp_shexp"
 _MOVES = (0.01, 0.5)  # largest relative change by rounding to 16 bits or more, and to fewer
@@ -115,7 +116,7 @@ def stored_tensors(
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     held: set[int] = set()
-    for own, tensor in model.state_dict().items():
+    for own, tensor in track(model.state_dict().items(), "rounding"):
         if tensor.data_ptr() in held:  # tied: without an output matrix llama.cpp uses the embeddings
             continue
         held.add(tensor.data_ptr())

@@ -29,7 +29,7 @@ def test_compress_writes_a_plain_checkpoint_that_says_what_it_is(run: Any) -> No
 
 def test_an_allocation_is_measured_or_read(run: Any) -> None:
     sparse = ["compress", "tiny", "--method", "magnitude", "-o"]
-    assert run(*sparse, "a", "--sparsity", "0.5", "--allocation", "lyapunov", *TEXT).code == 0
+    assert run(*sparse, "a", "--sparsity", "50%", "--allocation", "lyapunov", *TEXT).code == 0
     allocation = CompressionReport.load("a/compression.json").allocation
     allocation.save("allocation.json")
     assert run(*sparse, "b", "--allocation", "allocation.json").code == 0
@@ -46,7 +46,8 @@ def test_an_allocation_is_measured_or_read(run: Any) -> None:
         (["--method", "best", "--sparsity", "0.5"], "'best' is not one of"),
         (["--method", "magnitude", "--sparsity", "0.5"], "--tokens has no effect"),
         (["--method", "rtn", "--bits", "4"], "--tokens has no effect"),
-        (["--method", "wanda", "--sparsity", "0"], "'0' is not a share"),
+        (["--method", "wanda", "--sparsity", "0"], "'0' is neither a share"),
+        (["--method", "wanda", "--sparsity", "0.5", "-o", "out.gguf"], "export that"),
         (["--method", "rtn", "--bits", "4", "--allocation", "bits"], "gives every layer 4 bits"),
     ],
 )

@@ -7,6 +7,7 @@ def test_a_diagnosis_comes_back_as_it_was_saved(tmp_path):
     said = "`norm.weight` is that of DENSE plus 1."
     found = Finding("shift", ("norm.weight",), said, "certain", "Gemma", "fetch", 0.5)
     bare = Finding("tokenizer", (), "The ids differ.", "likely")
+    assert Finding("missing", tuple("abcde"), "", "certain").places() == "a, b, c and 2 more"
     kept = Diagnosis("file.gguf", (found, bare))
     assert Diagnosis.load(kept.save(tmp_path / "diagnosis.json")) == kept
     assert list(kept.to_frame()["kind"]) == ["shift", "tokenizer"]

@@ -28,6 +28,7 @@ from lyapunov_prune.cli.options import (
     Stored,
     Target,
     TextOptions,
+    share_of,
 )
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
@@ -167,7 +168,9 @@ def _share_or_pattern(sparsity: str | None) -> tuple[float | None, tuple[int, in
         share = 1 - keep_of[0] / keep_of[1]
     elif sparsity is not None:
         with suppress(ValueError):
-            share = float(sparsity)
+            share = share_of(sparsity)
     if sparsity is not None and not (share and 0 < share < 1):
-        raise LyapunovPruneError(f"--sparsity {sparsity!r} is not a share from 0 to 1, as 0.5, or a pattern, as 2:4")
+        raise LyapunovPruneError(
+            f"--sparsity {sparsity!r} is neither a share above 0 and below 1, as 0.5 or 50%, nor a pattern, as 2:4"
+        )
     return share, keep_of

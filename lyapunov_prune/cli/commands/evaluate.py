@@ -78,19 +78,25 @@ def evaluate(
     for part in result.further():
         show(part, None, kept=written, answered=True)
     if speed:
-        _say_unpacked(models)
+        _say_unpacked(models, in_llama_cpp=result.engine is not None)
     if result.engine is not None:
         result.engine.require_same()
     require_ratio(result, fail_above)
 
 
-def _say_unpacked(models: dict[str, PreTrainedModel]) -> None:
+def _say_unpacked(models: dict[str, PreTrainedModel], *, in_llama_cpp: bool) -> None:
     """Say which models have packed weights that loading unpacked, since that is what was timed."""
     from lyapunov_prune.models.quantised import is_packed, quantisation
 
     unpacked = [name for name, model in models.items() if quantisation(model.config) and not is_packed(model)]
     if unpacked:
         say(f"The packed weights of {', '.join(unpacked)} were unpacked on loading: these are speeds of dense ones.")
+    files = [name for name in models if name.endswith(".gguf")]
+    if files and not in_llama_cpp:
+        say(
+            f"{', '.join(files)} ran dequantised, in PyTorch: llama.cpp, which is faster, times .gguf files "
+            "only (extra engines); export the other model as one."
+        )
 
 
 def _in_llama_cpp(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from lyapunov_prune.cli.inputs import format_for
-from lyapunov_prune.cli.options import Model, ModelOptions, Quantize, Target, Written, model_option
+from lyapunov_prune.cli.options import FileTarget, Model, ModelOptions, Quantize, Written, model_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import show
 from lyapunov_prune.export.table import FORMATS
@@ -22,7 +22,7 @@ def export(
             "--text-only", help="Write only the text model of a multimodal checkpoint; names what is left out."
         ),
     ] = False,
-    output: Target,
+    output: FileTarget,
     given: Given = Given(),
 ) -> None:
     """Write MODEL unchanged in another format: a .gguf file for llama.cpp, or a folder.

@@ -12,7 +12,7 @@ import typer
 from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.inputs import begun_run, format_for
 from lyapunov_prune.cli.jobs import first_goes_on, jobs_folder
-from lyapunov_prune.cli.options import ABOVE_ZERO, Inputs, Target, TextOptions, model_option, what_option
+from lyapunov_prune.cli.options import ABOVE_ZERO, FileTarget, Inputs, TextOptions, model_option, what_option
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -57,7 +57,7 @@ def heal(
         str | None, checks.MODEL, model_option(help="The dense model; not needed if it is the built-in one.")
     ] = None,
     inputs: Inputs = Inputs(dtype="float32", text="self", tokens=25600, context=256),
-    output: Target,
+    output: FileTarget,
     given: Given = Given(),
 ) -> None:
     """Train a pruned model to predict what the dense one predicts; writes a plain checkpoint with healing.json.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.cli.inputs import load_inputs, load_judge, require_ratio, windows_at_once
 from lyapunov_prune.cli.jobs import first_goes_on, jobs_folder
-from lyapunov_prune.cli.options import DISK, FailAbove, Inputs, Model, Target, layer_indices
+from lyapunov_prune.cli.options import DISK, FailAbove, FileTarget, Inputs, Model, layer_indices
 from lyapunov_prune.cli.plans import plan_for, prune_files, read_plan, tell_written
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.removal import (
@@ -39,7 +39,7 @@ def prune(
     removal: RemovalOptions = RemovalOptions(),
     fail_above: FailAbove = None,
     inputs: Inputs = Inputs(),
-    output: Target,
+    output: FileTarget,
     given: Given = Given(),
 ) -> None:
     """Remove layers physically, check the removal, and write a plain transformers checkpoint.

@@ -6,15 +6,16 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_beside, load_inputs, require_ratio, windows_at_once
 from lyapunov_prune.cli.jobs import jobs_folder
 from lyapunov_prune.cli.options import (
     ABOVE_ZERO,
     FailAbove,
+    FileTarget,
     Inputs,
     Judge,
     Model,
-    Target,
     TextOptions,
     counted,
     what_option,
@@ -54,11 +55,12 @@ class Goal:
     ] = None
     size: Annotated[
         str | None,
+        checks.SIZE,
         what_option(
             "--size",
             metavar="300MB|50%|4.5bpw",
-            help="Instead: the best .gguf file of this size, by a type for every matrix. %: of the weights in 16 bits; "
-            "bpw: bits a weight. Needs the extra engines.",
+            help="Instead: the best .gguf file of this size, which removes no layer. 300MB: of the file; 50%: a share "
+            "of the matrices in 16 bits; 4.5bpw: bits a weight. Needs the extra engines.",
         ),
     ] = None
 
@@ -73,18 +75,21 @@ def shrink(
     inputs: Inputs = Inputs(text="self", tokens=25600, context=256),
     judge: Judge = None,
     fail_above: FailAbove = None,
-    output: Target,
+    output: FileTarget,
     given: Given = Given(),
 ) -> None:
-    """Make a smaller model: choose layers, remove them, mend, heal, check, evaluate; writes a plain checkpoint.
+    """Make a smaller model: the best .gguf file of a --size, or fewer layers, chosen, mended, healed and evaluated.
 
-    One target says how much to remove; without one, sizes are tried, and the smallest is taken that costs less than
-    10 % more perplexity. Mending and healing are kept only if text that they were not fitted on shows
-    that they help. The expected time and memory are printed first. Without --text the model writes the text to learn
-    from. If the run is interrupted, the same command continues. If --output ends in .gguf, MODEL's GGUF file is copied
-    without the layers and only changed tensors are written again; the report goes to runs/MODEL. With --size, or a
-    .gguf file and no target, no layer goes: every matrix gets the block type of llama.cpp that its share of the loss
-    deserves.
+    --size keeps every layer and gives every matrix the block type of llama.cpp that its share of the loss deserves.
+    --remove, --max-kl and --max-drop remove layers and write a plain checkpoint; with an --output that ends in .gguf,
+    MODEL's GGUF file is copied without them, and the report goes to runs/MODEL. Without a target several sizes (of a
+    .gguf file) or numbers of layers (of a folder) are tried, and the smallest model is written that costs less than
+    10 % more perplexity.
+
+    Where layers are removed, the expected time and memory are printed first, and the model writes the text to learn
+    from unless --text is given. Mending (a linear map, fitted without training, stands in for the removed layers) and
+    healing (distilling from the dense model) are kept only if text that they were not fitted on shows that they help.
+    If the run is interrupted, the same command continues.
     """
     if goal.size is not None or (output.suffix == ".gguf" and goal == Goal()):
         require_ratio(_write_sized(model, goal.size, inputs, output, given), fail_above)
