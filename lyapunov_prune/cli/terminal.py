@@ -66,7 +66,9 @@ def screen(command: str, values: Mapping[str, Any], *, as_json: bool, quiet: boo
         if measured is not None:
             say(measured.conclusion())
         if shown.next is None and failed is None:
-            shown.next = following(command, values, ratio)
+            shown.next = following(command, values, ratio) or next(
+                filter(None, (result.following() for result in reversed(shown.results))), ""
+            )
         if shown.next:
             say(f"Next: lyapunov-prune {shown.next}")
     if as_json and is_main():

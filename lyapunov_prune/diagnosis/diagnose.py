@@ -117,8 +117,8 @@ def _storage(sides: Sides, compared: dict[TensorPlace, Compared]) -> tuple[str, 
             coarser,
         )
     return (
-        f"The weights are off by {median:.2g} of their norm, beyond rounding ({stored:.2g}) in all tensors alike, as "
-        "after training, merging or compression by another method.",
+        f"Half of the matrices are off by {median:.2g} of their norm or more, beyond rounding ({stored:.2g}) in all "
+        "tensors alike, as after training, merging or compression by another method.",
         coarser,
     )
 

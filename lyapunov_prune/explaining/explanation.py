@@ -176,19 +176,17 @@ class Explanation(Decomposed, Result):
         if not self.adds_up:
             lines.insert(0, self._sum())
         lines.append(self.diagnosis.storage if self.diagnosis is not None and not self.findings else self._sum())
-        last = [*filter(None, [self.next_step()]), self.measured_on.line()]
+        last = [self.measured_on.line()]
+        if self.findings and self.findings[0].remedy:
+            last.insert(0, f"What to do: {self.findings[0].remedy}, or make it from DENSE anew.")
         return [*list(filter(None, lines))[: LINES - len(last)], *last]
 
-    def next_step(self) -> str:
-        """What to do next, with one command; empty if the files of the compressed model leave nothing to gain."""
+    def following(self) -> str:
+        """DENSE in as many bytes, spent where they pay most, or in 16 bits and more if something is broken."""
         name = shlex.quote(self.measured_on.model.name)
-        what = f"Next: {self.findings[0].remedy}" if self.findings else ""
-        if self.file_size is None or self.file_size >= 2 * self.measured_on.model.parameters:
-            return what and f"{what}, from DENSE: lyapunov-prune export {name} -o anew"
-        command = f"lyapunov-prune shrink {name} --size {self.file_size / 1e6:.4g}MB"
-        if what:
-            return f"{what}; or make it of DENSE in as many bytes: {command} -o anew.gguf"
-        return f"Next: as many bytes, spent where they pay most: {command} -o smaller.gguf"
+        if self.file_size is not None and self.file_size < 2 * self.measured_on.model.parameters:
+            return f"shrink {name} --size {self.file_size / 1e6:.4g}MB -o anew.gguf"
+        return f"export {name} -o anew" if self.findings else ""
 
     def _swapped(self) -> list[str]:
         """A sentence if the dense model predicts worse than the compressed one, which training can explain."""
@@ -223,11 +221,10 @@ class Explanation(Decomposed, Result):
         together = float(np.nansum(self.kl_only))
         return [
             f"To blame most, by the share of the KL that putting it back alone saves: {named}.",
-            f"Change {_part(self.names[first])} first: dense in the compressed model it leaves KL "
-            f"{self.kl_but[first]:.3g} and perplexity {np.exp(self.loss_but[first]):.4g}; compressed alone it costs KL "
-            f"{self.kl_only[first]:.3g}.",
-            f"Each compressed alone, the KLs sum to {together:.3g}: together they are "
-            f"{'more' if self.kl > together else 'less'} by {abs(self.kl - together):.3g}.",
+            f"With {_part(self.names[first])} put back, KL is {self.kl_but[first]:.3g} and perplexity "
+            f"{np.exp(self.loss_but[first]):.4g}; with it alone compressed, KL is {self.kl_only[first]:.3g}.",
+            f"The KLs of each alone sum to {together:.3g}; all together cost "
+            f"{'more' if self.kl > together else 'less'}, by {abs(self.kl - together):.3g}.",
         ]
 
     def _kind(self) -> str:
@@ -237,7 +234,7 @@ class Explanation(Decomposed, Result):
         arrived = f"{start:.3g} from the embedding, " if start > 0 else ""
         way = f"{carried:.3g} by amplifying it" if carried > 0 else f"−{-carried:.3g} by damping it"
         most = "amplified" if carried > start + added else "added, not amplified"
-        return f"Relative error {end:.3g} behind the last layer: {arrived}{added:.3g} added, {way}; mostly {most}."
+        return f"Relative error {end:.3g} after the last layer: {arrived}{added:.3g} added, {way}; mostly {most}."
 
     def _sum(self) -> str:
         worst = int(np.argmax(self.off))

@@ -70,7 +70,7 @@ class LayerProfile(Result):
         return tuple(order[: max(1, len(turn) // 8)])
 
     def answer(self) -> list[str]:
-        turn, model = self.influence.influence, self.measured_on.model
+        turn = self.influence.influence
         contracting, transitions = self.contraction.contracting
         lines = [
             f"Try to remove first: layers {ranges(self.candidates)} (of 0 to {len(turn) - 1}). They turn the hidden "
@@ -83,13 +83,14 @@ class LayerProfile(Result):
             *self._doubts(),
         ]
         if self.candidates:
-            lines += [
-                "These are scores, no losses: only a model without the layers shows what they cost. Next: "
-                f"lyapunov-prune shrink {shlex.quote(model.name)} --remove {len(self.candidates)} -o smaller"
-            ]
+            lines.append("These are scores, no losses: only a model without the layers shows what they cost.")
         else:
             lines[0] = "No layer stands out as one to remove."
         return lines
+
+    def following(self) -> str:
+        name = shlex.quote(self.measured_on.model.name)
+        return f"shrink {name} --remove {len(self.candidates)} -o smaller" if self.candidates else ""
 
     def _firmness(self) -> str:
         """How often the candidates are chosen in bootstrap samples of the windows; unknown for a single window."""

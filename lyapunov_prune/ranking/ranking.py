@@ -145,12 +145,12 @@ class LayerRanking(Ranking):
                 + (f"; less often: {', '.join(f'{i} ({often[i]:.0%})' for i in shaky)}." if shaky else ".")
             )
         lines.append("A score orders layers; it says neither how many can go nor what they cost together.")
-        if self.what == "layers":
-            lines.append(
-                f"Next: lyapunov-prune shrink {shlex.quote(self.model.name)} --remove {len(some)} -o smaller "
-                "compares whole sets by their measured loss."
-            )
         return lines
+
+    def following(self) -> str:
+        """`shrink`, which compares whole sets by their measured loss."""
+        name, some = shlex.quote(self.model.name), max(1, len(self.scores) // 4)
+        return f"shrink {name} --remove {some} -o smaller" if self.what == "layers" else ""
 
 
 def require_periods(remove: int, layers: int, period: int) -> None:

@@ -165,7 +165,8 @@ def _gate(name: str, provenance: Provenance) -> Shown:
 
 def _shown(title: str, about: str, pictures: dict[str, str], result: Result, leads: bool = False) -> Shown:
     svgs = [Markup(svg) for svg in pictures.values()]
-    return Shown(title, about, result.answer(), svgs, [_table(result, result.answer())], leads)
+    answer, after = result.answer(), result.next_step()
+    return Shown(title, about, [*answer, *([after] if after else [])], svgs, [_table(result, answer)], leads)
 
 
 def _table(result: Result, told: Collection[str] = ()) -> Table:

@@ -222,6 +222,15 @@ class Result:
         """The rows that matter, at most `ROWS`; the first of `summary` by default."""
         return self.summary().head(ROWS)
 
+    def following(self) -> str:
+        """The command to give next, without the name of the program; empty by default."""
+        return ""
+
+    def next_step(self) -> str:
+        """The same as a line that people read; empty too."""
+        command = self.following()
+        return command and f"Next: lyapunov-prune {command}"
+
     def further(self) -> list[Result]:
         """Further tables of this result, each with its own answer."""
         return []
@@ -231,13 +240,16 @@ class Result:
         shown, rows = len(self.brief()), len(self.summary())
         return f"{shown} of {rows} rows; {where}" if shown < rows else ""
 
+    def _below(self) -> list[str]:
+        """What stands below the table in Python."""
+        lines = (self.unshown("to_frame() has all"), self.conclusion(), self.next_step())
+        return [in_python(line) for line in lines if line]
+
     def _answer_in_python(self) -> list[str]:
         return [in_python(line) for line in self.answer()]
 
     def __str__(self) -> str:
-        table = table_text(self.brief())
-        unshown, conclusion = self.unshown("to_frame() has all"), in_python(self.conclusion())
-        return "\n".join(filter(None, (*self._answer_in_python(), table, unshown, conclusion)))
+        return "\n".join((*self._answer_in_python(), table_text(self.brief()), *self._below()))
 
     def __repr__(self) -> str:
         return str(self)
@@ -246,8 +258,7 @@ class Result:
         """The same as HTML, for notebooks."""
         lines = Markup("<br>").join(self._answer_in_python())
         table = Markup(self.brief().to_html(index=False, border=0, float_format=number, na_rep=MISSING))
-        below = Markup("<br>").join(filter(None, (self.unshown("to_frame() has all"), in_python(self.conclusion()))))
-        return Markup("<p>{}</p>{}<p>{}</p>").format(lines, table, below)
+        return Markup("<p>{}</p>{}<p>{}</p>").format(lines, table, Markup("<br>").join(self._below()))
 
     def plot(self) -> Any:
         """The figures of this result on the report page, shown in a notebook; see `report.figures.Figures`.
