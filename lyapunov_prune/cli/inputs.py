@@ -109,8 +109,8 @@ def require_ratio(result: Result, most: float | None) -> None:
     """Raise CheckFailed if the perplexity of `result` may be above `most` times the dense model's, or is not known."""
     ratio = result.against_dense()
     if most is not None and not (ratio is not None and ratio.high <= most):
-        told = "was not compared" if ratio is None else ratio.told()
-        raise CheckFailed(f"{told}, above --fail-above {most:g}")
+        told = "no perplexity was compared with the dense model's" if ratio is None else ratio.told()
+        raise CheckFailed(f"{told}: that is not within --fail-above {most:g}")
 
 
 def require_studies(study: str) -> tuple[str, ...]:

@@ -113,7 +113,8 @@ def _storage(sides: Sides, compared: dict[TensorPlace, Compared]) -> tuple[str, 
         return f"FILE holds the numbers of DENSE rounded to 16 bits, off by {worst:.2g} of a tensor at most.", coarser
     if excess <= 1:
         return (
-            f"The weights are off by {median:.2g} of their norm; the rounding of FILE explains {stored:.2g}.",
+            f"Half of the matrices are off by {median:.2g} of their norm or less, no more than rounding as in FILE "
+            f"explains ({stored:.2g}).",
             coarser,
         )
     return (

@@ -18,7 +18,7 @@ from lyapunov_prune.models.decoder import Streamable, runs_model
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
-from lyapunov_prune.results.wording import between
+from lyapunov_prune.results.wording import between, number
 from lyapunov_prune.results.worth import Ratio, Worth
 
 
@@ -58,7 +58,7 @@ class Perplexity(Result):
     def answer(self) -> list[str]:
         name, windows = self.measured_on.model.name, len(self.windows)
         return [
-            f"{name}: perplexity {self.value:.4g} ({between(*self.interval)}) over {windows} windows.",
+            f"{name}: perplexity {number(self.value)} ({between(*self.interval)}) over {windows} windows.",
             self.measured_on.line(),
         ]
 
@@ -73,10 +73,10 @@ class Perplexity(Result):
         told = f"fewer than {POWER} windows cannot tell whether that is chance"
         if math.isfinite(low) and math.isfinite(high):
             word = "worse" if low > 1 else "better" if high < 1 else "no significant difference on this text"
-            told = f"{between(low, high)}, paired by window: {word}"
+            told = f"{between(low, high, 4)}, paired by window: {word}"
         return (
-            f"{self.measured_on.model.name}: perplexity {self.value:.4g}, {ratio:.3g} × that of "
-            f"{reference.measured_on.model.name}, {reference.value:.4g} ({told})."
+            f"{self.measured_on.model.name}: perplexity {number(self.value)}, {ratio:.4g} × that of "
+            f"{reference.measured_on.model.name}, {number(reference.value)} ({told})."
         )
 
 

@@ -277,8 +277,8 @@ def told_cost(reading: Reading) -> str:
     minutes = (len(reading.windows(1)) * passes + 2 * READINGS * read) / 60
     files = f"; the files of each are read up to {READINGS} times" if streamed else ""
     return (
-        f"At most {forwards(layers)} forwards of {reading.batch.tokens:,} tokens, and their predictions {times} times: "
-        f"about {max(1, round(minutes))} minutes{files}; less where layers are equal"
+        f"About {max(1, round(minutes))} min: at most {forwards(layers)} forwards of {reading.batch.tokens:,} tokens, "
+        f"fewer where layers are equal{files}"
     )
 
 

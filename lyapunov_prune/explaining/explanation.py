@@ -19,6 +19,7 @@ from lyapunov_prune.explaining.token_kinds import TokenKinds
 from lyapunov_prune.results.axes import LayerNumbers, Loose, Per, PerBoundary, PerLayer
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, ROWS, MeasuredOn, ModelIdentity, Result
+from lyapunov_prune.results.wording import number
 from lyapunov_prune.results.worth import Ratio
 
 EXPLANATION = "explanation.json"
@@ -168,8 +169,8 @@ class Explanation(Decomposed, Result):
             *(finding.line() for finding in self.findings[:_TOLD]),
             *([f"{more} more faults: see the table of the diagnosis."] if more > 0 else []),
             f"KL from the dense model {self.kl:.3g} nats a token in the mean{event and f', but {event}'}; "
-            f"perplexity {np.exp(self.dense_loss):.4g} → "
-            f"{np.exp(self.loss):.4g}{self.settings and f'; {self.settings}'}.",
+            f"perplexity {number(np.exp(self.dense_loss))} → "
+            f"{number(np.exp(self.loss))}{self.settings and f'; {self.settings}'}.",
             *self._blame(),
             self._kind(),
         ]
@@ -222,7 +223,7 @@ class Explanation(Decomposed, Result):
         return [
             f"To blame most, by the share of the KL that putting it back alone saves: {named}.",
             f"With {_part(self.names[first])} put back, KL is {self.kl_but[first]:.3g} and perplexity "
-            f"{np.exp(self.loss_but[first]):.4g}; with it alone compressed, KL is {self.kl_only[first]:.3g}.",
+            f"{number(np.exp(self.loss_but[first]))}; with it alone compressed, KL is {self.kl_only[first]:.3g}.",
             f"The KLs of each alone sum to {together:.3g}; all together cost "
             f"{'more' if self.kl > together else 'less'}, by {abs(self.kl - together):.3g}.",
         ]

@@ -88,9 +88,8 @@ class TokenKinds(Result):
         hidden, logit, probability = self.turned[:, 0]
         if not hidden > 0:
             return []
-        head, softmax = (
-            "forgives" if after < before else "sharpens" for before, after in ((hidden, logit), (logit, probability))
-        )
+        steps = ((hidden, logit), (logit, probability))
+        head, softmax = ("shrinks it" if after < before else "enlarges it" for before, after in steps)
         line = (
             f"From state to prediction, 1 − cos: hidden {hidden:.3g}, logits {logit:.3g}, probabilities "
             f"{probability:.3g}: the head {head}, the softmax {softmax}"

@@ -15,6 +15,7 @@ from lyapunov_prune.healing.rounds import Round, best_of
 from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Reported, Result
+from lyapunov_prune.results.wording import number
 from lyapunov_prune.results.worth import Ratio
 
 REPORT = "healing.json"  # next to the weights of a healed checkpoint
@@ -136,7 +137,7 @@ class Healing(Result):
         if self.held_out is not None:
             before, after, dense = (p.value for p in (self.held_out.before, self.held_out.after, self.held_out.teacher))
             back = "" if self.recovered is None or math.isnan(self.recovered) else f", {self.recovered:.0%} recovered"
-            lines.append(f"Held-out perplexity {before:.4g} → {after:.4g}, dense {dense:.4g}{back}")
+            lines.append(f"Held-out perplexity {number(before)} → {number(after)}, dense {number(dense)}{back}")
         trained = "all parameters of the layers" if self.rank is None else f"updates of rank {self.rank}"
         windows = f", {self.per_step} windows a step" if self.per_step > 1 else ""
         lines.append(

@@ -47,8 +47,8 @@ def number(value: float) -> str:
     return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
-def between(low: float, high: float) -> str:
+def between(low: float, high: float, digits: int = 3) -> str:
     """A 95 % interval of a loss over windows in words; if it is NaN, that there are too few windows for one."""
     if np.isfinite([low, high]).all():
-        return f"95 % interval {low:.3g} to {high:.3g}"
+        return f"95 % interval {low:.{digits}g} to {high:.{digits}g}"
     return "no interval: too few windows"

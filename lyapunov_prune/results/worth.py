@@ -24,7 +24,7 @@ class Ratio(NamedTuple):
         return self.high <= GOOD
 
     def told(self) -> str:
-        return f"perplexity × {self.value:.3g} ({between(self.low, self.high)})"
+        return f"perplexity × {self.value:.4g} ({between(self.low, self.high, 4)})"
 
     def means(self) -> str:
         """What the interval means, judged by its upper end."""

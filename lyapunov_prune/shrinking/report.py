@@ -174,10 +174,8 @@ def main_score(scores: list[TaskScore]) -> TaskScore:
 def _ratio(pair: Sequence[Perplexity], why: str) -> str:
     dense, smaller = pair
     on, ratio = smaller.measured_on, smaller.ratio_to(dense)
-    return (
-        f"Perplexity {dense.value:.4g} → {smaller.value:.4g} (× {ratio.value:.3g}, {between(*ratio[1:])}) on "
-        f"{on.tokens:,} tokens of {on.text} {why}"
-    )
+    told = f"{number(dense.value)} → {number(smaller.value)} (× {ratio.value:.4g}, {between(*ratio[1:], 4)})"
+    return f"Perplexity {told} on {on.tokens:,} tokens of {on.text} {why}"
 
 
 def _score(score: TaskScore) -> str:

@@ -55,6 +55,8 @@ def evaluate(
         given.refuse("applies to the items of tasks; give --tasks with it", "limit", "few_shot")
     if against is None:
         given.refuse("compares with the dense model; give --against with it", "fail_above")
+    if against == model:
+        raise LyapunovPruneError(f"--against names {model} itself; name the model that it was made from")
     if inputs.disk:
         given.refuse(IN_MEMORY, "speed", "tasks")
 
