@@ -63,11 +63,11 @@ class Faster:
 
     def told(self) -> str:
         if self.busy:
-            return f"machine busy: measured beyond the × {self.most:.2f} that arithmetic allows"
+            return f"machine busy: measured beyond the × {self.most:.2f} that its operations allow"
         told = f"× {self.value:.2f}"
         if math.isfinite(self.low):
             told += f" ({self.low:.2f} to {self.high:.2f})"
-        return told + (f", at most {self.most:.2f} by arithmetic" if math.isfinite(self.most) else "")
+        return told + (f" (its operations allow {self.most:.2f} at most)" if math.isfinite(self.most) else "")
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,8 @@ class Healing(Result):
         return (before - after) / (before - teacher) if before > teacher else float("nan")
 
     def against_dense(self) -> Ratio | None:
-        return None if self.held_out is None else self.held_out.after.ratio_to(self.held_out.teacher)
+        """None too if nothing was kept: that ratio is of no healed model."""
+        return None if self.held_out is None or self.kept < 0 else self.held_out.after.ratio_to(self.held_out.teacher)
 
     def about(self) -> str:
         """The paragraph for the model card."""

@@ -149,7 +149,7 @@ def decide(
     if len(pairs) > 1 and selection_error > spread:
         raise LyapunovPruneError(
             f"the selection error, {selection_error:.3g}, exceeds all differences between the {len(pairs)} pairs of "
-            f"the budget ({spread:.3g} at most); select on more data"
+            f"the budget ({spread:.3g} at most); give more text (--tokens)"
         )
     seeds = over_seeds(repeats)
     quantile = 1 - _RISK / (2 * len(pairs))

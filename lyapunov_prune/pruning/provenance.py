@@ -77,7 +77,7 @@ class Provenance(Result):
             lines.append(f"{self.alone.told()}.")
         if self.mended is not None:
             lines += [f"{line}." for line in self.mended.headline().split("\n")]
-        return [*lines, *self.plan.stability().split("\n")][:LINES]
+        return [*lines, *filter(None, self.plan.stability().split("\n"))][:LINES]
 
     def require_dense(self, dense: PreTrainedModel, name: str, made: str, option: str) -> None:
         """Raise LyapunovPruneError unless `dense`, of that name, is the model that layers left to make `made`.

@@ -57,7 +57,8 @@ class LayersGone:
 
 
 def _listed(layers: tuple[int, ...], part: str, model: ModelIdentity, by: str) -> list[str]:
-    of = f"{part}{len(layers)} of {model.num_layers} layers of {model.name} by {by}"
+    how = "as named" if by == "given" else f"by {by}"
+    of = f"{part}{len(layers)} of {model.num_layers} layers of {model.name} {how}"
     return [f"{of}: {', '.join(map(str, layers))}"] if layers else []
 
 

@@ -129,9 +129,9 @@ class LayerRanking(Ranking):
     def answer(self) -> list[str]:
         layers, some = len(self.scores), self.order[: max(1, len(self.scores) // 4)]
         part = {"layers": "", "attention": "the attention of ", "mlp": "the MLP of "}[self.what]
+        named = f"{part}layer{'s' * (len(some) > 1)} {', '.join(map(str, some))}"
         lines = [
-            f"First to go by {self.criterion}: {part}layers {', '.join(map(str, some))} (in this order, of {layers})"
-            f"{floor_note(self.below_floor)}.",
+            f"First to go by {self.criterion}: {named} (in this order, of {layers}){floor_note(self.below_floor)}.",
             f"Score by layer, lowest removed first: {bars(self.scores)}",
         ]
         if self.protected:
