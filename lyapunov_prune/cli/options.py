@@ -130,7 +130,7 @@ class ModelOptions:
     def require_loaded(self, what: str, *, one_place: bool = False) -> None:
         """Raise LyapunovPruneError for a model that is on disk, or not in `one_place`, where `what` needs it."""
         if self.disk or (self.spread and one_place):
-            where = "on one device" if one_place else "in memory"
+            where = "on one device" if one_place and self.spread else "in memory"
             raise LyapunovPruneError(f"{what} needs the model {where}; leave out --device {self.device}")
 
 

@@ -183,11 +183,15 @@ class Explanation(Decomposed, Result):
         return [*list(filter(None, lines))[: LINES - len(last)], *last]
 
     def following(self) -> str:
-        """DENSE in as many bytes, spent where they pay most, or in 16 bits and more if something is broken."""
-        name = shlex.quote(self.measured_on.model.name)
+        """DENSE anew if something is broken; else healing, as many bytes where they pay most, or a closer look."""
+        name, made = shlex.quote(self.measured_on.model.name), shlex.quote(self.compressed.name)
+        if len(self.kept) < self.measured_on.model.num_layers and not self.findings:
+            return f"heal {made} --teacher {name} -o healed"
         if self.file_size is not None and self.file_size < 2 * self.measured_on.model.parameters:
             return f"shrink {name} --size {self.file_size / 1e6:.4g}MB -o anew.gguf"
-        return f"export {name} -o anew" if self.findings else ""
+        if self.findings:
+            return f"export {name} -o anew"
+        return f"hierarchy {name} {made}" if self.differs else ""
 
     def _swapped(self) -> list[str]:
         """A sentence if the dense model predicts worse than the compressed one, which training can explain."""

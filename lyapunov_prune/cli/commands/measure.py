@@ -11,7 +11,18 @@ import typer
 from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs, require_studies, run_folder, windows_at_once
 from lyapunov_prune.cli.jobs import jobs_folder
-from lyapunov_prune.cli.options import IN_MEMORY, Inputs, Method, Model, RunOptions, Seeds, counted, one_of, what_option
+from lyapunov_prune.cli.options import (
+    DISK,
+    IN_MEMORY,
+    Inputs,
+    Method,
+    Model,
+    RunOptions,
+    Seeds,
+    counted,
+    one_of,
+    what_option,
+)
 from lyapunov_prune.cli.ranked import MaxKL, RankOptions, require_divergence
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import follow, note, say, show
@@ -115,7 +126,9 @@ def rank(
         whole = run / f"{by.goes_by}.json"
         show(ranking, None, kept=whole if whole.is_file() else None)
     if plan is not None:
-        follow(f"prune {shlex.quote(plan.model.name)} --plan {shlex.quote(str(run / 'plan.json'))} -o smaller")
+        device = f" --device {DISK}" if inputs.disk else ""  # the model may not fit in memory
+        planned = shlex.quote(str(run / "plan.json"))
+        follow(f"prune {shlex.quote(plan.model.name)} --plan {planned} -o smaller{device}")
 
 
 def sensitivity(

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from lyapunov_prune.shrinking.texts import Texts
 
 _TEXT = TextOptions("builtin", 24 * 256, 256)  # of the gradients for --size, where no option says another
+_ON_DISK = (
+    "remove layers without healing: rank --device disk --criterion angular --remove N, then prune --device disk --plan "
+    "FILE"
+)
 _JUDGED = 4096  # tokens that the file of --size is measured on, from the other half of the text
 
 
@@ -94,6 +98,8 @@ def shrink(
     if goal.size is not None or (output.suffix == ".gguf" and goal == Goal()):
         require_ratio(_write_sized(model, goal.size, inputs, output, given), fail_above)
         return
+    if inputs.disk:
+        raise LyapunovPruneError(f"shrink needs the model in memory; {_ON_DISK}")
     inputs.require_loaded("shrink", one_place=True)
 
     from lyapunov_prune.shrinking.target import Target as Wanted
@@ -184,10 +190,7 @@ def _require_fits(model: str, inputs: Inputs) -> None:
     from lyapunov_prune.models.device import resolve_device
 
     if why := too_large(model, resolve_device(inputs.device)):
-        raise LyapunovPruneError(
-            f"shrink needs the model in memory ({why}); remove layers without healing: rank --device disk --criterion "
-            "angular --remove N, then prune --device disk --plan FILE"
-        )
+        raise LyapunovPruneError(f"shrink needs the model in memory ({why}); {_ON_DISK}")
 
 
 def _texts(loaded: Decoder, inputs: Inputs, judge: str | None) -> Texts:
