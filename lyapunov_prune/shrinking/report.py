@@ -91,7 +91,7 @@ class Shrinking(Result):
             f"{self.plan.model.name} without {self._gone()}: {before:,} → {after:,} parameters, "
             f"{Size(large, before).told()} → {Size(small, after).told()}",
             self.speed(),
-            "; ".join([*self.worth(), *self._tasks()]),
+            ". ".join([*self.worth(), *self._tasks()]),
             f"{self._kept()}. {self.read()}",
             self.alone.told() if self.alone is not None else "",
         ]
@@ -153,8 +153,9 @@ class Shrinking(Result):
 
     def _kept(self) -> str:
         kept = [step.name for step in self.steps if step.kept]
-        dropped = [f"{step.name} ({step.told})" for step in self.steps if not step.kept]
-        return f"Kept: {', '.join(kept)}" + (f"; dropped: {'; '.join(dropped)}" if dropped else "; nothing dropped")
+        dropped = [step.name for step in self.steps if not step.kept]
+        why = f"; dropped: {', '.join(dropped)} (the table says why)" if dropped else "; nothing dropped"
+        return f"Kept: {', '.join(kept)}{why}"
 
 
 @dataclass(frozen=True, repr=False)
