@@ -35,7 +35,9 @@ def in_short(error: Exception, most: int) -> str:
 # An option in a message with its value: a placeholder, a number, or a word that messages recommend.
 _VALUES = r"gsm8k:0\.02|float32|bi|kl|atp|uniform|magnitude|rtn|plain|compact|cpu|evaluation"
 # A whole command line, as `prune MODEL --remove 4`, is left alone.
-_COMMAND = r"\b(?:prune|rank|eval|compress|export|heal|check|theorems|pip install)(?: [A-Z]+)* --\S+"
+_COMMAND = (
+    r"\blyapunov-prune [^;]*|\b(?:prune|rank|eval|compress|export|heal|check|theorems|pip install)(?: [A-Z]+)* --\S+"
+)
 _VALUE = rf"[A-Z]+\b|\d+%|\d[\d.,:-]*\b|(?:{_VALUES})\b"
 _OPTION = re.compile(rf"{_COMMAND}|(?<![\w-])--(no-)?([a-z][a-z-]*[a-z])(?: ({_VALUE}))?")
 _SHRINK = re.compile(r"lyapunov-prune shrink (?:'[^']*'|\S+) --remove (\d+) -o (\S+)")

@@ -118,10 +118,11 @@ def require_studies(study: str) -> tuple[str, ...]:
     from lyapunov_prune.sensitivity.table import STUDIES
 
     every = tuple(name for name, known in STUDIES.items() if known.in_all)
-    names = every if study == "all" else tuple(name.strip() for name in study.split(","))
+    named = map(str.strip, study.split(","))
+    names = dict.fromkeys(each for name in named for each in (every if name == "all" else (name,)))
     for name in names:
         STUDIES[name]  # refuses one that there is not
-    return names
+    return tuple(names)
 
 
 def chosen_allocation(allocation: str) -> str | Allocation:

@@ -22,7 +22,7 @@ from lyapunov_prune.profiles.propagation import listed
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ROWS, MeasuredOn, Result
 from lyapunov_prune.results.store import once
-from lyapunov_prune.results.wording import bars, ranges
+from lyapunov_prune.results.wording import bars, layers_of
 
 KEEP = 4.0  # a layer above this multiple of the median Block Influence is kept
 
@@ -73,9 +73,9 @@ class LayerProfile(Result):
         turn = self.influence.influence
         contracting, transitions = self.contraction.contracting
         lines = [
-            f"Try to remove first: layers {ranges(self.candidates)} (of 0 to {len(turn) - 1}). They turn the hidden "
+            f"Try to remove first: {layers_of(self.candidates)} (of 0 to {len(turn) - 1}). They turn the hidden "
             f"state least (Block Influence){self._firmness()}.",
-            f"Keep: layers {ranges(self.kept)}: the ends, and what turns the state over {KEEP:g} × the median or "
+            f"Keep: {layers_of(self.kept)}: the ends, and what turns the state over {KEEP:g} × the median or "
             "carries a token of enormous norm.",
             f"Block Influence by layer: {bars(turn)}",
             f"An error shrinks relative to the state (ρ < 1) in {contracting} of {transitions} layers before the last.",
@@ -114,7 +114,7 @@ class LayerProfile(Result):
             apart = np.abs(np.log(by["energy"] / by["token"]))
         worst = max(where, key=lambda i: float(apart[i]))
         return [
-            f"The poolings disagree at layers {ranges(where)} (layer {worst}: ρ {by['energy'][worst]:.2g} by energy, "
+            f"The poolings disagree at {layers_of(where)} (layer {worst}: ρ {by['energy'][worst]:.2g} by energy, "
             f"{by['token'][worst]:.2g} by token): up to {share:.0%} of the energy sits in one token a window. "
             "A ranking by one pooling alone may remove such a layer at great cost."
         ]
@@ -123,9 +123,9 @@ class LayerProfile(Result):
         """A warning where ρ is rounding or depends on ε, and where half precision may mislead; empty if neither."""
         doubts = []
         if self.contraction.below_floor:
-            doubts.append(f"ρ is rounding at layers {ranges(self.contraction.below_floor)} (measure in float32)")
+            doubts.append(f"ρ is rounding at {layers_of(self.contraction.below_floor)} (measure in float32)")
         if self.contraction.not_linear:
-            doubts.append(f"ρ is another at ε / 10 at layers {ranges(self.contraction.not_linear)} (jvp tells)")
+            doubts.append(f"ρ is another at ε / 10 at {layers_of(self.contraction.not_linear)} (jvp tells)")
         if half := dtype_note([self.measured_on]):
             doubts.append(half.removeprefix("; "))
         return [f"Doubts: {'; '.join(doubts)}."] if doubts else []

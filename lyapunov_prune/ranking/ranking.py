@@ -20,7 +20,7 @@ from lyapunov_prune.results.arrays import require_fitting
 from lyapunov_prune.results.axes import LayerNumbers, Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
-from lyapunov_prune.results.wording import bars, ranges
+from lyapunov_prune.results.wording import bars, layers_of, ranges
 
 FIRM = 0.9  # selection frequency above which a place in the ranking is called firm
 
@@ -135,7 +135,7 @@ class LayerRanking(Ranking):
             f"Score by layer, lowest removed first: {bars(self.scores)}",
         ]
         if self.protected:
-            lines.append(f"Protected, and not ranked: layers {ranges(self.protected)}.")
+            lines.append(f"Protected, and not ranked: {layers_of(self.protected)}.")
         if self.picked is not None:
             often = self.picked[len(some) - 1]
             firm = [i for i in some if often[i] >= FIRM]

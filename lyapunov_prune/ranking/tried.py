@@ -19,7 +19,7 @@ from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_fitting, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn
-from lyapunov_prune.results.wording import ranges
+from lyapunov_prune.results.wording import layers_of
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class BestRemoval(Ranking):
             cut, times = np.exp(windows.mean()), np.exp(windows.mean() - self.dense.mean())
         layers = self.measured_on.model.num_layers
         return [
-            f"Remove layers {ranges(self.remove)} (of 0 to {layers - 1}): the best of {len(self.tried)} sets tried.",
+            f"Remove {layers_of(self.remove)} (of 0 to {layers - 1}): the best of {len(self.tried)} sets tried.",
             f"Perplexity {cut:.4g} without them, {times:.3g} × dense, on {len(self.dense)} windows that no score has "
             "seen, used to choose.",
             *filter(None, (self.certainty(), self._finals_told() if self.finals else "")),

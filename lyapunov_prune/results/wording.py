@@ -27,6 +27,12 @@ def ranges(layers: Iterable[int], to: str = "–") -> str:
     return ", ".join(parts) or "none"
 
 
+def layers_of(numbers: Iterable[int], to: str = "–") -> str:
+    """`layer 2`, or `layers 0, 24–26`."""
+    some = list(numbers)
+    return f"layer{'s' * (len(some) != 1)} {ranges(some, to)}"
+
+
 def bars(values: np.ndarray) -> str:
     """One bar per layer, with the layer number before every tenth; `·` if a value is not finite.
 

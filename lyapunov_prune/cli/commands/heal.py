@@ -198,6 +198,6 @@ def _origin(model: str, teacher: str | None) -> tuple[Provenance | None, str]:
         raise LyapunovPruneError(_NO_ORIGIN.format(model))
     if provenance.source != BUILTIN:  # a file that may be a stranger's does not choose what is loaded
         raise LyapunovPruneError(
-            f"{model} was made from {provenance.source!r}; if you trust that, give it as --teacher"
+            f"{model} was made from {provenance.source!r}; if you trust that, give it: --teacher {provenance.source}"
         )
     return provenance, BUILTIN
