@@ -21,7 +21,6 @@ from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.evaluation.perplexity import Perplexity, interval_of, perplexity
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, GREY, log_axis, one_panel, svg
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -100,7 +99,6 @@ def evaluate_compressions(
     calibration: TokenBatch,
     evaluation: TokenBatch,
     *,
-    profile: ContractionProfile | None = None,
     batch_size: int = 1,
     path: Path | None = None,
 ) -> CompressionTable:
@@ -118,7 +116,7 @@ def evaluate_compressions(
     rows = _kept(path, table)
     for setting in track(settings, "compressions"):
         if setting.name not in rows:
-            rows[setting.name] = _measured(model, setting, reading, evaluation, dense, profile, batch_size)
+            rows[setting.name] = _measured(model, setting, reading, evaluation, dense, batch_size)
             table = replace(table, rows=tuple(rows[s.name] for s in settings if s.name in rows))
             if path is not None:
                 table.save(path)
@@ -146,7 +144,6 @@ def _measured(
     reading: Reading,
     evaluation: TokenBatch,
     dense: Perplexity,
-    profile: ContractionProfile | None,
     batch_size: int,
 ) -> CompressionRow:
     done = compress(
@@ -156,7 +153,6 @@ def _measured(
         sparsity=setting.sparsity,
         bits=setting.bits,
         allocation=setting.allocation,
-        profile=profile,
         pattern=setting.pattern,
         group_size=setting.group_size,
         batch_size=batch_size,

@@ -26,7 +26,8 @@ from experiments.compressions import (
     judged,
     told,
 )
-from lyapunov_prune import LyapunovPruneError, allocate, compress, measure_contraction
+from experiments.schedules import wide_where_amplified
+from lyapunov_prune import LyapunovPruneError, allocate, compress
 from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.compression.methods.rtn import RoundToNearest
 from lyapunov_prune.data.batch import TokenBatch
@@ -153,19 +154,16 @@ def test_the_model_stays_and_batches_do_not_matter(table: CompressionTable) -> N
     assert found.rows[0].degradation == pytest.approx(table.rows[2].degradation, rel=1e-5)
 
 
-def test_schedules_take_the_profile_or_an_allocation_by_hand(llama: PreTrainedModel) -> None:
+def test_a_schedule_is_named_or_an_allocation_by_hand(llama: PreTrainedModel) -> None:
     by_hand: Allocation = allocate(llama, "atp", 0.4)
-    chosen = [Setting("wanda", "lyapunov", sparsity=0.4), Setting("magnitude", by_hand)]
-    with pytest.raises(LyapunovPruneError, match="profile"):
-        evaluate_compressions(llama, chosen[:1], SEEN, UNSEEN)
-    profile = measure_contraction(llama, SEEN.ids, seeds=(0,))
-    rows = evaluate_compressions(llama, chosen, SEEN, UNSEEN, profile=profile).rows
-    assert [(r.allocation, r.amount) for r in rows] == [("lyapunov", 0.4), ("atp", 0.4)]
+    chosen = [Setting("wanda", "atp", sparsity=0.5), Setting("magnitude", by_hand)]
+    rows = evaluate_compressions(llama, chosen, SEEN, UNSEEN).rows
+    assert [(r.allocation, r.amount) for r in rows] == [("atp", 0.5), ("atp", 0.4)]
 
 
 def test_bits_by_rho_are_those_widths_layer_by_layer(llama: PreTrainedModel) -> None:
     """Half of the layers wide, evaluated against rounding by hand; a reversed allocation is another model."""
-    chosen = allocate(llama, "bits", 3.0, profile=profile_of(llama), low=2, high=4)
+    chosen = wide_where_amplified(llama, 3.0, profile_of(llama), low=2, high=4)
     turned = replace(chosen, amount=6 - chosen.amount, schedule="reversed")
     rows = evaluate_compressions(llama, [Setting("rtn", a, group_size=8) for a in (chosen, turned)], SEEN, UNSEEN).rows
     assert [(r.allocation, r.unit, r.amount) for r in rows] == [("bits", "bits", 3.0), ("reversed", "bits", 3.0)]

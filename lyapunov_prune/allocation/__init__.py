@@ -3,8 +3,7 @@
 - `schedules/`: one file per schedule; `table` lists them by name; `schedule`: their base class; `allocate` calls one;
 - `allocation`: the decision; `fitting`: the arithmetic that makes its sum right;
 - `bit_widths`: an integer bit width for every layer at least total cost;
-- `knapsack`: the least cost of any choices within a budget;
-- `amplification`: what an error of each layer becomes at the end of the model.
+- `knapsack`: the least cost of any choices within a budget.
 
 A new schedule is a file in `schedules` and a row in `table.SCHEDULES`; docs/adding/method.md shows one.
 """

@@ -14,9 +14,8 @@ from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.plain import find_projections
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling, floor_note
 from lyapunov_prune.results.arrays import require_array, require_fitting
-from lyapunov_prune.results.axes import LayerNumbers, Per
+from lyapunov_prune.results.axes import Per
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -28,9 +27,7 @@ class Allocation(Result):
     """The compression of every matrix: `amount` (M,) float64, in the order of the model.
 
     `unit` is `sparsity` (share of the entries set to zero) or `bits` (per weight). The mean weighted by `sizes`
-    (numbers of entries) is the budget. Embeddings and head do not count. For a schedule that uses ρ, `pooling` is that
-    of its profile, and `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`). For one
-    that searches a parameter, `tried` holds each value and its loss in nats.
+    (numbers of entries) is the budget. Embeddings and head do not count.
     """
 
     schedule: str
@@ -43,9 +40,6 @@ class Allocation(Result):
     parameters: dict[str, float | str]
     model: ModelIdentity
     measured_on: tuple[MeasuredOn, ...]
-    below_floor: LayerNumbers = ()
-    pooling: Pooling | None = None  # None in old files too
-    tried: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,10 +97,7 @@ class Allocation(Result):
             f", {name} {value}" if isinstance(value, str) else f", {name} {value:g}"
             for name, value in self.parameters.items()
         )
-        given += f", rho under {self.pooling} pooling" if self.pooling else ""
-        return (
-            f"{self.schedule}{given}: {self.unit} {self.budget:g} over {self.model.name}{floor_note(self.below_floor)}"
-        )
+        return f"{self.schedule}{given}: {self.unit} {self.budget:g} over {self.model.name}"
 
 
 @dataclass(frozen=True)
@@ -140,9 +131,8 @@ class Matrices:
         parameters: Mapping[str, float | str],
         measured_on: tuple[MeasuredOn, ...] = (),
         unit: Unit = "sparsity",
-        profile: ContractionProfile | None = None,
     ) -> Allocation:
-        """The `Allocation` of `amount` (M,); `profile` is the one that the schedule used."""
+        """The `Allocation` of `amount` (M,)."""
         return Allocation(
             schedule=schedule,
             unit=unit,
@@ -153,7 +143,5 @@ class Matrices:
             amount=amount,
             parameters={n: x if isinstance(x, str) else float(x) for n, x in parameters.items()},
             model=self.model,
-            measured_on=measured_on if profile is None else (*measured_on, profile.measured_on),
-            below_floor=() if profile is None else profile.below_floor,
-            pooling=None if profile is None else profile.pooling,
+            measured_on=measured_on,
         )

@@ -2,59 +2,18 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lyapunov_prune.allocation.knapsack import cheapest
-from lyapunov_prune.allocation.schedule import Schedule
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import np
 from lyapunov_prune.linalg import require_numbers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from lyapunov_prune.allocation.allocation import Allocation, Matrices
-    from lyapunov_prune.allocation.schedule import Amounts
 
 DENSE = 16  # the width that stands for a layer left as it is
-
-
-class BitWidths(Schedule):
-    """One of `widths` bits for each layer at least total cost, with a mean over all weights of at most the budget.
-
-    `min Σ_l cost(l, b_l)` subject to `Σ_l size_l b_l ≤ budget · Σ_l size_l`: a knapsack over layers, solved by
-    `scipy.optimize.milp` to 1e-9 of what it costs over the cheapest widths. The matrices of a layer share its width, so
-    that engines can fuse them; 16 leaves the layer unchanged. Scales are not counted, because they take the same space
-    at every width. The optimum may leave part of the budget unused.
-
-    Raises LyapunovPruneError for a budget below the narrowest width, and for widths that are not ascending integers
-    from 2 to 8, or 16.
-    """
-
-    widths: tuple[int, ...] = (2, 3, 4, 8, DENSE)
-
-    unit = "bits"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if list(self.widths) != sorted({*self.widths} & {*range(2, 9), DENSE}) or len(self.widths) < 2:
-            raise LyapunovPruneError(f"widths {self.widths}; give two or more of 2 to 8, or 16, in rising order")
-
-    @abstractmethod
-    def cost(self, matrices: Matrices, given: Any) -> np.ndarray:
-        """The cost of each width in each layer, (layers × widths); `given` is the measurement named by `needs`."""
-
-    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
-        cost = self.cost(matrices, given)
-        sizes = np.bincount(matrices.layers, matrices.sizes, len(cost))
-        width = least_cost(cost, np.array(self.widths), sizes, budget)
-        parameters: dict[str, float | str] = {
-            "widths": " ".join(map(str, self.widths)),
-            "cost": picked(cost, self.widths, width),
-        }
-        return width[matrices.layers].astype(np.float64), parameters
 
 
 def evenly(matrices: Matrices, budget: float, widths: Sequence[int]) -> Allocation:

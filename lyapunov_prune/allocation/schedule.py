@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
 from lyapunov_prune.registry import Choice
 
@@ -21,17 +21,6 @@ SPARSEST = 0.99
 
 
 @runtime_checkable  # `allocate` is `checked`
-class ScoreFunction(Protocol):
-    """The loss of the model under an allocation, and the text it is measured on."""
-
-    @property
-    def measured_on(self) -> MeasuredOn: ...
-
-    def __call__(self, allocation: Allocation) -> float:
-        """Mean loss in nats, smaller is better; infinite or NaN for a broken model."""
-
-
-@runtime_checkable
 class CostFunction(Protocol):
     """The cost of a bit width in one layer, and the text it is measured on."""
 
@@ -48,46 +37,28 @@ class CostFunction(Protocol):
 class Schedule(Choice):
     """How compression is distributed. A schedule is a subclass in a file of its own and a row in `table.SCHEDULES`.
 
-    `needs` names the measurement that it uses: a "batch", a contraction "profile", a "score" of allocations or the
-    "cost" of bits; None if it uses none. Its parameters are its fields. `unit` is what it distributes: "sparsity" or
-    "bits".
+    Its parameters are its fields. `unit` is what it distributes: "sparsity" or "bits". `needs_cost` says whether it
+    goes by a `CostFunction`.
     """
 
-    needs: ClassVar[str | None] = None
+    needs_cost: ClassVar[bool] = False
     unit: ClassVar[Literal["sparsity", "bits"]] = "sparsity"
 
-    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
+    def allocate(self, model: PreTrainedModel, budget: float, cost: CostFunction | None = None) -> Allocation:
         """The amount of every matrix; the mean is the budget, or for `BitWidths` at most the budget.
 
-        `given` is the measurement named by `needs`. Raises LyapunovPruneError for a budget that cannot be met, and for
-        a profile of another model.
+        Raises LyapunovPruneError for a budget that cannot be met.
         """
         from lyapunov_prune.allocation.allocation import Matrices
-        from lyapunov_prune.forward.reading import read
-        from lyapunov_prune.models.decoder import wrap
 
-        matrices, profile = Matrices.of(model), None
-        if self.needs == "profile":
-            profile = given
-            matrices.model.require(profile.measured_on.model, "the contraction profile")
-        elif self.needs == "batch":
-            given = read(wrap(model), given)
-        amount, parameters = self.amounts(model, matrices, budget, given)
-        return matrices.allocated(self.name, budget, amount, parameters, self.seen(given), self.unit, profile)
+        matrices = Matrices.of(model)
+        amount, parameters = self.amounts(matrices, budget, cost)
+        on = () if cost is None else (cost.measured_on,)
+        return matrices.allocated(self.name, budget, amount, parameters, on, self.unit)
 
-    def seen(self, given: Any) -> tuple[MeasuredOn, ...]:
-        """The texts that the amounts rest on, besides that of a profile."""
-        if self.needs in (None, "profile"):
-            return ()
-        return (given.measured_on() if self.needs == "batch" else given.measured_on,)
-
-    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
+    def amounts(self, matrices: Matrices, budget: float, cost: CostFunction | None) -> Amounts:
         """The amount of every matrix, (M,) float64, and the parameters that it follows from, by name.
 
-        `given` is the measurement that `allocate` was given; a batch arrives as a `Reading`. A schedule defines this,
-        or, if its Allocation holds more, `allocate`.
+        `cost` is None for a schedule that does not need it. A schedule defines this.
         """
         raise NotImplementedError
-
-    def require_choice(self, budget: float) -> None:
-        """Raise LyapunovPruneError for a budget that leaves no choice, because every matrix must have this amount."""

@@ -5,19 +5,4 @@ from __future__ import annotations
 from lyapunov_prune.allocation.schedule import Schedule
 from lyapunov_prune.registry import Registry
 
-SCHEDULES = Registry[Schedule](
-    "schedule",
-    "lyapunov_prune.allocation.schedules",
-    (
-        "alpha-pruning",
-        "atp",
-        "atp-search",
-        "bits",
-        "bits-kl",
-        "guidelines",
-        "lyapunov",
-        "lyapunov-budget",
-        "owl",
-        "uniform",
-    ),
-)
+SCHEDULES = Registry[Schedule]("schedule", "lyapunov_prune.allocation.schedules", ("atp", "bits-kl", "uniform"))

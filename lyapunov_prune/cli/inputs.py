@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.allocation.allocation import Allocation
     from lyapunov_prune.data.batch import Split, TokenBatch
     from lyapunov_prune.models.decoder import Decoder
-    from lyapunov_prune.profiles.contraction_profile import ContractionProfile
     from lyapunov_prune.pruning.mergekit import MergekitSlices
     from lyapunov_prune.pruning.plan import PruningPlan
     from lyapunov_prune.results.result import Result
@@ -135,27 +134,12 @@ def chosen_allocation(allocation: str) -> str | Allocation:
     return Allocation.load(allocation)
 
 
-def profile_for(
-    schedule: str | Allocation, loaded: Decoder, batch: TokenBatch, batch_size: int
-) -> ContractionProfile | None:
-    """The contraction profile that the schedule goes by; None where it needs none."""
-    from lyapunov_prune.allocation.table import SCHEDULES
-    from lyapunov_prune.forward.reading import read
-    from lyapunov_prune.profiles.contraction import measure_contraction, require_above_rounding
-
-    if not isinstance(schedule, str) or SCHEDULES[schedule].needs != "profile":
-        return None
-    reading = read(loaded, batch)
-    require_above_rounding(reading)
-    return measure_contraction(loaded, reading, seeds=range(2), batch_size=batch_size)
-
-
 def reads_text(method: str, schedule: str | Allocation) -> bool:
     """Whether compressing goes by a text, or by the weights alone."""
     from lyapunov_prune.allocation.table import SCHEDULES
     from lyapunov_prune.compression.table import METHODS
 
-    return METHODS[method].needs != "nothing" or (isinstance(schedule, str) and SCHEDULES[schedule].needs is not None)
+    return METHODS[method].needs != "nothing" or (isinstance(schedule, str) and SCHEDULES[schedule].needs_cost)
 
 
 def run_folder(output: Path | None, model: str) -> Path:

@@ -26,7 +26,6 @@ from lyapunov_prune.models.decoder import runs_model
 from lyapunov_prune.models.plain import Plain
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions.tiles import measures
-from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.history import add_step
@@ -95,7 +94,6 @@ def compress_under_budget(
     *,
     method: str,
     allocation: str = "uniform",
-    profile: ContractionProfile | None = None,
     schedule_options: Mapping[str, Any] | None = None,
     group_size: int | None = None,
     symmetric: bool = False,
@@ -133,7 +131,6 @@ def compress_under_budget(
     how: dict[str, Any] = {"method": method, "group_size": group_size, "symmetric": symmetric}
     how |= {"weighted": weighted, "correction": correction}
     about = on.key | how | {"calibrated on": by.text_hash, "schedule": allocation, "options": encode(options)}
-    about["pooling"] = profile.pooling if profile is not None else None
     levels, refused = _LEVELS[unit], dict[float, LyapunovPruneError]()
     best: dict[float, Compressed] = {}  # the last trial of this run within the budget
     with Store(folder, "compression budget", about) as store:
@@ -145,7 +142,6 @@ def compress_under_budget(
                 sparsity=level if unit == "sparsity" else None,
                 bits=level if unit == "bits" else None,
                 allocation=allocation,
-                profile=profile,
                 schedule_options=options,
                 batch_size=batch_size,
                 **how,

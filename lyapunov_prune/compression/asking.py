@@ -47,15 +47,10 @@ def require_amount(
     return unit
 
 
-def require_options(allocation: str | Allocation, options: Mapping[str, Any] | None, bits: float | None = None) -> None:
-    """Raise LyapunovPruneError unless the schedule has these parameters; an Allocation accepts none.
-
-    Also for mean `bits` at which a schedule of bits would give every layer the same width.
-    """
+def require_options(allocation: str | Allocation, options: Mapping[str, Any] | None) -> None:
+    """Raise LyapunovPruneError unless the schedule has these parameters; an Allocation accepts none."""
     if isinstance(allocation, str):
-        schedule = SCHEDULES.make(allocation, **(options or {}))
-        if bits is not None:
-            schedule.require_choice(bits)
+        SCHEDULES.make(allocation, **(options or {}))
     elif options:
         raise LyapunovPruneError(f"the allocation is made; leave out {next(iter(options))}, or name a schedule")
 

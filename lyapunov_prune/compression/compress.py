@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.schedule import CostFunction, ScoreFunction
 from lyapunov_prune.arguments import Count, Share
-from lyapunov_prune.compression.held_out import HeldOutLoss, RoundingCost
+from lyapunov_prune.compression.held_out import RoundingCost
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.recipe import CompressionRequest, recipe_for
 from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.models.decoder import runs_model
 from lyapunov_prune.models.plain import Plain
-from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import Reported
 
@@ -45,7 +41,6 @@ def compress(
     rank: int | None = None,
     bits: float | None = None,
     allocation: str | Allocation = "uniform",
-    profile: ContractionProfile | None = None,
     schedule_options: Mapping[str, Any] | None = None,
     pattern: Pattern | str | None = None,
     group_size: int | None = None,
@@ -70,32 +65,19 @@ def compress(
     - `correction` α (sparsegpt and gptq): move each matrix toward the outputs of the dense model; takes one more
       forward of it.
 
-    Memory: a copy of the model, and the statistics of one layer. `atp-search` compresses once more per trial, on half
-    of the windows (`held_out.py`). Raises LyapunovPruneError for amounts and options that the method does not have, a
-    missing text or profile, and matrices shared between layers.
+    Memory: a copy of the model, and the statistics of one layer. Raises LyapunovPruneError for amounts and options that
+    the method does not have, a missing text, and matrices shared between layers.
     """
     also: dict[str, Any] = {"group_size": group_size, "symmetric": symmetric, "weighted": weighted}
     asked = CompressionRequest(
-        method, sparsity, rank, bits, allocation, profile, schedule_options, pattern, correction=correction, **also
+        method, sparsity, rank, bits, allocation, schedule_options, pattern, correction=correction, **also
     )
-    measured: dict[str, Callable[[Reading], Any]] = {
-        "score": partial(_held_out, method, also | {"correction": correction}, batch_size),
-        "cost": partial(_rounding, method, also, batch_size),
-    }
-    recipe = recipe_for(model, batch, asked, measured)
+
+    def rounding(reading: Reading) -> RoundingCost:
+        return RoundingCost(reading, METHODS.make(method, **{k: v for k, v in also.items() if v}), batch_size)
+
+    recipe = recipe_for(model, batch, asked, rounding)
     small = copy.deepcopy(model.model)
     report = recipe.apply(small, batch_size=batch_size)
     add_step(small, "compress", report.saw, model.model)
     return Compressed(small, report)
-
-
-def _rounding(method: str, options: Mapping[str, Any], batch_size: int, reading: Reading) -> CostFunction:
-    return RoundingCost(reading, METHODS.make(method, **{k: v for k, v in options.items() if v}), batch_size)
-
-
-def _held_out(method: str, options: Mapping[str, Any], batch_size: int, reading: Reading) -> ScoreFunction:
-    def made(model: PreTrainedModel, half: TokenBatch, allocation: Allocation) -> PreTrainedModel:
-        again = compress(model, half, method=method, allocation=allocation, batch_size=batch_size, **options)
-        return again.model
-
-    return HeldOutLoss(reading, made, batch_size)

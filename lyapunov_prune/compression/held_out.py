@@ -1,25 +1,23 @@
-"""What a compression costs on calibration windows: the loss on those not used for it, the divergence by rounding."""
+"""What rounding costs the prediction on calibration windows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.bit_widths import DENSE
 from lyapunov_prune.calibration.downstream import token_weights
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
-from lyapunov_prune.compression.method import Method, RankError
+from lyapunov_prune.compression.method import Method
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
-from lyapunov_prune.evaluation.perplexity import perplexity
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.models.plain import find_projections
@@ -40,13 +38,18 @@ def halves(batch: TokenBatch) -> tuple[TokenBatch, TokenBatch]:
 
 
 @dataclass(frozen=True, eq=False)
-class OnHalves:
-    """A measurement on `reading` that changes the model by one half of its windows and judges it by the other.
+class RoundingCost:
+    """The cost by which bits are distributed (`allocation.schedule.CostFunction`): what rounding one layer diverges by.
 
-    Raises LyapunovPruneError for a single window.
+    Each forward begins at the rounded layer with its dense input, so that one width of all L layers costs about L / 2
+    forwards of the layers, and L of the head. A method that needs statistics takes those of the dense model; the
+    matrices that it makes are kept, a copy of the layers for every width. Costs are measured on the first half of the
+    windows of `reading`, and `together` on the second. Raises LyapunovPruneError for a single window.
     """
 
     reading: Reading
+    method: Method
+    batch_size: int
 
     def __post_init__(self) -> None:
         halves(self.reading.batch)
@@ -54,41 +57,6 @@ class OnHalves:
     @property
     def measured_on(self) -> MeasuredOn:
         return self.reading.measured_on()
-
-
-@dataclass(frozen=True, eq=False)
-class HeldOutLoss(OnHalves):
-    """The score that a search minimises (`allocation.schedule.ScoreFunction`).
-
-    `compress` uses the first half of the windows of `reading`, and the result is scored on the second: no window does
-    both, and the evaluation text is not used. A call costs one compression, one forward of half the windows, and memory
-    for a copy of the model. Raises LyapunovPruneError for a single window.
-    """
-
-    compress: Callable[[PreTrainedModel, TokenBatch, Allocation], PreTrainedModel]
-    batch_size: int
-
-    def __call__(self, allocation: Allocation) -> float:
-        seen, unseen = halves(self.reading.batch)
-        try:
-            small = self.compress(self.reading.model, seen, allocation)
-            return perplexity(small, unseen, batch_size=self.batch_size).nll
-        except (NonFiniteError, RankError):  # a broken model, or no rank is small enough: search on
-            return float("inf")
-
-
-@dataclass(frozen=True, eq=False)
-class RoundingCost(OnHalves):
-    """The cost by which bits are distributed (`allocation.schedule.CostFunction`): what rounding one layer diverges by.
-
-    Each forward begins at the rounded layer with its dense input, so that one width of all L layers costs about L / 2
-    forwards of the layers, and L of the head. A method that needs statistics takes those of the dense model; the
-    matrices that it makes are kept, a copy of the layers for every width. Costs are measured on the first half of the
-    windows, and `together` on the second. Raises LyapunovPruneError for a single window.
-    """
-
-    method: Method
-    batch_size: int
 
     def __call__(self, widths: Sequence[int]) -> np.ndarray:
         """Mean `KL(p‖q)` in nats per token over every position of a window except the last, (L × widths) float64.

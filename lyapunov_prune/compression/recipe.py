@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.allocation.allocate import allocate
 from lyapunov_prune.allocation.allocation import Allocation, Matrices, Unit
 from lyapunov_prune.allocation.bit_widths import DENSE
+from lyapunov_prune.allocation.schedule import CostFunction
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import Count
 from lyapunov_prune.calibration.downstream import token_weights
@@ -35,7 +35,6 @@ from lyapunov_prune.models.projections import Projection, by_layer
 from lyapunov_prune.models.roles import LeftAlone, left_alone
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.progress import track
 
 # Called with a projection and its matrix before and after.
@@ -150,7 +149,6 @@ class CompressionRequest:
     rank: int | None = None
     bits: float | None = None
     allocation: str | Allocation = "uniform"
-    profile: ContractionProfile | None = None
     schedule_options: Mapping[str, Any] | None = None
     pattern: Pattern | str | None = None
     group_size: int | None = None
@@ -170,12 +168,12 @@ def recipe_for(
     model: Streamable,
     batch: Readable | None,
     asked: CompressionRequest,
-    measured: Mapping[str, Callable[[Reading], Any]] = MappingProxyType({}),
+    rounding: Callable[[Reading], CostFunction] | None = None,
 ) -> Recipe:
-    """The Recipe for the options of `compress`; `measured` makes what a schedule `needs` (score, cost) from the text.
+    """The Recipe for the options of `compress`; `rounding` makes the cost of bits from the text.
 
     Raises LyapunovPruneError for amounts and options that the method does not have, a rank that changes no matrix, a
-    missing text or profile, and matrices shared between layers.
+    missing text, and matrices shared between layers.
     """
     require_weights(model.model, "unquantised")
     pattern, allocation, sparsity, rank = as_pattern(asked.pattern), asked.allocation, asked.sparsity, asked.rank
@@ -183,7 +181,7 @@ def recipe_for(
         sparsity = 1 - pattern[0] / pattern[1]
     kind = require_amount(asked.method, sparsity, rank, asked.bits, allocation)
     made = asked.made(pattern)
-    require_options(allocation, asked.schedule_options, asked.bits)
+    require_options(allocation, asked.schedule_options)
     schedule = allocation.schedule if isinstance(allocation, Allocation) else allocation
     wrong = {
         "keeps the same share of every matrix by a pattern; give allocation uniform with it": (
@@ -198,11 +196,10 @@ def recipe_for(
         allocation.require_model(model.model)
     else:
         amount = next(x for x in (sparsity, rank, asked.bits) if x is not None)
-        needs = SCHEDULES[allocation].needs
-        known: dict[str, Any] = {"batch": given, "profile": asked.profile}
-        if given is not None and needs is not None and needs in measured:
-            known[needs] = measured[needs](given)
-        allocation = _allocated(model.model, kind, amount, allocation, asked.schedule_options or {}, **known)
+        cost = None
+        if SCHEDULES[allocation].needs_cost and given is not None and rounding is not None:
+            cost = rounding(given)
+        allocation = _allocated(model.model, kind, amount, allocation, asked.schedule_options or {}, cost)
     projections = find_projections(model)
     _require_apart(model.model, projections)
     shapes = [p.weight(model.model).shape for p in projections]
@@ -215,13 +212,18 @@ def recipe_for(
 
 
 def _allocated(
-    model: PreTrainedModel, kind: str, amount: float, schedule: str, options: Mapping[str, Any], **measured: Any
+    model: PreTrainedModel,
+    kind: str,
+    amount: float,
+    schedule: str,
+    options: Mapping[str, Any],
+    cost: CostFunction | None,
 ) -> Allocation:
     if schedule == "uniform" and kind != "sparsity":
         matrices = Matrices.of(model)
         even = np.full(len(matrices.sizes), float(amount))
         return matrices.allocated("uniform", amount, even, {}, unit=cast(Unit, kind))
-    return allocate(model, schedule, amount, **measured, **options)
+    return allocate(model, schedule, amount, cost=cost, **options)
 
 
 def _amount(method: Method, amount: float, unit: str, shape: Sequence[int]) -> float | None:

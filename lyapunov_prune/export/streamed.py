@@ -30,10 +30,10 @@ from lyapunov_prune.results.history import HISTORY, history_with
 
 def require_streamed(allocation: str | Allocation) -> None:
     """Raise LyapunovPruneError for a schedule that a streamed model cannot be compressed by."""
-    if isinstance(allocation, str) and SCHEDULES[allocation].needs in ("score", "cost"):
+    if isinstance(allocation, str) and SCHEDULES[allocation].needs_cost:
         raise LyapunovPruneError(
-            f"allocation {allocation} changes the model in every trial, and streaming would read all files each time; "
-            "choose another, or load the model whole"
+            f"allocation {allocation} rounds every layer in turn, and streaming would read all files each time; choose "
+            "another, or load the model whole"
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
-from helpers import LAYERS, profile_of
+from helpers import LAYERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import milp
@@ -21,14 +21,12 @@ from transformers import PreTrainedModel
 from lyapunov_prune import LyapunovPruneError, allocate
 from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.allocation.allocation import Matrices
-from lyapunov_prune.allocation.bit_widths import BitWidths, evenly, least_cost
+from lyapunov_prune.allocation.bit_widths import evenly, least_cost
 from lyapunov_prune.allocation.schedules.bits_kl import BitsKL
-from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 
 WIDTHS = (2, 3, 4, 8, 16)
-BITS = [name for name, known in SCHEDULES.items() if issubclass(known, BitWidths)]
 
 
 class Known:
@@ -42,10 +40,6 @@ class Known:
 
     def together(self, allocations: Sequence[Allocation]) -> list[float]:
         return self.held_out
-
-
-def measured(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Any]:
-    return {"profile": profile_of(model), "cost": Known(model, ids)}
 
 
 @settings(max_examples=60)
@@ -75,23 +69,22 @@ def test_what_the_solver_prints_is_dropped(monkeypatch: pytest.MonkeyPatch, capf
     assert capfd.readouterr().out == "a result\n"
 
 
-@pytest.mark.parametrize("schedule", BITS)
 @pytest.mark.parametrize("budget", [2.0, 3.0, 4.5, 9.0, 16.0])
-def test_every_schedule_keeps_the_budget_with_one_width_a_layer(
-    schedule: str, budget: float, llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path
+def test_the_budget_is_kept_with_one_width_a_layer(
+    budget: float, llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path
 ) -> None:
-    found = allocate(llama, schedule, budget, **measured(llama, ids))
-    assert (found.schedule, found.unit, found.budget) == (schedule, "bits", budget)
+    found = allocate(llama, "bits-kl", budget, cost=Known(llama, ids))
+    assert (found.schedule, found.unit, found.budget) == ("bits-kl", "bits", budget)
     assert budget - 4 <= found.mean <= budget * (1 + 1e-12)
     assert {*found.amount} <= {*map(float, WIDTHS)}
     for layer in range(LAYERS):
         assert len({a for a, k in zip(found.amount, found.layers, strict=True) if k == layer}) == 1
-    assert len(found.measured_on) == (SCHEDULES[schedule].needs is not None)
+    assert len(found.measured_on) == 1
     assert str(Allocation.load(found.save(tmp_path / "allocation.json"))) == str(found)
 
 
 def test_layers_that_cost_more_get_no_fewer_bits(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    assert (np.diff(allocate(llama, "bits-kl", 4.0, **measured(llama, ids)).by_layer()) >= 0).all()
+    assert (np.diff(allocate(llama, "bits-kl", 4.0, cost=Known(llama, ids)).by_layer()) >= 0).all()
 
 
 def test_uniform_bits_are_taken_where_they_cost_less(llama: PreTrainedModel, ids: torch.Tensor) -> None:
@@ -114,11 +107,9 @@ def test_uniform_bits_spend_what_whole_layers_can(budget: float, llama: PreTrain
 
 def test_what_cannot_be_met_or_has_no_sense_is_refused(llama: PreTrainedModel, ids: torch.Tensor) -> None:
     with pytest.raises(LyapunovPruneError, match=r"narrower than 2 bits.*1\.5"):
-        allocate(llama, "bits-kl", 1.5, **measured(llama, ids))
+        allocate(llama, "bits-kl", 1.5, cost=Known(llama, ids))
     with pytest.raises(LyapunovPruneError, match="nan"):
-        allocate(llama, "bits-kl", float("nan"), **measured(llama, ids))
-    with pytest.raises(LyapunovPruneError, match="bits-kl needs the cost of bits"):
-        allocate(llama, "bits-kl", 4.0, batch=ids)
+        allocate(llama, "bits-kl", float("nan"), cost=Known(llama, ids))
     for widths in ((4,), (8, 4), (1, 4), (4, 12), (4, 4, 8)):
         with pytest.raises(LyapunovPruneError, match="in rising order"):
             BitsKL(widths)

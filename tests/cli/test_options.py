@@ -64,7 +64,7 @@ def test_layers_that_are_none_are_refused(written: str) -> None:
     [
         ("rank m --criterion ", set(get_args(choices.Criterion))),
         ("compress m --method s", {"sparsegpt", "svd"}),
-        ("compress m --allocation ow", {"owl"}),
+        ("compress m --allocation a", {"atp"}),
         ("sensitivity m --study a", {"all"}),
     ],
 )

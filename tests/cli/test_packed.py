@@ -133,7 +133,6 @@ def test_the_matrices_of_a_gguf_file_are_checked(run: Callable[..., Any], reader
         (("--bits", "3"), "not 3 bits"),
         ((), "needs an amount; give --bits 4"),
         (("--bits", "4", "--group-size", "5"), "groups of 5"),
-        (("--bits", "4", "--allocation", "bits"), "gives every layer 4 bits"),
     ],
 )
 def test_what_cannot_be_packed_is_one_line(more: tuple[str, ...], told: str, run_bad: Callable[..., str]) -> None:

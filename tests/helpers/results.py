@@ -120,7 +120,7 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
     if name == "Allocation":
         amount = some(2, most=1)
         kept = {"names": ("a", "b"), "sizes": (5, 5), "amount": amount, "budget": float(amount.mean())}
-        return {"unit": "sparsity", "pooling": "token", **kept}
+        return {"unit": "sparsity", **kept}
     if name == "JointMap":
         fitted = {"scores": some(4), "degree": 1, "coefficients": some(3)}
         return {"removed": some(4, 2, most=1), "errors": {1: next(floats), 2: 0.5}, "excluded": {3: "ρ"}, **fitted}

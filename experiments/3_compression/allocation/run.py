@@ -27,13 +27,21 @@ from experiments.compressions import (
     evaluate_compressions,
     setting,
 )
+from experiments.schedules import (
+    Budget,
+    alpha_pruning,
+    atp_search,
+    guidelines,
+    lyapunov,
+    lyapunov_budget,
+    owl,
+    wide_where_amplified,
+)
 from experiments.statements import interval, percent, short, table
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.amplification import Reading
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
 
 HERE = Path(__file__).parent
-SCHEDULES = ("uniform", "atp", "atp-search", "owl", "alpha-pruning", "guidelines")
 WIDTHS = ((3, 4), (4, 8))
 UP_DENSE = "layer 0 into its MLP dense"
 STARRED = "guidelines, s*"  # the last of each budget, where it can be met
@@ -49,7 +57,7 @@ def main(model: Model = Model(), text: str = "builtin", unseen: Other = None, to
     if DITHERED not in model.name:
         ceiling = threshold(loaded.model, calibration)
         print(ceiling.headline())
-        shares = (sparsities(loaded.model, share, profile, ceiling) for share in (0.5, 0.7))
+        shares = (sparsities(loaded.model, share, calibration, profile, ceiling) for share in (0.5, 0.7))
         settings["allocation"] = [setting for each in shares for setting in each]
     for name, rows in settings.items():
         found = evaluate_compressions(loaded.model, rows, calibration, evaluation, path=folder / f"{name}.json")
@@ -63,18 +71,27 @@ def threshold(model: PreTrainedModel, calibration: lp.TokenBatch) -> lp.sensitiv
 
 
 def sparsities(
-    model: PreTrainedModel, budget: float, profile: ContractionProfile, ceiling: lp.sensitivity.Sensitivity
+    model: PreTrainedModel,
+    budget: float,
+    calibration: lp.TokenBatch,
+    profile: ContractionProfile,
+    ceiling: lp.sensitivity.Sensitivity,
 ) -> Iterator[Setting]:
-    for schedule in SCHEDULES:
+    for schedule in ("uniform", "atp"):
         yield Setting("wanda", schedule, sparsity=budget)
-    kept = lp.allocate(model, "guidelines", budget, protected=1, extra=0.0)
-    yield Setting("wanda", replace(kept, schedule=UP_DENSE))
+    yield Setting("wanda", atp_search(model, budget, calibration))
+    yield Setting("wanda", owl(model, budget, calibration))
+    yield Setting("wanda", alpha_pruning(model, budget))
+    yield Setting("wanda", guidelines(model, budget))
+    yield Setting("wanda", replace(guidelines(model, budget, protected=1, extra=0.0), schedule=UP_DENSE))
     for pooling in get_args(Pooling):
-        for schedule, reading in [("lyapunov", {}), *(("lyapunov-budget", {"reading": r}) for r in get_args(Reading))]:
-            chosen = lp.allocate(model, schedule, budget, profile=profile.pooled(pooling), **reading)
-            yield Setting("wanda", _named(chosen, schedule, *reading.values(), pooling))
+        pooled = profile.pooled(pooling)
+        yield Setting("wanda", _named(lyapunov(model, budget, pooled), "lyapunov", pooling))
+        for reading in get_args(Budget):
+            chosen = lyapunov_budget(model, budget, pooled, reading=reading)
+            yield Setting("wanda", _named(chosen, "lyapunov-budget", reading, pooling))
     try:
-        chosen = lp.allocate(model, "guidelines", budget, ceiling=ceiling)
+        chosen = guidelines(model, budget, ceiling=ceiling)
     except lp.LyapunovPruneError as error:  # s* may lie below the budget, or below all that was tried
         print(f"guidelines under s* at {budget:g}: {error}")
     else:
@@ -87,7 +104,7 @@ def bits(model: PreTrainedModel, profile: ContractionProfile) -> Iterator[Settin
         yield Setting("rtn", bits=even, group_size=64)
     for low, high in WIDTHS:
         for pooling in get_args(Pooling):
-            chosen = lp.allocate(model, "bits", (low + high) / 2, profile=profile.pooled(pooling), low=low, high=high)
+            chosen = wide_where_amplified(model, (low + high) / 2, profile.pooled(pooling), low=low, high=high)
             yield Setting("rtn", _named(chosen, f"{low}/{high} by rho", pooling), group_size=64)
             turned = replace(chosen, amount=low + high - chosen.amount)
             yield Setting("rtn", _named(turned, f"{low}/{high} reversed", pooling), group_size=64)

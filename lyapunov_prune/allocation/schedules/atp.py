@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
 from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from lyapunov_prune.allocation.allocation import Matrices
-    from lyapunov_prune.allocation.schedule import Amounts
+    from lyapunov_prune.allocation.schedule import Amounts, CostFunction
 
 
 def steepest(budget: float, num_layers: int) -> float:
@@ -23,7 +21,7 @@ class ATP(Schedule):
     """`s_l = S − β (L − 1) / 2 + β l` for `l = 0 … L − 1`, `S` the budget, `0 ≤ β ≤ min(2S, 2(1 − S)) / (L − 1)`.
 
     Huang et al., Determining layer-wise sparsity for large language models through a theoretical perspective (ICML
-    2025, arXiv:2502.14770). The paper searches for the β of lowest perplexity (`ATPSearch`); the default here is half
+    2025, arXiv:2502.14770). The paper searches for the β of lowest perplexity; the default here is half
     of the largest β, which no experiment supports. Layers of unequal size are shifted together until the mean is the
     budget, and none exceeds 0.99.
 
@@ -35,7 +33,7 @@ class ATP(Schedule):
     help = "sparsity in arithmetic progression, with the first layer densest"
     reference = "Huang et al., ICML 2025, arXiv:2502.14770"
 
-    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
+    def amounts(self, matrices: Matrices, budget: float, cost: CostFunction | None) -> Amounts:
         from lyapunov_prune.allocation.fitting import shift
 
         L = matrices.model.num_layers

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lyapunov_prune.allocation.schedule import SPARSEST, Schedule
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from lyapunov_prune.allocation.allocation import Matrices
-    from lyapunov_prune.allocation.schedule import Amounts
+    from lyapunov_prune.allocation.schedule import Amounts, CostFunction
 
 
 class Uniform(Schedule):
@@ -22,7 +20,7 @@ class Uniform(Schedule):
     help = "every matrix the same"
     reference = "control"
 
-    def amounts(self, model: PreTrainedModel, matrices: Matrices, budget: float, given: Any) -> Amounts:
+    def amounts(self, matrices: Matrices, budget: float, cost: CostFunction | None) -> Amounts:
         from lyapunov_prune.allocation.fitting import fit
 
         return fit(matrices.sizes > 0, matrices.sizes, budget, high=SPARSEST), {}

@@ -6,14 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.cli.inputs import (
-    chosen_allocation,
-    format_for,
-    load_inputs,
-    profile_for,
-    reads_text,
-    windows_at_once,
-)
+from lyapunov_prune.cli.inputs import chosen_allocation, format_for, load_inputs, reads_text, windows_at_once
 from lyapunov_prune.cli.jobs import first_goes_on, jobs_folder
 from lyapunov_prune.cli.options import (
     IN_MEMORY,
@@ -98,7 +91,6 @@ def compress(
     require_weights(loaded.model, "unquantised")  # before anything is measured
     require_whole(loaded.model)
     stored.require_model(loaded.model, asked)
-    how["profile"] = profile_for(schedule, loaded, batch, batch_size) if batch is not None else None
     if inputs.disk:
         first_goes_on()
         report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, format=format, **how, **amount)
@@ -136,7 +128,7 @@ def _require_amount(
         require_spendable(method, schedule, sparsity=share, bits=bits, pattern=keep_of)
     else:
         require_amount(method, share, None, bits, schedule)
-    require_options(schedule, {}, bits)
+    require_options(schedule, {})
 
 
 def _show_spent(spent: BudgetedCompression, output: Path) -> None:
@@ -148,12 +140,11 @@ def _show_spent(spent: BudgetedCompression, output: Path) -> None:
 
 def _write_recipes(output: Path, schedule: str | Allocated, done: Compressed) -> None:
     """Write the recipes of other tools for bits that differ by layer."""
-    from lyapunov_prune.allocation.bit_widths import BitWidths
     from lyapunov_prune.allocation.table import SCHEDULES
     from lyapunov_prune.export.recipes import recipes_of
     from lyapunov_prune.results.files import write_whole
 
-    if isinstance(schedule, str) and issubclass(SCHEDULES[schedule], BitWidths):
+    if isinstance(schedule, str) and SCHEDULES[schedule].unit == "bits":
         for name, recipe in recipes_of(done.model, done.report).items():
             write_whole(output / name, recipe)
 
