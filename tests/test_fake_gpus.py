@@ -15,18 +15,12 @@ from helpers import make_tiny
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from lyapunov_prune.predictions.attention_paths import attention_paths
 from lyapunov_prune.predictions.divergence import skip_divergence
 
 
 def mended(model: PreTrainedModel, ids: torch.Tensor) -> pd.DataFrame:
     small = lp.mend(model, [1], ids).model
     return pd.DataFrame([float(p.detach().double().norm()) for p in small.parameters()])
-
-
-def paths(model: PreTrainedModel, ids: torch.Tensor) -> pd.DataFrame:
-    smaller = lp.compress(model, method="magnitude", sparsity=0.3).model
-    return attention_paths(model, smaller, ids[:2, :8], steps=2).to_frame()
 
 
 MEASUREMENTS: dict[str, Callable[[Any, torch.Tensor], pd.DataFrame]] = {
@@ -37,7 +31,6 @@ MEASUREMENTS: dict[str, Callable[[Any, torch.Tensor], pd.DataFrame]] = {
     "mend": mended,
     "bounds": lambda model, ids: lp.check_bounds(model, ids[:1]).to_frame(),
     "hierarchy": lambda model, ids: lp.probe_layers(model, ids[:2, :8], steps=2).to_frame(),
-    "attention paths": paths,
 }
 
 

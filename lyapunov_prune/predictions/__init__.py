@@ -3,7 +3,7 @@
 - `divergence`: skipping one layer; `tiles`: the same measures, one block of the vocabulary at a time;
 - `spaces`: the measures of whole rows;
 - `hierarchy`: h → z → p at each decoding step, kept in `hierarchy_probe`, with error bounds of its angles;
-- `generation`, `attention_paths`: both models write their own text; `history`: one reads the other's text;
+- `generation`: both models write their own text; `history`: one reads the other's text;
 - `expectation`: perplexity and generated text predicted from a measured divergence;
 - `choices`: both models answer the same items, compared in `choice_comparison`;
 - `verdict`: which kinds of task a compression spares.

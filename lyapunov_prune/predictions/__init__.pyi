@@ -1,5 +1,3 @@
-from .attention_paths import AttentionPaths as AttentionPaths
-from .attention_paths import attention_paths as attention_paths
 from .choice_comparison import ChoiceComparison as ChoiceComparison
 from .choices import compare_choices as compare_choices
 from .divergence import SkipDivergence as SkipDivergence

@@ -13,7 +13,6 @@ from lyapunov_prune.healing.report import REPORT as HEALING
 from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.joint.result import REPORT as JOINT
 from lyapunov_prune.joint.result import JointRun
-from lyapunov_prune.predictions.attention_paths import AttentionPaths
 from lyapunov_prune.predictions.choice_comparison import ChoiceComparison
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.hierarchy_probe import HierarchyProbe
@@ -30,7 +29,6 @@ from lyapunov_prune.report.predictions import (
     hierarchy_figure,
     history_figure,
     kl_figure,
-    paths_figure,
     verdict_figure,
 )
 from lyapunov_prune.report.section import Section
@@ -139,14 +137,6 @@ MODELS = (
         lambda r: {"generation": generation_figure(r)},
     ),
     Section(
-        "sampled.json",
-        GenerationDivergence,
-        "Generation by draws",
-        "The same prompts, each next token drawn from the model's own probabilities. One number decides for both "
-        "models at each step, so two equal models write one text, and what differs is not luck.",
-        lambda r: {"sampled": generation_figure(r)},
-    ),
-    Section(
         "diverged-history.json",
         HistoryDivergence,
         "Direct error and diverged history",
@@ -156,15 +146,6 @@ MODELS = (
         lambda r: {"history": history_figure(r)},
     ),
     Section(
-        "paths.json",
-        AttentionPaths,
-        "Paths of the error through attention",
-        "What attention hands on is an average of values. It changes because the values change, or the weights that "
-        "average them; norms relative to the dense model's output. Each model reads its own text: what comes from the "
-        "prompt is the compression's doing, what comes from generated tokens also that these are others.",
-        lambda r: {"paths": paths_figure(r)},
-    ),
-    Section(
         "choices.json",
         ChoiceComparison,
         "Multiple choice",
@@ -172,14 +153,6 @@ MODELS = (
         "probability: that is why it can survive a compression that changes what the model writes. The certificate "
         "speaks of the first token among those of the options, in these items.",
         choices_figures,
-    ),
-    Section(
-        "letters.json",
-        ChoiceComparison,
-        "Multiple choice by letters",
-        "The same items with their options listed and named by letters: one token decides. A model that takes one "
-        "letter whatever is asked keeps its choice under any compression; how often the dense one does is said below.",
-        lambda r: {f"letters-{name}": picture for name, picture in choices_figures(r).items()},
     ),
     _EVALUATION(
         "Evaluation",

@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
-from lyapunov_prune.predictions.attention_paths import AttentionPaths
 from lyapunov_prune.predictions.choice_comparison import ChoiceComparison
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
 from lyapunov_prune.predictions.generation import GenerationDivergence
@@ -25,7 +23,6 @@ from lyapunov_prune.report.drawing import (
     Panel,
     by_rows,
     depth_axis,
-    grid,
     labelled,
     log_axis,
     one_panel,
@@ -201,46 +198,6 @@ def history_figure(measured: HistoryDivergence) -> str:
         panel("1 − cos, probabilities p", measured.probability, measured.probability_estimate),
         panel("‖Δz‖ / ‖z‖", measured.logit_change),
     )
-
-
-def paths_figure(measured: AttentionPaths) -> str:
-    """Above: the two paths and the whole change of attention's output by layer. Below, by step: how much of the weights
-    and of the change belongs to the prompt. Bands are the middle half of the other axis."""
-    figure, (by_layer, by_step) = grid(9, 5.6, 2, 1)
-    layers, steps = np.array(measured.layers), np.arange(measured.value.shape[-1])
-    for values, label, colour, marker in (
-        (measured.total, "whole change", INK, "o"),
-        (measured.value, "value path", COLOURS["rho"], "s"),
-        (measured.weight, "weight path", COLOURS["bi"], "^"),
-    ):
-        _band(by_layer, layers, values, label, colour, marker)
-    if measured.total.any():
-        log_axis(by_layer)
-    by_layer.set_ylabel("norm / dense output")
-    by_layer.set_xlabel("layer")
-    for values, label, colour, marker in (
-        (measured.prompt_weight, "attention to the prompt", COLOURS["blend"], "o"),
-        (measured.prompt_share, "change that comes from the prompt", COLOURS["from-end"], "s"),
-    ):
-        _band(by_step, steps, 100 * values.T, label, colour, marker)
-    by_step.set_ylim(-3, 103)
-    by_step.set_ylabel("share, %")
-    by_step.set_xlabel("decoding step")
-    for axes in (by_layer, by_step):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
-        axes.legend(frameon=False, fontsize=SMALL, loc="upper right", bbox_to_anchor=(1, 1.14), ncols=3)
-    return svg(figure)
-
-
-def _band(axes: Axes, x: np.ndarray, values: np.ndarray, label: str, colour: str, marker: str) -> None:
-    """Mean and middle half of each row that has a number."""
-    finite = np.isfinite(values)
-    if not finite.any():  # two equal models
-        return
-    x, seen = x[finite.any(1)], values[finite.any(1)][:, finite.any(0)]
-    low, high = np.nanquantile(seen, [0.25, 0.75], axis=1)
-    axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-    axes.plot(x, np.nanmean(seen, axis=1), f"-{marker}", markersize=3, linewidth=0.9, color=colour, label=label)
 
 
 def divergence_figure(measured: SkipDivergence) -> str:

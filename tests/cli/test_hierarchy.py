@@ -31,7 +31,6 @@ def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
         "hierarchy.json",
         "generation.json",
         "diverged-history.json",
-        "paths.json",
         "choices.json",
         "verdict.json",
         "report.html",

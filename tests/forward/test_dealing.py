@@ -24,7 +24,6 @@ from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.launched import alone
 from lyapunov_prune.models.plain import find_projections
-from lyapunov_prune.predictions.attention_paths import attention_paths
 from lyapunov_prune.predictions.divergence import kl_by_window, skip_divergence, sublayer_divergence
 from lyapunov_prune.predictions.history import history_divergence
 from lyapunov_prune.profiles.expert_use import expert_use
@@ -94,7 +93,6 @@ def measured(folder: Path) -> dict[str, Callable[[], Any]]:
         "written": lambda: lp.self_generated(model, tokens=80, context=16, batch_size=2, folder=folder).ids.numpy(),
         "generation": lambda: lp.compare_generation(model, other, prompts, steps=3, batch_size=2),
         "history": lambda: history_divergence(model, other, prompts, steps=3, batch_size=2),
-        "attention paths": lambda: attention_paths(model, other, prompts, steps=3),
         "hierarchy": lambda: lp.probe_layers(model, prompts, change=other, steps=3, batch_size=2),
         "best": lambda: best_removal(model, text(16), 2, folder=folder),
         "best, mended": lambda: best_removal(model, text(32), 1, mend=True, judge=text(9), folder=folder),

@@ -96,7 +96,6 @@ MEASUREMENTS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "allocate": lambda m: lp.allocate(m, "uniform", 0.5),
     "angular_distance": lambda m: lp.ranking.angular_distance(m, IDS),
     "approximate": lambda m: lp.bounds.approximate(m, {}).__enter__(),
-    "attention_paths": lambda m: lp.predictions.attention_paths(m, m, IDS),
     "check_bounds": lambda m: lp.check_bounds(m, IDS, sparsity=0.5),
     "check_written": lambda m: lp.bounds.check_written(m, m, IDS),
     "compare_generation": lambda m: lp.compare_generation(m, m, IDS),

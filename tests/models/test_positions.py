@@ -6,7 +6,6 @@ change (longrope), sliding windows and chunks of attention. What dynamic NTK wou
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,7 +33,6 @@ from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.positions import alike, rotation, stretches, switches
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.predictions.attention_paths import attention_paths
 from lyapunov_prune.predictions.choices import compare_choices
 from lyapunov_prune.predictions.generation import compare_generation
 from lyapunov_prune.predictions.hierarchy import probe_layers
@@ -203,22 +201,6 @@ def test_hierarchy(model: PreTrainedModel, prompts: torch.Tensor) -> None:
     assert not found.violations
 
 
-def test_attention_paths(kind: str, model: PreTrainedModel, prompts: torch.Tensor) -> None:
-    """Every step by itself, behind the text up to it, is what all of them are at once."""
-    near = copy.deepcopy(model)
-    with torch.no_grad():
-        for layer in find_structure(near).layers:
-            for parameter in layer.parameters():
-                parameter.mul_(1.02)
-    text = extended(model, prompts[:1])
-    found = attention_paths(model, near, prompts[:1], steps=STEPS, written=(text[:, PROMPT:],) * 2)
-    for t in range(SWITCH - PROMPT - 1, SWITCH - PROMPT + 2):
-        one = text[:, PROMPT + t : PROMPT + t + 1]
-        step = attention_paths(model, near, text[:, : PROMPT + t], steps=1, written=(one, one))
-        for name in ("value", "weight", "both", "total"):
-            np.testing.assert_allclose(getattr(found, name)[:, t], getattr(step, name)[:, 0], rtol=1e-6)
-
-
 def scores(model: PreTrainedModel, texts: list[list[int]], shared: int) -> list[float]:
     """`Σ log p` of each text's tokens behind the first `shared`, from one forward over what stands before the last."""
     found = []
@@ -299,7 +281,6 @@ def test_dynamic_ntk_begins_where_the_context_ends(prompts: torch.Tensor) -> Non
         lambda: compare_generation(model, model, prompts, steps=STEPS),
         lambda: history_divergence(model, model, prompts, steps=STEPS),
         lambda: probe_layers(model, prompts, steps=STEPS),
-        lambda: attention_paths(model, model, prompts, steps=STEPS),
         lambda: compare_choices(model, model, [item()], make_tokenizer()),
         lambda: measure_speed({"tiny": model}, prompt=PROMPT, steps=STEPS),
     ]

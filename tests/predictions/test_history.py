@@ -18,7 +18,7 @@ from lyapunov_prune.forward import decoding
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.decoder import wrap
-from lyapunov_prune.predictions import HistoryDivergence, attention_paths, history_divergence
+from lyapunov_prune.predictions import HistoryDivergence, history_divergence
 from lyapunov_prune.report.predictions import history_figure
 from lyapunov_prune.results.encoding import encode
 from lyapunov_prune.results.result import Result
@@ -109,13 +109,12 @@ def test_a_text_that_has_ended_is_no_longer_counted(llama: PreTrainedModel, prom
 def test_texts_that_are_written_are_read_as_they_are(
     llama: PreTrainedModel, prompts: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same numbers as of texts that it decodes itself: here, and in the paths of attention and the probe."""
+    """The same numbers as of texts that it decodes itself: here, and in the probe."""
     other = compress(llama, method="rtn", bits=3).model
     readings = [read(wrap(model), prompts) for model in (llama, other)]
     both = [greedy_text(reading, 2, STEPS) for reading in readings]
     asked: list[Callable[..., Result]] = [
         lambda **more: history_divergence(llama, other, prompts, steps=STEPS, batch_size=2, **more),
-        lambda **more: attention_paths(llama, other, prompts, steps=STEPS, **more),
     ]
     alone = [encode(measure()) for measure in asked]
     probe = encode(probe_layers(llama, prompts, steps=STEPS, batch_size=2))

@@ -11,9 +11,9 @@ import torch
 from helpers import make_tiny
 from transformers import PreTrainedModel
 
-from lyapunov_prune import compare_generation, compress, remove_layers
-from lyapunov_prune.predictions import GenerationDivergence, attention_paths
-from lyapunov_prune.report.predictions import generation_figure, paths_figure
+from lyapunov_prune import compare_generation, remove_layers
+from lyapunov_prune.predictions import GenerationDivergence
+from lyapunov_prune.report.predictions import generation_figure
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +47,3 @@ def test_what_was_not_measured_is_not_drawn(measured: GenerationDivergence) -> N
     assert "state" not in words(generation_figure(other))
     ended = replace(measured, kl=np.append(measured.kl[:-1], np.nan), running=np.append(measured.running[:-1], 0))
     generation_figure(ended)
-
-
-def test_the_paths_are_drawn_by_layer_and_by_step(llama: PreTrainedModel) -> None:
-    prompts = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(1))
-    found = attention_paths(llama, compress(llama, method="rtn", bits=3).model, prompts, steps=4)
-    drawn = words(paths_figure(found))
-    assert {"whole change", "value path", "weight path", "norm / dense output", "layer"} <= drawn
-    assert {"attention to the prompt", "change that comes from the prompt", "share, %", "decoding step"} <= drawn
-    assert paths_figure(found) != paths_figure(replace(found, value=found.value / 2))
-    half = np.array([[np.nan] * 4] * 3 + [[1.0, np.nan, 2.0, 3.0]] * 3)  # a layer that did not change has no share
-    assert "change that comes from the prompt" in words(paths_figure(replace(found, prompt_share=half)))
-    equal = attention_paths(llama, llama, prompts, steps=2)
-    assert "change that comes from the prompt" not in words(paths_figure(equal))

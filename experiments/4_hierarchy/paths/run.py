@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-import lyapunov_prune as lp
+from experiments.attention_paths import attention_paths
 from experiments.common import Model, read_text, run_command
 from experiments.hierarchies import encoded, makers, measured_on
 from experiments.statements import bullets, percent, table
@@ -56,7 +56,7 @@ def main(
     made, rows = makers(loaded, calibration), []
     for name in MODELS:
         small = made[name]()
-        each = [lp.predictions.attention_paths(loaded.model, small, ids, steps=steps) for ids in prompts.values()]
+        each = [attention_paths(loaded.model, small, ids, steps=steps) for ids in prompts.values()]
         rows.append(Paths(name, each[0].layers, *(np.mean([getattr(p, part) for p in each], 0) for part in PARTS)))
     origins = calibration.measured_on(loaded.model), measured_on(loaded, prompts)
     AllPaths(tuple(rows), len(prompts), *origins).save(HERE / f"{origins[0].model.name}.json")

@@ -12,8 +12,7 @@ from lyapunov_prune.cli import checks
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_prompted, require_bounds, windows_at_once
 from lyapunov_prune.cli.options import Inputs, Model, RunOptions, text_option, what_option
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.terminal import keep, note
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.cli.terminal import keep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,7 +50,7 @@ def hierarchy(
 
     One layer at a time is replaced by that of COMPRESSED, or dropped if COMPRESSED has fewer layers or is not given, in
     the context of the dense model; estimates and proven bounds are shown beside the measurements. With COMPRESSED both
-    models also decode on their own (generation.json, paths.json), COMPRESSED reads the dense text
+    models also decode on their own (generation.json), COMPRESSED reads the dense text
     (diverged-history.json), both answer --choices (choices.json), and verdict.json says which kinds of task survive.
     Prompts are windows of --context tokens, or those of --prompts. The exit code is 1 if a bound is violated.
     """
@@ -67,7 +66,7 @@ def hierarchy(
     from lyapunov_prune.predictions.hierarchy import probe_layers
 
     items = load_items(choices) if choices else ()
-    of_two = ("generation", "paths", "diverged-history", "verdict") if compressed else ()
+    of_two = ("generation", "diverged-history", "verdict") if compressed else ()
     asked = ["choices"] if choices else []
     run = begun_run(inputs.output, dense, *(f"{name}.json" for name in ("hierarchy", *of_two, *asked)))
     loaded, batch = load_prompted(dense, inputs, prompts, given)
@@ -131,7 +130,6 @@ def _compare(
     """What `dense` and `other` write and answer; returns the violated bounds."""
     from lyapunov_prune.forward.decoding import greedy_text
     from lyapunov_prune.forward.reading import read
-    from lyapunov_prune.predictions.attention_paths import attention_paths
     from lyapunov_prune.predictions.choices import compare_choices
     from lyapunov_prune.predictions.generation import compare_generation
     from lyapunov_prune.predictions.history import history_divergence
@@ -145,13 +143,6 @@ def _compare(
     both = dense_text, greedy_text(theirs, batch_size, new_tokens)
     history = history_divergence(*models, reading, **at_once, written=both)
     keep(run, "diverged-history", history)
-    if other.structure.num_layers == dense.structure.num_layers:
-        try:
-            paths = attention_paths(*models, reading, steps=new_tokens, written=both)
-        except LyapunovPruneError as error:  # not every family lets its attention be seen
-            note(f"no paths through attention: {error.message}")
-        else:
-            keep(run, "paths", paths)
     answered = None
     if items:
         answered = compare_choices(*models, items, dense.tokenizer)

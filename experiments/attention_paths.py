@@ -15,27 +15,21 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from lyapunov_prune.arguments import Count
 from lyapunov_prune.errors import LyapunovPruneError, first_of
-from lyapunov_prune.forward.dealing import dealt
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.decoder import InMemory, runs_models
-from lyapunov_prune.models.positions import stretches
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 _NAME = "lyapunov_prune_paths"
 _SAME = 1e-4
-_OTHERS = "the models have attention in different layers or heads; give a compressed model that keeps all layers"
 
 
 @dataclass(frozen=True)
-class AttentionPaths(Result):
+class AttentionPaths:
     """Difference of the attention output `o_t = Σ_i α_ti v_i` between two models that each decode their own text.
 
     With `Δ = compressed − dense`, `Δo = Σ α Δv + Σ Δα v + Σ Δα Δv` exactly: the value path, the weight path and their
@@ -58,80 +52,36 @@ class AttentionPaths(Result):
     prompt_weight: np.ndarray
     prompt_share: np.ndarray
     layers: tuple[int, ...]
-    compressed: ModelIdentity
-    measured_on: MeasuredOn
-
-    def to_frame(self) -> pd.DataFrame:
-        names = ("value", "weight", "both", "total", "prompt_weight", "prompt_share")
-        steps = self.value.shape[-1]
-        index = {"layer": np.repeat(self.layers, steps), "step": np.tile(np.arange(steps), len(self.layers))}
-        return pd.DataFrame({**index, **{name: getattr(self, name).ravel() for name in names}})
-
-    def summary(self) -> pd.DataFrame:
-        """Means over the steps, one row per layer."""
-        return self.to_frame().drop(columns="step").groupby("layer", sort=False).mean().reset_index()
-
-    def headline(self) -> str:
-        return (
-            f"Paths of the error through attention, {self.value.shape[-1]} decoding steps, against "
-            f"{self.compressed.name}; norms relative to the dense output\n{self.measured_on.line()}"
-        )
 
 
 @runs_models
-def attention_paths(
-    dense: InMemory,
-    compressed: InMemory,
-    prompts: Readable,
-    *,
-    steps: Count,
-    written: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> AttentionPaths:
+def attention_paths(dense: InMemory, compressed: InMemory, prompts: Readable, *, steps: int) -> AttentionPaths:
     """Decode `steps` tokens greedily with both models from `prompts` and split `Δo`, see AttentionPaths.
 
-    `written` are the texts that both models have already decoded (the result of `forward.decoding.greedy_text`); they
-    are not decoded again. Each model then reads its own text twice without a cache: once as it is, and once through the
-    eager attention of its family, whose output must agree. If the position encoding depends on the length of the text,
-    the text is read in two parts. Sums are in float64.
-
-    Memory: the caches of all prompts; then, for one prompt, the attention weights of `steps` positions and all values
-    of every layer.
+    Each model then reads its own text twice without a cache: once as it is, and once through the eager attention of its
+    family, whose output must agree. Sums are in float64.
 
     Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError when the models differ in
     their layers, when attention does not go through transformers' attention interface, or when its output is not the
     weighted sum of the values.
     """
     readings = [read(model, prompts, steps - 1) for model in (dense, compressed)]
-    batch = readings[0].batch
-    if readings[0].structure.num_layers != readings[1].structure.num_layers:
-        raise LyapunovPruneError(_OTHERS)
-    known = written or (None, None)
-    decoded = [greedy_text(r, len(batch), steps, text) for r, text in zip(readings, known, strict=True)]
-
-    def split(number: int, ids: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """The six measures of every layer of one prompt, (6, layers, steps), and the layers."""
-        layers: tuple[int, ...] = ()
-        each = [torch.cat([ids[0].cpu(), tokens[number]]) for tokens in decoded]
-        prompt, parts = len(each[0]) - steps, []
-        for first, last in stretches(readings[0].structure.config, prompt, len(each[0]) - 1):
-            count = last - first + 1
-            ours, theirs = (_attended(r, text[None, :last], count) for r, text in zip(readings, each, strict=True))
-            left = {layer for layer, _, _ in theirs}  # a compact model has attention in these alone
-            ours = [each for each in ours if each[0] in left]
-            shapes = [[(layer, v.shape) for layer, _, v in seen] for seen in (ours, theirs)]
-            if shapes[0] != shapes[1]:
-                raise LyapunovPruneError(_OTHERS)
-            layers = tuple(layer for layer, _, _ in ours)
-            # Layers and models may be on different devices.
-            pairs = [((a, v), (a2.to(a), v2.to(v))) for (_, a, v), (_, a2, v2) in zip(ours, theirs, strict=True)]
-            parts.append(torch.stack([_split(*one, *other, prompt).cpu() for one, other in pairs], 1))
-        return torch.cat(parts, -1), layers
-
-    rows, of = zip(*dealt(readings[0], 1, split, "attention paths"), strict=True)
-    value, weight, both, total, prompt_weight, prompt_share = torch.stack(rows).mean(0).numpy()
-    return AttentionPaths(
-        value, weight, both, total, prompt_weight, prompt_share, of[0], compressed.identity, readings[0].measured_on()
-    )
+    ids = readings[0].batch.ids
+    decoded = [greedy_text(r, len(ids), steps) for r in readings]
+    layers: tuple[int, ...] = ()
+    rows = []
+    for number, prompt in enumerate(ids):
+        texts = [torch.cat([prompt.cpu(), tokens[number]])[None, :-1] for tokens in decoded]
+        ours, theirs = (_attended(r, text, steps) for r, text in zip(readings, texts, strict=True))
+        left = {layer for layer, _, _ in theirs}  # a compact model has attention in these alone
+        ours = [each for each in ours if each[0] in left]
+        if [(layer, v.shape) for layer, _, v in ours] != [(layer, v.shape) for layer, _, v in theirs]:
+            raise LyapunovPruneError("the models have attention in different layers or heads")
+        layers = tuple(layer for layer, _, _ in ours)
+        pairs = zip(ours, theirs, strict=True)
+        rows.append(torch.stack([_split(a, v, a2, v2, len(prompt)) for (_, a, v), (_, a2, v2) in pairs], 1))
+    value, weight, both, total, prompt_weight, prompt_share = torch.stack(rows).mean(0).cpu().numpy()
+    return AttentionPaths(value, weight, both, total, prompt_weight, prompt_share, layers)
 
 
 def _split(a: torch.Tensor, v: torch.Tensor, a2: torch.Tensor, v2: torch.Tensor, prompt: int) -> torch.Tensor:
